@@ -1,15 +1,15 @@
 """Train: python train.py --config configs/NAME.yaml [--section.field value ...]; the same command
-again resumes it. Without a recipe --model.path and --data.path are enough, and the planner chooses
-mesh and memory for the devices that it finds.
+again resumes it. Without a recipe --model.path and --data.path suffice: the planner chooses mesh
+and memory for the available devices.
 
-With --dry-run [MACHINE [--gpu-memory GIB]] it says what the run would take, and stops. A model or
-data of the Hugging Face hub is downloaded unless it is in the cache; --no-download forbids that.
-Alone, train.py lists the recipes. Every field is described by --help, or those of a section by
---help SECTION. LONGSTRIPE_TRACEBACK=1 shows where an error comes from.
-Exit codes: 0 trained; 1 a dry run that does not fit; 2 an error in one line that you can fix; 75
-one that another start may pass, such as a lost connection; 130 stopped by Ctrl-C, 143 by SIGTERM:
-the running step is finished and saved, and the same command resumes the run; a second Ctrl-C ends
-at once, as both do before the first step.
+With --dry-run [MACHINE [--gpu-memory GIB]] it says what the run would take, and stops. Models and
+data on the Hugging Face hub are downloaded unless cached; --no-download forbids that. Alone,
+train.py lists the recipes. --help describes every field, --help SECTION those of a section.
+LONGSTRIPE_TRACEBACK=1 shows where an error comes from.
+Exit codes: 0 trained; 1 a dry run that does not fit; 2 a one-line error that you can fix; 75 one
+that a restart may pass, such as a lost connection; 130 stopped by Ctrl-C, 143 by SIGTERM: the
+running step is finished and saved, and the same command resumes the run; a second Ctrl-C ends at
+once, as both do before the first step.
 """
 
 import shlex
@@ -32,8 +32,8 @@ SHORTEST_NEEDLE = (
 
 
 def objective_class(config: "RunConfig") -> "type[Objective]":
-    """Returns what the recipe says is learned: actions of trajectories, preferences between
-    completions, or text."""
+    """Returns the recipe's objective: actions of trajectories, preferences between completions, or
+    text."""
     if config.trajectories.path:
         from trainer.trajectories import TrajectoryObjective
 
@@ -48,7 +48,7 @@ def objective_class(config: "RunConfig") -> "type[Objective]":
 
 
 def take_flag(words: list[str], flag: str) -> tuple[list[str], str | None]:
-    """Returns the other words of the command line, and the flag's value: "" where it has none, None
+    """Returns the other words of the command line, and the flag's value: "" if it has none, None
     without the flag."""
     if (
         index := next((i for i, word in enumerate(words) if word.partition("=")[0] == flag), None)
@@ -65,8 +65,8 @@ def next_commands(config: "RunConfig", processes: int) -> str:
     """Returns a line with the commands that export, evaluate and report the trained run.
 
     Args:
-      config: of the run; of one with stages that of the last one.
-      processes: that trained it.
+      config: of the run, or of its last stage.
+      processes: the number that trained it.
     """
     run, mesh = shlex.quote(config.location), config.mesh
     output = (
@@ -100,8 +100,7 @@ def next_commands(config: "RunConfig", processes: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains as the command line says; returns the exit code, that of --dry-run being 1 where the
-    run does not fit."""
+    """Trains as the command line says; returns the exit code, 1 if a --dry-run does not fit."""
     status = 0
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Flags for adapters in evaluations: several on one base, in turn, and the base's quantization."""
+"""Flags for adapters in evaluations: several on one base, in turn, and its quantization."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from trainer.entry import NoDownload, store_path
 def add_flags(parser: argparse.ArgumentParser, several: bool) -> None:
     """Adds --quantize, and --adapter, with several folders if the command supports that."""
     also = (
-        "; several are evaluated one after the other, each into a folder of its name in --output"
-        if several
-        else ""
+        "; several are evaluated in turn, each into its own folder in --output" if several else ""
     )
     parser.add_argument(
         "--adapter",
         type=store_path,
         metavar="FOLDER",
         nargs="+" if several else None,
-        help="an adapter of the model: a folder that peft wrote, or a run with adapters" + also,
+        help="an adapter of the model: a PEFT folder, or a run with adapters" + also,
     )
     parser.add_argument("--no-download", action=NoDownload)
     parser.add_argument(

@@ -2,9 +2,9 @@
 
     python -m eval.compare BEFORE AFTER [--output difference.json]
 
-BEFORE and AFTER are folders that the same evaluation (eval.line_retrieval, eval.needle, eval.ruler,
-eval.coreference) wrote for two checkpoints. Since both answered the same cases, the interval is
-that of the paired differences: narrower than what the two scores' own intervals suggest.
+BEFORE and AFTER are folders written by the same evaluation (eval.line_retrieval, eval.needle,
+eval.ruler, eval.coreference) for two checkpoints. Since both answered the same cases, the interval
+is that of paired differences: narrower than the two scores' intervals suggest.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from trainer import entry
 # Fields of a line of cases.jsonl that depend on the model; the others identify the case.
 OF_THE_MODEL = ("answer", "right", "generated", "score", "prompt_tokens", "beyond_trained_length")
 WOULD_WORK = (
-    "a folder that eval.line_retrieval, eval.needle, eval.ruler or eval.coreference wrote would "
+    "a folder written by eval.line_retrieval, eval.needle, eval.ruler or eval.coreference would "
     "work"
 )
 
 Case = tuple[str, int]
-"""A case's identity: its fields as JSON, and how many equal cases come before it."""
+"""A case's identity: its fields as JSON, and the number of equal cases before it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Difference:
     """How two checkpoints differ on the same cases.
 
     Attributes:
-      cases: number of cases that both have answered.
-      before, after: mean scores over these cases.
-      difference: after less before; low, high: bounds of its 95% interval.
-      better, worse: number of cases whose score is higher, or lower, after.
+      cases: number of cases both answered.
+      before, after: mean scores on these cases.
+      difference: after minus before; low, high: bounds of its 95% interval.
+      better, worse: number of cases whose score rises, or falls.
     """
 
     task: str
@@ -77,7 +77,7 @@ def scores_of(rows: Sequence[Mapping[str, Any]]) -> dict[Group, dict[Case, float
       rows: the lines of a cases.jsonl.
 
     Raises:
-      KeyError, TypeError: a line is not one of an evaluation.
+      KeyError, TypeError: a line is not an evaluation's.
     """
     scores: dict[Group, dict[Case, float]] = {}
     repeats: collections.Counter[str] = collections.Counter()
@@ -97,7 +97,7 @@ def scores_of(rows: Sequence[Mapping[str, Any]]) -> dict[Group, dict[Case, float
 def differences(
     before: Mapping[Group, Mapping[Case, float]], after: Mapping[Group, Mapping[Case, float]]
 ) -> list[Difference]:
-    """Returns the differences by task and length, over the cases that both answered."""
+    """Returns the differences by task and length, over the cases both answered."""
     rows = []
     for group, cases in before.items():
         common = [case for case in cases if case in after.get(group, {})]
@@ -128,14 +128,14 @@ def read(folder: Path) -> dict[Group, dict[Case, float]]:
     """Returns the scores of an evaluation's folder.
 
     Raises:
-      UserError: it holds no cases of an evaluation.
+      UserError: it has no evaluation's cases.
     """
     path = folder / "cases.jsonl"
     try:
         scores = scores_of([parse_json(line) for line in read_text(path, folder).splitlines()])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path}: no cases of an evaluation ({type(error).__name__}: {error}); {WOULD_WORK}"
+            f"{path}: not an evaluation's cases ({type(error).__name__}: {error}); {WOULD_WORK}"
         ) from None
     if not scores:
         raise UserError(f"{path}: is empty; {WOULD_WORK}")
@@ -143,7 +143,7 @@ def read(folder: Path) -> dict[Group, dict[Case, float]]:
 
 
 def print_table(rows: Sequence[Difference]) -> None:
-    """Prints a table of at most 80 columns for each task, with a line for each length."""
+    """Prints a table of at most 80 columns per task, with a line per length."""
     from rich.table import Table
 
     console = printable.console(soft_wrap=True, highlight=False)
@@ -183,17 +183,17 @@ def compare(args: argparse.Namespace) -> None:
     rows = differences(before, after)
     if not rows:
         raise UserError(
-            f"{args.before} and {args.after} have no case in common; two folders that the same "
-            "command wrote for two checkpoints would work"
+            f"{args.before} and {args.after} have no case in common; two folders written by the "
+            "same command for two checkpoints would work"
         )
     print(f"before: {args.before}\nafter: {args.after}")
     print_table(rows)
     for folder, scores in ((args.before, before), (args.after, after)):
         alone = sum(map(len, scores.values())) - sum(row.cases for row in rows)
         if alone:
-            print(f"left out: {alone} cases that only {folder} has")
+            print(f"left out: {alone} cases only in {folder}")
     print(
-        "Interval of the paired difference: Bonett and Price (2012) where scores are 0 or 1, else "
+        "Interval of the paired difference: Bonett and Price (2012) if scores are 0 or 1, else "
         "bootstrap over the cases."
     )
     if output:
@@ -215,13 +215,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "before",
         metavar="BEFORE",
         type=Path,
-        help="folder that an evaluation of the first checkpoint wrote",
+        help="folder written by an evaluation of the first checkpoint",
     )
     parser.add_argument(
         "after",
         metavar="AFTER",
         type=Path,
-        help="folder that the same evaluation of the second one wrote",
+        help="folder written by the same evaluation of the second one",
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="also write the table to this file, as JSON"

@@ -3,8 +3,8 @@
     python -m eval.coreference --checkpoint DIR_OR_HF --tokens 4096 8192 [--alike 2 4 8] --output
     DIR
 
-The form is that of MRCR (Vodrahalli et al. 2024, "Michelangelo") and of OpenAI's data set of this
-name: the answer must begin with given letters, and is scored by its similarity to the reply. The
+The form is that of MRCR (Vodrahalli et al. 2024, "Michelangelo") and OpenAI's data set of that
+name: the answer must begin with given letters, and is scored by similarity to the reply. The
 wording of requests and replies is ours; without a chat template the turns are plain text. Writes
 results.json, cases.jsonl and coreference.png into --output.
 """
@@ -68,7 +68,7 @@ def conversation(
 
     Args:
       requests: equal requests; others: requests of another form or topic, mixed in; asked: which of
-        the equal ones, from 0.
+        the equal ones to ask for, from 0.
     """
     form, topic = str(rng.choice(FORMS)), str(rng.choice(NOUNS))
     subjects = [(form, topic)] * requests

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from model.decode import Generator, Scores
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""What tasks call the longest answer's tokens; lm-eval takes the first that is given."""
+"""Tasks' names for the most tokens of an answer; lm-eval takes the first one given."""
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -50,12 +50,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=256,
         help="tokens of the longest answer in a task that does not set max_gen_toks (default 256)",
     )
-    parser.add_argument("--tasks", required=True, help="names of tasks, with commas between them")
-    parser.add_argument("--include-path", metavar="DIR", help="folder with tasks of your own")
+    parser.add_argument("--tasks", required=True, help="task names, separated by commas")
+    parser.add_argument("--include-path", metavar="DIR", help="folder with your own tasks")
     parser.add_argument(
         "--few-shot",
         type=int,
-        help="number of examples before a question (default: the task's own)",
+        help="number of examples before a question (default: the task's)",
     )
     parser.add_argument("--limit", type=int, help="only the first N questions of each task")
     parser.add_argument(
@@ -95,7 +95,7 @@ class AnswerForm:
         if is_sampled and is_greedy:
             sampling = "do_sample: true" if do_sample else f"temperature: {temperature}"
             raise UserError(
-                f"--tasks: {task} asks for sampling ({sampling}); answers here are greedy, so its "
+                f"--tasks: {task} asks for sampling ({sampling}); answers are greedy here, so its "
                 "score would not be comparable; a --temperature above 0, which applies to all "
                 "tasks, would work"
             )
@@ -117,8 +117,8 @@ class Harness:
     Attributes:
       length: tokens of the longest prompt with its answer.
       new_tokens: of the longest answer, unless a task sets it.
-      truncated: number of prompts that were cut so far.
-      continued: contexts continued so far; their numbers make their samples independent.
+      truncated: number of prompts cut so far.
+      continued: contexts continued so far; the numbering makes their samples independent.
 
     Raises:
       UserError: no text of this length can be scored, or it does not fit in memory.
@@ -130,7 +130,7 @@ class Harness:
     truncated: int = 0
     continued: int = 0
     chats: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    """Ids of prompts in the chat template, by text: encoding it again would spell out control
+    """Ids of prompts in the chat template, by text: encoding the text again would spell out control
     tokens."""
     chats_sorted: list[str] = dataclasses.field(default_factory=list)
 
@@ -141,7 +141,7 @@ class Harness:
         self._generator(0)  # Too little memory is reported before lm-eval reads its data.
 
     def _generator(self, new_tokens: int) -> Generator:
-        """Returns a generator of up to `new_tokens`, 0 to score; frees the previous one."""
+        """Returns a generator of up to `new_tokens` (0 to score); frees the previous one."""
         respondent = self.opened.respondent
         generator = respondent.generator(
             self.opened.params, respondent.capacity(self.length), new_tokens, self.length
@@ -159,8 +159,8 @@ class Harness:
     def _chat_before(self, text: str) -> str | None:
         """Returns the longest prompt in the chat template that a text begins with."""
         start = text
-        # The last chat sorted at or before the start is the longest that it begins with, or differs
-        # from it. Then any chat that the text begins with is within their common beginning.
+        # The last chat sorted at or before the text is its longest prefix, or differs from it. Then
+        # any chat that is a prefix of the text is within their common prefix.
         while position := bisect.bisect_right(self.chats_sorted, start):
             chat = self.chats_sorted[position - 1]
             if start.startswith(chat):
@@ -182,7 +182,7 @@ class Harness:
         return [*([first] if first is not None else []), *self.tokenizer.encode(text)]
 
     def _cut(self, ids: list[int], room: int) -> list[int]:
-        """Returns the last tokens of a prompt that leave enough room, and counts cut prompts."""
+        """Returns the last tokens of a prompt that leave enough room; counts cut prompts."""
         if len(ids) + room <= self.length:
             return ids
         self.truncated += 1
@@ -191,7 +191,7 @@ class Harness:
     def likelihoods(self, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Returns each continuation's log-likelihood, and whether greedy decoding gives it.
 
-        Spaces at a context's end belong to the continuation, as in lm-eval. Both together may have
+        Spaces at a context's end belong to the continuation, as in lm-eval. Together they may have
         `length` tokens, since nothing is generated.
         """
         texts, starts = [], []
@@ -210,7 +210,7 @@ class Harness:
         totals = []
         for text in texts:
             ids = self._encode(text)
-            # The last token of a piece starts the next one, where it is given and not scored.
+            # The last token of a piece starts the next one, where it is not scored.
             pieces = [
                 ids[first : first + self.length]
                 for first in range(0, len(ids) - 1, self.length - 1)
@@ -233,7 +233,8 @@ class Harness:
         return [scores[i] for i in range(len(texts))]
 
     def _batches(self, numbers: Iterable[int], ids: list[list[int]]) -> Iterator[list[int]]:
-        """Yields batches of numbers; a common beginning stays in one row of successive batches."""
+        """Yields batches of numbers; texts with a common beginning stay in one row of successive
+        batches."""
         order = sorted(numbers, key=ids.__getitem__)
         run = -(-len(order) // self.opened.respondent.rows)
         for number in range(run):
@@ -278,7 +279,7 @@ class Harness:
         most = (
             f"--max-new-tokens {new_tokens}"
             if answer.new_tokens is None
-            else f"its own max_gen_toks {new_tokens}"
+            else f"its max_gen_toks {new_tokens}"
         )
         raise UserError(
             f"--length: found {self.length}, which leaves no room for a question of {answer.task} "
@@ -294,7 +295,7 @@ class Harness:
         if not self.opened.respondent.template:
             raise UserError(
                 f"{self.opened.about['checkpoint']}: its tokenizer has no chat template; without "
-                "--chat, or with --template, it can be evaluated"
+                "--chat, or with --template, it would work"
             )
         messages = [Message(turn["role"], turn["content"]) for turn in turns]
         segments = render(
@@ -396,7 +397,7 @@ def check_tasks(tasks: Sequence[str], known: Collection[str]) -> None:
         meant = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(
             f"--tasks: lm-eval has no task {printable(task)!r}{meant}; lm-eval ls tasks lists "
-            "them, and --include-path takes a folder with tasks of your own"
+            "them, and --include-path takes a folder with your own tasks"
         )
 
 

@@ -3,9 +3,9 @@
     python -m eval.in_context --checkpoint DIR [--episodes 8] [--seeds 5] --output DIR
 
 The model acts in the simulator, sees its earlier episodes and their rewards, and is asked for the
-best return in its data, or for --target. Its keys and values stay in a cache that is split over the
-devices of --sequence (model/cache.py). Writes results.json and in_context.png into --output.
-Returns are sums of rewards over all simulator steps of an episode.
+best return in its data, or for --target. Its keys and values stay in a cache split over the devices
+of --sequence (model/cache.py). Writes results.json and in_context.png into --output. Returns are
+sums of rewards over all simulator steps of an episode.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--checkpoint",
         required=True,
         type=entry.store_path,
-        help="checkpoint or run folder of a model of trajectories",
+        help="checkpoint or run folder of a trajectory model",
     )
     parser.add_argument(
         "--episodes",
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--seeds",
         type=entry.at_least_one,
         default=5,
-        help="number of parallel environments, each with its own seed (default 5)",
+        help="number of parallel environments, with different seeds (default 5)",
     )
     parser.add_argument(
         "--first-seed", type=int, default=1000, help="seed of the first environment (default 1000)"
@@ -96,7 +96,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What a checkpoint's model takes, as `trainer.trajectories` wrote it.
+    """The inputs of a checkpoint's model, as written by `trainer.trajectories`.
 
     Attributes:
       task: its name; observation, action: sizes of a state and an action.
@@ -117,13 +117,13 @@ class Inputs:
         """Reads the assets of a checkpoint.
 
         Raises:
-          UserError: it is not a model of trajectories.
+          UserError: it is not a trajectory model.
         """
         from trainer.trajectories import ASSET
 
         if not (assets / ASSET).exists():
             raise UserError(
-                f"--checkpoint: {assets.parent} holds no model of trajectories; a checkpoint of a "
+                f"--checkpoint: {assets.parent} has no trajectory model; a checkpoint of a "
                 "recipe with a section trajectories would work"
             )
         fields = read_json(assets / ASSET, assets.parent)
@@ -154,7 +154,7 @@ class Agent:
         self.params, self.inputs, self.rows = params, inputs, rows
         self.width = model.sizes.width
         conditioned = inputs.options.conditioning == "return"
-        # Appended before each decision: the last one's result, then what the next one depends on.
+        # Appended before each decision: the last one's result, then the next one's inputs.
         self.kinds = (ACTION, REWARD, RETURN_TO_GO, STATE) if conditioned else (ACTION, STATE)
         capacity = inputs.options.in_context * decisions * len(self.kinds) + len(self.kinds)
         # A decision's tokens are few.
@@ -252,7 +252,7 @@ def play(
 def summary(returns: Float[np.ndarray, "seeds episodes"]) -> dict[str, dict[str, Any]]:
     """Returns mean and interval over the seeds of the last, best and mean episode.
 
-    The best of n alone would hide that later episodes are no better than earlier ones.
+    The best of n alone would hide whether later episodes are better than earlier ones.
     """
     scores = {"last": returns[:, -1], "best": returns.max(1), "mean": returns.mean(1)}
     return {

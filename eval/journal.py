@@ -1,4 +1,4 @@
-"""A file to which each answer is added at once, so an interrupted evaluation can continue."""
+"""A file to which each answer is appended at once, so an interrupted evaluation can continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Answer:
 
 
 class Journal:
-    """The answers so far, in a file; a last line that a crash cut off is ignored.
+    """The answers so far, in a file; ignores a last line cut off by a crash.
 
     Raises:
       UserError: the file holds answers of another model or with other settings; names the first
@@ -39,7 +39,7 @@ class Journal:
             self.answers = _answers(path, whole, about)
         elif not json.dumps(about).encode().startswith(content):
             raise UserError(
-                f"{path}: holds no answers of an evaluation, so it is not overwritten; "
+                f"{path}: not an evaluation's answers, so it is not overwritten; "
                 "another --output, or removing this file, would work"
             )
         self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 - open as long as the evaluation

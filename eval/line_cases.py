@@ -31,7 +31,7 @@ FORM = (
     'a case is one line of JSON: {"prompt": "...", "expected_number": 7, "num_lines": 20, '
     '"correct_line": "..."}'
 )
-LARGEST = 10**9  # number of lines that a case may claim to have
+LARGEST = 10**9  # most lines a case may claim to have
 KEY_STYLES = ("adjective_noun", "noun_noun", "short")
 # The wording and the keys of data/fixtures, for the style "short".
 SHORT_HEAD = "Remember these lines.\n\n"
@@ -40,7 +40,7 @@ SHORT_TAIL = (
     "\nNow the record is over. Tell me what is the number in line {key}? I need the number."
 )
 
-MOST_LINES = 44_999  # for which 50,000 numbers suffice
+MOST_LINES = 44_999  # most lines for which 50,000 numbers suffice
 SHORT_KEYS = "bee cat dog elk fox hen owl pig".split()  # noqa: SIM905
 
 
@@ -56,7 +56,7 @@ class LineCase:
     source: str = "generated"
     """Name of the file that the case was read from."""
     key_style: str = ""
-    """One of KEY_STYLES, or empty if the file does not say."""
+    """One of KEY_STYLES, or "" if the file does not say."""
 
     @property
     def depth(self) -> float:
@@ -101,7 +101,7 @@ def _parse(line: str, location: str, source: str) -> LineCase:
         record = parse_json(line)
     except ValueError as error:
         message = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise UserError(f"{location}: by itself not valid JSON ({message}); {FORM}") from error
+        raise UserError(f"{location}: not valid JSON ({message}); {FORM}") from error
     if not isinstance(record, dict):
         raise UserError(f"{location}: expected an object, found {type(record).__name__}; {FORM}")
     for field, kind in (
@@ -171,8 +171,8 @@ def generate(
         key_style: one of KEY_STYLES.
         wording: of another test.
         questions: number of cases that ask about the same lines.
-        reserved: take keys and numbers that no generated training text has, in any pair; not for
-          the style "short".
+        reserved: use only keys and numbers that no generated training text has; not for the style
+          "short".
 
     Raises:
         UserError: the style is unknown, or has too few keys or numbers for that many lines.

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Console
 
-DEPTHS = 5  # equal parts of a prompt, in which errors are counted
+DEPTHS = 5  # equal parts of a prompt for counting errors
 
 
 def read(folder: str | pathlib.Path) -> list[Score]:
     """Returns the scores in an evaluation's folder.
 
     Raises:
-        UserError: it has no results of line retrieval.
+        UserError: it has no line-retrieval results.
     """
     path = pathlib.Path(folder) / "results.json"
     try:
@@ -34,8 +34,8 @@ def read(folder: str | pathlib.Path) -> list[Score]:
         return [Score(**{field: row[field] for field in fields}) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path}: no results of line retrieval ({type(error).__name__}: {error}); a folder "
-            "that eval.line_retrieval wrote would work"
+            f"{path}: not line-retrieval results ({type(error).__name__}: {error}); a folder "
+            "written by eval.line_retrieval would work"
         ) from None
 
 
@@ -79,7 +79,7 @@ def write(
 def by_depth(outcomes: list[Outcome]) -> list[dict[str, Any]]:
     """Returns accuracies and 95% Wilson intervals by family, number of lines and depth.
 
-    The depth is the part of the prompt, from depth_from to depth_to, in which the requested line
+    The depth is the interval of the prompt, from depth_from to depth_to, where the requested line
     begins.
     """
     groups: dict[tuple[str, int, int], list[Outcome]] = {}
@@ -129,7 +129,7 @@ def as_json(
 
 
 def print_table(scores: list[Score], console: "Console | None" = None) -> None:
-    """Prints a table of at most 80 columns for each family of keys."""
+    """Prints a table of at most 80 columns per family of keys."""
     from rich.table import Table
     from rich.text import Text
 
@@ -174,7 +174,7 @@ def curves(scores: list[Score]) -> dict[tuple[str, bool], list[Score]]:
 
 
 def plot_depths(rows: list[dict[str, Any]], path: str | pathlib.Path, title: str = "") -> None:
-    """Plots accuracy and interval against depth, a curve for each number of lines."""
+    """Plots accuracy and interval against depth, a curve per number of lines."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

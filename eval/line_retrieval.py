@@ -4,10 +4,10 @@
     ...] --output DIR
 
 The test is LongChat's: the model answers greedily, and the last integer of at most 100 new tokens
-must be the number. Generated cases have our wording, or with --like that of a file; only with
-LongChat's are scores comparable. Prompts are processed by the same distributed attention as in
-training (model/decode.py). Writes results.json, cases.jsonl, line_retrieval.png and line_depth.png
-into --output.
+must be the number. Generated cases have our wording, or a file's with --like; scores are comparable
+only with LongChat's. Prompts are processed by the same distributed attention as in training
+(model/decode.py). Writes results.json, cases.jsonl, line_retrieval.png and line_depth.png into
+--output.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     runner.add_flags(parser)
     parser.add_argument(
-        "--cases", nargs="+", default=[], metavar="FILE.jsonl", help="case files in LongChat's form"
+        "--cases",
+        nargs="+",
+        default=[],
+        metavar="FILE.jsonl",
+        help="case files in LongChat's format",
     )
     parser.add_argument(
         "--lines", nargs="+", type=int, default=[], help="generate cases with this many lines"
@@ -48,7 +52,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         type=entry.tokens,
         default=[],
-        help="generate cases that fill this many of the model's tokens, the answer included",
+        help="generate cases that fill this many of the model's tokens, including the answer",
     )
     parser.add_argument(
         "--count",
@@ -86,7 +90,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--like",
         metavar="FILE.jsonl",
-        help="word generated cases as this file does: its header, lines and question",
+        help="use this file's wording for generated cases: its header, lines and question",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the generated cases")
     parser.add_argument(
@@ -100,13 +104,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def gather_cases(args: argparse.Namespace) -> list[line_cases.LineCase]:
-    """Returns the cases that the command line selects, without those of --tokens.
+    """Returns the cases selected by the command line, except those of --tokens.
 
     Args:
         args: of `parse`.
 
     Raises:
-        UserError: an option is wrong, as far as is known without the model.
+        UserError: an option is wrong, as far as can be told without the model.
     """
     if not args.cases and not args.lines and not args.tokens:
         raise UserError(
@@ -191,8 +195,8 @@ class LiveLines(LiveTest):
     def cases(self, count: Count, lengths: Sequence[int]) -> list[suite.Case]:
         """Returns the cases of these lengths."""
         wording = line_cases.wording_like(self.like) if self.like else None
-        # All cases with equal line counts are generated together, so that the requested lines are
-        # evenly spread.
+        # Cases with equal line counts are generated together, so that requested lines are evenly
+        # spread.
         together = functools.lru_cache(maxsize=2)(
             lambda lines: line_cases.generate(lines, self.count, wording=wording)
         )
@@ -200,7 +204,7 @@ class LiveLines(LiveTest):
         for tokens in lengths:
 
             def make(lines: int, sample: int | None = None, tokens=tokens) -> suite.Case:
-                # Fitting the number of lines generates one case at a time, which is faster.
+                # To fit the number of lines, one case at a time is generated, which is faster.
                 case = (
                     line_cases.generate(lines, 1, wording=wording)[0]
                     if sample is None

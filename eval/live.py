@@ -1,4 +1,4 @@
-"""Tests of long contexts and answers to prompts during training, by the loop's parameters."""
+"""Long-context tests and answers to prompts during training, with the loop's parameters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _respondent(
 def _answers(
     respondent: runner.Respondent, params: Params, prompts: list[runner.Prompt]
 ) -> list[runner.Answer]:
-    """Returns the answers of these parameters, moved to the devices if they are in host memory."""
+    """Returns these parameters' answers; moves parameters in host memory to the devices."""
     return respondent.answer(jax.device_put(params, dict(respondent.model.shardings)), prompts)
 
 
@@ -56,7 +56,7 @@ TESTS: dict[str, type[LiveTest]] = {
     "ruler": ruler.LiveRuler,
     "coreference": coreference.LiveCoreference,
 }
-"""A test's name in recipes -> its section, which makes the cases."""
+"""A test's name in recipes -> its section, which generates the cases."""
 
 
 def tests_of(config: RunConfig) -> list[LiveTest]:

@@ -17,7 +17,7 @@ Count = Callable[[Prompt], int]
 
 @dataclasses.dataclass(frozen=True)
 class LiveTest(abc.ABC):
-    """A test of long contexts that is repeated during training on the current parameters."""
+    """A long-context test repeated during training on the current parameters."""
 
     test: str
     """Its name in `eval.live.TESTS`."""
@@ -30,9 +30,9 @@ class LiveTest(abc.ABC):
     rows: int = 0
     """Prompts answered together; 0 means mesh.data * mesh.fsdp."""
     chunk: Tokens = 4096
-    """Tokens of a prompt that are computed at once."""
+    """Prompt tokens computed at a time."""
     name: str = ""
-    """Name of its file in the run's folder and on boards; the test's name by default."""
+    """Its name in the run's folder and on boards; by default the test's."""
 
     def __post_init__(self) -> None:
         for minimum, fields in ((0, ("every", "rows")), (1, ("count", "chunk"))):

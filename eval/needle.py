@@ -4,7 +4,7 @@
     [--needles 1 4] --output DIR
 
 The text is RULER's noise, or --text FILE, a book or essays. With several needles the first is at
-the depth and the others are evenly spread after it; the score is the share found. Writes
+that depth and the others are evenly spread after it; the score is the share found. Writes
 results.json, cases.jsonl and needle.png into --output.
 """
 
@@ -150,7 +150,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="cases of each length and depth (default 5)",
     )
     parser.add_argument(
-        "--text", metavar="FILE", help="a text in which the needles are hidden, instead of noise"
+        "--text", metavar="FILE", help="a text to hide the needles in, instead of noise"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the cases")
     args = runner.parse(parser, argv)

@@ -1,4 +1,4 @@
-"""The pieces of a self-contained HTML page: style, text, tables, and line charts as SVG."""
+"""Pieces of a self-contained HTML page: style, text, tables, and line charts as SVG."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ticks(low: float, high: float, whole: bool = False) -> list[float]:
     power = 10.0 ** math.floor(math.log10(span / 4))
     step = next(digit * power for digit in (1, 2, 5, 10) if span / (digit * power) <= 4.5)
     step = max(round(step), 1) if whole else step
-    # float32's rounding of a round number must not add a tick.
+    # A round number's float32 rounding must not add a tick.
     first, last = math.floor(low / step + 1e-5), math.ceil(high / step - 1e-5)
     return [index * step for index in range(first, max(last, first + 1) + 1)]
 
@@ -70,7 +70,7 @@ def number(value: float) -> str:
 
 
 def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
-    """Returns a line chart as SVG: curves of points (x, y), by their names.
+    """Returns a line chart as SVG: curves of points (x, y), by name.
 
     Args:
       log: the x axis is logarithmic.
@@ -141,7 +141,7 @@ def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
 
 
 def _is_drawn(x: float, y: float, log: bool) -> bool:
-    """Returns whether a point has a place on a chart; spans of larger values are infinite."""
+    """Returns whether a point can be drawn; larger values would make infinite spans."""
     return abs(x) < _LARGEST and abs(y) < _LARGEST and (x > 0 or not log)
 
 

@@ -2,9 +2,9 @@
 
     python -m eval.report RUN [RUN] [--evaluations DIR ...] [--output report.html]
 
-A run is a folder that train.py wrote. Evaluations are read from the run's folder; with two runs,
---evaluations may be given once for each. The file has no script and loads nothing: it opens
-anywhere, also on a phone, and prints.
+A run is a folder written by train.py. Evaluations are read from the run's folder; with two runs,
+--evaluations may be given once per run. The file has no scripts and loads nothing: it opens
+anywhere, including phones, and prints.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from trainer.reporting.rows import is_number
 from trainer.run.bucket import in_bucket
 
 SAMPLES = 3  # right answers, and as many wrong ones
-# By which a report recognizes its own.
+# Marks a report as ours.
 GENERATOR = '<meta name="generator" content="eval.report of Longstripe">'
-STEPS_SHOWN = 6  # of answers to the recipe's own prompts
+STEPS_SHOWN = 6  # of answers to the recipe's prompts
 LONGEST_SAMPLE = 600  # characters of an answer
 
 
@@ -40,7 +40,7 @@ LONGEST_SAMPLE = 600  # characters of an answer
 
 
 def cost(run: Run) -> dict[str, str]:
-    """Returns a run's cost, as far as its metrics tell."""
+    """Returns a run's cost, as far as its metrics show."""
     rows, mesh = run.logs.get("metrics", []), run.config.get("mesh")
     mesh = mesh if isinstance(mesh, dict) else {}
     devices = math.prod(
@@ -89,7 +89,7 @@ def _duration(seconds: float) -> str:
 
 
 def curves_of(runs: Sequence[Run]) -> str:
-    """Returns charts of metrics: of training, held-out data, and evaluations during training."""
+    """Returns charts of metrics: training, held-out data, and evaluations during training."""
     names: dict[tuple[str, str], None] = {}
     for run in runs:
         for log, rows in run.logs.items():
@@ -195,17 +195,17 @@ def differences_of(runs: Sequence[Run]) -> str:
         ]
         for label, row in rows
     ]
-    return f"<h3>{text(after)} less {text(before)}, over the same cases</h3>" + table(
+    return f"<h3>{text(after)} minus {text(before)}, over the same cases</h3>" + table(
         ["task", "length", "cases", before, after, "difference", "95% interval"], cells
     )
 
 
 Pair = tuple[str, str, Difference]
-"""The folders of an evaluation of each run, and how their scores differ."""
+"""Each run's folder of an evaluation, and how their scores differ."""
 
 
 def _pairs(before: Run, after: Run) -> dict[Group, list[Pair]]:
-    """Returns by task and length the evaluations of two runs that share a case."""
+    """Returns, by task and length, the evaluations of two runs that share a case."""
     pairs: dict[Group, list[Pair]] = {}
     for first in before.evaluations:
         for second in after.evaluations:
@@ -218,8 +218,7 @@ def _pairs(before: Run, after: Run) -> dict[Group, list[Pair]]:
 def _labelled(pairs: list[Pair]) -> list[tuple[str, Difference]]:
     """Returns the named differences of a task and length.
 
-    Of several pairs, those of equal folders are taken, if there are any, and the names have the
-    folders.
+    Of several pairs, those with equal folders are preferred, and names include the folders.
     """
     if len(pairs) == 1:
         return [(row.task, row) for _, _, row in pairs]
@@ -246,7 +245,7 @@ def _cells(score: Score | None) -> list[str]:
 
 
 def _map(scores: list[Score], title: str) -> str:
-    """Returns a table of depths and lengths whose cells are coloured from red (0) to green (1)."""
+    """Returns a table of depths and lengths, with cells coloured from red (0) to green (1)."""
     if not scores:
         return ""
     sizes, depths = (
@@ -409,8 +408,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=[],
         metavar="DIR",
         help=(
-            "folders with results of evaluations; give --evaluations twice for two runs, in their "
-            "order"
+            "folders with evaluation results; give --evaluations twice for two runs, in their order"
         ),
     )
     parser.add_argument(
@@ -441,7 +439,7 @@ def write(args: argparse.Namespace) -> None:
     if len({run.name for run in runs}) < len(runs):
         raise UserError(
             f"{args.runs[0]} and {args.runs[1]}: both folders have the same name, by which the "
-            "report tells runs apart; a link of another name would work"
+            "report tells runs apart; a link with another name would work"
         )
     path = output_file(args.output, GENERATOR.encode())
     path.write_text(page(runs), encoding="utf-8")

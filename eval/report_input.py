@@ -26,11 +26,11 @@ COUNTS = ("step", "tokens_seen", "compile_seconds")
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """A row of an evaluation's results, whatever wrote it.
+    """A row of any evaluation's results.
 
     Attributes:
       size: length of the context, in `unit`.
-      folder: of the evaluation, if a run has several with rows of the same key; else empty.
+      folder: of the evaluation, if several in a run have rows with the same key; else "".
     """
 
     evaluation: str
@@ -46,15 +46,15 @@ class Score:
     folder: str = ""
 
     def __post_init__(self) -> None:
-        """Raises TypeError for a value of another kind, since a file may hold any."""
+        """Raises TypeError for a value of the wrong kind, since files may hold anything."""
         for name in ("size", "cases", "score", "low", "high"):
             value = getattr(self, name)
             if not (is_number(value) and math.isfinite(value)):
-                raise TypeError(f"{name} is {value!r}, no number")
+                raise TypeError(f"{name} is {value!r}, not a number")
         if self.depth is not None and not (is_number(self.depth) and math.isfinite(self.depth)):
-            raise TypeError(f"depth is {self.depth!r}, no number")
+            raise TypeError(f"depth is {self.depth!r}, not a number")
         if not (isinstance(self.evaluation, str) and isinstance(self.task, str)):
-            raise TypeError(f"{self.evaluation!r}, {self.task!r} are no names")
+            raise TypeError(f"{self.evaluation!r}, {self.task!r} are not names")
 
     @property
     def key(self) -> tuple:
@@ -86,10 +86,10 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run's folder holds.
+    """The contents of a run's folder.
 
     Attributes:
-      config: of the run; with stages, of the last stage that has begun.
+      config: of the run, or of its last stage that has begun.
       logs: the rows of each JSONL file of metrics, by name, over all stages.
       curves: losses by position, by the checkpoint's name.
     """
@@ -107,7 +107,7 @@ class Run:
 
     @property
     def location(self) -> str:
-        """Where the run is kept: in a bucket, if its configuration says so, else in its folder."""
+        """The run's location: a bucket if its configuration says so, else its folder."""
         run_dir = str(self.config.get("run_dir") or "")
         return run_dir if in_bucket(run_dir) else str(self.folder)
 
@@ -122,21 +122,20 @@ class Run:
 def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     """Reads a run's folder, and evaluations in other folders.
 
-    A warning names results in the run's folder that are of another model.
+    A warning names results of other models in the run's folder.
 
     Raises:
-      UserError: it is not a run, a file in it cannot be read, or `evaluations` have results of
-        another model.
+      UserError: it is not a run, a file cannot be read, or `evaluations` have results of another
+        model.
     """
     stages = _stage_folders(folder)
     if not stages:
         raise UserError(
-            f"{folder}: holds no run (config.yaml is missing); a folder that train.py wrote would "
-            "work"
+            f"{folder}: not a run (config.yaml is missing); a folder written by train.py would work"
         )
     for path in evaluations:
         if not path.is_dir():
-            raise UserError(f"--evaluations: {path} is no folder")
+            raise UserError(f"--evaluations: {path} is not a folder")
     # By the resolved path, since --evaluations may name folders of the run.
     files = sorted(
         {
@@ -154,7 +153,7 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
             found = _json(path, root).get("curves", {})
             if not (isinstance(found, dict) and all(map(_is_curve, found.values()))):
                 raise UserError(
-                    f"{path}: its curves are no tables of losses; without it, the report can be "
+                    f"{path}: its curves are not tables of losses; without it, the report can be "
                     "made"
                 )
             curves |= found
@@ -173,20 +172,20 @@ def _is_curve(rows: Any) -> bool:
 
 
 def _check_model(evaluation: Evaluation, run: Path) -> None:
-    """Refuses an evaluation of another model than the run's, or warns within the run's folder.
+    """Refuses an evaluation of a model other than the run's, or warns within the run's folder.
 
     Raises:
-      UserError: such an evaluation outside of the run's folder.
+      UserError: such an evaluation outside the run's folder.
     """
     if is_of_run(evaluation.about, run):
         return
     found = (
-        f"{evaluation.path}: is of {evaluated(evaluation.about)}, which is not a checkpoint of "
+        f"{evaluation.path}: evaluates {evaluated(evaluation.about)}, which is not a checkpoint of "
         f"{run}"
     )
     if not evaluation.path.resolve().is_relative_to(run.resolve()):
         raise UserError(f"--evaluations: {found}; an evaluation of --checkpoint {run} would work")
-    print(f"warning: {found}; the report shows it all the same", file=sys.stderr)
+    print(f"warning: {found}; the report shows it anyway", file=sys.stderr)
 
 
 def _config(path: Path, folder: Path) -> dict[str, Any]:
@@ -194,16 +193,16 @@ def _config(path: Path, folder: Path) -> dict[str, Any]:
         config = parse(read_text(path, folder), str(path))
     except (OSError, ValueError, InvalidYAML) as error:
         raise UserError(
-            f"{path}: cannot be read ({first_line(error)}); the one that train.py wrote would work"
+            f"{path}: cannot be read ({first_line(error)}); the one written by train.py would work"
         ) from None
     if not isinstance(config, dict):
-        raise UserError(f"{path}: holds no sections; the one that train.py wrote would work")
+        raise UserError(f"{path}: has no sections; the one written by train.py would work")
     check_kinds(config, str(path))
     return config
 
 
 def _stage_folders(folder: Path) -> list[Path]:
-    """Returns the folders of a run's stages that have begun, in order, or the run's own."""
+    """Returns the folders of a run's stages that have begun, in order, or the run's folder."""
     earlier = sorted(
         (folder / EARLIER_STAGES).glob("*"), key=lambda path: (len(path.name), path.name)
     )
@@ -253,7 +252,7 @@ def _evaluation(path: Path, folder: Path) -> Evaluation | None:
     """Returns the evaluation of a results.json, or None for one of another kind.
 
     Raises:
-      UserError: it cannot be read, or lacks something.
+      UserError: it cannot be read or is incomplete.
     """
     content = _json(path, folder)
     try:
@@ -264,7 +263,7 @@ def _evaluation(path: Path, folder: Path) -> Evaluation | None:
         ) from None
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(
-            f"{path}: holds no results of an evaluation ({first_line(error)}); without it, the "
+            f"{path}: not an evaluation's results ({first_line(error)}); without it, the "
             "report can be made"
         ) from None
 
@@ -322,9 +321,9 @@ def _evaluation_of(path: Path, folder: Path, content: dict[str, Any]) -> Evaluat
     cases = path.parent / "cases.jsonl"
     rows = read_rows(cases, folder) if cases.exists() else []
     if not isinstance(about := content.get("about", {}), dict):
-        raise TypeError("about is no table")
+        raise TypeError("about is not a table")
     if not isinstance(about.get("command", []), list):
-        raise TypeError("command is no list")
+        raise TypeError("command is not a list")
     return Evaluation(path, scores, about, rows)
 
 

@@ -3,10 +3,10 @@
     python -m eval.ruler --checkpoint DIR_OR_HF --tokens 4096 16384 [--tasks niah_single_1 vt ...]
     --output DIR
 
-Tasks, wording, lengths of answers and scoring are RULER's (Hsieh et al. 2024;
-github.com/NVIDIA/RULER); the random words are ours. The tasks that RULER hides in essays take
---text FILE; without it they are hidden in its noise, so scores are not comparable. Questions about
-documents take --qa FILE. Writes results.json, cases.jsonl and ruler.png into --output.
+Tasks, wording, answer lengths and scoring are RULER's (Hsieh et al. 2024; github.com/NVIDIA/RULER);
+the random words are ours. Tasks that RULER hides in essays take --text FILE; without it they are
+hidden in noise, so scores are not comparable. Questions about documents take --qa FILE. Writes
+results.json, cases.jsonl and ruler.png into --output.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def qa_cases(
     each: int,
     seed: int,
 ) -> list[suite.Case]:
-    """Returns RULER's questions about documents: the answer's document among others of the file.
+    """Returns RULER's questions about documents: the answer's document among others from the file.
 
     Raises:
       UserError: the file cannot be read, or a line has another form.

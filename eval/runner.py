@@ -42,8 +42,7 @@ def add_flags(
     Args:
       new_tokens: default of --max-new-tokens; None for a test that sets the length of its answers.
       evaluation: also add those shared by evaluations.
-      continues: whether the evaluation keeps its answers in a journal; the help for --output then
-        says so.
+      continues: whether answers are kept in a journal; the help for --output then says so.
     """
     if evaluation:
         parser.add_argument(
@@ -65,15 +64,14 @@ def add_flags(
     parser.add_argument(
         "--template",
         choices=NAMES,
-        help="chat template of the question (default: the model's own; plain text "
-        "for a model without one)",
+        help="chat template of the question (default: the model's; plain text if it has none)",
     )
     if new_tokens is not None:
         parser.add_argument(
             "--max-new-tokens",
             type=entry.tokens,
             default=new_tokens,
-            help=f"number of tokens of the longest answer (default {new_tokens})",
+            help=f"most tokens of an answer (default {new_tokens})",
         )
     for axis in ("fsdp", "tensor", "sequence"):
         parser.add_argument(
@@ -103,12 +101,12 @@ def add_flags(
         "--chunk",
         type=entry.tokens,
         default=4096,
-        help="tokens of a prompt that are computed at once, over all devices (default 4096)",
+        help="prompt tokens computed at a time, over all devices (default 4096)",
     )
     parser.add_argument(
         "--memory-gib",
         type=float,
-        help="memory of a device that may be used (default: all)",
+        help="usable memory per device (default: all)",
     )
     parser.add_argument(
         "--temperature",
@@ -120,7 +118,7 @@ def add_flags(
         "--top-p",
         type=float,
         default=1.0,
-        help="sample from the most likely tokens of this total probability",
+        help="sample from the most likely tokens with this total probability",
     )
     parser.add_argument("--sample-seed", type=int, default=0, help="seed of the sampling")
     parser.add_argument(
@@ -157,7 +155,7 @@ class Prompt:
     Attributes:
       text: the user's turn, or all turns so far.
       new_tokens: the most tokens of the answer.
-      prefix: beginning of the answer, which the model continues.
+      prefix: beginning of the answer, for the model to continue.
     """
 
     text: str | tuple[Message, ...]
@@ -200,7 +198,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> li
 def stop_ids(
     config: TransformerConfig, tokenizer: Tokenizer, template: str | None
 ) -> tuple[int, ...]:
-    """Returns the ids that end an answer: EOS of model and tokenizer, the template's end."""
+    """Returns the ids that end an answer: EOS of model and tokenizer, the template's end token."""
     eos = config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
     ends = end_ids(template, tokenizer) if template else ()
     return tuple(
@@ -222,11 +220,11 @@ class Respondent:
     """A model that answers questions.
 
     Attributes:
-      template: of chats; None for plain text.
+      template: the chat template; None for plain text.
       rows, chunk, sampling: see `model.decode.Generator`.
       trained_length: tokens of the contexts in training.
-      limit: bytes of a device that may be used; None if that is not known.
-      generators: those compiled so far, by capacity and new tokens.
+      limit: usable bytes per device; None if unknown.
+      generators: compiled so far, by capacity and new tokens.
     """
 
     model: LanguageModel
@@ -259,7 +257,7 @@ class Respondent:
     ) -> list[Answer]:
         """Returns the answer to each prompt.
 
-        Prompts of similar lengths are answered together. Those with a common beginning follow one
+        Prompts of similar lengths are answered together; those with a common prefix follow one
         another, so that it is computed once.
 
         Args:
@@ -300,7 +298,7 @@ class Respondent:
     ) -> Iterator[tuple[int, int, list[str]]]:
         """Yields capacity, new tokens, and the keys of at most `rows` prompts.
 
-        Neighbours in the order of their ids share the longest beginnings; each row of the batches
+        Neighbours in the order of their ids share the longest prefixes; each row of the batches
         gets a run of them.
         """
         groups: dict[tuple[int, int], list[str]] = {}
@@ -363,8 +361,8 @@ class Respondent:
             if fitting + new_tokens < capacity:
                 rows = "" if self.rows == 1 else "fewer --rows, "
                 raise UserError(
-                    f"prompts of up to {longest:,} tokens: in the {self.limit / 2**30:.1f} GiB of "
-                    f"a device {fitting:,} tokens fit, with {self.rows} rows at a time; {rows}a "
+                    f"prompts of up to {longest:,} tokens: {fitting:,} tokens fit in a device's "
+                    f"{self.limit / 2**30:.1f} GiB, with {self.rows} rows at a time; {rows}a "
                     "smaller --chunk or more devices along --sequence make room"
                 )
         self.generators[capacity, new_tokens] = generator
@@ -391,7 +389,7 @@ class LoadedModel:
     about: dict[str, Any]
 
     def answer(self, prompts: Sequence[Prompt], output: str | Path) -> list[Answer]:
-        """Returns the answers, with progress; those in the folder `output` are reused."""
+        """Returns the answers, showing progress; reuses those in the folder `output`."""
         names = ("model", "reads", "quantize", "template", "compute_dtype", "sampling")
         journal = Journal(
             Path(output) / JOURNAL, {name: self.about[name] for name in names if name in self.about}
@@ -414,7 +412,7 @@ def _reads(config: TransformerConfig, tokenizer: Tokenizer) -> str:
 
 def open_respondent(args: argparse.Namespace) -> LoadedModel:
     """Opens the model that the flags of `add_flags` describe, on their mesh."""
-    # Imported here, so that a wrong option is reported at once.
+    # Imported here, so that wrong options are reported at once.
     from model.decode import Sampling
     from trainer.config.schema import MeshConfig
     from trainer.inference import open_for_inference

@@ -36,14 +36,15 @@ class Outcome:
         return self.answer == self.case.expected_number
 
 
-ENOUGH = 100  # the fewest cases for which a score may be called above chance
+ENOUGH = 100  # fewest cases for calling a score above chance
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """The accuracy over one source's cases of equal line count.
+    """The accuracy over one source's cases of equal line count, all within or all beyond the
+    trained length.
 
-    All of them are within the trained length, or all beyond it.
+
     """
 
     source: str
@@ -82,8 +83,8 @@ class Score:
 def last_integer(text: str) -> int | None:
     """Returns the last run of digits in `text` as an unsigned integer ("x-7" gives 7), or None."""
     runs = re.findall(r"[0-9]+", text)
-    # A model that keeps repeating a digit is wrong; its number must not exceed Python's limit for
-    # converting strings.
+    # A model that keeps repeating a digit is wrong; the number must not exceed Python's conversion
+    # limit.
     return int(runs[-1]) if runs and len(runs[-1]) <= 100 else None
 
 
@@ -105,7 +106,7 @@ def wilson(right: int, cases: int, z: float = Z95) -> tuple[float, float]:
     share, square = right / cases, z * z / cases
     middle = (share + square / 2) / (1 + square)
     half = z * math.sqrt(share * (1 - share) / cases + square / (4 * cases)) / (1 + square)
-    # With no or all right answers a bound is exactly 0 or 1; rounding would leave 1e-17.
+    # If no or all answers are right, a bound is exactly 0 or 1; rounding would leave 1e-17.
     return (0.0 if right == 0 else middle - half), (1.0 if right == cases else middle + half)
 
 

@@ -1,4 +1,4 @@
-"""Tests of long contexts, from cases to results: scoring, averages, and pictures."""
+"""Long-context tests, from cases to results: scoring, averages, and pictures."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def match_integer(text: str, expected: Sequence[str]) -> float:
 def similarity(text: str, expected: Sequence[str]) -> float:
     """Returns how similar an answer is to the expected one, 0 to 1, as OpenAI's MRCR counts it.
 
-    It is difflib's ratio of what follows the required beginning; 0 for an answer without that.
+    It is difflib's ratio of what follows the required beginning; 0 without that beginning.
 
     Args:
       text: the answer.
@@ -157,7 +157,7 @@ def score_of(case: Case, answer: Answer) -> float:
 
 
 def largest(length: Callable[[int], int], limit: int, most: int) -> int:
-    """Returns the number of units with which a text's length is within the limit.
+    """Returns a number of units whose text is within the limit.
 
     It is the largest number, or one whose text fills 99% of the limit; 0 if even one unit is too
     long. The length should grow about linearly.
@@ -180,7 +180,7 @@ def largest(length: Callable[[int], int], limit: int, most: int) -> int:
 def fit(
     make: Callable[[int], Case], tokens: int, count: Callable[[Prompt], int], most: int = 10**7
 ) -> int:
-    """Returns the number of units with which the case of `make` fills `tokens`, answer included.
+    """Returns the number of units with which `make`'s case fills `tokens`, answer included.
 
     Args:
       count: tokens of a prompt.
@@ -210,15 +210,15 @@ def cases_of(
 ) -> list[Case]:
     """Returns `each` cases of at most `tokens` tokens, answers included.
 
-    All have as many units as fill `tokens` in the case of `make(units)`. A sample that is longer
-    gets fewer units.
+    All have as many units as fill `tokens` in the case of `make(units)`; a longer sample gets fewer
+    units.
 
     Args:
-      make: returns the case of `units` units; a second argument, `sample`, numbers them from 0.
+      make: returns a case of `units` units; a second argument, `sample`, numbers the cases from 0.
       count: tokens of a prompt.
-      most: units that a case may have.
+      most: units a case may have.
 
-    If the shortest case is longer, a warning names it and no case is returned.
+    If even the shortest case is too long, a warning names it and no case is returned.
     """
     cases: list[Case] = []
     try:
@@ -253,7 +253,7 @@ def run(
 
     Args:
       name: of the evaluation and of its picture.
-      options: what results.json says about how the cases were made.
+      options: how the cases were made, for results.json.
     """
     if not cases:
         raise UserError(
@@ -265,7 +265,7 @@ def run(
     content = {
         "evaluation": name,
         "about": opened.about | options,
-        "interval": "95%: Wilson where scores are 0 or 1, else bootstrap",
+        "interval": "95%: Wilson if scores are 0 or 1, else bootstrap",
         "results": [dataclasses.asdict(result) for result in results],
     }
     (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,2 +1,2 @@
-"""What is computed: the model, its attention, its sharding. Knows nothing of users, data sets or
+"""The computation: the model, its attention, its sharding. Knows nothing of users, data sets or
 loops."""

@@ -1,5 +1,5 @@
-"""Low-rank adapters as a recipe describes them (LoRA, Hu et al., arXiv 2106.09685), in PEFT's
-words; imports no JAX."""
+"""A recipe's low-rank adapters (LoRA, Hu et al., arXiv 2106.09685), in PEFT's terms; imports no
+JAX."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROJECTIONS = (*ATTENTION, *FEED_FORWARD)
 # A mixture's router, as PEFT names it in most families.
 ROUTER = "gate"
 ALL_LINEAR = "all-linear"
-# The last part of the name of DoRA's lengths of the weight's columns.
+# The last part of the name of DoRA's column lengths.
 MAGNITUDE = "lora_magnitude_vector"
 # The last parts of the names of an adapter's parameters.
 ADAPTER_PARTS = ("lora_A", "lora_B", MAGNITUDE)
@@ -27,35 +27,33 @@ NF4_BLOCK = 64
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
-    """Low-rank adapters of frozen weights: a projection W x becomes W x + s B (A x), of which A
-    and B are trained."""
+    """Low-rank adapters of frozen weights: a projection W x becomes W x + s B (A x), with trained A
+    and B."""
 
     rank: int = 0
-    """Rank of the adapters, r; 0 trains the model's own weights, without adapters."""
+    """Rank of the adapters, r; 0 trains the model's weights, without adapters."""
     alpha: float = 16.0
     """The adapters' products are multiplied by s = alpha / rank."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj;
+    """Projections with adapters: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj;
     all-linear for all. In a mixture the last three are the experts', gate is the router, and
-    all-linear is what PEFT takes it for in the family."""
+    all-linear means the same as in PEFT for the family."""
     use_rslora: bool = False
     """Rank-stabilised: s = alpha / sqrt(rank)."""
     use_dora: bool = False
-    """DoRA: an output's column of W + s B A keeps its direction, and its length is trained by
-    itself."""
+    """DoRA: trains the length of each column of W + s B A separately from its direction."""
     train: tuple[str, ...] = ()
-    """Modules that are trained whole, besides the adapters, by the ends of their names, such as
-    [embed_tokens, norm]: PEFT's modules_to_save. norm means every norm."""
+    """Modules trained in full in addition to the adapters, matched by the end of their names, such
+    as [embed_tokens, norm]: PEFT's modules_to_save. norm matches every norm."""
     quantize: Quantization = "none"
-    """Store and gather the layers' frozen matrices quantized, and dequantize them where they are
-    multiplied (QLoRA): nf4, 4.13 bits per weight, or int8; none keeps the compute dtype. Matrices
-    are quantized as they are read."""
+    """Store and gather the layers' frozen matrices quantized, and dequantize them for each product
+    (QLoRA): nf4, 4.13 bits per weight, or int8; none keeps the compute dtype. Matrices are
+    quantized while being read."""
     dropout: float | None = None
-    """Probability that an adapter, in training, reads 0 in place of a number of its input; the
-    others are divided by 1 - dropout. None: the dropout of the adapter at `path`, or 0 if there is
-    none."""
+    """Probability that an adapter, in training, reads 0 for an input element; the others are
+    divided by 1 - dropout. None: the dropout of the adapter at `path`, or else 0."""
     path: str | None = None
-    """Adapter to continue training, a PEFT folder or a run or checkpoint with adapters; its rank,
+    """Adapter to continue from: a PEFT folder, or a run or checkpoint with adapters; its rank,
     alpha and targets must equal this section's."""
 
     def __post_init__(self) -> None:
@@ -98,14 +96,14 @@ class AdapterConfig:
             raise ValueError(f"adapter.rank: found 0 with adapter.{field}; needs at least 1")
 
     def with_rank(self, rank: int, quantize: Quantization = "none") -> AdapterConfig:
-        """Returns these adapters with another rank, base and, if the rank differs, alpha: twice it,
-        as the shipped recipes have it."""
+        """Returns these adapters with another rank, base and, if the rank differs, alpha: twice the
+        rank, as in the shipped recipes."""
         alpha = self.alpha if rank == self.rank else 2.0 * rank
         return dataclasses.replace(self, rank=rank, alpha=alpha, quantize=quantize)
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """The projections that have an adapter, in the order of a layer."""
+        """The projections with adapters, in layer order."""
         return (
             PROJECTIONS
             if ALL_LINEAR in self.targets
@@ -114,8 +112,7 @@ class AdapterConfig:
 
     @property
     def scale(self) -> float:
-        """s, by which the adapters' products are multiplied (rsLoRA: Kalajdzievski, arXiv
-        2312.03732)."""
+        """s, the factor of the adapters' products (rsLoRA: Kalajdzievski, arXiv 2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     @property
@@ -130,18 +127,18 @@ class AdapterConfig:
 
     @property
     def number_bytes(self) -> float:
-        """Bytes of a frozen matrix's number as it is stored and gathered: half a byte and a byte
-        for each block of NF4; otherwise of int8 without its scales, or bfloat16."""
+        """Bytes per element of a frozen matrix as stored and gathered: for NF4 half a byte plus a
+        byte per block; otherwise int8's without scales, or bfloat16's."""
         return {"nf4": 1 / 2 + 1 / NF4_BLOCK, "int8": 1.0, "none": 2.0}[self.quantize]
 
     @property
     def block(self) -> int:
-        """How many inputs of a frozen matrix stay together, since they share a scale."""
+        """How many inputs of a frozen matrix share a scale and stay together."""
         return NF4_BLOCK if self.quantize == "nf4" else 1
 
     def trains(self, name: str) -> bool:
-        """Whether the parameter of this name is trained: a part of an adapter, or of a module that
-        `train` names."""
+        """Whether this parameter is trained: part of an adapter, or of a module named in
+        `train`."""
         module, _, part = name.rpartition(".")
         return part in ADAPTER_PARTS or module.endswith(self.train)
 
@@ -149,10 +146,11 @@ class AdapterConfig:
         """Returns the adapters of a model whose feed-forwards are experts.
 
         Args:
-          all_linear: the projections that all-linear means.
+          all_linear: the projections all-linear stands for.
 
         Raises:
-          ValueError: experts or a router with DoRA or dropout, which PEFT's adapters of them lack.
+          ValueError: experts or a router with DoRA or dropout, which PEFT does not support for
+            them.
         """
         named = (
             self
@@ -187,18 +185,18 @@ class AdapterConfig:
                 )
 
     def check_blocks(self, sizes: Mapping[str, int]) -> None:
-        """Raises ValueError unless blocks of a quantized matrix fill each of `sizes`, the axes that
-        they lie along."""
+        """Raises ValueError unless blocks of a quantized matrix fill each of `sizes`, the axes they
+        run along."""
         for name, size in sizes.items():
             if size % self.block:
                 raise ValueError(
-                    f"adapter.quantize: found {self.quantize!r}, whose blocks are of {self.block} "
-                    f"inputs; {name} is {size}, no multiple of them; int8 takes any size"
+                    f"adapter.quantize: found {self.quantize!r}, whose blocks have {self.block} "
+                    f"inputs; {name} is {size}, not a multiple; int8 takes any size"
                 )
 
     def check_targets(self, family: str, fused: Iterable[Sequence[str]]) -> None:
-        """Raises ValueError for targets that are some, not all, of projections that models of the
-        family store as rows of one tensor, for which a file in PEFT's format has one adapter.
+        """Raises ValueError if targets include some but not all projections stored as rows of one
+        tensor, for which a PEFT file has one adapter.
 
         Args:
           fused: the projections of each such tensor.
@@ -208,13 +206,13 @@ class AdapterConfig:
             if 0 < len(missing) < len(names):
                 raise ValueError(
                     f"adapter.targets: {missing[0]} is missing; models of the family {family} "
-                    f"store {', '.join(names)} in one tensor, so that all of them have an adapter, "
+                    f"store {', '.join(names)} in one tensor, so all of them have an adapter, "
                     "or none"
                 )
 
     def check_train(self, names: list[str]) -> None:
-        """Raises ValueError if an entry of `train` is the end of none of the modules that hold the
-        parameters `names`."""
+        """Raises ValueError if an entry of `train` matches the end of no module with parameters in
+        `names`."""
         modules = sorted(
             {name.rpartition(".")[0].rpartition(".")[2] for name in names} - set(PROJECTIONS)
         )

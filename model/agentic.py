@@ -2,11 +2,10 @@
 Abbeel, Emergent Agentic Transformer from Chain of Hindsight Experience; Ring Attention, section 5.3
 and appendix D).
 
-A decision is up to four tokens: the return still to come, the state, the action, the reward. Each
-token is a short vector of numbers of one of these kinds. The action is predicted at the state's
-token: as one action, by squared error, or as a mixture of several, by likelihood (Bishop, Mixture
-density networks). Where episodes come from many policies, the mean of their actions may be none of
-them; a mixture keeps them apart.
+A decision is up to four tokens: return to go, state, action, reward. Each token is a short vector
+of one of these kinds. The action is predicted at the state token: as one action, by squared error,
+or as a mixture of several, by likelihood (Bishop, Mixture density networks). If episodes come from
+many policies, the mean of their actions may be none of them; a mixture keeps them apart.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .weights import Shards
 
 
 class Kind(enum.IntEnum):
-    """What a token of a trajectory is."""
+    """The kind of a trajectory's token."""
 
     RETURN_TO_GO = 0
     STATE = 1
@@ -48,7 +47,7 @@ MIXTURE_DEVIATION = 0.2
 
 
 class TrajectorySizes(NamedTuple):
-    """Numbers in a state and in an action, and how many actions are predicted at a state."""
+    """Sizes of a state and an action, and how many actions are predicted at a state."""
 
     observation: int
     action: int
@@ -56,26 +55,26 @@ class TrajectorySizes(NamedTuple):
 
     @property
     def predicted(self) -> int:
-        """Numbers that are predicted at a state: the actions and, of several, the logits of their
+        """Numbers predicted at a state: the actions and, if several, the logits of their
         probabilities."""
         return self.action if self.components == 1 else self.components * (self.action + 1)
 
     @property
     def width(self) -> int:
-        """Numbers in a token: the longest kind's. The others are filled up with zeros."""
+        """Numbers in a token: the longest kind's. Others are zero-padded."""
         return max(self.observation, self.action, 2)
 
 
 class Mixture(NamedTuple):
-    """K actions that are predicted at each token, and the logarithms of their probabilities."""
+    """K actions predicted at each token, and the logarithms of their probabilities."""
 
     actions: Float[Array, "B T K A"]
     log_probabilities: Float[Array, "B T K"]
 
 
 class TrajectoryEnds(nnx.Module):
-    """The modules before and after the layers: an embedding for each kind of token, the final norm
-    and the action head."""
+    """The modules before and after the layers: an embedding per kind of token, the final norm and
+    the action head."""
 
     def __init__(self, config: TransformerConfig, *, sizes: TrajectorySizes, rngs: nnx.Rngs):
         hidden, std = config.hidden_size, config.initializer_range
@@ -95,14 +94,14 @@ class AgenticTransformer(Transformer):
     """Predicts the actions of trajectories.
 
     A batch holds `values` [B, L, W], each token's numbers; `kinds` int32 [B, L], its `Kind`;
-    `targets` [B, L, A], the action that follows a state; and `loss_weights` [B, L], above 0 at
-    states alone; beside the coordinates.
+    `targets` [B, L, A], the action that follows a state; and `loss_weights` [B, L], above 0 only at
+    states; in addition to the coordinates.
 
     Attributes:
       sizes: of states and actions; W is `sizes.width` and A is `sizes.action`.
 
     Raises:
-      ValueError: `sequence_parallel`, which these ends do not serve.
+      ValueError: `sequence_parallel`, which this embedding and head do not support.
     """
 
     sizes: TrajectorySizes
@@ -123,8 +122,8 @@ class AgenticTransformer(Transformer):
     # On a device
 
     def local_embed(self, params: Shards, batch: Batch) -> Float[Array, "B T E"]:
-        """Returns the first layer's input: each token's numbers times its kind's matrix, plus its
-        kind's bias."""
+        """Returns the first layer's input: each token times its kind's matrix, plus that kind's
+        bias."""
         weights = self.weights.whole(params, ("embed_inputs.weight", "embed_inputs.bias"))
         with jax.named_scope("embed"):
             return chunked(
@@ -136,8 +135,8 @@ class AgenticTransformer(Transformer):
             )
 
     def local_actions(self, params: Shards, x: Float[Array, "B T E"]) -> Float[Array, "B T A"]:
-        """Returns float32 actions in -1 .. 1, the most probable of each token's, from the last
-        layer's output."""
+        """Returns float32 actions in -1 .. 1, each token's most probable one, from the last layer's
+        output."""
         actions, log_probabilities = self._predict(self._head_weights(params), x)
         best = jnp.argmax(log_probabilities, -1)
         return jnp.take_along_axis(actions, best[..., None, None], 2)[:, :, 0]
@@ -197,8 +196,8 @@ class AgenticTransformer(Transformer):
     def loss(self, params: Shards, batch: Batch) -> LossSums:
         """Returns the sums of weighted losses and of weights.
 
-        Their quotient is the mean squared error of an action's number; with several actions, the
-        mean of -log sum_k p_k exp(-|a - a_k|^2 / (2 MIXTURE_DEVIATION^2)), which is 0 where one of
+        Their quotient is the mean squared error of an action's elements; with several actions, the
+        mean of -log sum_k p_k exp(-|a - a_k|^2 / (2 MIXTURE_DEVIATION^2)), which is 0 if one of
         them is certain and right.
         """
 

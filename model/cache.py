@@ -1,11 +1,11 @@
-"""A key/value cache that is split over the sequence axis, and the layers run on new tokens against
-it.
+"""A key/value cache split over the sequence axis, and the layers run on new tokens against it.
 
 Token i of a row is kept by device i mod P of the sequence axis: whatever the row's length, all
-devices hold equally many tokens and do equal work, prompt or generated. A few new tokens are
-computed by every device (`extend`); many are split over the axis as in training (`prefill`). Their
-queries visit every device's part of the cache, and the partial results are merged: queries and
-outputs travel, never the cache. Coordinates carry the mask, so rows may be of different lengths.
+devices hold the same number of tokens and do equal work, for prompt and generated tokens. A few new
+tokens are computed by every device (`extend`); many are split over the axis as in training
+(`prefill`). Their queries visit every device's part of the cache, and partial results are merged:
+queries and outputs travel, never the cache. Coordinates carry the mask, so rows may be of different
+lengths.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ ROWS = PartitionSpec(BATCH_AXES)
 
 
 def merge_over(partial: AttentionPartial, axis: str, scatter: bool = False) -> AttentionPartial:
-    """Returns attention over all keys, from the part of it that each device of a mesh axis has
-    computed.
+    """Returns attention over all keys, from the parts computed by the devices of a mesh axis.
 
     Args:
       scatter: returns only this device's share of the queries, instead of all of them on every
@@ -67,10 +66,10 @@ def _over_cache(op: AttentionOp, queries: Queries, keys: Keys, dense: int) -> At
     """Returns attention over this device's part of the cache.
 
     Args:
-      dense: most new tokens whose scores are all in memory at once.
+      dense: the most new tokens whose scores are all in memory at once.
     """
-    # The scores of one token are few, and the other kernels' tiles of queries would be all but
-    # empty. A cache may have empty slots between a document's tokens.
+    # One token has few scores, and other kernels' query tiles would be almost empty. A cache may
+    # have empty slots between a document's tokens.
     kernel = (
         ReferenceKernel(softcap=op.kernel.softcap)
         if queries.q.shape[1] <= dense
@@ -85,7 +84,7 @@ class Cache(NamedTuple):
     Attributes:
       k, v: in the compute dtype, with RoPE applied; H counts the key heads of all tensor ranks. A
         head's tokens are contiguous, so that a product with one query reads them in order.
-      index: int32, of each slot's token in its row; segment_ids: int32, 0 where the slot is empty.
+      index: int32, of each slot's token in its row; segment_ids: int32, 0 if the slot is empty.
     """
 
     k: Float[Array, "N B H C D"]
@@ -104,14 +103,13 @@ class CachedModel:
     """Runs a transformer on new tokens against a cache of one shape.
 
     Attributes:
-      model: computes on its mesh. Megatron's sequence parallelism, which cannot split a single
-        token, is left out.
+      model: computes on its mesh, without Megatron's sequence parallelism, which cannot split a
+        single token.
       head: from the model, its shards and the last layer's output [B, n, E] on a device to the
         result [B, n, ...], such as `LanguageModel.local_logits`.
       rows: B, a multiple of data x fsdp.
       capacity: most tokens of a row; C is this rounded up to a multiple of the sequence axis. Under
-        the RoPE rules `dynamic` and `longrope` all tokens are embedded as those of a row of this
-        length.
+        the RoPE rules `dynamic` and `longrope` all tokens are embedded as in a row of this length.
       dense: most new tokens whose scores over the cache are all in memory at once, which is faster
         for few tokens.
     """
@@ -165,8 +163,8 @@ class CachedModel:
         )
 
     def truncate(self, cache: Cache, lengths: Int[np.ndarray, " B"]) -> Cache:
-        """Forgets the tokens of each row from its length on; keys and values are neither moved nor
-        copied."""
+        """Forgets each row's tokens beyond its length, without moving or copying keys and
+        values."""
         return cache._replace(segment_ids=self._truncate(cache.index, cache.segment_ids, lengths))
 
     @functools.cached_property
@@ -179,12 +177,12 @@ class CachedModel:
     def extend(
         self, params: Shards, cache: Cache, batch: Batch
     ) -> tuple[Cache, Float[Array, "B n ..."]]:
-        """Appends n tokens to each row, which every device computes. The old cache's memory is
-        reused: do not read it again.
+        """Appends n tokens to each row, computed by every device. The old cache's memory is reused:
+        do not read it again.
 
         Args:
-          batch: what the model embeds, and `index` and `segment_ids` [B, n]: a token's index in its
-            row, at which it is kept, and 1, or 0 for one that is only padding and is not kept.
+          batch: the model's inputs, and `index` and `segment_ids` [B, n]: a token's index in its
+            row, at which it is kept, and 1, or 0 for padding, which is not kept.
 
         Returns:
           The cache with the new tokens, and the head's results for them.
@@ -206,14 +204,13 @@ class CachedModel:
         """Appends n tokens to each row, split over the sequence axis. The old cache's memory is
         reused: do not read it again.
 
-        The tokens attend to each other by the model's schedule, and to the cache as those of
-        `extend` do.
+        The tokens attend to each other by the model's schedule, and to the cache as in `extend`.
 
         Args:
           batch: as in `extend`, in natural order; n and each row's first index are multiples of the
-            sequence axis. Tokens that are in the cache already come as padding.
+            sequence axis. Tokens already in the cache come as padding.
         """
-        # So that each device computes what it keeps.
+        # So that each device computes the tokens it keeps.
         order = permutation(batch["index"].shape[1], self.ranks, "striped")
         return self._prefill(
             params,
@@ -280,9 +277,9 @@ class CachedModel:
         """Runs the layers on new tokens and keeps their keys and values.
 
         Args:
-          attend: attention's result from a layer's operation, the new tokens' queries and keys, all
-            keys that this device then has, and the coordinates that leave the new ones among these
-            out.
+          attend: from a layer's operation, the new tokens' queries and keys, all keys that this
+            device then has, and coordinates that exclude the new ones among these, to attention's
+            result.
         """
         model, index, segment_ids = self._model, batch["index"], batch["segment_ids"]
         write, write_heads = self._writers(cache, index, segment_ids)
@@ -296,8 +293,8 @@ class CachedModel:
         # `dynamic` and `longrope`.
         layers, labels = model.layers(self.capacity), TokenInfo(index)
 
-        # The cache is in the carry, where it is changed in place; stacked anew it would be in
-        # memory twice.
+        # The cache is in the carry, where it is updated in place; restacked, it would be in memory
+        # twice.
         def run_layer(layer, carry, of_layer):
             x, k, v = carry
             shards, number = of_layer
@@ -321,8 +318,8 @@ class CachedModel:
     def _writers(
         self, cache: Cache, index: Int[Array, "B n"], segment_ids: Int[Array, "B n"]
     ) -> tuple[Callable, Callable]:
-        """Returns functions that write new tokens to those of their slots that this device has: [B,
-        n] to [B, C], and [B, n, H, D] to one layer of [N, B, H, C, D]."""
+        """Returns functions that write new tokens to their slots on this device: [B, n] to [B, C],
+        and [B, n, H, D] to one layer of [N, B, H, C, D]."""
         is_local = (index % self.ranks == lax.axis_index("sequence")) & (segment_ids > 0)
         # A slot after the last one is not written.
         slot = jnp.where(is_local, index // self.ranks, cache.index.shape[1])

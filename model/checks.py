@@ -8,17 +8,17 @@ from typing import Any, TypeGuard
 import numpy as np
 
 _LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-MOST = 2**31 - 1  # devices count in int32
+MOST = 2**31 - 1  # devices use int32
 
 
 def is_int(value: Any) -> TypeGuard[int]:
-    """Whether a value is a whole number; true and false are none."""
+    """Whether a value is a whole number, which true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def require_int(name: str, value: Any, at_least: int) -> None:
     """Raises ValueError, naming the field, unless the value is a whole number of at least
-    `at_least` that int32 holds."""
+    `at_least` within int32."""
     if not is_int(value) or value < at_least:
         raise ValueError(f"{name}: {value!r} is not a whole number of at least {at_least}")
     if value > MOST:
@@ -27,7 +27,7 @@ def require_int(name: str, value: Any, at_least: int) -> None:
 
 def require_number(name: str, value: Any, above: float, or_equal: bool = False) -> None:
     """Raises ValueError, naming the field, unless the value is a number above (`or_equal`: or at)
-    `above` that float32 holds."""
+    `above` within float32."""
     good = (
         isinstance(value, (int, float))
         and not isinstance(value, bool)

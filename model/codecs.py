@@ -1,14 +1,13 @@
 """Weights in fewer bits, as bitsandbytes stores them: NF4 with double quantization, and int8 with
-one scale a row. In numpy.
+one scale per row. In numpy.
 
 A matrix is [outputs, inputs], as Hugging Face stores it. NF4 (Dettmers et al., QLoRA, arXiv
 2305.14314, section 3) divides blocks of 64 numbers of a row by their largest absolute value, and
 stores each as the nearest of 16 levels. Double quantization stores these largest values as 8-bit
-codes too, relative to their mean, in blocks of 256 with a float32 scale each: 4.127 bits a weight.
-The levels, the order of operations and the rounding are those of bitsandbytes 0.50.2 on a CPU, bit
-for bit. Its CUDA kernels take the nearest of the 256 levels exactly where the CPU's take it from a
-table of 65,536 entries, so that its own codes may differ by one between machines; what a code means
-does not.
+codes too, relative to their mean, in blocks of 256 with a float32 scale each: 4.127 bits per
+weight. The levels, the order of operations and the rounding match bitsandbytes 0.50.2 on a CPU bit
+for bit. Its CUDA kernels take the exact nearest of the 256 levels while the CPU's use a table of
+65,536 entries, so its codes may differ by one between machines; the meaning of a code does not.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ NF4_LEVELS = np.array(
     ],
     np.float32,
 )
-# Two codes of NF4 whose level is 0, in one byte.
+# Two NF4 codes of level 0 in one byte.
 NF4_ZEROS = 0x77
-# What int8 codes are multiplied by after their row's scale: 1 / 127 as bitsandbytes rounds it.
+# The factor of int8 codes besides their row's scale: 1 / 127 as bitsandbytes rounds it.
 INT8_UNIT = np.float32(7.874015718698502e-3)
-# Rows are quantized in pieces of about this many numbers, which stay in a processor's cache.
+# Rows are quantized in pieces of about this many numbers, to stay in the processor's cache.
 _PIECE = 1 << 16
 
 
@@ -60,9 +59,9 @@ class Nf4(NamedTuple):
     """A matrix [O, I] in NF4 with double quantization."""
 
     codes: UInt8[np.ndarray, "O I/2"]
-    """Two weights a byte, the first in the upper four bits."""
+    """Two weights per byte, the first in the upper four bits."""
     absmax: UInt8[np.ndarray, "O I/64"]
-    """Codes of each block's largest absolute value, less `offset`."""
+    """Codes of each block's largest absolute value, minus `offset`."""
     nested: Float[np.ndarray, " S"]
     """The scales of these codes, one for 256 of them in the order of the rows, float32."""
     offset: Float[np.ndarray, ""]
@@ -82,13 +81,12 @@ def dynamic_levels() -> Float[np.ndarray, " 256"]:
     """Returns the 256 levels of the second quantization, ascending (Dettmers, 8-Bit Approximations,
     arXiv 1511.04561).
 
-    Of seven decades below 1 the i-th from below has 2^i levels of each sign, evenly spaced; 0 and 1
-    are levels too.
+    Of the seven decades below 1, the i-th from below has 2^i evenly spaced levels of each sign; 0
+    and 1 are levels too.
     """
     levels = [0.0, 1.0]
     for i in range(7):
-        # torch.linspace: from both ends to the middle, with products that are rounded together with
-        # their sums.
+        # torch.linspace: from both ends to the middle, with fused multiply-adds.
         counts = np.arange(2**i + 1)
         start, end = np.float32(0.1), np.float32(1)
         step = np.float64((end - start) / np.float32(2**i))
@@ -115,9 +113,9 @@ def quantize_nf4(weight: Shaped[np.ndarray, "O I"], offset: float | None = None)
 
     Args:
       weight: any float dtype; I is a multiple of 64.
-      offset: the mean of the blocks' largest absolute values, where another program has computed
-        it. Ours is rounded once, from float64; torch's depends in the last bit on the order in
-        which its threads add.
+      offset: the mean of the blocks' largest absolute values, if another program computed it. Ours
+        is rounded once, from float64; the last bit of torch's depends on the order in which its
+        threads add.
     """
     outputs, inputs = weight.shape
     assert inputs % NF4_BLOCK == 0, weight.shape
@@ -167,7 +165,7 @@ def dequantize_absmax(weight: Nf4) -> Float[np.ndarray, "O I/64"]:
 
 
 def dequantize_nf4(weight: Nf4) -> Float[np.ndarray, "O I"]:
-    """Returns the matrix that the codes stand for, float32."""
+    """Returns the matrix that the codes represent, float32."""
     levels = NF4_LEVELS[np.stack([weight.codes >> 4, weight.codes & 15], -1)]
     absmax = dequantize_absmax(weight)
     return (levels.reshape(*absmax.shape, NF4_BLOCK) * absmax[..., None]).reshape(len(absmax), -1)
@@ -191,7 +189,7 @@ def quantize_int8(weight: Shaped[np.ndarray, "O I"]) -> Int8Rows:
 
 
 def dequantize_int8(weight: Int8Rows) -> Float[np.ndarray, "O I"]:
-    """Returns the matrix that the codes stand for, float32."""
+    """Returns the matrix that the codes represent, float32."""
     return weight.codes * weight.absmax[:, None] * INT8_UNIT
 
 
@@ -205,5 +203,5 @@ def _in_pieces(fn, rows: int, columns: int) -> None:
 
 
 def nested_count(outputs: int, inputs: int) -> int:
-    """Returns how many scales the second quantization of a matrix has."""
+    """Returns the number of scales in a matrix's second quantization."""
     return math.ceil(outputs * inputs / NF4_BLOCK / NESTED_BLOCK)

@@ -1,4 +1,4 @@
-"""Every parameter by name, as the Flax modules declare it, and a layer's modules bound to given
+"""Every parameter by name, as declared by the Flax modules, and a layer's modules bound to given
 weights.
 
 Everything outside `model.modules` sees one flat dictionary of arrays: "embed_tokens.weight",
@@ -21,9 +21,9 @@ from .quantized_weights import declare_parts, is_quantized
 from .sharding import Parameter
 
 T = TypeVar("T")
-# The layers' parameters are stacked, and stand in the flat dictionary under this prefix.
+# The prefix of the layers' stacked parameters in the flat dictionary.
 LAYERS = "layers."
-# Makes the module of the parameters before and after the layers, from the model's sizes and `rngs`.
+# Makes the module of parameters before and after the layers, from the model's sizes and `rngs`.
 EndsFactory = Callable[..., nnx.Module]
 
 
@@ -95,7 +95,7 @@ def declare(config: TransformerConfig, ends: EndsFactory = TokenEnds) -> dict[st
 
 
 def in_order(config: TransformerConfig) -> dict[str, Parameter]:
-    """Returns every parameter of a language model, in the order in which a model uses them."""
+    """Returns every parameter of a language model, in order of use."""
     declared, names = (
         declare(config),
         (_made_order(LAYER_MODULES[config.norms], config), _made_order(TokenEnds, config)),
@@ -105,7 +105,7 @@ def in_order(config: TransformerConfig) -> dict[str, Parameter]:
 
 
 def _made_order(module: Callable[..., nnx.Module], config: TransformerConfig) -> list[str]:
-    """Returns the names of a module's parameters in the order in which it makes them."""
+    """Returns the names of a module's parameters in order of creation."""
     names: list[str] = []
 
     def walk(module: nnx.Module, prefix: str) -> None:
@@ -117,7 +117,7 @@ def _made_order(module: Callable[..., nnx.Module], config: TransformerConfig) ->
 
     def make() -> nnx.Module:
         made = module(config, rngs=nnx.Rngs(0))
-        walk(made, "")  # here, since what `eval_shape` returns is sorted
+        walk(made, "")  # here, since the results of `eval_shape` are sorted
         return made
 
     nnx.eval_shape(make)
@@ -136,9 +136,8 @@ def bind(config: TransformerConfig, weights: dict[str, Weight]) -> DecoderLayer:
 
     Args:
       weights: named as by `declare_layer`: "self_attn.q_proj.weight" becomes
-        `layer.self_attn.q_proj.weight`. Some may be missing, if their modules are not called; names
-        that a layer lacks are ignored. Frozen matrices stay as they are, for products to
-        dequantize.
+        `layer.self_attn.q_proj.weight`. Some may be missing if their modules are not called; names
+        a layer lacks are ignored. Frozen matrices stay unchanged, for products to dequantize.
     """
 
     def value(name):
@@ -153,15 +152,14 @@ def bind(config: TransformerConfig, weights: dict[str, Weight]) -> DecoderLayer:
 
 
 def module_of(layer: DecoderLayer, name: str) -> nnx.Module:
-    """Returns the module of a layer that has the parameter of this name, as in `declare_layer`."""
+    """Returns the layer's module with the parameter of this name, as in `declare_layer`."""
     return functools.reduce(getattr, name.split(".")[:-1], layer)
 
 
 def read_by(
     config: TransformerConfig, stages: Iterable[str], weights: dict[str, T]
 ) -> dict[str, T]:
-    """Returns those of a layer's weights, named as within the layer, that any of these stages
-    reads."""
+    """Returns the layer's weights, named as within the layer, that any of these stages reads."""
     declared = declare_layer(config)
     return {
         name: weight for name, weight in weights.items() if set(declared[name].stages) & set(stages)

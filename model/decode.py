@@ -1,9 +1,9 @@
 """Decoding: prompts are prefilled in chunks through the model's attention schedule, then tokens are
-generated one a step.
+generated one per step.
 
-Prompt and generated tokens are kept in one cache, which is split over the sequence axis
-(`model.cache`). What two successive prompts of a row have in common at their beginning stays in the
-cache, so that many questions to one context cost one prefill.
+Prompt and generated tokens are kept in one cache, split over the sequence axis (`model.cache`). The
+common prefix of a row's successive prompts stays in the cache, so many questions about one context
+cost one prefill.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .cache import ROWS, SPECS, Cache, CachedModel
 from .language_model import TOKENS, LanguageModel
 from .weights import Shards
 
-# Chunks at the end of a prompt are halved, but never below this many tokens per rank.
+# Chunks at a prompt's end are halved, but never below this many tokens per rank.
 SMALLEST_CHUNK = 16
 
 
@@ -36,7 +36,7 @@ class Sampling:
 
     Attributes:
       temperature: divides the logits; 0 takes the most likely token.
-      top_p: tokens are drawn from the most likely ones whose probabilities first reach this sum
+      top_p: tokens are drawn from the fewest likeliest ones whose probabilities reach this sum
         (nucleus sampling, Holtzman et al. 2020).
       seed: equal seeds, prompts and draws (see `Generator`) give equal tokens, on any mesh.
 
@@ -62,7 +62,7 @@ class Sampling:
         """Returns the next token of each row.
 
         Args:
-          draws: numbers that tell apart all prompts that are answered with this seed.
+          draws: numbers that distinguish all prompts answered with this seed.
         """
         if not self.temperature:
             return jnp.argmax(logits, -1).astype(jnp.int32)
@@ -86,7 +86,7 @@ class Scores(NamedTuple):
 
     Attributes:
       log_likelihoods: of each token given those before it, in nats; is_greedy: whether it is the
-        most likely one.
+        likeliest one.
     """
 
     log_likelihoods: list[float]
@@ -94,19 +94,18 @@ class Scores(NamedTuple):
 
 
 class Generator:
-    """Continues prompts; compiled for `rows` at a time, which with their continuations have at most
-    `capacity` tokens.
+    """Continues prompts; compiled for `rows` at a time, of at most `capacity` tokens with their
+    continuations.
 
     Attributes:
       model: computes on its mesh; `rows` is a multiple of data x fsdp.
       new_tokens: most tokens of a continuation; stop_ids: ids that end it.
       chunk: tokens that a prefill step computes at once, over all devices of the sequence axis.
-      prefilled: tokens that were computed as parts of prompts so far, those that the cache had
-        already not among them.
-      answered: prompts that were continued so far.
+      prefilled: prompt tokens computed so far, not counting those already cached.
+      answered: prompts continued so far.
 
     Raises:
-      ValueError: a capacity that leaves no room for a prompt.
+      ValueError: the capacity leaves no room for a prompt.
     """
 
     def __init__(
@@ -133,10 +132,9 @@ class Generator:
         self.forget()
 
     def forget(self) -> None:
-        """Frees the cache; to be called before parameters are passed that differ from those of the
-        last call."""
+        """Frees the cache; call it before passing parameters other than the last call's."""
         self._cache: Cache | None = None
-        # Whose keys and values are in the cache.
+        # The tokens in the cache.
         self._tokens: list[list[int]] = [[] for _ in range(self.rows)]
 
     def __call__(
@@ -145,16 +143,15 @@ class Generator:
         """Returns the continuations of prompts (token ids, at most `rows` of them), without the
         stop id.
 
-        Of a prompt only the part is computed in which it differs from the last one of its row.
+        Only the part of a prompt that differs from the last one in its row is computed.
 
         Args:
-          draws: a number from 0 to 2^31 - 1 for each prompt: prompts of different numbers are
-            sampled independently, and one of the same number as before, with the same tokens. They
-            are counted from 0 on, over all calls, unless given.
+          draws: a number from 0 to 2^31 - 1 per prompt: prompts with different numbers are sampled
+            independently, and the same prompt and number give the same tokens. By default they
+            count from 0 over all calls.
 
         Raises:
-          ValueError: too many prompts, one that is empty, or one that is too long; or not as many
-            draws.
+          ValueError: too many prompts, one that is empty or too long, or another number of draws.
         """
         self.check(prompts)
         count = len(prompts)
@@ -176,8 +173,7 @@ class Generator:
         ]
 
     def stream(self, params: Shards, prompt: list[int]) -> Iterator[int]:
-        """Yields the tokens that a call with this prompt alone would return, each as soon as it is
-        computed.
+        """Yields the tokens that a call with only this prompt would return, each once computed.
 
         Raises:
           ValueError: the prompt is empty or too long.
@@ -198,14 +194,13 @@ class Generator:
         """Returns how likely the tokens of each text (at most `rows` of them) are from its start
         on, given all before them.
 
-        Of the tokens before only the part is computed in which a text differs from the last one of
-        its row.
+        Of these earlier tokens only those that differ from the last text in the row are computed.
 
         Args:
           starts: at least 1 and less than the text's length.
 
         Raises:
-          ValueError: too many texts, one that is empty or too long, or a start outside of its text.
+          ValueError: too many texts, one that is empty or too long, or a start outside its text.
         """
         self.check(texts)
         for text, start in zip(texts, starts, strict=True):
@@ -233,7 +228,7 @@ class Generator:
         return likely[: len(starts)]
 
     def _with_targets(self, batch: dict, texts: list[list[int]]) -> dict:
-        """Returns the batch with the token that follows each one, `targets`."""
+        """Returns the batch with `targets`, the token after each one."""
         targets = np.zeros_like(batch["tokens"])
         for row, text in enumerate(texts):
             is_new = batch["segment_ids"][row] > 0
@@ -242,15 +237,15 @@ class Generator:
 
     @functools.cached_property
     def _score(self) -> Callable:
-        """From a batch in natural order to the cache, each target's log-likelihood, and whether it
-        is the likeliest token."""
+        """From a batch in natural order, computes the cache, each target's log-likelihood, and
+        whether it is the likeliest token."""
 
         def local(params, cache, batch):
             cache, x = self.cached.local_run(params, cache, batch)
             logits = self.model.local_logits(params, x)
             chosen = jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
             scores = chosen - jax.nn.logsumexp(logits, -1), chosen >= logits.max(-1)
-            # So that each of several processes has all rows.
+            # So that every process has all rows.
             return cache, *(
                 lax.all_gather(
                     lax.all_gather(x, "sequence", axis=1, tiled=True), BATCH_AXES, tiled=True
@@ -280,8 +275,7 @@ class Generator:
         return score
 
     def check(self, prompts: list[list[int]]) -> None:
-        """Raises ValueError if the prompts cannot be continued: too many, an empty one, or one that
-        is too long."""
+        """Raises ValueError if there are too many prompts, or one is empty or too long."""
         if len(prompts) > self.rows:
             raise ValueError(f"prompts: found {len(prompts)}, compiled for {self.rows} rows")
         longest = self.capacity - self.new_tokens
@@ -296,13 +290,13 @@ class Generator:
     # Prefill
 
     def _prefill(self, params: Shards, prompts: list[list[int]]) -> Cache:
-        """Returns a cache with all but the last token of each prompt, which the first step of
-        decoding computes."""
+        """Returns a cache with all but each prompt's last token, which the first decoding step
+        computes."""
         cache = self.cached.empty() if self._cache is None else self._cache
         done = np.array([_common(*pair) for pair in zip(self._tokens, prompts, strict=True)])
         ends = np.maximum([len(prompt) - 1 for prompt in prompts], 0)
         done = np.minimum(done, ends)
-        # The cache's memory is reused: nothing is known to be cached until the call has succeeded.
+        # The cache's memory is reused: until the call succeeds, nothing counts as cached.
         self.forget()
         cache = self.cached.truncate(cache, done.astype(np.int32))
         while (done < ends).any():
@@ -314,8 +308,8 @@ class Generator:
     def _next_chunk(
         self, prompts: list[list[int]], done: np.ndarray, ends: np.ndarray
     ) -> tuple[dict, np.ndarray]:
-        """Returns the next tokens of each prompt as `CachedModel.prefill` takes them, and how far
-        the prompts then are."""
+        """Returns each prompt's next tokens as `CachedModel.prefill` takes them, and the prompts'
+        progress after them."""
         first = done // self.cached.ranks * self.cached.ranks
         size, missing = self.chunk, int(np.max(np.where(done < ends, ends - first, 0)))
         while size % (2 * self.cached.ranks) == 0 and size // 2 >= max(
@@ -347,12 +341,12 @@ class Generator:
 
     @functools.cached_property
     def _step(self) -> Callable:
-        """From the last token of each row to the cache and the next tokens [rows, 1], with which it
-        is called again."""
+        """From each row's last token, computes the cache and the next tokens [rows, 1] for the next
+        call."""
 
         def local(params, cache, token, lengths, draws, step):
             cache, token = self._local_step(params, cache, token, lengths, draws, step, lengths > 0)
-            # So that each of several processes has all rows.
+            # So that every process has all rows.
             return cache, lax.all_gather(token, BATCH_AXES, tiled=True)
 
         step = jax.shard_map(
@@ -432,15 +426,15 @@ class Generator:
         _, cache, _, generated, _ = lax.while_loop(
             unfinished, generate_one, (jnp.int32(0), cache, last, nothing, lengths > 0)
         )
-        # So that each of several processes has all rows.
+        # So that every process has all rows.
         return cache, lax.all_gather(generated, BATCH_AXES, tiled=True)
 
     # Memory
 
     def longest_prompt(self, limit: int) -> int:
-        """Returns how many tokens a prompt may have for parameters, cache and the prefill of a
-        chunk to fit in `limit` bytes of each device. Extrapolates linearly from the compiled memory
-        of two prefills, one with half the cache."""
+        """Returns how many tokens a prompt may have for parameters, cache and a chunk's prefill to
+        fit in `limit` bytes per device. Extrapolates linearly from the compiled memory of two
+        prefills, one with half the cache."""
         half = self.capacity // 2
         small, large = (
             self.prefill_bytes(dataclasses.replace(self.cached, capacity=size))
@@ -450,8 +444,8 @@ class Generator:
         return max(int(self.capacity + (limit - large) / per_token) - self.new_tokens, 0)
 
     def prefill_bytes(self, cached: CachedModel) -> int:
-        """Returns the bytes that a prefill takes on each device: parameters, cache and what the
-        compiler adds."""
+        """Returns a prefill's bytes on each device: parameters, cache and the compiler's
+        temporaries."""
         params = {
             name: jax.ShapeDtypeStruct(
                 parameter.shape, parameter.dtype, sharding=self.model.shardings[name]
@@ -472,7 +466,7 @@ class Generator:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns how many tokens two prompts have in common at their beginning."""
+    """Returns the length of two prompts' common prefix."""
     shorter = min(len(a), len(b))
     differs = np.flatnonzero(np.asarray(a[:shorter]) != np.asarray(b[:shorter]))
     return int(differs[0]) if len(differs) else shorter

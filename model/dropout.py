@@ -1,9 +1,9 @@
-"""Dropout of adapters' inputs, whose mask is a hash of numbers that name an element: the same on
-every mesh, in every layout, with every memory option, and after a resume. Nothing is drawn and no
-mask is kept; the backward pass computes it again.
+"""Dropout of adapters' inputs. Its mask is a hash that identifies each element: the same on every
+mesh, in every layout, with every memory option, and after a resume. Nothing is drawn and no mask is
+kept; the backward pass recomputes it.
 
 Each element has a 32-bit number, from the seed, the step, the row, the token's index in the row,
-the layer, the projection and the feature; it is kept where that number is at least the rate times
+the layer, the projection and the feature; it is kept if that number is at least the rate times
 2^32. Each is folded in by adding its product with an odd constant and applying MurmurHash3's
 finaliser (Appleby), a bijection on 32 bits.
 """
@@ -24,12 +24,13 @@ _WEYL = 0x9E3779B9
 
 
 class TokenInfo(NamedTuple):
-    """What a layer reads of its tokens, other than hidden states and what attention's mask needs.
+    """What a layer reads about its tokens besides hidden states and the attention mask's
+    coordinates.
 
     Attributes:
-      positions: RoPE's. dropout: each token's number, from which the masks follow, as of
-        `token_keys`; None outside of training and without dropout.
-      real: whether a token is none of the padding; None where no layer asks.
+      positions: RoPE's. dropout: each token's number for the masks, from `token_keys`; None outside
+        training and without dropout.
+      real: whether a token is not padding; None if no layer needs it.
     """
 
     positions: Int[Array, "B T"]
@@ -38,17 +39,17 @@ class TokenInfo(NamedTuple):
 
     @property
     def without_positions(self) -> TokenInfo:
-        """The same for what follows attention, which reads no positions."""
+        """The same without positions, for the part after attention."""
         return self._replace(positions=None)  # type: ignore[arg-type]
 
     def of_layer(self, layer: Any) -> TokenInfo:
-        """Returns the same within the layer of this number."""
+        """Returns the labels within the layer of this number."""
         return self if self.dropout is None else self._replace(dropout=_mix(self.dropout, layer))
 
 
 def _mix(key: jax.Array, number: Any) -> jax.Array:
-    """Returns new keys, uint32, from keys and a number each; for one number no two keys give the
-    same."""
+    """Returns new keys, uint32, from keys and a number each; for a given number the map is
+    injective."""
     x = key + jnp.asarray(number).astype(jnp.uint32) * jnp.uint32(_WEYL)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -60,7 +61,7 @@ def token_keys(seed: int, step: Int[Array, ""], index: Int[Array, "B L"]) -> UIn
 
     Args:
       seed: taken modulo 2^32; step: number of finished steps.
-      index: the tokens' indices in their rows, which are counted as they lie in the batch.
+      index: the tokens' indices in their rows; rows are numbered by their order in the batch.
     """
     key = _mix(_mix(jnp.uint32(_WEYL), np.uint32(seed % 2**32)), step)
     return _mix(_mix(key, jnp.arange(index.shape[0])[:, None]), index)
@@ -73,13 +74,13 @@ def kept(
     projection: int,
     first: Any = 0,
 ) -> Float[Array, "B T *F"]:
-    """Returns x with the elements that dropout drops as zeros; the others are not scaled.
+    """Returns x with dropped elements as zeros; the others are not scaled.
 
     Args:
       keys: the tokens', within the layer.
       rate: the probability of being dropped.
-      projection: the number of the projection that reads x, which has a mask of its own.
-      first: the number of the first feature, where x has a part of all features.
+      projection: the number of the projection that reads x; masks differ between projections.
+      first: the number of the first feature, if x has only part of them.
     """
     return _kept(x, _mix(keys, projection), jnp.asarray(first, jnp.uint32), rate)
 

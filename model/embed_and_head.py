@@ -1,8 +1,7 @@
 """Before and after the layers: the embedding, the final norm and the head, with the vocabulary
 split over `tensor`.
 
-All functions run inside `shard_map`, on whole weights (of this tensor rank) that are float32 by
-type.
+All functions run inside `shard_map`, on whole weights (of this tensor rank), float32 by type.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class EmbedAndHead:
     """Maps token ids to hidden states, and hidden states to logits and losses.
 
     Attributes:
-      config: the model's own sizes; dtype: the compute dtype.
+      config: the model's sizes without padding; dtype: the compute dtype.
       loss_chunk: tokens whose logits exist at a time; 0 computes all at once.
     """
 
@@ -55,8 +54,8 @@ class EmbedAndHead:
         )
 
     def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-        """Returns the tokens' rows of the table. The float32 table is indexed and the rows are
-        cast, so that its gradient is float32."""
+        """Returns the tokens' rows of the table. Rows are cast after indexing the float32 table, so
+        that its gradient is float32."""
 
         def embed(weights, arrays, labels):
             table, ids = weights["embed_tokens.weight"], labels["tokens"]
@@ -74,7 +73,7 @@ class EmbedAndHead:
 
     def logits(self, weights: Weights, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Returns float32 logits of the whole vocabulary on every tensor rank. For evaluation: not
-        in chunks."""
+        chunked."""
 
         def head(weights, arrays, labels):
             logits = self._local_logits(weights, arrays["x"])
@@ -90,9 +89,9 @@ class EmbedAndHead:
     def token_losses(
         self, weights: Weights, x: Float[Array, "B T E"], targets: Int[Array, "B T"]
     ) -> Float[Array, "B T"]:
-        """Returns -log p(target) of each token, float32, which gradients pass through.
+        """Returns -log p(target) of each token, float32, with gradients.
 
-        Logits exist for one chunk at a time and are computed once more in the backward pass.
+        Logits exist for one chunk at a time and are recomputed in the backward pass.
         """
 
         def losses(weights, arrays, labels):
@@ -117,7 +116,7 @@ class EmbedAndHead:
         targets: Int[Array, "B T"],
         loss_weights: Float[Array, "B T"],
     ) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
-        """Returns the weighted sum of -log p(target) over this device's tokens, and each token's,
+        """Returns the weighted sum of -log p(target) over this device's tokens, and each token's
         without gradient.
 
         Logits exist for one chunk at a time, and no chunk's are computed twice (the loss in blocks
@@ -141,11 +140,10 @@ class EmbedAndHead:
             )
 
     def _local_logits(self, weights: Weights, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
-        """Final norm, and float32 logits of this tensor rank's vocabulary; minus infinity where it
-        is padded."""
+        """Final norm, and float32 logits of this tensor rank's vocabulary; minus infinity in
+        padding."""
         norm = scaled_norm(x, array(weights["norm.weight"]), self.config)
-        # Rounded to bfloat16, a logit above 8 would be off by up to 0.03, and so would its token's
-        # loss.
+        # In bfloat16, a logit above 8, and hence its token's loss, would be off by up to 0.03.
         if self.config.tie_word_embeddings:
             logits = product("bte,ve->btv", norm, weights["embed_tokens.weight"], jnp.float32)
         else:

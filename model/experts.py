@@ -2,7 +2,7 @@
 dropped.
 
 Tokens are sorted by expert and multiplied in groups (`grouped`). The router's sums over a device's
-tokens go out through the layer's auxiliary output; `router_losses` makes losses of them.
+tokens are returned as the layer's auxiliary output; `router_losses` turns them into losses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .grouped import grouped_product
 from .linear import product
 from .sharding import TensorParallel
 
-# What makes scores of logits, by `TransformerConfig.router_scores`.
+# Functions from logits to scores, by `TransformerConfig.router_scores`.
 SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": jax.nn.softmax,
     "sigmoid": jax.nn.sigmoid,
@@ -34,8 +34,7 @@ SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Routes(NamedTuple):
-    """Where tokens go: the numbers of their experts, and what each expert's output is multiplied
-    by."""
+    """Where tokens go: their experts' numbers, and the factor of each expert's output."""
 
     experts: Int[Array, "T k"]
     weights: Float[Array, "T k"]
@@ -46,11 +45,11 @@ def route(
     config: TransformerConfig,
     correction: Float[Array, " E"] | None = None,
 ) -> Routes:
-    """Returns each token's experts, those of the highest scores; of equal ones the first.
+    """Returns each token's experts, those with the highest scores; ties go to the first.
 
     Args:
       logits: float32.
-      correction: what is added to the scores where experts are chosen, not to their weights.
+      correction: added to the scores when choosing experts, not to their weights.
     """
     assert config.num_experts_per_tok is not None
     scores = SCORES[config.router_scores](logits)
@@ -69,9 +68,9 @@ def route(
 def router_sums(logits: Float[Array, "T E"], routes: Routes, real: Bool[Array, " T"]) -> Auxiliary:
     """Returns a router's sums over tokens that are not padding, float32.
 
-    They are, by expert, the tokens that it got and the probabilities that it had; and over all
-    experts the squares of the logits' log-sum-exp and the entropies of the probabilities. Gradients
-    pass through the probabilities and the squares alone.
+    They are, per expert, its tokens and its probabilities; and over all experts the squares of the
+    logits' log-sum-exp and the entropies of the probabilities. Gradients pass only through the
+    probabilities and the squares.
     """
     lse = jax.nn.logsumexp(logits, -1)
     probabilities = jnp.exp(logits - lse[:, None])
@@ -91,7 +90,7 @@ def zeros(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
 
 
 class Router(nnx.Module):
-    """Makes a token's logits, one for each expert."""
+    """Makes a token's logits, one per expert."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         shape = (config.hidden_size, config.num_experts)
@@ -120,13 +119,13 @@ class Router(nnx.Module):
 
     @property
     def correction(self) -> Float[Array, " X"] | None:
-        """What is added to an expert's score where experts are chosen, if anything is."""
+        """The correction added to experts' scores when choosing them, if any."""
         bias = getattr(self, "e_score_correction_bias", None)
         return None if bias is None else bias[...]
 
 
 class ExpertProjection(nnx.Module):
-    """A linear map for each expert, with a low-rank adapter for each, if there are any."""
+    """A linear map per expert, with a low-rank adapter for each, if there are adapters."""
 
     def __init__(
         self,
@@ -162,8 +161,8 @@ class ExpertProjection(nnx.Module):
     def __call__(
         self, x: Float[Array, "M K"], sizes: Int[Array, " X"], experts: Int[Array, " M"], share=1
     ) -> Float[Array, "M N"]:
-        """Returns the products of rows that are sorted by expert, as in `grouped_product`, with
-        this share of the biases.
+        """Returns the products of rows sorted by expert, as in `grouped_product`, with this share
+        of the biases.
 
         Args:
           experts: the rows' experts.
@@ -180,7 +179,8 @@ class ExpertProjection(nnx.Module):
 
 
 def _named(grouped: Float[Array, "M N"]) -> Float[Array, "M N"]:
-    """Returns a grouped product under the name by which `memory.remat` finds it outside a dot."""
+    """Returns a grouped product under the name by which `memory.remat` recognises it, since it is
+    not a dot."""
     return checkpoint_name(grouped, "expert_product")
 
 
@@ -195,12 +195,12 @@ def _plain_gate(activation: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
     return lambda gate, up: function(gate) * up
 
 
-# What makes an expert's inner numbers of gate and up, where it is not a product with an activation.
+# Functions from gate and up to an expert's inner activations, if not activation(gate) * up.
 GATES = {"clamped": _clamped_gate}
 
 
 class Experts(nnx.Module):
-    """A gated feed-forward for each expert; their width F is split over `tensor`."""
+    """A gated feed-forward per expert; their width F is split over `tensor`."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.gated = GATES.get(config.activation) or _plain_gate(config.activation)
@@ -216,10 +216,10 @@ class Experts(nnx.Module):
     ) -> Float[Array, "T E"]:
         """Returns the weighted sums of the experts' outputs, this tensor rank's summand.
 
-        Where `expert` splits the experts, each of its ranks gets the tokens of all, computes what
-        its experts make of them, and the sums return to the tokens' ranks. An all-to-all with
-        shapes that are known beforehand sends as much: any token may go to any rank (bytes of both
-        are in docs/notes/design_decisions.md).
+        If `expert` splits the experts, each of its ranks gets all ranks' tokens and runs its
+        experts on them, and the sums return to the tokens' ranks. An all-to-all with static shapes
+        would send as much, since any token may go to any rank (bytes of both are in
+        docs/notes/design_decisions.md).
         """
         own = jax.tree.leaves(self.gate_proj.weight.get_value())[0].shape[0]
         if own == self.count:
@@ -240,7 +240,9 @@ class Experts(nnx.Module):
     ) -> Float[Array, "T E"]:
         """Returns the summands of the experts from `first` on, `count` of them."""
         experts = routes.experts.reshape(-1) - first
-        experts = jnp.where((experts >= 0) & (experts < count), experts, count)  # others come last
+        experts = jnp.where(
+            (experts >= 0) & (experts < count), experts, count
+        )  # other experts' rows come last
         order = jnp.argsort(experts, stable=True)
         places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
         sizes = jnp.bincount(experts, length=count + 1)[:count]
@@ -255,15 +257,14 @@ class Experts(nnx.Module):
 
 
 class Mixture(nnx.Module):
-    """A router and its experts, in the place of a feed-forward; and an expert that all tokens
-    share, if there is one."""
+    """A router and its experts instead of a feed-forward; and a shared expert, if any."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.gate = Router(config, rngs=rngs)
         self.experts = Experts(config, rngs=rngs)
         if config.shared_expert_intermediate_size:
-            # PEFT's gate_proj, up_proj and down_proj of a mixture are the experts'.
+            # In a mixture, PEFT's gate_proj, up_proj and down_proj are the experts'.
             unadapted = dataclasses.replace(config, adapter=None)
             self.shared_expert = FeedForward(
                 unadapted, config.shared_expert_intermediate_size, rngs=rngs
@@ -286,7 +287,7 @@ class Mixture(nnx.Module):
         y = self.experts(tokens, routes, parallel).reshape(x.shape)
         if self.config.shared_expert_intermediate_size:
             y += self._shared(x, parallel)
-        # In decoding nothing is trained, and nobody asks for sums.
+        # Decoding trains nothing and needs no sums.
         real = labels.real
         sums = {} if real is None else router_sums(logits, routes, real.reshape(-1))
         return parallel.combine(y, "mlp"), sums
@@ -309,7 +310,7 @@ def _sorted_rows(
     Its gradient is a sum over a token's assignments in float32, without a scatter.
 
     Args:
-      order: the assignments, numbered token by token, in their order; places: its inverse.
+      order: the sorted assignments, numbered token by token; places: its inverse.
     """
     return x[order // (len(order) // len(x))]
 
@@ -333,7 +334,7 @@ _sorted_rows.defvjp(
 def _reordered(
     x: Float[Array, "M E"], order: Int[Array, " M"], inverse: Int[Array, " M"]
 ) -> Float[Array, "M E"]:
-    """Returns x[order]; the gradient is taken by the inverse order, not scattered."""
+    """Returns x[order]; the gradient uses the inverse order, not a scatter."""
     return x[order]
 
 
@@ -344,11 +345,11 @@ _reordered.defvjp(
 
 
 class RouterTotals(NamedTuple):
-    """What a whole batch's router losses are made with.
+    """Totals of a whole batch for its router losses.
 
     Attributes:
       tokens: the tokens that each expert of each layer got, without gradient.
-      real: the number of tokens but padding; weight: the sum of the tokens' loss weights.
+      real: the number of non-padding tokens; weight: the sum of the tokens' loss weights.
     """
 
     tokens: Float[Array, "N X"]
@@ -382,11 +383,11 @@ def router_losses(
 def router_measures(
     totals: RouterTotals, entropy: Float[Array, ""], config: TransformerConfig
 ) -> dict[str, Float[Array, ""]]:
-    """Returns what metrics say of the routers, multiplied by the weight that they are divided by.
+    """Returns the routers' metrics, multiplied by the weight that they will be divided by.
 
-    They are each expert's load, 1 for an equal share, averaged over the layers; the highest and the
-    lowest load in any layer; the share of the assignments that no expert got, which is 0 unless
-    something is wrong; and the mean entropy of a token's probabilities, in nats.
+    They are each expert's load, 1 for an equal share, averaged over the layers; the highest and
+    lowest load in any layer; the share of dropped assignments, which is 0 unless something is
+    wrong; and the mean entropy of a token's probabilities, in nats.
 
     Args:
       entropy: the sum over all tokens and layers.
@@ -401,7 +402,7 @@ def router_measures(
     measures |= {"router/load_max": loads.max(), "router/load_min": loads.min()}
     routed = jnp.maximum(totals.real * config.num_hidden_layers, 1)
     measures["router/entropy"] = entropy / routed
-    # Counts are whole in float32, and their sums over experts in int32.
+    # Counts are exact in float32, and their sums over experts in int32.
     got = totals.tokens.astype(jnp.int32).sum(-1)
     missing = totals.real.astype(jnp.int32) * config.num_experts_per_tok - got
     measures["router/dropped"] = missing.sum() / (routed * config.num_experts_per_tok)

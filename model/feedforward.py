@@ -23,11 +23,10 @@ from .sharding import TensorParallel
 
 Shape = tuple[int, ...]
 Axes = tuple[str, ...]
-# The tokens' numbers within a layer, from which the masks of dropout follow; None without dropout.
+# The tokens' numbers within a layer, for dropout's masks; None without dropout.
 DropoutKeys = UInt32[Array, "B T"] | None
-# What a feed-forward gives besides its output, by name: float32 sums over a device's tokens, of any
-# shape and with gradient, from which a model makes auxiliary losses
-# (`Transformer.auxiliary_losses`). They are the same on all tensor ranks.
+# A feed-forward's auxiliary results by name: float32 sums over a device's tokens, of any shape and
+# with gradient, for auxiliary losses (`Transformer.auxiliary_losses`). Equal on all tensor ranks.
 Auxiliary = dict[str, Float[Array, "..."]]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -35,8 +34,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-# The stages of a layer, which tell what a parameter is read for: queries; keys and values; and what
-# follows attention.
+# The stages of a layer that read a parameter: queries; keys and values; and what follows attention.
 QUERIES, KEYS_VALUES, ATTENTION, OUTPUT = STAGES = (
     "queries",
     "keys_values",
@@ -48,7 +46,7 @@ QUERIES, KEYS_VALUES, ATTENTION, OUTPUT = STAGES = (
 def param(
     rngs: nnx.Rngs, shape: Shape, axes: Axes, std: float, inputs: int = 1, **declared: Any
 ) -> nnx.Param:
-    """Returns a normally distributed float32 matrix; `axes`, `inputs` and `declared` are as of
+    """Returns a normally distributed float32 matrix; `axes`, `inputs` and `declared` are as in
     `sharding.Parameter`."""
     return nnx.Param(
         std * jax.random.normal(rngs.params(), shape, jnp.float32),
@@ -59,12 +57,12 @@ def param(
 
 
 class Projection(nnx.Module):
-    """A linear map, given by an einsum equation whose weight has its inputs first, and the low-rank
-    adapter beside it, if any.
+    """A linear map, given by an einsum equation whose weight is input-first, and its low-rank
+    adapter, if any.
 
     The bias, if any, is added after the tensor ranks' sum. The adapter's products commute with that
-    sum: where the ranks split the inputs they split A, otherwise B. DoRA's factors, one for each
-    output, commute with it too.
+    sum: ranks that split the inputs split A, otherwise B. DoRA's factors, one per output, commute
+    with it too.
     """
 
     def __init__(
@@ -110,8 +108,7 @@ class Projection(nnx.Module):
     def __call__(
         self, x: Float[Array, ...], parallel: TensorParallel, dropout: DropoutKeys = None
     ) -> Float[Array, ...]:
-        """Returns the product with the weight, and the adapter's products beside it, without the
-        bias.
+        """Returns the product with the weight plus the adapter's products, without the bias.
 
         Args:
           dropout: the tokens' numbers within the layer, in training with dropout (`model.dropout`).
@@ -136,7 +133,7 @@ class Projection(nnx.Module):
         )
         if dropout is None:
             return (adapted * factors).astype(y.dtype)
-        # As peft: what DoRA adds to W x reads the dropped input, in its product with W too.
+        # As in peft: DoRA's addition to W x reads the dropped input, even in its product with W.
         base = product(self.equation, adapter_x, self.weight.get_value())
         return (
             y + (factors - 1) / (1 - self.adapter.dropout_rate) * base + factors * added
@@ -145,8 +142,8 @@ class Projection(nnx.Module):
     def _dropped(
         self, x: Float[Array, ...], parallel: TensorParallel, dropout: UInt32[Array, "B T"]
     ) -> Float[Array, ...]:
-        """Returns x with zeros where dropout drops it; a rank that has a part of the features drops
-        those of one device."""
+        """Returns x with zeros where dropout drops it; a rank with part of the features drops the
+        same ones as a single device."""
         assert self.adapter is not None
         axis = self.input_axes[0]
         split = parallel.tensor > 1 and axis in ("heads", "mlp") and getattr(parallel, axis)
@@ -155,11 +152,11 @@ class Projection(nnx.Module):
 
     def norms(self, parallel: TensorParallel, dtype: Any) -> Float[Array, ...]:
         """Returns the length of each output's column of W + s A B over all inputs, without gradient
-        (Liu et al., DoRA, arXiv 2402.09353, section 4.3), rounded to the compute dtype as the
-        trained lengths are.
+        (Liu et al., DoRA, arXiv 2402.09353, section 4.3), rounded to the compute dtype like the
+        trained lengths.
 
-        A B is not made: with w, a and b for the columns, |w + s A b|^2 = |w|^2 + 2 s b . (A^T w) +
-          s^2 b . (A^T A) b.
+        A B is not formed: with w, a and b for the columns, |w + s A b|^2 = |w|^2 + 2 s b . (A^T w)
+        + s^2 b . (A^T A) b.
         """
         assert self.adapter is not None
         w_axes, weight, a, b = (
@@ -170,8 +167,7 @@ class Projection(nnx.Module):
         )
         w_in, w_out, scale = w_axes[: self.inputs], w_axes[self.inputs :], self.adapter.scale
         dense = weight.dequantize(dtype) if isinstance(weight, FrozenWeight) else weight
-        # A product of its own and not a sum of squares, which would be a float32 copy of the weight
-        # where it is not fused.
+        # A product, not a sum of squares, which would be a float32 copy of the weight if not fused.
         squares = jnp.einsum(
             f"{w_axes},{w_axes}->{w_out}", dense, dense, preferred_element_type=jnp.float32
         )
@@ -207,16 +203,14 @@ def _rms_norm_forward(x, weight, epsilon):
 
 
 def _rms_norm_backward(epsilon, residuals, dy):
-    """Returns dx and dw. They are written out because of XLA's compiler for CPUs, which is slow at
-    sums that products are fused
-    into: on two cores what differentiation makes of SmolLM2's norms took a tenth of its step
+    """Returns dx and dw. Written out because XLA's CPU compiler is slow at sums with fused
+    products: on two cores the automatic derivatives of SmolLM2's norms took a tenth of its step
     (docs/notes/cpu_speed.md)."""
     x, weight = residuals
     x32, dy32 = x.astype(jnp.float32), dy.astype(jnp.float32)
     inverse = _inverse_rms(x32, epsilon)
     dnorm = dy32 * weight
-    # A product of vectors, for which the compiler for CPUs has fast code; the others make the same
-    # sum of it.
+    # A product of vectors, for which the CPU compiler has fast code; other compilers make it a sum.
     across = (
         jnp.einsum("...e,...e->...", dnorm, x32, precision=lax.Precision.HIGHEST)[..., None]
         / x.shape[-1]
@@ -232,8 +226,8 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 def scaled_norm(
     x: Float[Array, "... E"], weight: Float[Array, " E"], config: TransformerConfig
 ) -> Float[Array, "... E"]:
-    """Returns `rms_norm` with the model's epsilon, by a weight that may be stored without its
-    offset (Gemma's is 1)."""
+    """Returns `rms_norm` with the model's epsilon and a weight that may be stored minus an offset
+    (Gemma's is 1)."""
     return rms_norm(
         x, weight + config.norm_offset if config.norm_offset else weight, config.rms_norm_eps
     )
@@ -269,8 +263,7 @@ class HeadNorm(nnx.Module):
 
 
 class AllHeadsNorm(nnx.Module):
-    """Root-mean-square normalisation of all heads together, with a weight for each number (OLMo
-    2)."""
+    """Root-mean-square normalisation of all heads together, with a weight per element (OLMo 2)."""
 
     needs_all_heads = True
 
@@ -285,8 +278,7 @@ class AllHeadsNorm(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T H D"], parallel: TensorParallel
     ) -> Float[Array, "B T H D"]:
-        """Returns this tensor rank's heads, normalised by those of all ranks, of which padding is
-        no part."""
+        """Returns this tensor rank's heads, normalised over all ranks' heads without padding."""
         x32 = x.astype(jnp.float32)
         squares = parallel.sum_of_heads(jnp.sum(jnp.square(x32), (2, 3), keepdims=True), self.axis)
         return (
@@ -294,7 +286,7 @@ class AllHeadsNorm(nnx.Module):
         ).astype(x.dtype)
 
 
-# The norm of queries and keys before RoPE by `TransformerConfig.qk_norm`, if there is one.
+# The norm of queries and keys before RoPE, by `TransformerConfig.qk_norm`.
 QK_NORMS: dict[str, type[HeadNorm] | type[AllHeadsNorm] | None] = {
     "none": None,
     "head": HeadNorm,

@@ -1,5 +1,5 @@
-"""Weights that are not trained: `FrozenWeight`. They have no gradient, and are stored and sent in
-fewer bits than float32."""
+"""Untrained weights, `FrozenWeight`: without gradient, stored and sent in fewer bits than
+float32."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from jaxtyping import Array, Float, Int
 
 
 class FrozenWeight(abc.ABC):
-    """A whole weight (of this tensor rank) without gradient. Products dequantize it where it is
-    multiplied."""
+    """A whole weight (of this tensor rank) without gradient, dequantized by each product."""
 
     @abc.abstractmethod
     def dequantize(self, dtype: Any) -> Float[Array, ...]:
@@ -52,16 +51,16 @@ def array(weight: Weight) -> Float[Array, ...]:
 
 
 def rows(table: Weight, ids: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-    """Returns rows of a table that may be frozen, float32; the table itself is not cast."""
+    """Returns rows of a possibly frozen table, float32; the table itself is not cast."""
     if isinstance(table, FrozenWeight):
-        assert isinstance(table, Plain), "tables are frozen as they are"
+        assert isinstance(table, Plain), "tables are never quantized"
         return table.value[ids].astype(jnp.float32)
     return table[ids]
 
 
 def split(weights: Mapping[str, Any]) -> tuple[dict[str, jax.Array], dict[str, FrozenWeight]]:
-    """Returns the trained and the frozen ones of some weights. Functions with a hand-written
-    gradient return none for the latter."""
+    """Splits weights into trained and frozen ones. Functions with a hand-written gradient return
+    none for the latter."""
     trained = {
         name: weight for name, weight in weights.items() if not isinstance(weight, FrozenWeight)
     }

@@ -1,9 +1,9 @@
-"""Products of rows that are sorted into groups with a matrix for each group: a mixture's experts.
+"""Products of rows sorted into groups with a matrix per group: a mixture's experts.
 
 On TPUs `jax.lax.ragged_dot` is compiled to a grouped product. Elsewhere it becomes a dense product
-of all rows with every group's matrix, which multiplies the FLOPs by the number of groups; there a
-loop goes over blocks of rows, each of one group. It has as many steps as there are blocks: a group
-without rows costs nothing, and any sizes run in one program.
+of all rows with every group's matrix, which multiplies the FLOPs by the number of groups; there we
+loop over blocks of rows, each of one group. Empty groups cost nothing, and one program serves any
+sizes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from .frozen import FrozenWeight, Weight
 
-# The least and the most rows of a block in the loop; between them an eighth of a group of average
-# size.
+# The least and the most rows per block in the loop; between them an eighth of the average group.
 BLOCK_ROWS = (16, 512)
 
 
@@ -29,12 +28,12 @@ def grouped_product(
 ) -> Float[Array, "M N"]:
     """Returns x[i] @ w[g] for each row i of group g, in x's dtype; zeros after the last group.
 
-    The gradient of a weight that is float32 by type is a float32 sum; a frozen weight has none.
+    The gradient of a float32 weight is a float32 sum; a frozen weight has none.
 
     Args:
       x: the rows of the first group, then those of the second, and so on.
       w: [G, K, N], float32 by type with values of x's dtype, or frozen.
-      sizes: the number of rows of each group; their sum may be less than M.
+      sizes: the rows of each group; their sum may be less than M.
       transpose: w is [G, N, K].
     """
     if isinstance(w, FrozenWeight):
@@ -68,7 +67,7 @@ def _frozen_product(x, w, sizes, transpose):
 
 
 def _frozen_forward(x, w, sizes, transpose):
-    # Of x only the dtype is needed; the weight is kept as it is stored.
+    # Only x's dtype is needed; the weight is kept as stored.
     return _frozen_product(x, w, sizes, transpose), (w, sizes, jnp.zeros(0, x.dtype))
 
 
@@ -100,7 +99,7 @@ def _weights_product(x, dy, sizes):
 
 def _rows_by_compiler(x, w, sizes, transpose):
     y = lax.ragged_dot(x, w.swapaxes(1, 2) if transpose else w, sizes)
-    # What is in the rows after the last group is not specified.
+    # The rows after the last group are unspecified.
     return jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], y, 0)
 
 
@@ -114,15 +113,15 @@ def _weights_by_compiler(x, dy, sizes):
 
 
 def block_rows(rows: int, groups: int) -> int:
-    """Returns how many rows a block of the loop has."""
+    """Returns the number of rows per block of the loop."""
     least, most = BLOCK_ROWS
     eighth = max(rows // (8 * groups), 1)
     return min(most, max(least, 1 << eighth.bit_length() - 1))  # a power of 2
 
 
 def _over_blocks(sizes: Int[Array, " G"], block: int, step: Callable, carry: Any) -> Any:
-    """Runs `step(carry, group, first row, rows of the group from there on)` for each block, in the
-    order of the rows."""
+    """Runs `step(carry, group, first row, remaining rows of the group)` for each block, in row
+    order."""
     starts = jnp.cumsum(sizes) - sizes
     counts = -(-sizes // block)
     ends = jnp.cumsum(counts)
@@ -136,12 +135,12 @@ def _over_blocks(sizes: Int[Array, " G"], block: int, step: Callable, carry: Any
 
 
 def _padded(x: Float[Array, "M K"], block: int) -> Float[Array, "M_b K"]:
-    """The rows, and a block of zeros after them, which the last block may reach into."""
+    """The rows followed by a block of zeros, into which the last block may reach."""
     return jnp.pad(x, ((0, block), (0, 0)))
 
 
 def _own_rows(x: Float[Array, "b K"], count: Any) -> Float[Array, "b K"]:
-    """The first `count` rows; zeros in place of the others, which are of later groups."""
+    """The first `count` rows; zeros for the others, which belong to later groups."""
     return jnp.where((jnp.arange(len(x)) < count)[:, None], x, 0)
 
 
@@ -152,7 +151,7 @@ def _rows_by_blocks(x, w, sizes, transpose):
     def step(y, group, first, count):
         rows = _own_rows(lax.dynamic_slice_in_dim(padded, first, block), count)
         part = jnp.einsum(equation, rows, lax.dynamic_index_in_dim(w, group, keepdims=False))
-        # What it writes after the group's last row is zero, and the next groups write over it.
+        # Rows written after the group's last are zero, and later groups overwrite them.
         return lax.dynamic_update_slice_in_dim(y, part, first, 0)
 
     empty = jnp.zeros((len(padded), w.shape[1 if transpose else 2]), x.dtype)

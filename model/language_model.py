@@ -23,8 +23,8 @@ __all__ = ["TOKENS", "Batch", "LanguageModel"]
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel(Transformer):
-    """A language model on a mesh. A batch holds `tokens`, `targets` and `loss_weights` [B, L]
-    beside the coordinates."""
+    """A language model on a mesh. A batch holds `tokens`, `targets` and `loss_weights` [B, L] in
+    addition to the coordinates."""
 
     @property
     def ends(self) -> EndsFactory:
@@ -33,7 +33,7 @@ class LanguageModel(Transformer):
 
     @property
     def embed_and_head(self) -> EmbedAndHead:
-        """What is before and after the layers."""
+        """The computation before and after the layers."""
         return EmbedAndHead(self.config, self.parallel, self.dtype, self.memory.loss_chunk)
 
     # On a device
@@ -64,12 +64,12 @@ class LanguageModel(Transformer):
         """Returns the sums of weighted losses and of weights; their quotient is the mean
         cross-entropy in nats.
 
-        Take gradients of the total outside: inside `shard_map` they would be wrong once a psum over
-        `tensor` is in the loss.
+        Take gradients of the total outside: inside `shard_map` a psum over `tensor` in the loss
+        would make them wrong.
 
         Args:
-          sources: how many sources the batch's `source_ids` [B, L] tell apart; each then has sums
-            of its own.
+          sources: the number of sources in the batch's `source_ids` [B, L]; each then has separate
+            sums.
         """
 
         def local(params, batch):

@@ -1,7 +1,7 @@
 """One decoder layer as plain code: norm, projections, RoPE; attention; output projection, norm,
 feed-forward.
 
-How it is scanned, rematerialised or cut into groups is in `model.memory`.
+`model.memory` scans, rematerialises and splits it.
 """
 
 from __future__ import annotations
@@ -32,20 +32,19 @@ SINKS = "self_attn.sinks"
 
 
 def with_sink_gradient(dw: dict[str, Any], gradient: Float[Array, " H"] | None) -> dict[str, Any]:
-    """Returns a layer's gradients with the one of its sinks added, if it has sinks and trains
-    them."""
+    """Returns a layer's gradients, including that of its sinks if it has and trains them."""
     if gradient is None or dw[SINKS] is None:
         return dw
     return {**dw, SINKS: dw[SINKS] + gradient}
 
 
 class LayerOutput(NamedTuple):
-    """What a layer gives, or all layers together.
+    """The results of a layer, or of all layers together.
 
     Attributes:
       hidden: the hidden states.
-      auxiliary: the layer's sums over a device's tokens; those of all layers are stacked on a
-        leading axis. Dense layers have none, {}.
+      auxiliary: the layer's sums over a device's tokens, or all layers' stacked on a leading axis;
+        {} for dense layers.
     """
 
     hidden: Hidden
@@ -60,7 +59,7 @@ class ShardedLayer:
     Weights are whole (of this tensor rank), named as within the layer, and float32 by type.
 
     Attributes:
-      config: the model's own sizes; length: tokens in a whole row, for RoPE.
+      config: the model's sizes without padding; length: tokens in a whole row, for RoPE.
       attention: attention over all shards of the sequence, and rope: the rotary embedding, of this
         layer's kind.
     """
@@ -81,7 +80,7 @@ class ShardedLayer:
         return self.finish(weights, x, self.attend(weights, q, k, v, coords), labels)
 
     def project(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Heads, Heads, Heads]:
-        """Returns queries, keys and values, for the heads that the weights have."""
+        """Returns queries, keys and values, for the heads in the weights."""
         project, weights = (
             self._projection(_queries_keys_values),
             read_by(self.config, (QUERIES, KEYS_VALUES), weights),
@@ -93,8 +92,8 @@ class ShardedLayer:
     def project_through(
         self, weights: dict, x: Hidden, labels: TokenInfo
     ) -> tuple[Hidden, tuple[Heads, Heads, Heads]]:
-        """Returns x, and queries, keys and values. Whoever takes x from here has its gradient
-        accumulated in place (see `passed_through`)."""
+        """Returns x, and queries, keys and values. Using the returned x lets its gradient
+        accumulate in place (see `passed_through`)."""
         return self._project_through(
             _queries_keys_values, (QUERIES, KEYS_VALUES), weights, x, labels
         )
@@ -125,8 +124,7 @@ class ShardedLayer:
         )
 
     def _projection(self, read: Callable) -> Callable:
-        """The position-wise work from a layer's input to what `read` takes of its sequence
-        mixer."""
+        """The position-wise work from a layer's input to the mixer's projections read by `read`."""
 
         def project(weights, x, labels):
             layer = bind(self.config, weights)
@@ -147,8 +145,7 @@ class ShardedLayer:
 
     @staticmethod
     def sinks(weights: dict) -> Float[Array, " H"] | None:
-        """Returns the learnt scores that join the softmax's denominators, if the model has
-        these."""
+        """Returns the learnt scores that join the softmax denominators, if the model has any."""
         return array(weights[SINKS]) if SINKS in weights else None
 
     def finish(self, weights: dict, x: Hidden, attended: Heads, labels: TokenInfo) -> LayerOutput:
@@ -174,16 +171,16 @@ class ShardedLayer:
         return LayerOutput(hidden, auxiliary)
 
     def _add(self, x: Hidden, branch: Hidden) -> Hidden:
-        """Returns the residual stream with what a branch adds to it."""
+        """Returns the residual stream plus a branch."""
         multiplier = self.config.residual_multiplier
         return x + (branch if multiplier == 1 else branch * multiplier)
 
     def _position_wise(
         self, fn: Callable, weights: dict, arrays: Any, labels: Any, chunk: int
     ) -> tuple[Any, Any]:
-        """Returns the sums and the results of fn, run in chunks of tokens that are computed again
-        in the backward pass; with the remat policy `everything`, which keeps the results of
-        products, all at once."""
+        """Returns the sums and results of fn, run in chunks of tokens that are recomputed in the
+        backward pass; all at once with the remat policy `everything`, which keeps the results of
+        products."""
         if self.memory.policy.products:
             return fn(weights, arrays, labels)
         return chunked_with_sums(
@@ -191,8 +188,8 @@ class ShardedLayer:
         )
 
     def _chunk(self, chunk: int) -> int:
-        """A chunk's tokens: all, where tokens are split, since a rank's chunks would not be chunks
-        of the tokens that all ranks together have."""
+        """A chunk's tokens: all if tokens are split, since a rank's chunks would not be chunks of
+        all ranks' tokens."""
         return 0 if self.parallel.split_tokens else chunk
 
 

@@ -19,8 +19,8 @@ def letters(equation: str) -> list[str]:
 
 
 def product(equation: str, x: Float[Array, ...], w: Weight, dtype: Any = None) -> Float[Array, ...]:
-    """Returns the einsum of activations with a weight that is frozen, or float32 by type; then its
-    gradient is a float32 sum.
+    """Returns the einsum of activations with a weight that is frozen or float32 by type; the
+    latter's gradient is a float32 sum.
 
     Operands have x's dtype, in the backward pass too. The result too, unless `dtype` is given; sums
     are always float32.
@@ -36,7 +36,7 @@ def _trained_product(equation, x, w, dtype):
 
 
 def _product_forward(equation, x, w, dtype):
-    # The einsum itself: remat policies that keep the results of products do not look into a call of
+    # A plain einsum: remat policies that keep products do not look into a call of
     # `_trained_product`.
     return jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=dtype), (x, w)
 
@@ -59,8 +59,8 @@ def _frozen_product(equation, x, w, dtype):
 
 
 def _frozen_forward(equation, x, w, dtype):
-    # Kept is the weight as it is stored, which the backward pass dequantizes once more; of x only
-    # the dtype is needed.
+    # The weight is kept as stored, and dequantized again by the backward pass; of x only the dtype
+    # is needed.
     return jnp.einsum(equation, x, w.dequantize(x.dtype), preferred_element_type=dtype), (
         w,
         jnp.zeros(0, x.dtype),

@@ -1,4 +1,4 @@
-"""Cross-entropy: of each token, with the vocabulary split over the tensor axis, and its sums over a
+"""Cross-entropy per token, with the vocabulary split over the tensor axis, and its sums over a
 batch."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .sharding import TensorParallel
 
 
 class SourceSums(NamedTuple):
-    """The sums of `LossSums` for each of S data sources: float32, without gradient. S is 0 where
-    sources are not told apart."""
+    """The sums of `LossSums` for each of S data sources: float32, without gradient. S is 0 if
+    sources are not distinguished."""
 
     total: Float[Array, " S"]
     weight: Float[Array, " S"]
@@ -27,10 +27,10 @@ class LocalLosses(NamedTuple):
     """The losses of one device's tokens, inside `shard_map`.
 
     Attributes:
-      total: the weighted sum of the tokens' losses, which gradients pass through.
+      total: the weighted sum of the tokens' losses, with gradients.
       tokens: each token's loss, without gradient.
       auxiliary: what the layers' auxiliary losses add to the total, by name; {} in dense models.
-      measures: those of `LossSums`, already of all devices.
+      measures: as in `LossSums`, already summed over all devices.
     """
 
     total: Float[Array, ""]
@@ -46,7 +46,7 @@ class LossSums(NamedTuple):
     Attributes:
       total: the sum of weighted losses, float32; weight: the sum of their weights.
       by_source: both for each source.
-      auxiliary: by name the losses that layers add to the total, on its scale; {} in dense models.
+      auxiliary: losses that layers add to the total, on its scale, by name; {} in dense models.
       measures: sums of other quantities by name, without gradient; reported divided by the weight.
     """
 
@@ -58,7 +58,7 @@ class LossSums(NamedTuple):
 
     @property
     def trained(self) -> Float[Array, ""]:
-        """What gradients are taken of: the total with the auxiliary losses added to it."""
+        """The quantity to differentiate: the total plus the auxiliary losses."""
         return sum(self.auxiliary.values(), start=self.total)
 
 
@@ -75,8 +75,8 @@ def token_losses(
     logits = logits.astype(jnp.float32)
     maximum = lax.stop_gradient(logits.max(-1))
     if parallel.tensor > 1:
-        # pmax has no derivative, and needs none, since the maximum cancels: the gradient stops
-        # before it and after it.
+        # pmax has no derivative, and needs none, since the maximum cancels: stop the gradient on
+        # both sides.
         maximum = lax.stop_gradient(_maximum_over_tensor(maximum))
         targets = targets - parallel.rank() * logits.shape[-1]
     total = parallel.sum(jnp.exp(logits - maximum[..., None]).sum(-1), "vocab")
@@ -92,11 +92,12 @@ def global_sums(
     source_ids: Int[Array, "B T"] | None,
     sources: int,
 ) -> LossSums:
-    """Returns the sums over all devices that hold tokens, from a device's own tokens. Runs inside
-    `shard_map`.
+    """Returns the sums over all devices that hold tokens, from one device's tokens.
+
+    Runs inside `shard_map`.
 
     Args:
-      source_ids: the number of each token's source; not read where `sources`, their number, is 0.
+      source_ids: the number of each token's source; not read if `sources`, their count, is 0.
     """
 
     def over_devices(x):
@@ -129,7 +130,7 @@ def _logits_at(
     """The logit of each target; `size` is V.
 
     Its gradient compares with the targets instead of scattering, which compilers do not fuse: the
-    gradient of all logits would be written and read in float32 first.
+    gradient of all logits would first be written and read in float32.
     """
     del size
     return jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]

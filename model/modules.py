@@ -36,11 +36,11 @@ Hidden = Float[Array, "B T E"]
 
 
 class Tokens(NamedTuple):
-    """What projections read in addition to hidden states.
+    """Inputs of projections besides hidden states.
 
     Attributes:
-      labels: of the tokens, within the layer. rope: the layer's rotary embedding, or None; length:
-        of the whole row, see `model.rope`.
+      labels: the tokens', within the layer. rope: the layer's rotary embedding, or None; length: of
+        the whole row, see `model.rope`.
     """
 
     labels: TokenInfo
@@ -50,7 +50,7 @@ class Tokens(NamedTuple):
 
 
 class SelfAttention(nnx.Module):
-    """The projections around attention; heads, padded ones among them, are split over `tensor`."""
+    """The projections around attention; heads, including padded ones, are split over `tensor`."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -105,7 +105,7 @@ class SelfAttention(nnx.Module):
         )
 
     def queries(self, x: Float[Array, "B T E"], tokens: Tokens) -> Float[Array, "B T Hq D"]:
-        """Returns the queries of normalised hidden states, for the heads that the weights have."""
+        """Returns the queries of normalised hidden states, for the heads in the weights."""
         return self._positioned(
             self._heads(self.q_proj, x, tokens), getattr(self, "q_norm", None), tokens
         )
@@ -127,7 +127,7 @@ class SelfAttention(nnx.Module):
     def _positioned(
         self, heads: Float[Array, "B T H D"], norm: Any, tokens: Tokens
     ) -> Float[Array, "B T H D"]:
-        """Queries or keys with their norm and RoPE, if the layer has these."""
+        """Queries or keys with norm and RoPE, if the layer has them."""
         if norm is not None:
             heads = norm(heads, tokens.parallel)
         if tokens.rope is None:
@@ -148,7 +148,7 @@ class SelfAttention(nnx.Module):
         parallel: TensorParallel,
         dropout: DropoutKeys = None,
     ) -> Float[Array, "B T E"]:
-        """Returns the output projection, summed over the tensor ranks; `dropout` as of
+        """Returns the output projection, summed over the tensor ranks; `dropout` as in
         `Projection`."""
         return self.o_proj.add_bias(
             parallel.combine(self.o_proj(attended, parallel, dropout), "heads")
@@ -161,11 +161,11 @@ def feed_forward(config: TransformerConfig, rngs: nnx.Rngs) -> FeedForward | Mix
 
 
 class DecoderLayer(nnx.Module):
-    """The modules of one layer, and what it computes of each token by itself: a norm before
-    attention and one before the feed-forward (LLaMA). `model.layer` runs it. A family with another
-    layer has a subclass in LAYER_MODULES.
+    """The modules of one layer and its per-token computation: a norm before attention and one
+    before the feed-forward (LLaMA).
 
-    Attribute `mixer` is the module through which tokens see each other.
+    `model.layer` runs it. A family with another layer has a subclass in LAYER_MODULES. Attribute
+    `mixer` is the module that mixes tokens.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -176,7 +176,7 @@ class DecoderLayer(nnx.Module):
 
     @property
     def mixer(self) -> SelfAttention:
-        """The sequence mixer, under the name that Hugging Face gives it."""
+        """The sequence mixer, under Hugging Face's name."""
         return self.self_attn
 
     def mixer_input(self, x: Hidden) -> Hidden:

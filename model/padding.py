@@ -1,11 +1,10 @@
-"""Axes that are longer in memory than in the model, filled up with zeros so that the mesh divides
-them.
+"""Axes zero-padded in memory so that the mesh divides them.
 
 The vocabulary and the heads are padded for the tensor axis, the hidden size for the ranks that
 share the storage: 3,200 on 512 ranks is 3,584. Padding stays zero: it has no logit, no gradient and
-no share in norms, exports leave it out, and `trim` removes that of the hidden size before any
-product. Checkpoints hold arrays as they were in memory; any mesh reads them, since zeros may be
-added or left out at an axis's end.
+no share in norms, exports omit it, and `trim` removes it from the hidden size before any product.
+Checkpoints hold arrays as they were in memory; any mesh reads them, since zeros may be added or cut
+at an axis's end.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from .families.family import WITH_EXPERTS
 from .frozen import FrozenWeight, Plain
 from .sharding import HIDDEN, Sharding, TensorParallel
 
-# The logical axes that may be longer in memory than in the model.
+# The logical axes that may be padded.
 PADDED = (*HIDDEN, "vocab", "heads", "kv_heads")
-# A difference of this or more is another vocabulary or another model; but where the hidden size
-# without padding is known, any padding of it is taken, since that grows with the ranks that share
-# the storage: 5,120 on 2,048 of them is 6,144.
+# A difference of this or more means another vocabulary or model; but if the hidden size without
+# padding is known, any padding of it is accepted, since it grows with the ranks that share the
+# storage: 5,120 on 2,048 ranks is 6,144.
 MAX_PADDING = 1024
 
 
@@ -67,14 +66,13 @@ def trim(
     config: TransformerConfig,
     parallel: TensorParallel,
 ) -> Float[Array, ...]:
-    """Returns a gathered weight without the padding of its hidden axis, as products take it. Runs
-    inside `shard_map`.
+    """Returns a gathered weight without the padding of its hidden axis, for products.
 
-    Of key/value heads that `tensor` does not split, it is the one head that this rank's query heads
-    share.
+    Runs inside `shard_map`. If `tensor` does not split the key/value heads, only the head that this
+    rank's query heads share remains.
 
     Args:
-      axes: the weight's logical axes; config: the model's own sizes.
+      axes: the weight's logical axes; config: the model's sizes without padding.
     """
     whole = whole[
         tuple(slice(config.hidden_size) if axis in HIDDEN else slice(None) for axis in axes)
@@ -87,8 +85,8 @@ def trim(
 def own_key_head(
     weight: FrozenWeight, axes: tuple[str, ...], parallel: TensorParallel
 ) -> FrozenWeight:
-    """Returns of a weight with key/value heads that `tensor` does not split the one head that this
-    rank's query heads share; any other weight itself. Runs inside `shard_map`."""
+    """Returns, from a weight whose key/value heads `tensor` does not split, the one head that this
+    rank's query heads share; any other weight unchanged. Runs inside `shard_map`."""
     if "kv_heads" not in axes or not parallel.heads or parallel.kv_heads:
         return weight
     head = parallel.rank() * parallel.key_heads // parallel.tensor
@@ -98,8 +96,8 @@ def own_key_head(
 def whole_heads(
     vector: Float[Array, ...], axes: tuple[str, ...], parallel: TensorParallel
 ) -> Float[Array, ...]:
-    """Returns the key/value heads of all ranks where `own_key_head` has left one, from this rank's;
-    otherwise the array itself. Runs inside `shard_map`."""
+    """Returns all ranks' key/value heads from this rank's, if `own_key_head` left only one;
+    otherwise the array unchanged. Runs inside `shard_map`."""
     if "kv_heads" not in axes or not parallel.heads or parallel.kv_heads:
         return vector
     axis = axes.index("kv_heads")
@@ -136,10 +134,10 @@ def _declared_axes() -> dict[str, tuple[str, ...]]:
 
 
 def logical_axes(name: str) -> tuple[str, ...]:
-    """Returns the logical axes of a parameter or of its moment: `name` may be its path in an
-    optimizer's state. Of what is neither it is ()."""
-    # The names of the layers' norms end in `norm.weight`, as does the path of the last norm: the
-    # longest name is meant.
+    """Returns the logical axes of a parameter or its moment: `name` may be its path in an
+    optimizer's state. () for anything else."""
+    # The layers' norms end in `norm.weight`, as does the path of the last norm: the longest name
+    # wins.
     declared = max(
         (known for known in _declared_axes() if name.endswith(known)), key=len, default=None
     )
@@ -154,11 +152,11 @@ def vocabulary_axes() -> dict[str, int]:
 def fits(
     name: str, shape: tuple[int, ...], other: tuple[int, ...], own: tuple[int, ...] | None = None
 ) -> bool:
-    """Returns whether two shapes are equal but for padding.
+    """Returns whether two shapes are equal except for padding.
 
     Args:
       name: a parameter's name, or its path in an optimizer's state.
-      own: the shape without padding, where it is known: neither of the two may be shorter.
+      own: the shape without padding, if known: neither of the two may be shorter.
     """
     axes = logical_axes(name)
     if not axes or len(shape) != len(other) or len(axes) != len(shape):
@@ -170,8 +168,8 @@ def fits(
 
 
 def _is_padding(axis: str, size: int, other: int, own: int | None) -> bool:
-    """Returns whether two sizes of an axis may differ by padding; `own` is the size without it,
-    where it is known."""
+    """Returns whether two sizes of an axis may differ by padding; `own` is the size without it, if
+    known."""
     if axis not in PADDED or (own is not None and own > min(size, other)):
         return False
     return abs(size - other) < MAX_PADDING or (own is not None and axis in HIDDEN)

@@ -1,5 +1,4 @@
-"""The parameters of a model on a mesh: what they are, where they are, and how fresh ones are
-drawn."""
+"""A model's parameters on a mesh: their declaration, placement and initialisation."""
 
 from __future__ import annotations
 
@@ -50,8 +49,8 @@ class ModelParameters(abc.ABC):
 
     Attributes:
       config: the model's sizes, with its adapter.
-      dtype: the compute dtype; parameters that are trained stay float32.
-      storage_axes: mesh axes that the storage of parameters is split over.
+      dtype: the compute dtype; trained parameters stay float32.
+      storage_axes: mesh axes over which parameter storage is split.
     """
 
     config: TransformerConfig
@@ -82,8 +81,8 @@ class ModelParameters(abc.ABC):
 
     @functools.cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """Every parameter as it is in memory, padding included. Frozen ones are stored in
-        the compute dtype, in which they are sent; constants stay float32."""
+        """Every parameter as it is in memory, padding included. Frozen ones are stored and sent in
+        the compute dtype; constants stay float32."""
         return {
             name: dataclasses.replace(parameter, dtype=jnp.dtype(self.dtype).name)
             if parameter.frozen and not parameter.constant and weight_of(name) == name
@@ -93,7 +92,7 @@ class ModelParameters(abc.ABC):
 
     @functools.cached_property
     def quantized_names(self) -> tuple[str, ...]:
-        """The names of the weights that are quantized, in arrays of their own
+        """The names of the quantized weights, each stored as several arrays
         (`model.quantized_weights`)."""
         return tuple(sorted({weight_of(name) for name in self.parameters} - set(self.parameters)))
 
@@ -122,8 +121,7 @@ class ModelParameters(abc.ABC):
         return WeightGatherer(self.config, self.parallel, self.parameters, specs, self.dtype)
 
     def quantized(self, stored: Mapping[str, Any]) -> dict[str, Shaped[Array, ...]]:
-        """Returns the codes of the weights `quantized_names` on their devices; none if there are
-        none.
+        """Returns the codes of the weights `quantized_names`, if any, on their devices.
 
         Args:
           stored: the stacked layers' weights by name, as in `model.quantized_weights.quantized`.
@@ -143,8 +141,8 @@ class ModelParameters(abc.ABC):
         )
 
     def init(self, seed: int) -> dict[str, Float[Array, ...]]:
-        """Returns freshly initialised, sharded parameters. They are drawn at the model's own sizes,
-        so that the mesh changes no number."""
+        """Returns freshly initialised, sharded parameters, drawn without padding so that the mesh
+        changes no number."""
         if self.config.adapter is not None and self.config.adapter.quantize != "none":
             adapter = dataclasses.replace(self.config.adapter, quantize="none")
             config = dataclasses.replace(self.config, adapter=adapter)
@@ -168,7 +166,7 @@ class ModelParameters(abc.ABC):
         return {**params, **self.init_magnitudes(params)}
 
     def _with_padding(self, name: str, drawn: Float[Array, ...]) -> Float[Array, ...]:
-        """Returns a parameter in its dtype, with the padding of this model instead of another's."""
+        """Returns a parameter in its dtype, with this model's padding instead of another's."""
         own, parameter = tuple(map(slice, self.own_shapes[name])), self.parameters[name]
         padded = jax.jit(
             lambda x: pad(x[own], parameter.shape).astype(parameter.dtype),

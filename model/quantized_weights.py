@@ -1,13 +1,13 @@
-"""Frozen weights that are quantized: how they are declared, made, assembled from gathered parts,
-and dequantized.
+"""Quantized frozen weights: their declaration, creation, assembly from gathered parts, and
+dequantization.
 
 A weight [E, H, D] of a layer becomes arrays of the same axes, named after it: in NF4 `.codes` [E/2,
 H, D] and `.absmax` [E/64, H, D], both uint8, and `.nested` [1 + S], float32; in int8 `.codes` [E,
 H, D] and `.absmax` [1, H, D]. Blocks run along the last of a product's inputs. Shards of codes hold
-whole blocks: an axis of blocks is split only where a mesh axis divides their number
+whole blocks: an axis of blocks is split only if a mesh axis divides their number
 (`Parameter.granularity`), otherwise another axis is. The few scales of the second quantization,
-whose groups of 256 blocks would straddle shards, are whole on each device: 4 bytes for 16,384
-weights. Of a mixture each expert's matrix is quantized by itself; all parts have a leading axis of
+whose groups of 256 blocks would straddle shards, are replicated on each device: 4 bytes per 16,384
+weights. In a mixture each expert's matrix is quantized separately; all parts have a leading axis of
 experts.
 """
 
@@ -41,15 +41,15 @@ from .codecs import (
 from .frozen import FrozenWeight
 from .sharding import HIDDEN, Parameter
 
-# The arrays that a weight becomes, by the kind of quantization.
+# The arrays of a weight, by the kind of quantization.
 QUANTIZED_PARTS = {"nf4": ("codes", "absmax", "nested"), "int8": ("codes", "absmax")}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Nf4Weight(FrozenWeight):
-    """A weight in NF4, whose second quantization is undone: [.., I/2, ..] codes and [.., I/64, ..]
-    float32 scales."""
+    """A weight in NF4 with decoded scales: [.., I/2, ..] codes and [.., I/64, ..] float32
+    scales."""
 
     codes: UInt8[Array, ...]
     absmax: Float[Array, ...]
@@ -60,14 +60,13 @@ class Nf4Weight(FrozenWeight):
         """See `FrozenWeight.dequantize`. The product of level and scale is rounded once, as
         bitsandbytes does.
 
-        The TPU compiler materialises the interleaved pair of 4-bit values. The barrier makes that
-        the uint8 codes; without it, it would be their float32 levels, a full copy of the weight.
-        The table of levels goes through the barrier too: a level that is known before the loop over
-        layers would be broadcast there to the weight's shape, and kept for all layers.
+        The TPU compiler materialises the interleaved pair of 4-bit values. With the barrier these
+        are uint8 codes; without it they would be float32 levels, a full copy of the weight. The
+        table of levels goes through the barrier too: a level known before the loop over layers
+        would be broadcast there to the weight's shape, and kept for all layers.
         """
         axis, shape = self.axis, self.absmax.shape
-        # A broadcast, not a concatenation: a CPU's compiler makes a branch for every number of the
-        # latter.
+        # A broadcast, not a concatenation, for which CPU compilers make a branch per element.
         shifts = jnp.array([4, 0], jnp.uint8).reshape(2, *[1] * (len(shape) - axis - 1))
         pairs = (jnp.expand_dims(self.codes, axis + 1) >> shifts) & 15
         blocks, table = lax.optimization_barrier(
@@ -94,8 +93,8 @@ class Nf4Weight(FrozenWeight):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Weight(FrozenWeight):
-    """A weight in int8: codes of its shape, and a float32 scale for each output; the axes of inputs
-    have size 1."""
+    """A weight in int8: codes of its shape, and a float32 scale per output, whose input axes have
+    size 1."""
 
     codes: Int[Array, ...]
     absmax: Float[Array, ...]
@@ -119,8 +118,8 @@ def part_of(x: Shaped[Array, ...], i: Any, count: int, axis: int) -> Shaped[Arra
 
 
 def _nf4_levels(codes: UInt8[Array, ...], table: Float[Array, "16"]) -> Float[Array, ...]:
-    """The levels of codes from 0 to 15, chosen bit by bit: a lookup in a table is slow on a TPU,
-    and not fused elsewhere."""
+    """The levels of codes from 0 to 15, chosen bit by bit: a table lookup is slow on a TPU, and not
+    fused elsewhere."""
     levels = list(table)
     for bit in range(4):
         is_set = (codes & (1 << bit)) != 0
@@ -140,13 +139,13 @@ def input_axes(name: str) -> int:
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether a layer's projection has a matrix for each expert, along its first axis."""
+    """Whether a layer's projection has a matrix per expert, along its first axis."""
     return ".experts." in name
 
 
 def is_quantized(name: str) -> bool:
-    """Whether a frozen weight of this name is quantized: the layers' projections are; adapters and
-    the parts of quantized weights are not.
+    """Whether the frozen weight of this name is quantized: the layers' projections are; adapters
+    and parts of quantized weights are not.
 
     Args:
       name: as `model.declarations.declare` or `declare_layer` names it.
@@ -155,8 +154,7 @@ def is_quantized(name: str) -> bool:
 
 
 def weight_of(name: str) -> str:
-    """Returns the name of the weight that a parameter is a part of; any other parameter's own
-    name."""
+    """Returns the name of the weight that a parameter is part of; any other name unchanged."""
     weight, _, part = name.rpartition(".")
     return (
         weight
@@ -167,8 +165,7 @@ def weight_of(name: str) -> str:
 
 
 def weights_in(name: str, array: Any) -> int:
-    """Returns how many numbers of a model an array stands for: codes for their weight, scales for
-    none.
+    """Returns how many of a model's numbers an array represents: codes their weight, scales none.
 
     Args:
       array: has a shape and a dtype.
@@ -183,7 +180,7 @@ def weights_in(name: str, array: Any) -> int:
 
 
 def declare_parts(name: str, weight: Parameter, kind: str) -> dict[str, Parameter]:
-    """Returns the arrays that a stacked weight [N, ...] of a layer becomes, by name."""
+    """Returns the quantized arrays of a layer's stacked weight [N, ...], by name."""
     inputs, first = input_axes(name), 1 + is_of_experts(name)
     shape, axes = weight.shape[first:], weight.axes[first:]
 
@@ -230,7 +227,7 @@ def assemble(
     """Returns a layer's weight from its gathered parts, all of this tensor rank, without the
     padding of its hidden axis.
 
-    It runs inside `shard_map` where `spec` names `tensor`.
+    Runs inside `shard_map` if `spec` names `tensor`.
 
     Args:
       name: of the weight.
@@ -304,8 +301,8 @@ def _dequantize_absmax(
     codes: UInt8[Array, ...], scales: Float[Array, ...], offset: Float[Array, ""]
 ) -> Float[Array, ...]:
     product = jnp.asarray(dynamic_levels())[codes] * scales
-    # Always true. Without a step between them, compilers round product and sum once, together;
-    # bitsandbytes rounds twice.
+    # Always true. Without a step in between, compilers would fuse product and sum into one
+    # rounding; bitsandbytes rounds twice.
     return jnp.where(product == product, product, 0.0) + offset
 
 
@@ -319,15 +316,15 @@ def quantized(
     parameters: Mapping[str, Parameter],
     shardings: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
-    """Returns the parts of all quantized weights on their devices, from weights that are read and
-    quantized layer by layer.
+    """Returns the parts of all quantized weights on their devices, reading and quantizing weights
+    layer by layer.
 
     The host holds one layer's weight in float32, and the codes of one weight of all layers.
 
     Args:
       stored: the weights by name, stacked [N, ...]: arrays, or arrays on disk that are read when
-        sliced; padded or not. Those with a method `quantized(layer)` are taken as it returns them.
-      own_shapes: of the weights, without padding.
+        sliced; padded or not. If they have a method `quantized(layer)`, its result is used.
+      own_shapes: the weights', without padding.
       parameters, shardings: of all parameters in memory, by name.
     """
     arrays: dict[str, jax.Array] = {}
@@ -348,7 +345,7 @@ def quantized(
 def quantize_layer(
     name: str, stored: Any, layer: int, own: tuple[int, ...], kind: str
 ) -> list[Nf4 | Int8Rows]:
-    """Returns the matrices [outputs, inputs] of a layer's weight, quantized: one, or each expert's.
+    """Returns a layer's weight as quantized matrices [outputs, inputs]: one, or one per expert.
 
     Args:
       name: of the weight; stored: all layers of it, as in `quantized`.
@@ -367,7 +364,7 @@ def quantize_layer(
 def _own_layout(
     name: str, matrices: list[Nf4 | Int8Rows], part: str, own: tuple[int, ...]
 ) -> Shaped[np.ndarray, ...]:
-    """A part of a layer's matrices with our axes; of one matrix as a view."""
+    """A part of a layer's matrices with our axes; a view if there is one matrix."""
     if is_of_experts(name):
         return np.stack(
             [_part_in_own_layout(matrix, part, own[1:], input_axes(name)) for matrix in matrices]
@@ -394,7 +391,7 @@ def _part_in_own_layout(
 def _reader(
     layers: list[Shaped[np.ndarray, ...]], shape: tuple[int, ...], dtype: str, fill: int
 ) -> Callable[[Any], np.ndarray]:
-    """Returns a callback that gives a part of the layers, stacked and padded with `fill`."""
+    """Returns a callback for a part of the layers, stacked and padded with `fill`."""
 
     def read(index: Any) -> np.ndarray:
         bounds = [axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True)]
@@ -408,7 +405,7 @@ def _reader(
 
 
 def quantized_names(names: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the names of the weights of which `names` has the codes."""
+    """Yields the names of the weights whose codes are in `names`."""
     for name in names:
         if name.endswith(".codes"):
             yield weight_of(name)

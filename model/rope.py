@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from model.rope_config import RopeConfig
 
-# The longest row with transformers' own float32 angles; other implementations read LLaMAs up to
-# this length.
+# The longest row with transformers' float32 angles; other implementations run LLaMAs up to this
+# length.
 FLOAT32_LENGTH = 1 << 17
 
 
@@ -22,15 +22,14 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int | None = No
 
     Follows transformers' modeling_rope_utils operation by operation in float32. That matters: at
     position 131071 one unit in the last place of the fastest frequency is 0.008 radians, so a more
-    exact table would be a *different* model. (The product of position and frequency is another
-    matter, see `angles`.)
+    exact table would be a *different* model. (The product of position and frequency is different,
+    see `angles`.)
 
     Args:
-      length: tokens in the whole row; matters to the rules `dynamic` and `longrope` alone. Beyond
-        the original length the base grows with it, or the long factors replace the short ones, once
-        for the whole row, as in one forward of transformers over `length` positions. It is the same
-        number for every row, document and shard, so that packing and mesh do not change the
-        embedding.
+      length: tokens in the whole row; only used by the rules `dynamic` and `longrope`. Beyond the
+        original length the base grows with it, or the long factors replace the short ones, once for
+        the whole row, as in one forward of transformers over `length` positions. It is equal for
+        every row, document and shard, so that packing and mesh do not change the embedding.
 
     Raises:
       ValueError: an odd head_dim; the rule `dynamic` without the original length.
@@ -59,7 +58,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int | None = No
 
 
 def attention_scaling(rope: RopeConfig) -> float:
-    """Returns the factor of cosine and sine, on queries and keys alike: the temperature of yarn and
+    """Returns the factor of cosine and sine for both queries and keys: the temperature of yarn and
     longrope; 1 for the other rules."""
     if rope.rule not in ("yarn", "longrope"):
         return 1.0
@@ -79,7 +78,7 @@ def attention_scaling(rope: RopeConfig) -> float:
 
 
 def _number(value: float | None) -> float:
-    """A number that the rule needs: RopeConfig refuses to be made without it."""
+    """A number that the rule needs; RopeConfig cannot be made without it."""
     assert value is not None
     return value
 
@@ -106,8 +105,8 @@ def _dynamic_theta(rope: RopeConfig, head_dim: int, length: int | None) -> np.fl
 def _yarn(
     rope: RopeConfig, head_dim: int, power: np.ndarray, frequencies: np.ndarray
 ) -> np.ndarray:
-    """Keeps channels that rotate often within the original length, and slows those that hardly
-    rotate by `factor`."""
+    """Keeps channels that rotate often within the original length, and slows by `factor` those that
+    hardly rotate."""
     original = _number(rope.original_max_position_embeddings)
 
     def channel(rotations: float) -> float:
@@ -151,11 +150,11 @@ def angles(
     """Returns position times frequency, up to full turns, in float32 radians; D2 is D / 2.
 
     A float32 product is off by half a unit in its own last place: 0.004 radians at 2^17 tokens, 0.5
-    at 2^24, and beyond that neighbours share a position. Up to FLOAT32_LENGTH it is taken
-    nevertheless, bit for bit as transformers does. In longer rows a frequency is split into an
-    integer number of 2^-32 turns and a remainder: the int32 product with the integer drops full
-    turns as it wraps, and is exact; that with the remainder is at most a tenth of a radian at 2^27
-    tokens. The sum is off by 8e-7 radians at most.
+    at 2^24, and beyond that neighbours share a position. Up to FLOAT32_LENGTH it is used anyway,
+    bit for bit as in transformers. In longer rows a frequency is split into an integer number of
+    2^-32 turns and a remainder: the int32 product with the integer drops full turns by wrapping,
+    and is exact; the product with the remainder is at most a tenth of a radian at 2^27 tokens. The
+    sum is off by at most 8e-7 radians.
 
     Args:
       length: tokens in the whole row.

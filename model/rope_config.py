@@ -8,8 +8,7 @@ from typing import Any
 
 from .checks import as_float, require_number
 
-# The numbers that each RoPE rule needs, and those that it may be given, with their defaults; names
-# are Hugging Face's.
+# The numbers each RoPE rule needs, and optional ones with defaults, by Hugging Face's names.
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -36,13 +35,13 @@ ROPE_RULES = tuple(_REQUIRED)
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The rotary embedding. Numbers that a rule does not use are None, so that equal embeddings
-    compare equal.
+    """The rotary embedding. Numbers a rule does not use are None, so that equal embeddings compare
+    equal.
 
     For the rule `dynamic`, `original_max_position_embeddings` is the model's
     `max_position_embeddings`; TransformerConfig fills it in, as transformers knows no other.
-    `short_factor` and `long_factor` have a number for each pair of channels. Raises ValueError for
-    a rule that is not supported and for numbers that make no rotation.
+    `short_factor` and `long_factor` have a number per pair of channels. Raises ValueError for an
+    unsupported rule and for numbers that make no rotation.
     """
 
     rule: str = "default"
@@ -118,9 +117,9 @@ class RopeConfig:
                 )
             spellings[key] = _from_parameters(key, value, config, max_position_embeddings)
         if len(set(spellings.values())) > 1:
-            # `rope_parameters` of rule default beside a scaling `rope_scaling` is a contradiction,
-            # too: one is wrong, and a model fine-tuned under the wrong one is spoilt without a
-            # sound.
+            # `rope_parameters` with rule default next to a scaling `rope_scaling` is also a
+            # contradiction: one is wrong, and fine-tuning under the wrong one would silently spoil
+            # the model.
             said = [
                 dataclasses.asdict(spellings[key]) for key in ("rope_parameters", "rope_scaling")
             ]
@@ -161,7 +160,7 @@ class RopeConfig:
 def _from_parameters(
     key: str, parameters: dict[str, Any], config: dict[str, Any], max_position: int
 ) -> RopeConfig:
-    """Returns the rotary embedding of the object `parameters`, the value of `key` in
+    """Returns the rotary embedding from the object `parameters`, the value of `key` in
     config.json."""
     inner_theta, outer_theta = parameters.get("rope_theta"), config.get("rope_theta")
     if (
@@ -190,7 +189,7 @@ def _from_parameters(
         if parameters.get(name) is not None
     }
     original = "original_max_position_embeddings"
-    # Transformers, too, prefers the one outside and falls back to the model's length.
+    # Like transformers, prefers the outer one and falls back to the model's length.
     if original in _REQUIRED[rule]:
         numbers[original] = config.get(original) or numbers.get(original, max_position)
     if rule == "dynamic":

@@ -1,9 +1,9 @@
-"""Where parameters are on a mesh: one table from logical axes to mesh axes, and how shards become
-whole and gradients shards.
+"""Placement of parameters on a mesh: one table from logical axes to mesh axes, and the gathers and
+scatters of shards and gradients.
 
-Every parameter is split over `tensor` where its heads, feed-forward width or vocabulary are, and
-over `fsdp`, `expert` and `sequence` as well, since the devices along both share the parameters
-(ZeRO-3 over all devices that share a batch).
+Every parameter is split over `tensor` along its heads, feed-forward width or vocabulary, and also
+over `fsdp`, `expert` and `sequence`, whose devices share the parameters (ZeRO-3 over all devices
+that share a batch).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ STORAGE_AXES = ("fsdp", "expert", "sequence")
 
 
 class AxisRule(NamedTuple):
-    """What a logical axis may be split over.
+    """The mesh axes a logical axis may be split over.
 
     Attributes:
-      tensor: whether `tensor` splits it, where `TensorParallel` says so under the axis's name.
-      storage: when the storage axes are tried on it: 0 first, 1 where they do not divide any of the
-        former, None never.
-      expert: whether `expert` splits it, as `tensor` does: products take what a device has of it.
+      tensor: whether `tensor` splits it, if `TensorParallel` says so under the axis's name.
+      storage: when the storage axes are tried on it: 0 first, 1 if they divide none of the former,
+        None never.
+      expert: whether `expert` splits it, like `tensor`: products take a device's part of it.
     """
 
     tensor: bool
@@ -55,7 +55,7 @@ RULES = {
     "rank": AxisRule(tensor=False, storage=None),  # of an adapter
     # Scales of quantized weights, whole on each device.
     "unit": AxisRule(tensor=False, storage=None),
-    # Continuous inputs and outputs of a trajectory: a few numbers.
+    # A trajectory's continuous inputs and outputs: a few numbers.
     "inputs": AxisRule(tensor=False, storage=None),
     "actions": AxisRule(tensor=False, storage=None),
     "kinds": AxisRule(tensor=False, storage=None),
@@ -69,13 +69,11 @@ class Parameter:
     """A parameter's shape, the logical names of its axes, and its dtype in storage.
 
     frozen: whether it has no gradient in any run of the model; `trainable` may freeze others.
-    granularity: along each axis how many numbers stay on one device; () for 1 along all.
+    granularity: along each axis, how many elements stay on one device; () for 1 along all.
     stages: of a layer, those that read it (`modules.STAGES`).
-    constant: whether no run trains it; it is frozen, and stays in its dtype wherever it goes.
-    inputs: of a matrix, how many of its axes, after that of the layers, are the inputs of a
-    product; 0 for a table of rows;
-      None for vectors.
-    hf_name: of Hugging Face's tensors, with {i} for the layer.
+    constant: whether no run trains it; it is frozen, and keeps its dtype everywhere. inputs: how
+    many of a matrix's axes, after the layers' axis, are a product's inputs; 0 for a table of rows;
+    None for vectors. hf_name: of Hugging Face's tensors, with {i} for the layer.
     """
 
     shape: tuple[int, ...]
@@ -91,14 +89,13 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
-    """What the tensor axis splits for a model. The vocabulary, and heads that it does not divide,
-    are padded in memory (`model.padding`); a feed-forward width that it does not divide is
-    replicated.
+    """What the tensor axis splits in a model. The vocabulary, and heads it does not divide, are
+    padded in memory (`model.padding`); a feed-forward width it does not divide is replicated.
 
     Padding adds key heads, each with its whole group of query heads, so that query head h still
-    attends to key head h // group. It costs query_heads / num_attention_heads of the attention's
-    weights, moments and work: 9 and 3 heads on 2 ranks become 12 and 4 (a third more), 33 on 8
-    become 40 (a fifth). All heads on each rank would cost `tensor` times as much. One key head
+    attends to key head h // group. It multiplies attention's weights, moments and work by
+    query_heads / num_attention_heads: 9 and 3 heads on 2 ranks become 12 and 4 (a third more), 33
+    on 8 become 40 (a fifth). All heads on each rank would cost `tensor` times as much. One key head
     shared by query heads that `tensor` does not divide is the exception: a rank would have as many
     heads either way, so they are replicated.
 
@@ -133,7 +130,7 @@ class TensorParallel:
             group, key = query // key, -(-key // tensor) * tensor
             query = group * key
         kv_heads = key % tensor == 0
-        # The blocks of a quantized down_proj are along the width, and ranks have whole ones.
+        # A quantized down_proj has its blocks along the width, and ranks hold whole blocks.
         block = config.adapter.block if config.adapter else 1
         widths = config.expert_width, config.shared_expert_intermediate_size
         return cls(
@@ -154,20 +151,19 @@ class TensorParallel:
         return 1 if self.heads else self.key_heads
 
     def combine(self, x: Float[Array, "B T E"], axis: str) -> Float[Array, "B T E"]:
-        """Returns hidden states from the ranks' summands, which come from a product over the
-        logical `axis` that they split; with `split_tokens` only this rank's tokens of them, T /
-        tensor."""
+        """Returns hidden states from the ranks' summands of a product over the split logical
+        `axis`; with `split_tokens` only this rank's T / tensor tokens."""
         if self.split_tokens:
             return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
         return self.sum(x, axis)
 
     def whole(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """Returns the hidden states of all ranks' tokens, from those of this rank's where
-        `split_tokens` splits them."""
+        """Returns the hidden states of all ranks' tokens, from this rank's if `split_tokens` splits
+        them."""
         return lax.all_gather(x, "tensor", axis=1, tiled=True) if self.split_tokens else x
 
     def sum(self, x: jax.Array, axis: str) -> jax.Array:
-        """Returns the sum of the tensor ranks' `x`, or `x` itself where the ranks do not split the
+        """Returns the sum of the tensor ranks' `x`, or `x` itself if the ranks do not split the
         logical `axis`."""
         return lax.psum(x, "tensor") if self.tensor > 1 and getattr(self, axis) else x
 
@@ -193,7 +189,7 @@ class Sharding:
 
     Attributes:
       mesh: has all of `names.MESH_AXES`.
-      storage_axes: mesh axes that storage is split over; () keeps a whole copy on each device
+      storage_axes: mesh axes over which storage is split; () keeps a whole copy on each device
         (small models, decoding).
     """
 
@@ -208,7 +204,7 @@ class Sharding:
 
     def spec(self, name: str, parameter: Parameter) -> PartitionSpec:
         """Returns the mesh axes of each axis of a parameter. JAX refuses uneven shards, so a mesh
-        axis is only used where it divides what is left of the size.
+        axis is used only if it divides the remaining size.
 
         Raises:
           ValueError: a logical axis without a rule; names the parameter.
@@ -264,7 +260,7 @@ class Sharding:
 
 
 def storage_axes_of(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
-    """Returns the axes of an array that storage mesh axes split, each with those mesh axes."""
+    """Returns the array axes split by storage, each with its mesh axes."""
     splits = []
     for i, entry in enumerate(spec):
         axes = tuple(
@@ -278,8 +274,8 @@ def storage_axes_of(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
 
 
 def storage_spec(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
-    """Returns the spec without the mesh axis `expert` where it splits experts, of which a device
-    computes with its own: what is left of the storage axes is gathered."""
+    """Returns the spec without the mesh axis `expert` if it splits experts, since a device computes
+    with its own experts: only the remaining storage axes are gathered."""
     return PartitionSpec(
         *(
             tuple(
@@ -293,7 +289,7 @@ def storage_spec(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
 
 
 def without_storage(spec: PartitionSpec) -> PartitionSpec:
-    """Returns the spec of a gathered array: what splits it besides storage."""
+    """Returns the spec of a gathered array: its splits other than storage."""
 
     def others(entry):
         axes = tuple(
@@ -307,16 +303,16 @@ def without_storage(spec: PartitionSpec) -> PartitionSpec:
 
 
 class OnHost(NamedTuple):
-    """A parameter in the host's memory, with a placeholder on the device. The placeholder has the
+    """A parameter in host memory, with a placeholder on the device. The placeholder has the
     parameter's shape and is never read; it receives the gradient, since JAX cannot return a
-    gradient in the host's memory from a `shard_map`."""
+    gradient in host memory from a `shard_map`."""
 
     value: jax.Array
     placeholder: jax.Array
 
 
 def to_device(parameter: jax.Array | OnHost) -> jax.Array:
-    """Returns the parameter in the device's memory. Of an `OnHost` the gradient goes to the
+    """Returns the parameter in device memory. The gradient of an `OnHost` goes to the
     placeholder."""
     if isinstance(parameter, OnHost):
         return _fetch(*parameter)
@@ -339,9 +335,8 @@ _fetch.defvjp(
 def gather(shard: Float[Array, ...], spec: PartitionSpec, dtype: Any) -> Float[Array, ...]:
     """Returns the whole parameter (of this tensor rank) from its shard. Runs inside `shard_map`.
 
-    It is sent in `dtype` and float32 by type: a cotangent has its primal's dtype, so the gradients,
-    one from each device, are float32 until the reduce-scatter has added them up. Their sum has the
-    shard's dtype.
+    It is sent in `dtype` and float32 by type: a cotangent has its primal's dtype, so the devices'
+    gradients are float32 until the reduce-scatter has summed them. The sum has the shard's dtype.
     """
     return gather_frozen(shard.astype(dtype), spec).astype(jnp.float32)
 
@@ -374,9 +369,9 @@ def _stages(
     ranks or None. A gather runs the same stages backwards.
 
     The TPU compilers may turn a reduce-scatter over all devices of a mesh into an all-reduce: twice
-    the bytes, and the whole sum in memory. Such a one goes axis by axis, and where one axis is all
-    of the mesh in two stages: ranks far apart first, then neighbours. (Not on v5e and v6e: their
-    compilers know no route for groups that are not rows or boxes of the slice.)
+    the bytes, and the whole sum in memory. Such a reduce-scatter goes axis by axis; if one axis is
+    the whole mesh, in two stages: distant ranks first, then neighbours. (Not on v5e and v6e, whose
+    compilers have no route for groups that are not rows or boxes of the slice.)
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = [mesh.shape[axis] for axis in axes]
@@ -397,7 +392,7 @@ def _device_kind(mesh: Any) -> str:
 
 
 def _gather_forward(shard: Float[Array, ...], spec: PartitionSpec, dtype: Any):
-    # An empty array tells the shard's dtype.
+    # An empty array carries the shard's dtype.
     like = None if shard.dtype == jnp.float32 else jnp.zeros(0, shard.dtype)
     return gather(shard, spec, dtype), like
 

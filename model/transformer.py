@@ -1,8 +1,8 @@
-"""`Transformer`: the decoder layers on a mesh, whatever the inputs and the loss.
+"""`Transformer`: the decoder layers on a mesh, independent of inputs and loss.
 
 Everything between inputs and loss runs inside one `shard_map`: a device holds some rows (data,
 fsdp), tokens (sequence), and heads and width (tensor). Parameters are one flat dictionary of
-sharded arrays, which `model.modules` declares.
+sharded arrays, declared in `model.modules`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .weights import Shards
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
 # The mesh axes that tokens are split over.
 EVERY_TOKEN = (*BATCH_AXES, "sequence")
-# A part of a larger batch holds that batch's `RouterTotals` under this name.
+# A part of a batch holds the whole batch's `RouterTotals` under this name.
 ROUTER_TOTALS = "router_totals"
-# Arrays [B, L, ...] by name: `positions`, `index`, `segment_ids`, `dropout` in training with it
-# (`model.dropout`), and what a model adds (see ARCHITECTURE.md).
+# Arrays [B, L, ...] by name: `positions`, `index`, `segment_ids`, `dropout` if training uses it
+# (`model.dropout`), and the model's own (see ARCHITECTURE.md).
 Batch = dict[str, Any]
 
 
@@ -49,16 +49,16 @@ class Transformer(ModelParameters):
 
     Attributes:
       schedule, kernel, mask: see `model.attention`; the mask is the model's common window unless
-        given. Layers that have a window of their own see what both windows show.
-      memory: what is kept for the backward pass, and in what pieces the rest is computed.
-      sequence_parallel: Megatron's (`TensorParallel.split_tokens`): hidden states are split over
-        `tensor` too, along the length. Layers are then not computed in chunks of tokens, the loss
-        still is.
+        given. Layers with their own window see what both windows allow.
+      memory: what is kept for the backward pass, and in which pieces the rest is computed.
+      sequence_parallel: Megatron's (`TensorParallel.split_tokens`): hidden states are also split
+        over `tensor`, along the length. Layers are then not computed in chunks of tokens, but the
+        loss still is.
 
     Raises:
-      ValueError: a schedule that cannot serve the sequence axis; `sequence_parallel` where `tensor`
-        does not split the heads and the feed-forward width; memory options that do not fit the
-        model or each other.
+      ValueError: the schedule cannot serve the sequence axis; `sequence_parallel` without `tensor`
+        splitting heads and feed-forward width; or memory options do not fit the model or each
+        other.
     """
 
     schedule: Any = "ring"
@@ -120,8 +120,8 @@ class Transformer(ModelParameters):
         )
 
     def attention(self, window: int | None = None) -> AttentionOp:
-        """Returns attention over the shards of the sequence axis, within a layer's own window
-        too."""
+        """Returns attention over the shards of the sequence axis, also limited to a layer's
+        window."""
         kernel = self.kernel.with_softcap(self.config.attn_logit_softcapping).with_rows_in_order(
             True
         )
@@ -136,8 +136,8 @@ class Transformer(ModelParameters):
         )
 
     def layers(self, length: int) -> tuple[ShardedLayer, ...]:
-        """Returns one layer of each kind, in the period that they repeat in, for whole rows of
-        `length` tokens."""
+        """Returns one layer of each kind, in their repeating order, for whole rows of `length`
+        tokens."""
         return tuple(
             ShardedLayer(
                 self.config,
@@ -189,9 +189,9 @@ class Transformer(ModelParameters):
         return output._replace(hidden=self.parallel.whole(output.hidden))
 
     def auxiliary_losses(self, sums: Auxiliary, batch: Batch) -> dict[str, Float[Array, ""]]:
-        """Returns this device's summands of the losses that the layers' auxiliary sums make, by
-        name: float32, on the scale of the weighted sum of the tokens' losses, which they are added
-        to. Dense layers give no sums, and make no losses.
+        """Returns this device's summands of auxiliary losses from the layers' auxiliary sums, by
+        name: float32, on the scale of the weighted sum of the tokens' losses, to which they are
+        added. None for dense layers.
 
         Args:
           sums: of all layers, stacked [N, ...], over this device's tokens.
@@ -203,8 +203,8 @@ class Transformer(ModelParameters):
         return router_losses(sums, self._router_totals(sums, batch), self.config)
 
     def measures(self, sums: Auxiliary, batch: Batch) -> dict[str, Float[Array, ""]]:
-        """Returns what else metrics report of a batch, all devices' together, multiplied by the sum
-        of its loss weights; none of dense layers. Takes what `auxiliary_losses` takes."""
+        """Returns a batch's other metrics, over all devices, multiplied by the sum of its loss
+        weights; none for dense layers. Arguments as in `auxiliary_losses`."""
         if not self.config.num_experts:
             return {}
         entropy = lax.psum(sums["entropy"].sum(), EVERY_TOKEN)
@@ -212,7 +212,7 @@ class Transformer(ModelParameters):
         return router_measures(self._router_totals(sums, part), entropy, self.config)
 
     def _router_totals(self, sums: Auxiliary, batch: Batch) -> RouterTotals:
-        """Returns the totals that the batch comes with, as a part of a larger one, or its own."""
+        """Returns the totals stored in a part of a larger batch, or else the batch's own."""
         if ROUTER_TOTALS in batch:
             return batch[ROUTER_TOTALS]
         real = jnp.sum(batch["segment_ids"] > 0, dtype=jnp.float32)
@@ -220,8 +220,8 @@ class Transformer(ModelParameters):
         return RouterTotals(*lax.psum(own, EVERY_TOKEN))
 
     def router_totals(self, params: Shards, batch: Batch) -> RouterTotals:
-        """Returns the totals of a global batch. A batch that is computed in parts needs their sums,
-        under ROUTER_TOTALS in each part, for losses that do not depend on the parts."""
+        """Returns the totals of a global batch. For a batch computed in parts, their sums must be
+        in each part under ROUTER_TOTALS, so that losses do not depend on the parts."""
 
         def local(params, batch):
             return self._router_totals(self.local_layers(params, batch).auxiliary, batch)

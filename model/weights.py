@@ -1,4 +1,4 @@
-"""How a device's shards of parameters become the weights that its products take."""
+"""From a device's parameter shards to the weights of its products."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class WeightGatherer:
     """Gathers parameters; its methods run inside `shard_map`.
 
     Attributes:
-      config: the model's own sizes; parameters, specs: of all parameters, in memory.
-      dtype: the precision that trained weights are sent in; they are float32 by type
+      config: the model's sizes without padding; parameters, specs: of all parameters, in memory.
+      dtype: the precision in which trained weights are sent; they are float32 by type
         (`sharding.gather`).
     """
 
@@ -36,7 +36,7 @@ class WeightGatherer:
     dtype: Any
 
     def whole(self, params: Shards, names: Iterable[str]) -> dict[str, Weight]:
-        """Returns these parameters whole, without their padding of the hidden axis."""
+        """Returns these parameters whole, without padding of the hidden axis."""
         with jax.named_scope("gather_weights"):
             return {
                 name: self._weight(
@@ -57,12 +57,11 @@ class WeightGatherer:
 
     def layer(self, shards: Shards) -> dict[str, Weight]:
         """Returns one layer's weights whole, from its shards, without the axis of the layers; both
-        named as within the layer. They are gathered once for all that the layer does in one
-        direction."""
+        named as within the layer. They are gathered once per layer and direction."""
         return self.gathered_layer(self.gather_layer(shards))
 
     def gather_layer(self, shards: Shards) -> dict[str, jax.Array]:
-        """Returns one layer's parameters whole, from its shards. What is quantized is gathered as
+        """Returns one layer's parameters whole, from its shards. Quantized ones are gathered as
         codes."""
         with jax.named_scope("gather_weights"):
             return {
@@ -71,8 +70,8 @@ class WeightGatherer:
             }
 
     def gathered_layer(self, whole: dict[str, jax.Array]) -> dict[str, Weight]:
-        """Returns a layer's weights from gathered arrays: without the padding of their hidden axis,
-        and the frozen ones marked as such."""
+        """Returns a layer's weights from gathered arrays, without padding of the hidden axis, with
+        frozen ones marked."""
         quantized = tuple(
             quantized_names(whole)
         )  # in one order, so that each process compiles the same program

@@ -1,7 +1,7 @@
 """An immediate answer: memory by component, a time range and its source, price, advice.
 
-Nothing is compiled. `scripts.plan` prints these lines before it compiles, `train.py --dry-run` with
-the counts of the data.
+Nothing is compiled. `scripts.plan` prints these lines before it compiles, `train.py --dry-run`
+along with counts of the data.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from .plan import Job, changed
 from .search import meshes, policies
 
 MOST_CONTEXT = 1 << 30
-RANK = 16  # of the adapters that are proposed, as in the shipped recipes
+RANK = 16  # rank of proposed adapters, as in the shipped recipes
 
 
 def choose(job: Job) -> Job | None:
     """Returns the job with the fastest mesh and memory policy that fit; None if none fits.
 
     The schedule stays. On each mesh the first policy that fits is the fastest. Candidates that
-    certainly fit come before those that may fit, and then the high end of the cost model's range
-    decides.
+    certainly fit precede those that may fit; then the high end of the cost model's range decides.
     """
     best: tuple[tuple[bool, float], Job] | None = None
     for candidate in _first_fitting(job):
@@ -79,7 +78,7 @@ def _first_fitting(job: Job) -> Iterator[Job]:
 
 
 def seconds_of(job: Job) -> float:
-    """Returns the high end of the job's time range; 0 where the cost model does not list it."""
+    """Returns the high end of the job's time range; 0 if the cost model does not list it."""
     seconds = _time_range(job)
     return seconds.high if seconds else 0.0
 
@@ -108,12 +107,12 @@ def settings(job: Job) -> str:
 
 
 def _adapters(job: Job) -> str:
-    """Returns what the job's adapters are called."""
+    """Returns the name of the job's kind of adapter."""
     return {"none": "LoRA", "nf4": "QLoRA", "int8": "LoRA over int8"}[job.run.adapter.quantize]
 
 
 def flags(job: Job) -> str:
-    """Returns the flags of scripts.plan that ask for the job's mesh, schedule and memory policy."""
+    """Returns the scripts.plan flags for the job's mesh, schedule and memory policy."""
     mesh, memory = job.run.mesh, job.run.memory
     axes = (
         ",".join(f"{axis}={getattr(mesh, axis)}" for axis in MESH_AXES if getattr(mesh, axis) > 1)
@@ -137,7 +136,7 @@ def memory_lines(memory: MemoryEstimate) -> list[str]:
     """Returns device and host memory by component, and the range of their sum."""
     digits = 2 if memory.total >= 1 else 4
     lines = [
-        "memory of a device, GiB (working memory: gradients, a layer's weights and activations, "
+        "memory per device, GiB (working memory: gradients, a layer's weights and activations, "
         "logits)"
     ]
     lines += [f"  {name:20} {size:9.{digits}f}" for name, size in memory.parts.items()]
@@ -161,18 +160,16 @@ def verdict(memory: MemoryEstimate) -> str:
     """Returns whether the job fits, in one line."""
     if memory.host_gib is not None and memory.on_host > memory.host_gib:
         return (
-            f"does not fit: {memory.on_host:.2f} GiB of the host's memory for each device, which "
-            f"has {memory.host_gib:.2f}{f' ({memory.host_note})' if memory.host_note else ''}"
+            f"does not fit: {memory.on_host:.2f} GiB of host memory per device, of "
+            f"{memory.host_gib:.2f}{f' ({memory.host_note})' if memory.host_note else ''}"
         )
     if memory.device_gib is None:
-        return (
-            "whether it fits is not known: this machine's memory is not; --gpu-memory GIB gives it"
-        )
+        return "unknown whether it fits, since this machine's memory is; --gpu-memory GIB gives it"
     return {
         "yes": "fits, by the estimate",
         "no": "does not fit, by the estimate",
         "perhaps": (
-            "perhaps fits: a device's memory lies within the estimate's range, and only the "
+            "perhaps fits: a device's memory is within the estimate's range, and only the "
             "compiler can tell"
         ),
     }[memory.fits]
@@ -189,7 +186,7 @@ def time_figures(
     Args:
       tokens: to train on; adds "hours".
       price: per device-hour; adds the cost of all devices: the "price" of training on `tokens`, or
-        without `tokens` the "price of 1,000 steps".
+        without them the "price of 1,000 steps".
     """
     seconds = _time_range(job)
     estimate = job.estimate() if seconds else None
@@ -216,7 +213,7 @@ def time_figures(
 
 
 def time_lines(job: Job, **options: Any) -> list[str]:
-    """Returns the lines of `time_figures`, and where the range comes from."""
+    """Returns the lines of `time_figures`, and the source of the range."""
     figures = time_figures(job, **options)
     if not figures or job.hardware is None:
         return ["time: not estimated; the cost model does not list this machine"]
@@ -230,10 +227,10 @@ def time_lines(job: Job, **options: Any) -> list[str]:
 
 
 def _low_end(hardware: Hardware, mfu: float) -> str:
-    """Returns the source of the low end of a time range, where the step has such an MFU."""
+    """Returns the source of the low end of a time range, given the step's MFU there."""
     highest = highest_mfu(hardware)
     if mfu < highest * (1 - 1e-9):
-        return f"matrix products at the full rate of {hardware.peak / 1e12:,.0f} TFLOP/s alone"
+        return f"matrix products alone at the full rate of {hardware.peak / 1e12:,.0f} TFLOP/s"
     return f"the highest MFU measured on such machines, {highest:.1%} of the peak"
 
 
@@ -247,13 +244,13 @@ def _high_end(job: Job) -> str:
         )
     factor, step = slowest(kind(job.hardware))
     return (
-        f"{factor:.2g} times the step at full rate, as slow as the slowest that others measured\n"
+        f"{factor:.2g} times the step at full rate, the slowest that others measured\n"
         f"      ({step.label}, {step.source})"
     )
 
 
 def _number(value: float) -> str:
-    """Returns a number to three digits, from 1,000 on to the nearest whole one."""
+    """Returns a number to three digits, or to the nearest whole one from 1,000 on."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -285,7 +282,7 @@ def advice(job: Job) -> Iterator[str]:
 
 
 def _adapter_advice(job: Job) -> Iterator[str]:
-    """Yields the adapters, LoRA before QLoRA, with which a job fits that does not without them."""
+    """Yields the adapters, LoRA before QLoRA, with which a job fits that does not fit without."""
     adapter = job.run.adapter
     if adapter.quantize != "none" or job.run.trajectories.path:
         return
@@ -297,7 +294,7 @@ def _adapter_advice(job: Job) -> Iterator[str]:
         changed_job = job.changed(adapter=adapter.with_rank(rank, quantize))
         try:
             candidate = choose(changed_job)
-        except ValueError:  # a rank, or blocks of codes, that this model cannot have
+        except ValueError:  # a rank or code blocks impossible for this model
             continue
         if candidate is not None:
             fits = "fits" if estimate_memory(candidate).fits == "yes" else "perhaps fits"
@@ -307,7 +304,7 @@ def _adapter_advice(job: Job) -> Iterator[str]:
 
 
 def _first(jobs: Iterable[Job]) -> Job | None:
-    """Returns `choose` of the first job for which it finds something."""
+    """Returns the first non-empty result of `choose` over the jobs."""
     chosen = (choose(job) for job in jobs)
     return next(
         (job for job in chosen if job is not None and estimate_memory(job).fits == "yes"), None

@@ -1,8 +1,8 @@
-"""`mesh: auto` and `memory: auto`: the planner's answer for the devices that a run finds.
+"""`mesh: auto` and `memory: auto`: the planner's answer for the available devices.
 
-Nothing is compiled: the estimates of `planning.answer` decide, in a second. The answer depends on
-the recipe and the machine alone, so a restart on as many devices of the same kind plans the same,
-and one on others goes on with the same batches, in parts where it has to.
+Nothing is compiled: the estimates of `planning.answer` decide, in a second. The answer depends only
+on the recipe and the machine, so a restart on the same devices plans the same, and one on others
+continues with the same batches, in parts if necessary.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from .memory_estimate import estimate_memory
 from .plan import Job
 from .search import meshes, policies
 
-HOST_SHARE = 0.9  # of a host's memory that a run may fill, as the launchers' flags say
-PINNED_GIB = 64.0  # that JAX lets a process pin by default, for GPUs
+HOST_SHARE = 0.9  # share of a host's memory that a run may fill, as in the launchers' flags
+PINNED_GIB = 64.0  # GiB a process may pin by default with JAX on GPUs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Machine:
     Attributes:
       topology: as `planning.machines` names it; CPUs and unlisted GPUs are `gpu:N`.
       named: for people.
-      device_gib: memory that a program may use on each; None if it is not known.
-      host_gib: each device's share of its host's memory, for what leaves the device; 0 on CPUs,
-        where that would be the same memory.
+      device_gib: memory that a program may use on each; None if unknown.
+      host_gib: each device's share of host memory, for offloading; 0 on CPUs, where it would be the
+        same memory.
     """
 
     topology: str
@@ -61,10 +61,10 @@ def resolve(config: RunConfig) -> RunConfig:
     """Returns the configuration with the planner's answer for its sections `auto`, on the devices
     of all processes; joins them first.
 
-    Process 0 decides, prints the answer with its reason, and tells the others.
+    Process 0 decides, prints the answer with its reason, and sends it to the others.
 
     Raises:
-      UserError: the model cannot be opened, or nothing fits; one line with what would.
+      UserError: the model cannot be opened, or nothing fits; the message says what would.
     """
     if not config.auto:
         return config
@@ -81,14 +81,17 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def plan_on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
-    """Returns the configuration planned for a machine, and the answer in a line; errors as in
+    """Returns the configuration planned for a machine, and the answer as a line; errors as in
     `resolve`."""
     if config.trajectories.path:
         raise UserError(
-            "mesh: found auto, which plans text and preferences; axes such as {fsdp: 8} would work"
+            "mesh: found auto, which only plans text and preferences; axes such as {fsdp: 8} "
+            "would work"
         )
     if config.stages:
-        raise UserError("mesh: found auto, which plans no stages; axes such as {fsdp: 8} would")
+        raise UserError(
+            "mesh: found auto, which does not plan stages; axes such as {fsdp: 8} would"
+        )
     model = choose_model(config.model, config.adapter.path, weights=False).config
     if "positions" in config.auto and (positions := extended(model, config.data.context_length)):
         overrides = {**config.model.overrides, **positions}
@@ -135,12 +138,12 @@ def machine_of(devices: Sequence[jax.Device]) -> Machine:
 
 
 def machine_named(topology: str, usable_gib: float | None) -> Machine:
-    """Returns what tables say of a machine that is absent; `usable_gib` replaces its memory."""
+    """Returns an absent machine from the tables; `usable_gib` replaces its memory."""
     return Machine(topology, topology, usable_gib, host_gib(topology))
 
 
 def _listed(kind: str, table: Any) -> str | None:
-    """Returns the name of a listed device whose longest kind begins JAX's name of it."""
+    """Returns the name of the listed device whose longest kind is a prefix of JAX's name."""
     found = [
         (len(prefix), name)
         for name, device in table.items()
@@ -167,13 +170,12 @@ def _tpu_topology(devices: Sequence[Any]) -> str:
 def _best(job: Job) -> tuple[Job | None, int]:
     """Returns the fastest job that fits, and how many were tried.
 
-    The fewest parts of a batch come first, then what certainly fits; without any, the first that
-    may.
+    The fewest parts of a batch win, then certain fits; failing those, the first possible fit.
     """
     perhaps, tried = None, 0
     rows, least = job.batch, job.run.train.accumulation
     for parts in (n for n in range(least, rows + 1) if rows % n == n % least == 0):
-        fitting: dict[str, Job] = {}  # of each mesh the first, which is its fastest
+        fitting: dict[str, Job] = {}  # each mesh's first is its fastest
         for candidate in _candidates(job.changed(train={"accumulation": parts})):
             tried += 1
             fits = estimate_memory(candidate).fits
@@ -189,8 +191,8 @@ def _best(job: Job) -> tuple[Job | None, int]:
 
 
 def _candidates(job: Job) -> Iterator[Job]:
-    """Yields the meshes and memory options to choose from, those that keep most first; some may
-    not be allowed."""
+    """Yields the meshes and memory options to choose from, those that keep most first; some may be
+    refused."""
     given = job.run.mesh
     chosen = meshes(job) if "mesh" in job.run.auto else [given]
     for mesh in chosen:
@@ -201,7 +203,7 @@ def _candidates(job: Job) -> Iterator[Job]:
 
 
 def _is_allowed(job: Job) -> bool:
-    """Returns whether the run's own checks let the job pass."""
+    """Returns whether the job passes the run's checks."""
     run, model = job.run, job.model
     try:
         check(dataclasses.replace(run, memory=job.memory))
@@ -229,7 +231,7 @@ def _across_slices(mesh: MeshConfig, topology: str) -> dict[str, int]:
 
 
 def _reason(job: Job, machine: Machine, tried: int, config: RunConfig) -> str:
-    """Returns the answer, and why, in a line."""
+    """Returns a line with the answer and its reason."""
     memory, parts = estimate_memory(job), job.run.train.accumulation
     limit = "" if memory.device_gib is None else f" of {memory.device_gib:.3g}"
     parts_text = "" if parts == 1 else f", batches in {parts} parts"
@@ -238,13 +240,13 @@ def _reason(job: Job, machine: Machine, tried: int, config: RunConfig) -> str:
     stretched = f"; model.overrides {json.dumps(positions)}" if positions else ""
     return (
         f"planned for {machine.named}: {answer.settings(job)}{parts_text}: about "
-        f"{memory.total:.2g}{limit} GiB of each, the fastest of {tried} that were estimated"
+        f"{memory.total:.2g}{limit} GiB on each, the fastest of {tried} estimated"
         f"{certain}{stretched}"
     )
 
 
 def _refusal(job: Job, machine: Machine) -> str:
-    """Returns a line that says that nothing fits, and what would."""
+    """Returns a line that says that nothing fits, and what would fit."""
     smallest = _candidates(_in_most_parts(job))
     least = min(
         (estimate_memory(candidate) for candidate in smallest if _is_allowed(candidate)),
@@ -262,7 +264,7 @@ def _refusal(job: Job, machine: Machine) -> str:
         needs += f", and {least.on_host:.3g} GiB of {machine.host_gib:.3g} of the host's"
     return (
         f"{job.name}: rows of {job.context:,} tokens do not fit on {machine.named}: at least "
-        f"{needs} for each; {'; '.join(_what_would(job)) or 'a smaller model would'}"
+        f"{needs} on each; {'; '.join(_what_would(job)) or 'a smaller model would'}"
     )
 
 
@@ -292,13 +294,13 @@ def _what_would(job: Job) -> Iterator[str]:
 
 
 def _fits(job: Job) -> bool:
-    """Returns whether the job certainly fits, its batch in as many parts as it has rows."""
+    """Returns whether the job certainly fits with each row as a separate part."""
     try:
         return any(
             estimate_memory(candidate).fits == "yes" and _is_allowed(candidate)
             for candidate in _candidates(_in_most_parts(job))
         )
-    except ValueError:  # such as a rank that this model cannot have
+    except ValueError:  # such as a rank impossible for this model
         return False
 
 

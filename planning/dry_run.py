@@ -1,8 +1,8 @@
 """Describes a run without running it: rows, epochs, padding, memory, time, checkpoint disk.
 
-`python train.py --config RECIPE.yaml --dry-run [MACHINE]` prints it. The data are prepared as the
-run would prepare them, and kept for it; no device is used, nothing is compiled, and the run's
-folder is not created.
+`python train.py --config RECIPE.yaml --dry-run [MACHINE]` prints it. The data are prepared as for
+the run, and kept for it; no device is used, nothing is compiled, and the run's folder is not
+created.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from .memory_estimate import estimate_memory
 from .parts import checkpoint_bytes, local_checkpoint_bytes
 from .plan import Job
 
-# Steps that a preemption may cost before checkpoints by the clock are advised, and how often then.
+# Minutes of steps a preemption may cost before clocked checkpoints are advised, and their interval.
 LONG_SECONDS = 3600.0
 ADVISED_MINUTES = 30
 
 Prepare = Callable[[RunConfig, Objective, StepBuilder], list[str]]
-"""Prepares a run's evaluations; returns the names of what they measure besides held-out data."""
+"""Prepares a run's evaluations; returns the names of their metrics besides held-out losses."""
 
 
 def _no_evaluations(*_: Any) -> list[str]:
@@ -60,18 +60,18 @@ def dry_run(
     gpu_memory: str | None = None,
     prepare: Prepare = _no_evaluations,
 ) -> bool:
-    """Prints what each stage of a run would do; returns whether all of them fit or perhaps fit.
+    """Prints what each stage of a run would do; returns whether all fit or perhaps fit.
 
     Args:
-      machine: where it would run; "" leaves out what depends on the machine.
-      gpu_memory: GiB per GPU as the user typed it, instead of the table's figure.
+      machine: where it would run; "" omits what depends on the machine.
+      gpu_memory: GiB per GPU as typed by the user, instead of the table's figure.
       prepare: prepares the recipe's evaluations, as training does before the first step.
 
     Raises:
-      UserError, ValueError: the model or the data cannot be used, or the machine lacks devices for
-        the mesh.
+      UserError, ValueError: the model or data cannot be used, or the machine lacks devices for the
+        mesh.
     """
-    # Tracing asks for a backend, and another run may have the accelerators.
+    # Tracing needs a backend, and another run may hold the accelerators.
     jax.config.update("jax_platforms", "cpu")
     topology = (
         topology_of(machine, gpu_memory is not None)
@@ -82,14 +82,13 @@ def dry_run(
     if config.auto:
         if not machine:
             raise UserError(
-                "--dry-run: mesh: auto is planned for a machine, found none; "
-                "--dry-run 8xH100 would work"
+                "--dry-run: mesh: auto needs a machine, found none; --dry-run 8xH100 would work"
             )
         config, reason = plan_on(config, machine_named(topology, usable_gib))
         print(reason)
     if device_count(topology) != config.mesh.devices:
         raise UserError(
-            f"--dry-run: {machine} has {device_count(topology)} devices, the mesh takes "
+            f"--dry-run: {machine} has {device_count(topology)} devices, the mesh has "
             f"{config.mesh.product}; python -m scripts.plan finds a mesh"
         )
     stages, fits = stages_of(config), True
@@ -99,7 +98,7 @@ def dry_run(
         if stage.logging.wandb:
             import_wandb()
         check_run(stage, steps_known=stage.train.epochs is None)
-        # A later stage begins with the previous one's model, which has the first one's shape.
+        # A later stage begins with the previous one's model, which has the same shape as the first.
         continued = dataclasses.replace(
             stage,
             adapter=config.adapter,
@@ -171,7 +170,7 @@ def _opened(config: RunConfig, prepare: Prepare) -> TextObjective | TrajectoryOb
     """Returns the run's objective as training opens it, without devices; its loss is traced once.
 
     Raises:
-      UserError, ValueError: what training refuses of the model, the data and the options.
+      UserError, ValueError: as training refuses the model, the data or the options.
     """
     kind: type[TextObjective] | type[TrajectoryObjective] = TextObjective
     if config.trajectories.path:
@@ -211,7 +210,7 @@ def _describe_text(objective: TextObjective) -> None:
 
 
 def _pair_lines(config: RunConfig, prepared: Prepared) -> Iterator[str]:
-    """Yields what pairs of completions take in rows, and what the reference costs."""
+    """Yields lines on the rows of completion pairs, and the reference's cost."""
     documents, options = prepared.train, config.preference
     first, second = documents.chosen, documents.lengths - documents.chosen
     names = ("matching", "other") if options.labelled else ("chosen", "rejected")
@@ -247,7 +246,7 @@ def _share(documents) -> str:
 
 
 def _preemption_lines(job: Job) -> Iterator[str]:
-    """Yields what a preemption costs at most, where the cost model lists the machine."""
+    """Yields what a preemption costs at most, if the cost model lists the machine."""
     seconds, checkpoint = job.time_range(), job.run.checkpoint
     if seconds is None:
         return
@@ -258,8 +257,8 @@ def _preemption_lines(job: Job) -> Iterator[str]:
         )
         yield (
             f"preemption: with local checkpoints at most {local_low:,.1f} to {local_high:,.1f} "
-            f"minutes of steps (checkpoint.local_every {checkpoint.local_every}) if all hosts but "
-            "one are back; otherwise"
+            f"minutes of steps (checkpoint.local_every {checkpoint.local_every}) if at most one "
+            "host is lost; otherwise"
         )
 
     def lost(step: float, minutes: float) -> float:
@@ -310,7 +309,7 @@ def _disk_lines(config: RunConfig, model: TransformerConfig) -> Iterator[str]:
 
 
 def _local_lines(job: Job, count: int) -> Iterator[str]:
-    """Yields what local checkpoints take of each of `count` hosts, if the run has any."""
+    """Yields the space of local checkpoints on each of `count` hosts, if the run has any."""
     checkpoint = job.run.checkpoint
     if not checkpoint.local:
         return
@@ -318,8 +317,8 @@ def _local_lines(job: Job, count: int) -> Iterator[str]:
     parts = "its part and another host's" if count > 1 else "its part, without a copy"
     total = 2 * (share if count == 1 else 2 * share)
     yield (
-        f"local checkpoints: {_size(share)} a host, {parts}, two steps: {_size(total)} in "
-        f"{checkpoint.local} of each of {count} host{'s' * (count > 1)}, and {_size(share)} of "
+        f"local checkpoints: {_size(share)} per host, {parts}, two steps: {_size(total)} in "
+        f"{checkpoint.local} on each of {count} host{'s' * (count > 1)}, and {_size(share)} of "
         "memory during a save"
     )
 

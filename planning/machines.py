@@ -12,7 +12,7 @@ import re
 
 from trainer.devices import GPUS, TPUS, TWO_DEVICES_A_CHIP, Device
 
-# An unlisted GPU, whose memory the user has to give: --gpu-memory 24.
+# An unlisted GPU; the user must give its memory: --gpu-memory 24.
 ANY_GPU = "gpu"
 BOX_GPUS = 8  # of a whole host
 EXAMPLES = (
@@ -37,8 +37,7 @@ _ALIASES = {
 # For these generations names count cores, two per chip: v5p-32 has 16 chips (Cloud TPU), tpu7x-128
 # has 64 (xpk and MaxText).
 _COUNTED_IN_CORES = ("v3", "v4", "v5p", "tpu7x")
-# Chips -> Cloud TPU's default shape of a slice (cloud.google.com/tpu/docs, a page for each
-# generation).
+# Chips -> Cloud TPU's default slice shape (cloud.google.com/tpu/docs, a page per generation).
 _TORUS = {
     4: "2x2x1",
     8: "2x2x2",
@@ -83,7 +82,8 @@ def topology_of(name: str, any_gpu: bool = False) -> str:
       name: [hosts x] number x GPU (8xH100, 2x8xH100, RTX4090), [slices x] accelerator type of Cloud
         TPU (v5p-32, 2xv5e-256), or a topology (v4:4x4x4, 2xv5e:16x16, h100:8, a100:4x8; 2xh100:8 is
         h100:2x8). Case and spaces do not matter.
-      any_gpu: whether an unlisted name means ANY_GPU, since its memory is given: 8xMI300X is gpu:8.
+      any_gpu: whether an unlisted name means ANY_GPU, as when its memory is given: 8xMI300X is
+        gpu:8.
 
     Raises:
       ValueError: no such machine; one line with the nearest name and the choices.
@@ -154,7 +154,7 @@ def _checked_topology(text: str, name: str, any_gpu: bool) -> str:
     slices, chip, shape = split_topology(text)
     if not re.fullmatch(r"\d+(x\d+){0,2}", shape):
         raise ValueError(
-            f"--machine: found {name!r}; after the colon stands a shape, such as v4:4x4x4, h100:8 "
+            f"--machine: found {name!r}; after the colon write a shape, such as v4:4x4x4, h100:8 "
             "or a100:4x8"
         )
     counts = _counts(name, str(slices), *shape.split("x"))
@@ -172,7 +172,7 @@ def _checked_topology(text: str, name: str, any_gpu: bool) -> str:
 
 
 def _known(chip: str, name: str, known: tuple[str, ...], any_gpu: bool = False) -> str:
-    """Returns the chip, with `any_gpu` ANY_GPU for one that is neither listed nor named like a TPU.
+    """Returns the chip; with `any_gpu`, ANY_GPU for one neither listed nor named like a TPU.
 
     Raises ValueError, which names the nearest chip and all others.
     """
@@ -183,7 +183,7 @@ def _known(chip: str, name: str, known: tuple[str, ...], any_gpu: bool = False) 
     near = difflib.get_close_matches(chip, known, n=1, cutoff=0.5)
     meant = f" (did you mean {near[0] if near[0] in TPUS else near[0].upper()}?)" if near else ""
     raise ValueError(
-        f"--machine: found {name!r}; no device is called {chip}{meant}; TPUs are "
+        f"--machine: found {name!r}; unknown device {chip}{meant}; TPUs are "
         f"{', '.join(TPUS)}, GPUs {', '.join(chip.upper() for chip in GPUS)}, and any other with "
         "--gpu-memory GIB"
     )
@@ -209,7 +209,7 @@ def device_count(topology: str) -> int:
 
 
 def device_of(topology: str) -> Device | None:
-    """The facts of a topology's devices; None where the table does not list them."""
+    """The facts of a topology's devices; None if the table does not list them."""
     generation = split_topology(topology)[1]
     return TPUS.get(generation) or GPUS.get(generation)
 
@@ -217,7 +217,7 @@ def device_of(topology: str) -> Device | None:
 def host_gib(topology: str) -> float | None:
     """Each device's share of host memory in GiB; None for devices that the table does not list.
 
-    Fewer than BOX_GPUS GPUs are taken for rented ones, which get no more than their share of a box.
+    Fewer than BOX_GPUS GPUs are assumed to be rented, with only their share of a server.
     """
     device = device_of(topology)
     if device is not None and device.box_host_gib is not None:
@@ -226,11 +226,11 @@ def host_gib(topology: str) -> float | None:
 
 
 def host_note(topology: str) -> str:
-    """Returns what `host_gib` assumes of a GPU's host; "" where its figure is the machine's own."""
+    """Returns what `host_gib` assumes of a GPU's host; "" if its figure is the machine's."""
     if not is_gpu(topology):
         return ""
     if host_gib(topology) is None:
-        return "not checked: this host's memory is not known; --host-gib of scripts.plan gives it"
+        return "not checked: this host's memory is unknown; --host-gib of scripts.plan gives it"
     if gpus_per_host(topology) >= BOX_GPUS:
         return ""
     return (
@@ -256,7 +256,7 @@ def gpu_gib(text: str) -> float:
     except ValueError:
         gib = 0
     if not 0 < gib < math.inf:
-        raise ValueError(f"--gpu-memory: found {text!r}; the GiB of a GPU, such as 24, would work")
+        raise ValueError(f"--gpu-memory: found {text!r}; the GiB per GPU, such as 24, would work")
     return gib
 
 

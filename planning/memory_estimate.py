@@ -1,8 +1,8 @@
 """A step's memory without a compiler: the known parts, and an estimate of working memory.
 
 Parameters, moments and what the layers keep are known (`planning.parts`). The rest of the step's
-peak (gradients, a layer's gathered weights and activations, logits) is estimated as a number of
-arrays of each kind. These numbers were fitted by least squares to the compiled plans of text models
+peak (gradients, a layer's gathered weights and activations, logits) is estimated as multiples of
+each kind of array. The multiples were fitted by least squares to the compiled plans of text models
 in docs/plans, and rounded. The range covers the worst of those plans;
 tests/planning/test_memory_estimate.py compares them.
 """
@@ -24,21 +24,22 @@ from .plan import Job
 # in bfloat16; of a layer's and of the head's weights in bfloat16; of the gradients in float32; and
 # of a loss chunk's logits in float32.
 HIDDEN, QUERIES, KEYS, LAYER_WEIGHTS, HEAD_WEIGHTS, GRADIENTS, LOGITS = 5, 6, 14, 2, 1, 1, 4
-# Further arrays of a layer's trained experts, in bfloat16: loops over blocks of rows hold float32
-# weights and gradients of them several times. By one plan, Qwen3-30B-A3B, 128K, 8 x H100, and set
+# Extra arrays of a layer's trained experts, in bfloat16: loops over blocks of rows hold their
+# float32 weights and gradients several times. From one plan, Qwen3-30B-A3B, 128K, 8 x H100, and set
 # after it was seen.
 EXPERT_WEIGHTS = 12
 # Bits per NF4 number while its layer runs, with its scales dequantized.
 NF4_BITS = 4.63
-# The smallest and the largest ratio of a compiled plan to its estimate; the smallest by one plan,
+# The smallest and the largest ratio of a compiled plan to its estimate; the smallest from one plan,
 # Qwen3-30B-A3B, 1M, 8 x H100, set after it was seen.
 LOW, HIGH = 0.68, 1.3
-# The same on a TPU with layer inputs on the host and attention outputs on the device, by one plan:
-# Qwen3-32B, 1M, v5p-64. Its compiler takes 27 GiB on top of 33 of attention outputs; nothing here
-# explains them.
+# The same on a TPU with layer inputs on the host and attention outputs on the device, from one
+# plan: Qwen3-32B, 1M, v5p-64. Its compiler takes 27 GiB on top of 33 of attention outputs, for no
+# known reason.
 HIGH_KEPT_ON_TPU = 1.5
-# The smallest ratio with adapters, by the plans of the recipes in configs/adapters: of long rows on
-# one device, less exists at a time than the arrays above say. Set after these plans were seen.
+# The smallest ratio with adapters, from the plans of the recipes in configs/adapters: for long rows
+# on one device, less exists at a time than the arrays above suggest. Set after these plans were
+# seen.
 LOW_OF_ADAPTERS = 0.55
 
 
@@ -52,7 +53,7 @@ class MemoryEstimate:
       device_gib, host_gib: what a program may use; None if unknown.
       high_share, low_share: the largest and the smallest ratio of a compiled plan to such an
         estimate.
-      host_note: what is assumed of the host's memory; "" where nothing is.
+      host_note: what is assumed about host memory; "" if nothing is.
     """
 
     parts: dict[str, float]
@@ -129,8 +130,7 @@ def _working_bytes(job: Job) -> float:
         / memory.query_chunks
     )
     keys = model.num_key_value_heads * model.head_dim / tensor / memory.attention_groups
-    # For a chunk of tokens: rows of all experts' inputs, hidden layers and outputs, with their
-    # gradients.
+    # Per chunk of tokens: rows of all experts' inputs, hidden layers and outputs, with gradients.
     # Ranks of `expert` gather each other's.
     rows = min(tokens, memory.feed_forward_chunk or tokens) * (model.num_experts_per_tok or 0)
     rows *= mesh.expert

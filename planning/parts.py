@@ -20,17 +20,16 @@ from .compiled import GIB
 def parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]:
     """The known parts of a device's memory in GiB.
 
-    These are the float32 parameters, the moments of trained ones, as if split evenly, and what the
-    layers keep
-    for the backward pass: of c tokens a device, for each layer the input takes 2 c E bytes in
-    bfloat16, attention's output and log-sum-exp 2 c H D + 4 c H bytes, and so on.
+    These are the float32 parameters and the moments of trained ones, as if split evenly, and what
+    layers keep for the backward pass: with c tokens per device, each layer's input takes 2 c E
+    bytes in bfloat16, attention's output and log-sum-exp 2 c H D + 4 c H bytes, and so on.
     """
     memory, tensor = run.memory, run.mesh.tensor
     tokens = device_tokens(run)
     heads, key_heads = model.num_attention_heads / tensor, model.num_key_value_heads / tensor
     layers, hidden = model.num_hidden_layers, model.hidden_size
     device_inputs, _ = _kept_inputs(memory, layers)
-    # Of a mixture each expert's output is one.
+    # In a mixture each expert's output counts.
     outputs = (model.num_experts_per_tok or 1) + bool(model.shared_expert_intermediate_size)
     widths = (heads + 2 * key_heads) * model.head_dim + 2 * model.active_width / tensor
     widths += outputs * hidden
@@ -92,9 +91,8 @@ def device_tokens(run: RunConfig) -> float:
 def state_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, float]:
     """Bytes per device of (parameters, moments of trained ones).
 
-    Trained parameters and moments are in the dtypes of the section optimizer; an adapter's base is
-    in the compute dtype, or quantized. An average of the trained weights, in float32, counts as a
-    moment.
+    Trained parameters and moments have the dtypes of the section optimizer; an adapter's base is in
+    the compute dtype or quantized. A float32 average of the trained weights counts as a moment.
     """
     declared, mesh = declared_once(model.with_adapter(run.adapter)), run.mesh
     trained = trained_names(run, model)
@@ -140,8 +138,8 @@ def checkpoint_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, f
 
 
 def local_checkpoint_bytes(run: RunConfig, model: TransformerConfig, hosts: int) -> float:
-    """A host's bytes of a local checkpoint: its share of the state, of which each replica along
-    `mesh.data` is saved."""
+    """A host's bytes of a local checkpoint: its share of the state, including replicas along
+    `mesh.data`."""
     whole = sum(checkpoint_bytes(run, model))
     return min(whole, whole * run.mesh.data / hosts)
 

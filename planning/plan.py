@@ -50,8 +50,7 @@ from .memory_options import MEMORY_OPTIONS
 from .parts import device_tokens, parts_gib
 from .topology import topology_devices
 
-# Chip -> its hardware in the cost model (in one box, in several boxes), if these are named
-# separately.
+# Chip -> its hardware in the cost model (in one server, in several), if named separately.
 GPU_HARDWARE = {
     "a100": ("a100-nvlink", "a100-infiniband"),
     "a100-40gb": ("a100-40gb-nvlink", "a100-40gb-infiniband"),
@@ -67,7 +66,7 @@ TPU_COMPILER, GPU_COMPILER = (
     ("libtpu",),
     ("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc"),
 )
-# A run with all defaults. A plan only needs some path of a model and of data, for the checks.
+# A run with all defaults. For the checks a plan needs some path of a model and of data.
 DEFAULT_RECIPE = RunConfig(
     model=ModelConfig(path="-"), data=DataConfig(sources=(SourceConfig("-"),))
 )
@@ -104,12 +103,12 @@ class Job:
       run: the recipe, with the mesh, context length and batch size to plan.
       model: the model's shape.
       topology: the devices; see `topology_devices`.
-      name: of the model, in reports.
-      group_per_key_head: run attention in one group of heads per key/value head of a device,
-        whatever the mesh; replaces the option `attention_groups`.
+      name: the model's, in reports.
+      group_per_key_head: run attention in one group per key/value head of a device, whatever the
+        mesh; replaces the option `attention_groups`.
       host_gib: each device's share of host memory; a plan that needs more does not fit. None sets
         no limit.
-      own_device_gib: device memory that a program may use, instead of the table's figure.
+      own_device_gib: usable device memory, instead of the table's figure.
     """
 
     run: RunConfig
@@ -169,7 +168,7 @@ class Job:
 
     @property
     def memory(self) -> MemoryConfig:
-        """The memory options, with as many groups of heads as `group_per_key_head` asks for."""
+        """The memory options, with the groups of heads that `group_per_key_head` requires."""
         if not self.group_per_key_head:
             return self.run.memory
         groups = TensorParallel.of(self.model, self.run.mesh.tensor).local_key_heads
@@ -393,8 +392,8 @@ def model_and_batch(
 ) -> tuple[LanguageModel | AgenticTransformer, AbstractBatch]:
     """Returns the model that the run trains, of text or of trajectories, and a batch's shapes.
 
-    Of preferences each row has one pair: how many fit it only the data tell, and a pair takes but
-    a few numbers.
+    With preferences each row has one pair: only the data determine how many fit, and a pair takes
+    just a few numbers.
     """
     rows, length = run.train.batch_size, run.data.context_length
     if run.preference.loss is not None:
@@ -425,7 +424,7 @@ def plan(job: Job) -> dict[str, Any]:
           memory options.
         compile_seconds, and the compiler's figures: arguments_gib, outputs_gib, temporaries_gib,
         peak_gib, host_gib, ...
-        device_gib, left_gib: the device's memory, and what the step leaves of it; of_it_..._gib:
+        device_gib, left_gib: the device's memory, and what the step leaves free; of_it_..._gib:
           parts of peak_gib.
         communication: {kind of collective: {times, received_gib, hidden}}, `hidden` from 0 to 1;
           None without a text.

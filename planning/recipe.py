@@ -103,7 +103,7 @@ def recipe_of(
     recipe["memory"] = memory
     if job.run.adapter.rank:
         recipe["adapter"] = _adapter(job.run.adapter)
-    # Episodes are drawn without end, and their models train from scratch.
+    # Episodes are drawn endlessly, and their models train from scratch.
     if "trajectories" in base:
         recipe["data"] = {**base.get("data", {}), "context_length": job.context}
         recipe["train"] = {
@@ -130,7 +130,7 @@ def recipe_of(
 
 
 def _adapter(adapter: AdapterConfig) -> dict[str, Any]:
-    """Returns the section `adapter`: rank, alpha, targets, and what is not as by default."""
+    """Returns the section `adapter`: rank, alpha, targets, and non-default fields."""
     fields = {field.name: field.default for field in dataclasses.fields(AdapterConfig)}
     return {
         name: list(value) if isinstance(value, tuple) else value
@@ -179,14 +179,14 @@ def _template_lines(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def _length_lines(job: Job, recipe: Mapping[str, Any]) -> list[str]:
-    """Returns the header's line about rows beyond the length that longrope is fitted to."""
+    """Returns the header's line about rows longer than longrope is fitted to."""
     trained = trained_length(job.model)
     chosen = set(recipe.get("model", {}).get("overrides", {})) & set(POSITIONS)
     if job.model.rope.rule != "longrope" or chosen or trained is None or job.context <= trained:
         return []
     return [
         f"Length    the factors of this model's longrope are fitted to {trained:,} tokens: "
-        "longer documents need factors of your own, as model.overrides.rope_scaling"
+        "longer documents need your own factors in model.overrides.rope_scaling"
     ]
 
 

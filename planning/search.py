@@ -19,7 +19,7 @@ from .machines import device_count
 from .parts import host_parts_gib, parts_gib
 from .plan import DoesNotFit, Job
 
-# The schedules to try; of equals by the cost model, the first is tried first.
+# The schedules to try; ties in the cost model go to the first.
 SCHEDULES = ("ring", "ulysses", "attention2d")
 QUERY_CHUNKS = 8
 
@@ -53,7 +53,7 @@ def policies(job: Job) -> list[Job]:
             {**every_k, "moments_on_host": True},
         )
     ]
-    # The TPU's compiler cannot take the layers of a frozen base in bfloat16 from the host's memory.
+    # The TPU compiler cannot take a frozen base's bfloat16 layers from host memory.
     if not job.run.adapter.rank:
         jobs.append(jobs[-1].changed(memory={"parameters_on_host": True}))
     local_tokens = job.context // job.run.mesh.sequence
@@ -67,8 +67,8 @@ def candidates(job: Job) -> list[Job]:
 
     The high end of the cost model's range decides.
 
-    Candidates whose parameters, moments and kept activations are already too large are left out, as
-    are those that the cost model has no rule for.
+    Candidates whose parameters, moments and kept activations alone are too large are left out, as
+    are those without a rule in the cost model.
     """
     ranked = []
     for mesh, schedule in itertools.product(meshes(job), SCHEDULES):
@@ -83,11 +83,11 @@ def candidates(job: Job) -> list[Job]:
                 seconds = candidate.time_range()
             except ValueError:
                 continue
-            # Estimates within a percent or so are equal: then the policy that keeps more goes
+            # Estimates within a percent or so count as equal: then the policy that keeps more goes
             # first, and the schedule named first.
             rank = float(f"{seconds.high:.2g}") if seconds else 0, number
-            # The cost model assumes that weights arrive while a layer computes; prefetching, which
-            # achieves that, goes first.
+            # The cost model assumes that weights arrive during compute; prefetching, which achieves
+            # that, goes first.
             if (
                 schedule == "ring"
                 and mesh.sequence > 1
@@ -109,8 +109,8 @@ def _may_fit(job: Job) -> bool:
 def meshes(job: Job) -> list[MeshConfig]:
     """The meshes of all devices.
 
-    Tensor parallelism splits key heads evenly, and the rows of a microbatch (of
-    `train.accumulation`) go to fsdp before a row is split; of a mixture also to expert.
+    Tensor parallelism splits key heads evenly, and a microbatch's rows (of `train.accumulation`) go
+    to fsdp (with a mixture also to expert) before a row is split.
 
     Raises:
       ValueError: the batch does not divide into microbatches, so train.py refuses it on every mesh.
@@ -136,7 +136,7 @@ def meshes(job: Job) -> list[MeshConfig]:
 
 
 def _expert_sizes(job: Job, devices: int) -> list[int]:
-    """The sizes of `expert` that divide the devices that rows are split over, and the experts."""
+    """The sizes of `expert` that divide the experts and the devices rows are split over."""
     experts = job.model.num_experts
     return [
         n
@@ -146,7 +146,7 @@ def _expert_sizes(job: Job, devices: int) -> list[int]:
 
 
 def _ignore(job: Job, result: Any) -> None:
-    """Does nothing with a job that was tried."""
+    """Ignores a tried job."""
 
 
 def search(
@@ -158,7 +158,7 @@ def search(
     """The longest context that fits, doubling from the job's up to `most`.
 
     Args:
-      candidates: makes a job's candidates, in the order to try; one that is too large is not tried
+      candidates: makes a job's candidates, in the order to try; one that does not fit is not tried
         at longer contexts.
       on_try: called with each tried job and its plan or refusal.
 

@@ -1,7 +1,7 @@
-"""Absent machines' devices, as their compilers describe them; the only file that asks them.
+"""Absent machines' devices, as their compilers describe them; the only file that queries them.
 
-A step lowered for such devices goes through the real compiler: its memory plan, its collectives and
-their schedule are the machine's. TPUs need the `libtpu` wheel, GPUs need JAX's CUDA plugin and its
+A step lowered for such devices goes through the real compiler: memory plan, collectives and their
+schedule are the machine's. TPUs need the `libtpu` wheel, GPUs need JAX's CUDA plugin and its
 compiler's wheels; neither needs the device.
 """
 
@@ -37,8 +37,8 @@ def topology_devices(name: str) -> list[jax.Device]:
         return _gpus(name, generation, gpu, shape)
     if generation == ANY_GPU:
         raise ValueError(
-            f"topology: {name!r} cannot be compiled for, since the CUDA compiler has no "
-            f"description of it here; described are {', '.join(GPUS)}, and the estimate needs no "
+            f"topology: {name!r} cannot be compiled for: the CUDA compiler has no description of "
+            f"it here, only of {', '.join(GPUS)}; the estimate needs no "
             "compiler"
         )
     return _tpus(name, slices, generation, shape)
@@ -89,7 +89,7 @@ def compiling(every: float = 30.0) -> Iterator[None]:
       every: seconds between lines.
 
     Raises:
-      ValueError: the compiler fails for another reason than memory; the first line of its message.
+      ValueError: the compiler fails for a reason other than memory; the first line of its message.
     """
     start, done = time.monotonic(), threading.Event()
     with open(os.dup(2), "w", encoding="utf-8") as stderr, _silent_stderr():
@@ -134,7 +134,7 @@ def _gpus(name: str, chip: str, gpu: Gpu, shape: str) -> list[jax.Device]:
     except Exception as error:
         raise ValueError(
             f"topology: {name!r} needs the CUDA compiler ({str(error).splitlines()[0]}); "
-            "make install PLATFORM=cuda brings it, and needs no GPU"
+            "make install PLATFORM=cuda installs it, and needs no GPU"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Adapters, and models with one."""
+"""Adapters, and models with an adapter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AdaptedSource(ModelSource):
 
     Attributes:
       base: the model without the adapter.
-      adapter: the adapter, for this base.
+      adapter: its adapter.
     """
 
     base: StoredSource
@@ -61,7 +61,7 @@ class AdapterSource(abc.ABC):
 
     Attributes:
       config: its rank, targets and scale.
-      folder: the folder of its files.
+      folder: of its files.
     """
 
     config: AdapterConfig
@@ -79,7 +79,7 @@ class AdapterSource(abc.ABC):
 
     @abc.abstractmethod
     def read(self, model: LanguageModel) -> Params:
-        """Reads the trained parameters in float32 onto the mesh, each device its part."""
+        """Reads the trained parameters in float32 onto the mesh, a part per device."""
 
     @abc.abstractmethod
     def adapt(self, base: StoredSource, path: str) -> AdaptedSource:
@@ -98,7 +98,8 @@ class PeftAdapter(AdapterSource):
 
     @property
     def fingerprint(self) -> str:
-        # Includes its configuration: another lora_alpha makes another model of the same weights.
+        # Includes its configuration: a different lora_alpha makes a different model of the same
+        # weights.
         content = b"\0".join(
             (self.folder / name).read_bytes() for name in (adapter_config.CONFIG, peft.WEIGHTS)
         )
@@ -114,7 +115,7 @@ class PeftAdapter(AdapterSource):
 
 
 class CheckpointAdapter(AdapterSource):
-    """A checkpoint of adapters, with the vocabulary of its training."""
+    """A checkpoint of adapters, with the vocabulary it was trained with."""
 
     @property
     def mask(self) -> Mask:
@@ -137,8 +138,8 @@ class CheckpointAdapter(AdapterSource):
         trained_on = (read_data(self.folder) or {}).get("model", "").partition("+")[0]
         if trained_on not in ("", base.fingerprint):
             raise ValueError(
-                f"{path}: an adapter of another base (its fingerprint is {trained_on}, that of "
-                f"{base.folder} {base.fingerprint}); give the model that it was trained on"
+                f"{path}: an adapter of another base (fingerprint {trained_on}; {base.folder} has "
+                f"{base.fingerprint}); give the model it was trained on"
             )
         # Includes the trained length, and tokens that the run added.
         assets = self.folder / "assets"

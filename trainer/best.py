@@ -18,9 +18,9 @@ class BestCheckpoint:
 
     Attributes:
       config: names the metric, the better direction, and the patience.
-      step, value: of the best measurement; None before the first.
-      waited: measurements since then.
-      is_measured: whether an evaluation is known to measure the metric.
+      step, value: the best measurement; None before the first.
+      waited: measurements since the best.
+      is_measured: whether some evaluation measures the metric.
     """
 
     config: CheckpointConfig
@@ -31,7 +31,7 @@ class BestCheckpoint:
 
     @classmethod
     def restored(cls, config: CheckpointConfig, data: Mapping[str, Any]) -> BestCheckpoint:
-        """Reads a checkpoint's data; starts anew if they are of another metric or of none."""
+        """Reads a checkpoint's data; starts over if it is for another metric or absent."""
         best = data.get("best") or {}
         if (best.get("metric"), best.get("is")) != (config.best, config.best_is):
             return cls(config)
@@ -39,7 +39,7 @@ class BestCheckpoint:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What a checkpoint holds: nothing if no metric is named."""
+        """The data a checkpoint holds; empty if no metric is named."""
         if self.config.best is None:
             return {}
         return {
@@ -54,7 +54,7 @@ class BestCheckpoint:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the run ends, since no measurement within its patience was better."""
+        """Whether to end the run: no measurement within its patience was better."""
         return 0 < self.config.patience <= self.waited
 
     @property
@@ -74,9 +74,9 @@ class BestCheckpoint:
         return self.config.best is not None and not self.is_measured
 
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Takes the metrics after a step, if they have the metric; returns whether it is the best.
+        """Takes a step's metrics; returns whether they contain a new best.
 
-        The best step itself is not counted again, and a value that is not finite is never the best.
+        Measuring the best step again does not count, and a non-finite value is never the best.
         """
         if self.config.best is None or self.config.best not in metrics or step == self.step:
             return False
@@ -95,7 +95,7 @@ class BestCheckpoint:
         """Refuses a metric that no evaluation measures.
 
         Args:
-          measured: the names of what all evaluations measure.
+          measured: the names of all evaluations' metrics.
 
         Raises:
           UserError: lists the available metrics.
@@ -104,7 +104,7 @@ class BestCheckpoint:
         if self.config.best is not None and self.config.best not in names:
             raise UserError(
                 f"checkpoint.best: found {self.config.best!r}, which no evaluation measures; "
-                "measured here are "
+                "available: "
                 f"{', '.join(names) or 'none, without held-out data and evaluations'}"
             )
         self.is_measured = True

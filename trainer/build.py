@@ -29,13 +29,13 @@ def build_language_model(
 ) -> LanguageModel:
     """Returns a model of this shape with the run's adapters.
 
-    The sections `attention`, `memory`, `model` and `mesh` say how it is computed.
+    The sections `attention`, `memory`, `model` and `mesh` determine how it is computed.
 
     Args:
-      storage_axes: the mesh axes that parameters are split over; () keeps a copy on each device.
+      storage_axes: mesh axes that parameters are split over; () keeps a copy on each device.
 
     Raises:
-      ValueError: options that contradict each other or the mesh.
+      ValueError: options contradict each other or the mesh.
     """
     model_config = model_config.with_adapter(config.adapter)
     return LanguageModel(
@@ -50,7 +50,7 @@ def build_agentic(
     sizes: TrajectorySizes,
     storage_axes: tuple[str, ...] = STORAGE_AXES,
 ) -> AgenticTransformer:
-    """Returns a model of trajectories with states and actions of these sizes; see above."""
+    """Returns a trajectory model for states and actions of these sizes; see above."""
     return AgenticTransformer(
         model_config,
         mesh,
@@ -78,7 +78,7 @@ def _options(config: RunConfig, model_config: TransformerConfig, mesh: Mesh) -> 
 
 
 def _mask(config: RunConfig, model_config: TransformerConfig) -> Mask:
-    """Returns the mask of all layers. Raises ValueError for global tokens without any window."""
+    """Returns the mask of all layers. Raises ValueError for global tokens without a window."""
     attention = config.attention
     mask = Mask(
         window=attention.window or model_config.common_window, global_tokens=attention.global_tokens
@@ -87,17 +87,17 @@ def _mask(config: RunConfig, model_config: TransformerConfig) -> Mask:
         mask.within(kind.window).window is None for kind in model_config.layer_kinds
     ):
         raise ValueError(
-            f"attention.global_tokens is {mask.global_tokens}; without attention.window every "
-            "token is seen already, since the model has no window; give a window, or 0"
+            f"attention.global_tokens is {mask.global_tokens}; the model has no window, so every "
+            "token is visible already; set attention.window, or use 0"
         )
     return mask
 
 
 def run_notes(config: RunConfig, model_config: TransformerConfig) -> list[str]:
-    """Returns what the run's mesh, schedule and layout cost this model beyond its sizes, in lines.
+    """Returns lines on what the run's mesh, schedule and layout cost this model beyond its sizes:
+    padded heads, replicated computation, and unused savings of a sliding window.
 
-    These are heads that are padded, weights that every device computes with, and what a sliding
-    window does not save.
+
     """
     adapted = model_config.with_adapter(config.adapter)
     return [
@@ -107,7 +107,7 @@ def run_notes(config: RunConfig, model_config: TransformerConfig) -> list[str]:
 
 
 def _tensor_notes(parallel: TensorParallel, model_config: TransformerConfig) -> Iterator[str]:
-    """Yields what `tensor` does not divide."""
+    """Yields lines on what `tensor` does not divide."""
     tensor, query = parallel.tensor, model_config.num_attention_heads
     if parallel.query_heads > query:
         key = model_config.num_key_value_heads
@@ -127,16 +127,16 @@ def _tensor_notes(parallel: TensorParallel, model_config: TransformerConfig) -> 
 
 
 def shares_prompts(config: RunConfig, model_config: TransformerConfig) -> bool:
-    """Returns whether a prompt is computed once for both completions of a pair: wherever no layer
-    has a window, which
-    counts tokens of a row."""
+    """Returns whether the completions of a pair share one computed prompt: only if no layer has a
+    window, since windows count tokens of a row."""
     masks = [_mask(config, model_config).within(kind.window) for kind in model_config.layer_kinds]
     wanted = config.preference.loss is not None and config.preference.share_prompts
     return wanted and all(mask.window is None for mask in masks)
 
 
 def _window_notes(config: RunConfig, model_config: TransformerConfig) -> list[str]:
-    """Returns what a sliding window does not save under the run's schedule; see `window_lines`."""
+    """Returns lines on what a sliding window does not save under the run's schedule; see
+    `window_lines`."""
     masks = [_mask(config, model_config).within(kind.window) for kind in model_config.layer_kinds]
     attention, size, tensor = config.attention, config.mesh.sequence, config.mesh.tensor
     block = Block(

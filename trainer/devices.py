@@ -16,11 +16,12 @@ class Device:
     Attributes:
       kinds: prefixes of the `device_kind`s that JAX reports for it.
       peak_flops: dense bfloat16 FLOP/s.
-      memory_gib: memory of the device, for a TPU what a program may use; None if nothing needs it.
+      memory_gib: memory of the device (on a TPU, what a program may use); None if nothing needs it.
       memory_bandwidth: bytes/s between the device and its memory.
-      link: bytes/s one way: of one inter-chip link of a TPU, or of all of a GPU's links in its box.
+      link: bytes/s one way: of one inter-chip link of a TPU, or of all of a GPU's links in its
+        server.
       host_gib: each device's share of host memory; None if `box_host_gib` is shared instead.
-      box_host_gib: memory of a whole host, which its eight GPUs share.
+      box_host_gib: memory of a whole host, shared by its eight GPUs.
       sources: field -> the source of its figure.
     """
 
@@ -47,7 +48,7 @@ GPU_MEMORY_SHARE = 0.95
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu(Device):
-    """A GPU, with the figures that the CUDA compiler needs if it is absent.
+    """A GPU, with the figures the CUDA compiler needs to compile without one.
 
     Attributes:
       product: the name that the driver reports.
@@ -130,8 +131,7 @@ def _ada(sheet: str, **facts) -> Gpu:
 
 # By their names in topologies (v4:4x4x4, a100:8).
 TPUS: dict[str, Device] = {
-    # A chip has 123 TFLOP/s and 900 GB/s for its two cores, each of them a device; the links are
-    # per chip.
+    # A chip has 123 TFLOP/s and 900 GB/s for its two cores, each a device; links are per chip.
     "v3": _tpu(
         "v3",
         kinds=("TPU v3",),
@@ -191,7 +191,7 @@ TPUS: dict[str, Device] = {
         host_gib=120,
     ),
 }
-# Whose chips are two devices.
+# TPUs whose chips are two devices.
 TWO_DEVICES_A_CHIP = ("v3", "tpu7x")
 _A100 = _gpu(
     "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOP/s bfloat16, 2,039 GB/s, NVLink 600 GB/s both "

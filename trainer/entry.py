@@ -46,7 +46,7 @@ def at_least_one(text: str) -> int:
 
 
 def store_path(text: str) -> str:
-    """The argparse type of a path that may also be in a store, such as gs://."""
+    """The argparse type of a path that may be in a store, such as gs://."""
     return text
 
 
@@ -75,7 +75,7 @@ class NoDownload(argparse.Action):
 
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
         options.setdefault(
-            "help", "use only models and data in the hub's local cache, as HF_HUB_OFFLINE=1 does"
+            "help", "use only models and data in the local hub cache, like HF_HUB_OFFLINE=1"
         )
         super().__init__(option_strings, dest, nargs=0, default=False, **options)
 
@@ -95,10 +95,10 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]
-        """As argparse; raises SystemExit(2) after one line about unknown arguments."""
+        """Like argparse's; raises SystemExit(2) after one line about unknown arguments."""
         known = self._known_options()
         words = [self._dashed(word, known) for word in (sys.argv[1:] if args is None else args)]
-        # A misspelt flag is named before the required one that it may stand for.
+        # A misspelt flag is named before the required one it may replace.
         for word in words[: words.index("--")] if "--" in words else words:
             if re.match("--[a-z]", word) and word.partition("=")[0] not in known:
                 self._refuse(word)
@@ -152,7 +152,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Prints help and errors, which quote the command line."""
+        """Prints help and errors, which may quote the command line."""
         is_help = file is sys.stdout
         with printable_output():
             super()._print_message(message, sys.stdout if is_help else sys.stderr)
@@ -192,7 +192,7 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
     """Runs a command's work and returns its exit code.
 
     Args:
-      work: raises a user's error, or another one.
+      work: may raise a user's error, or another one.
       output: the file or folder that the command writes, for full-disk errors that name no file.
 
     The code is that of `trainer.run.outcome.outcome_of`: 0 for success, 2 with one line on standard
@@ -202,7 +202,7 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
     """
     # A Ctrl-C within a callback, from which no exception can escape, is sent again a moment later.
     unraisable, sys.unraisablehook = sys.unraisablehook, _interrupt_again
-    # These stay in place after the work, since the threads of a failed save may end later.
+    # These stay after the work, since threads of a failed save may end later.
     threading.excepthook = _in_one_line
     for library in ("absl", "asyncio"):
         logging.getLogger(library).addFilter(_without_traceback)
@@ -212,8 +212,8 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         outcome = outcome_of(error)
         if outcome.code == TRY_AGAIN and (cluster := _cluster()) is not None:
-            # If another process has told why it ended, that is the reason, not the connection lost
-            # with it.
+            # If another process has reported why it ended, that is the reason, not the lost
+            # connection.
             outcome = cluster.first_failure() or outcome
         if outcome.code in (STOPPED, TERMINATED):
             # An object interrupted during construction may fail again when it is deleted.
@@ -257,8 +257,8 @@ def _leave_others(error: BaseException, code: int) -> None:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """A filter for Orbax's log, which prints the traceback of errors that it also raises, and at
-    each save where every process writes to its own machine that it logs no sizes."""
+    """A filter for Orbax's log, which prints tracebacks of errors that it also raises, and, at each
+    save where every process writes locally, that it logs no sizes."""
     if "size logging disabled" in str(record.msg):
         return False
     if not os.environ.get("LONGSTRIPE_TRACEBACK"):

@@ -18,8 +18,7 @@ class Evaluation(Protocol):
     """A measurement before the first step, every `every` steps, and after the last step.
 
     Attributes:
-      name: of the file RUN/NAME.jsonl, which gets a line per measurement, and of its TensorBoard
-        section.
+      name: of the file RUN/NAME.jsonl, with a line per measurement, and of the TensorBoard section.
       every: number of steps between measurements; 0 measures only before the first and after the
         last step.
     """
@@ -28,14 +27,15 @@ class Evaluation(Protocol):
     every: int
 
     def prepare(self, objective: Objective, builder: StepBuilder) -> None:
-        """Compiles for `run`, as compile time; called by all processes before the first step."""
+        """Compiles for `run`, counted as compile time; called by all processes before the first
+        step."""
 
     def run(self, params: Params, step: int) -> Mapping[str, float | str]:
         """Measures the parameters after `step` finished steps; called by all processes.
 
         Returns:
-          Metrics by name, and answers by prompt; {} if there is nothing to measure: no line is
-          written.
+          Metrics by name, and answers by prompt; {}, which writes no line, if there is nothing to
+          measure.
         """
 
 
@@ -86,7 +86,7 @@ class HeldOutLoss:
 
 
 def held_out_names(objective: Objective, sums: LossSums) -> list[str]:
-    """Returns the names of what HeldOutLoss may measure; none without held-out data.
+    """Returns the names of HeldOutLoss's metrics; none without held-out data.
 
     Args:
       sums: of a batch's loss, or their shapes.

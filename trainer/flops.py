@@ -1,7 +1,7 @@
 """The FLOPs of a training step, for metrics, plans, the cost model and benchmarks.
 
-As for MFU, only the model's own work counts: neither recomputation nor masked pairs (Chowdhery et
-al., PaLM, arXiv 2204.02311, appendix B).
+As in MFU, only the model's work counts: no recomputation, no masked pairs (Chowdhery et al., PaLM,
+arXiv 2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pairs_per_layer(
 
     Args:
       lengths: tokens of each document.
-      shared: how many tokens of an earlier document, computed there, each sees besides its own.
+      shared: how many tokens of an earlier document, computed there, each document also sees.
     """
     kinds = config.layer_kinds
     before = np.broadcast_to(shared, np.shape(lengths))
@@ -53,7 +53,7 @@ def layer_weights(config: TransformerConfig) -> int:
     """The weights of one layer that a token passes through.
 
     These are attention's projections, and the feed-forward network or the router, the token's
-    experts and those that all tokens share.
+    experts and shared experts.
     """
     query_width = config.num_attention_heads * config.head_dim
     key_value_width = config.num_key_value_heads * config.head_dim
@@ -86,11 +86,11 @@ def training_flops(
     element forward (a product for the score and one for the value) and 8 backward.
 
     Args:
-      weights: of all matrices that tokens pass through; an embedding, only looked up, is none.
+      weights: of all matrices that tokens pass through, which excludes the embedding.
       attention_width: layers x query heads x head size.
-      tokens: all tokens but padding, whether in the loss or not.
+      tokens: all tokens except padding, in the loss or not.
       pairs: visible query-key pairs, of one layer and head.
-      frozen: how many weights have no gradient, which saves 2 FLOPs per token each.
+      frozen: the number of weights without a gradient, which saves 2 FLOPs per token each.
     """
     return (6.0 * weights - 2.0 * frozen) * tokens + 12.0 * attention_width * pairs
 

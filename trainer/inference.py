@@ -60,9 +60,9 @@ def open_for_inference(
       schedule: of attention.
       simulated: devices that JAX simulates on the CPU; 0 takes those of the machine.
       replicate: keep a copy of all parameters on every device.
-      compute_dtype: bfloat16 by default, on a CPU float32, which is several times faster there.
+      compute_dtype: by default bfloat16, but on a CPU float32, which is several times faster there.
       adapter: an adapter of the model.
-      quantize: of the adapter's base; as in training by default.
+      quantize: of the adapter's base; by default as in training.
 
     Raises:
       UserError, ValueError: as `open_model`, `make_mesh` and `build_language_model`; or `quantize`
@@ -99,7 +99,7 @@ def adapter_of(source: ModelSource, path: str, quantize: Quantization | None) ->
         )
     if quantize:
         raise UserError(
-            f"--quantize: found {quantize}; {path} is a whole model, and only the base of an "
-            "adapter can be quantized; --adapter names one"
+            f"--quantize: found {quantize}; {path} is a whole model, and only an adapter's base "
+            "can be quantized; --adapter names one"
         )
     return AdapterConfig()

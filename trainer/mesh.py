@@ -1,6 +1,6 @@
 """The device mesh, and the placement of batches on it.
 
-A mesh always names its five axes in the same order. mesh.order (the last axis has the nearest
+A mesh always has its five axes in the same order. mesh.order (the last axis has the nearest
 neighbours) and mesh.dcn (the axes that cross slices or hosts) decide which devices an axis runs
 along.
 """
@@ -25,8 +25,7 @@ from .config.schema import MeshConfig, RunConfig
 from .placement import ring_placed
 from .run.cluster import join
 
-# Nothing hides the sums over tensor, so tensor gets the nearest devices; kernels hide the ring
-# along the sequence.
+# Nothing hides the sums over tensor, so it gets the nearest devices; kernels hide the ring.
 ORDER = ("data", "fsdp", "expert", "sequence", "tensor")
 # Schedules that split the sequence axis into lines of ranks.
 IN_LINES = ("ulysses", "attention2d")
@@ -49,9 +48,8 @@ def start_devices(config: RunConfig) -> None:
 def simulate(devices: int, processes: int = 1) -> None:
     """Makes JAX simulate `devices` CPU devices over all processes, before its backend starts.
 
-    It also turns off the persistent compilation cache: a cached program of several CPU devices
-    loses the order of its collectives, and deadlocks if two of them are independent (jaxlib
-    0.10.2).
+    It also turns off the persistent compilation cache: a cached program for several CPU devices
+    loses the order of its collectives, and deadlocks if two are independent (jaxlib 0.10.2).
 
     Raises:
       UserError: JAX has already started with another number of devices, or the processes do not
@@ -81,7 +79,7 @@ def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
     Args:
       devices: all of JAX's devices by default.
       schedule: the attention schedule. Most send to neighbours and get a closed walk over the
-        slice; those of IN_LINES get JAX's rows and boxes (v5e's compiler aborts if a group of a
+        slice; those in IN_LINES get JAX's rows and boxes (v5e's compiler aborts if a group of a
         closed walk has no route).
 
     Raises:
@@ -168,8 +166,8 @@ def _placed_near(sizes: list[int], order: tuple[str, ...], devices, walk: bool) 
         placed = ring_placed(sizes, order.index("sequence"), devices)
         if placed is not None:
             return placed
-    # An axis of 2 on a torus of 4 x 4 x 4 takes a part of a physical axis, where its ring is a
-    # line; that only costs speed.
+    # On a 4 x 4 x 4 torus an axis of 2 takes part of a physical axis, where its ring is a line;
+    # that only costs speed.
     return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
@@ -180,7 +178,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 @dataclasses.dataclass(frozen=True)
 class LocalPart:
-    """A process's part of a global batch [B, L]: its rows and tokens, both ascending.
+    """A process's part of a global batch [B, L]: its rows and tokens, ascending.
 
     Attributes:
       shape: B and L.

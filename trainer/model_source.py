@@ -40,10 +40,10 @@ def open_model(path: str, weights: bool = True) -> StoredSource | AdaptedSource:
     an adapter, which names its base.
 
     Args:
-      weights: whether they will be read: otherwise a hub model is downloaded without them.
+      weights: whether they will be read; otherwise a hub model is downloaded without them.
 
     Raises:
-      ValueError: no such model, or an unsupported architecture; one line that says what would work.
+      ValueError: no such model, or an unsupported architecture; the message says what would work.
     """
     folder = best_or_itself(local_copy(path))
     if (folder / adapter_config.CONFIG).is_file() and not (folder / "config.json").exists():
@@ -53,7 +53,7 @@ def open_model(path: str, weights: bool = True) -> StoredSource | AdaptedSource:
         if (assets / adapter_config.CONFIG).is_file():
             return open_adapter(path)
         config = TransformerConfig.from_hf(assets)
-        # The search for a run's newest undamaged checkpoint has verified it.
+        # Verified by the search for a run's newest undamaged checkpoint.
         verified = not (folder / MANIFEST).exists()
         source: StoredSource = CheckpointSource(config, assets, assets.parent, config, verified)
     else:
@@ -68,7 +68,7 @@ def open_model(path: str, weights: bool = True) -> StoredSource | AdaptedSource:
 def adapter_source(path: str) -> tuple[AdapterSource, str]:
     """Returns the adapter at `path`, and the path or name of its base.
 
-    A checkpoint's adapter has its base quantized as in training; PEFT's format does not tell.
+    A checkpoint's adapter has its base quantized as in training; PEFT's format does not say.
 
     Args:
       path: a PEFT folder, org/name@revision on the hub, a checkpoint with adapters, or a run with
@@ -84,7 +84,7 @@ def adapter_source(path: str) -> tuple[AdapterSource, str]:
     if is_checkpoint:
         assets = assets_dir(folder)
         if not (assets / adapter_config.CONFIG).is_file():
-            raise ValueError(f"{path}: a checkpoint of a whole model, where an adapter is needed")
+            raise ValueError(f"{path}: a checkpoint of a whole model, but an adapter is needed")
         folder = assets.parent
     config, base = adapter_config.read_config(assets if is_checkpoint else folder)
     if not is_checkpoint:
@@ -94,7 +94,7 @@ def adapter_source(path: str) -> tuple[AdapterSource, str]:
 
 
 def open_adapter(path: str, base: str | None = None) -> AdaptedSource:
-    """Returns the adapter at `path` with the base that it names, or with the model at `base`.
+    """Returns the adapter at `path` with the base it names, or the model at `base`.
 
     Raises:
       ValueError: as `adapter_source`, `open_model` and `with_adapter`.
@@ -129,7 +129,7 @@ def with_adapter(source: ModelSource, path: str) -> AdaptedSource:
 
 
 def _generation_ends(folder: Path) -> list[int]:
-    """The eos ids in generation_config.json, often the only place of a chat's end of turn."""
+    """The eos ids in generation_config.json, often the only source of a chat's end of turn."""
     path = folder / "generation_config.json"
     try:
         ends = (
@@ -183,7 +183,7 @@ def choose_model(
         pad_token_id=tokenizer.pad_id,
     )
     scratch = ScratchSource(shape, Path(config.tokenizer))
-    return with_adapter(scratch, adapter_path) if adapter_path else scratch  # refused: not a base
+    return with_adapter(scratch, adapter_path) if adapter_path else scratch  # refused as a base
 
 
 def scratch_config(config: ModelConfig, **defaults: Any) -> TransformerConfig:
@@ -217,7 +217,7 @@ def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, T
 
     With `data.add_control_tokens`, the tokenizer gets every control token that the templates need
     and it lacks, and the model's vocabulary a row for each. The end-of-turn token of the exported
-    template, that of the first conversations, joins the model's eos ids; base models lack it.
+    template (the first conversations') joins the model's eos ids; base models lack it.
     """
     tokenizer, templates = source.tokenizer(), chat_templates(data)
     if data.add_control_tokens:
@@ -234,7 +234,7 @@ def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, T
 
 
 def chat_templates(data: DataConfig) -> list[str]:
-    """The templates of the sources of conversations, in the order of the sources."""
+    """The templates of conversation sources, in order."""
     return [
         source.template or data.template for source in data.sources if source.format in TURN_FORMATS
     ]

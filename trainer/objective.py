@@ -1,4 +1,4 @@
-"""The contract between the training loop and what is learned: `Objective`, `TrainableModel`."""
+"""The contract between the training loop and its objective: `Objective`, `TrainableModel`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AUXILIARY = "auxiliary_loss/"
 
 
 class TrainableModel(Protocol):
-    """What the loop, the step and the metrics read of a model."""
+    """What the loop, the step and the metrics need from a model."""
 
     @property
     def parameters(self) -> Mapping[str, Parameter]:
@@ -78,12 +78,11 @@ class Objective(abc.ABC):
     Attributes:
       model: the model, whose parameters are trained.
       loss_name: the loss's name in metrics, with its unit, such as loss_nats_per_target.
-      weight_name: the name in metrics of the sum of weights that divides the loss, such as
+      weight_name: the name in metrics of the weight sum that divides the loss, such as
         target_tokens.
-      sources: names of the data sources whose losses are also reported separately; () if there are
-        none.
+      sources: names of data sources whose losses are also reported separately; () for none.
       has_held_out: whether `held_out` yields a batch.
-      warnings: what a user should know of the data before training on them, a line each.
+      warnings: lines for the user about the data, before training.
       tokens_per_batch: tokens of a global batch, padding included.
       rows_per_epoch: rows of the first epoch; None if every row is drawn anew.
       fingerprint: a text that changes whenever any batch would.
@@ -102,28 +101,29 @@ class Objective(abc.ABC):
     @property
     @abc.abstractmethod
     def origin(self) -> str:
-        """A text that changes whenever initial parameters read from files would; "" if drawn."""
+        """A text that changes whenever initial parameters from files would; "" if drawn."""
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What else of its files decides the training, in JSON, by its name in messages."""
+        """What else in its files affects training, in JSON, by its name in messages."""
         return {}
 
     @abc.abstractmethod
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
-        """Computes the loss of a global batch; gradients are taken with respect to `params`.
+        """Computes the loss of a global batch, differentiable with respect to `params`.
 
         Returns:
           The sums of weighted losses and of weights over the batch, those of each of `sources`,
-          auxiliary losses, and further metrics by name. The step adds up the sums of all parts of a
-          batch and divides once.
+          auxiliary losses, and further metrics by name. The step sums over all parts of a batch and
+          divides once.
         """
 
     def totals(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
-        """Returns what a part's loss needs of the whole batch, as sums over the tokens of `batch`.
+        """Returns what a part's loss needs from the whole batch, as sums over the tokens of
+        `batch`.
 
-        The step adds them up over the parts and puts them into each part under the same names. {}
-        if a batch's loss is the sum of its parts'.
+        The step sums them over the parts and adds them to each part under the same names. {} if a
+        batch's loss is the sum of its parts'.
         """
         return {}
 
@@ -137,7 +137,7 @@ class Objective(abc.ABC):
 
     @abc.abstractmethod
     def held_out(self) -> Iterator[HostBatch]:
-        """Yields this process's part of every held-out batch, always the same."""
+        """Yields this process's part of every held-out batch; always the same batches."""
 
     @abc.abstractmethod
     def to_device(self, batch: HostBatch) -> DeviceBatch:
@@ -152,8 +152,7 @@ class Objective(abc.ABC):
         """Returns the tokens of each document in the batch of step `step` (from 0), for FLOPs."""
 
     def shared_lengths(self, step: int) -> Int[np.ndarray, " documents"] | int:
-        """Returns how many tokens of earlier documents each document of `lengths` sees besides its
-        own."""
+        """Returns how many tokens of earlier documents each document of `lengths` also sees."""
         return 0
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""The optimizer with its learning rate and clipping, and the choice of trained parameters."""
+"""The optimizer, learning rate, clipping, and the choice of trained parameters."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from .streaming import in_host_memory
 
 
 def learning_rate(config: OptimizerConfig, steps: int, step: Int[Array, ""]) -> Float[Array, ""]:
-    """Returns the learning rate of step `step` (from 0) of `steps`.
+    """Returns the learning rate of step `step` (from 0) of `steps`: a linear warm-up that does not
+    begin at 0, then the schedule's decay.
 
-    It is a linear warm-up, which does not begin at 0, then the schedule's decay.
+
     """
     rising = config.first_steps(steps)
     warmup = jnp.minimum((step + 1) / max(rising, 1), 1.0)
@@ -146,7 +147,7 @@ def apply_updates(
     """Returns the updated parameters in their dtypes; bfloat16 is rounded stochastically.
 
     Args:
-      step: number of finished steps, which the random bits depend on.
+      step: number of finished steps; the random bits depend on it.
     """
 
     def updated(name, x):
@@ -166,12 +167,12 @@ def moment_bits(config: OptimizerConfig, name: str, shape: tuple[int, ...]) -> f
 
 
 def _takes_8_bits(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter's moments may be in 8 bits: few are not, and their blocks are short."""
+    """Whether a parameter's moments may be in 8 bits; the others are few, and have short blocks."""
     return _is_matrix(name) and shape[-1] >= rounding.BLOCK // 2
 
 
 def moment_count(config: OptimizerConfig, name: str) -> int:
-    """Returns how many moments are as large as this parameter; Adafactor's factors are not."""
+    """Returns how many moments have this parameter's size; Adafactor's factors do not."""
     if config.name == "muon":
         return 1 if _is_layers_matrix(name) else 2
     return {"adamw": 2, "lion": 1, "adafactor": 0}[config.name]
@@ -182,7 +183,7 @@ def _is_matrix(name: str) -> bool:
 
 
 def _inputs(name: str) -> tuple[int, ...]:
-    """Returns the contracted axes of a stacked matrix [N, ...] or, of experts, [N, X, ...]; later
+    """Returns the contracted axes of a stacked matrix [N, ...], or [N, X, ...] for experts; later
     ones are outputs."""
     if is_of_experts(name):
         return (2,)
@@ -194,7 +195,7 @@ def _is_layers_matrix(name: str) -> bool:
 
 
 def _dimension_numbers(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the axes that form a matrix, for each layer weight; None for other parameters."""
+    """Returns the axes that form a matrix, per layer weight; None for other parameters."""
 
     def numbers(name):
         inputs = _inputs(name)
@@ -205,8 +206,8 @@ def _dimension_numbers(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_matrices(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Applies an optimizer to each layer weight as stacked matrices [N, inputs, outputs], or of
-    experts [N, X, inputs, outputs]."""
+    """Applies an optimizer to each layer weight as stacked matrices [N, inputs, outputs], or [N, X,
+    inputs, outputs] for experts."""
 
     def matrix(name, x):
         inputs = _inputs(name)
@@ -224,7 +225,8 @@ def _on_matrices(optimizer: optax.GradientTransformation) -> optax.GradientTrans
 
 
 def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Hands the optimizer gradients and weights in float32; optax's moments have their dtype."""
+    """Passes gradients and weights in float32 to the optimizer; optax's moments take their
+    dtype."""
 
     def cast(tree):
         return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
@@ -262,9 +264,9 @@ class EightBitMoments(NamedTuple):
     """State of `_with_moments_in_8_bits`."""
 
     steps: Int[Array, ""]
-    """Number of updates, which the random bits of their rounding depend on."""
+    """Number of updates; the random bits of rounding depend on it."""
     moments: Any
-    """The optimizer's state with codes in place of the large moments."""
+    """The optimizer's state, with codes for the large moments."""
     scales: dict[str, dict[str, Float[Array, ...]]]
     """The codes' scales: place in the state -> parameter -> array."""
 
@@ -306,8 +308,8 @@ def _with_moments_in_8_bits(
         return rounding.decode(x, state.scales[within][name], is_signed(path))
 
     def init(params):
-        # Moments begin at zero, and so do their codes and scales, which the compiler would fold as
-        # constants to find out.
+        # Moments begin at zero, hence codes and scales too; computing them would make the compiler
+        # fold constants.
         begin = jnp.zeros((), jnp.int32)
         state = jax.eval_shape(lambda params: encoded(optimizer.init(params), begin), params)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
@@ -373,8 +375,8 @@ def abstract_state(
 
 
 def _fitting(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Returns a parameter's sharding for its moments, or for their fewer scales, whose last axis
-    stays whole where the mesh does not divide it."""
+    """Returns the sharding of a parameter's moments, or of their scales, whose shorter last axis
+    stays whole if the mesh does not divide it."""
     spec = tuple(sharding.spec)
     last = spec[-1] if len(spec) == len(shape) else None
     if last is None:

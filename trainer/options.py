@@ -38,8 +38,8 @@ def option(text: str, default: Any = REQUIRED, *, positional: bool = False, **mo
 
     Args:
       text: its help, to which the default is added unless the text gives it.
-      default: its value if it is not given; without one it is required, a switch's is False.
-      positional: whether it is given without its name.
+      default: its value if not given; without a default it is required, but a switch is False.
+      positional: whether it is given without a name.
       more: further arguments of argparse, such as `choices` or `metavar`.
     """
     about = {"text": text, "default": default, "positional": positional, "more": more}
@@ -56,7 +56,7 @@ def other_words(metavar: str, text: str = "") -> Any:
 
 
 def no_download() -> Any:
-    """Returns the field of --no-download, which takes effect as soon as it is parsed."""
+    """Returns the field of --no-download, which takes effect on parsing."""
     return option("", action=entry.NoDownload)
 
 
@@ -85,8 +85,8 @@ def command(
 def parse(options: type[T], argv: Sequence[str] | None = None) -> T:
     """Returns the options of a command line. Raises SystemExit(2) after one line if it is wrong.
 
-    The help begins with the class's docstring if that says more than "The command's options.",
-    otherwise with the first line of its module's.
+    The help begins with the class's docstring, or, if that is "The command's options.", with the
+    first line of the module's.
     """
     parser = parser_of(options)
     others = next(filter(_takes_others, _fields(options)), None)

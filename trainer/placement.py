@@ -1,7 +1,7 @@
 """Places a mesh on a TPU slice so that the sequence ring is a closed walk over neighbours.
 
 On generations with limited routing (v5e, v6e) the compiler makes a permute asynchronous only if all
-its hops are short and straight. In row-major order the hops from row to row are not, which would
+its hops are short and straight. In row-major order the hops between rows are not, which would
 expose every transfer of the ring.
 
 Each dimension of the slice is therefore divided into three levels. Mesh axes outside the ring are
@@ -61,7 +61,7 @@ def _grid(devices) -> np.ndarray | None:
 def _cut(shape, level_sizes: tuple[int, int, int]) -> list[tuple[int, int, int]] | None:
     """Returns each dimension as (boxes, cells, devices of a cell) with these products, or None.
 
-    Of several divisions, it takes the one with the most compact cells, then boxes.
+    Prefers the most compact cells, then boxes.
     """
     candidates = []
     for cut in itertools.product(*(_triples(size) for size in shape)):
@@ -87,8 +87,8 @@ def closed_walk(cells) -> list[int] | None:
     """Returns a closed walk over the cells of a box (row-major numbers), or None.
 
     Each cell is a neighbour of the previous one, and the last of the first. The walk goes down the
-    first column of an even dimension and returns row by row; the other dimensions are walked back
-    and forth, as if they were one.
+    first column of an even dimension and returns row by row; it goes back and forth over the other
+    dimensions as if they were one.
     """
     if math.prod(cells) == 1:
         return [0]

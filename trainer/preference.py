@@ -1,5 +1,5 @@
-"""The objective of preferences: of two completions of a prompt, the chosen one is to become
-likelier than the rejected one."""
+"""The preference objective: of a prompt's two completions, the chosen one should become
+likelier."""
 
 from __future__ import annotations
 
@@ -43,14 +43,13 @@ from .text import TextObjective, text_batch
 
 T = TypeVar("T")
 KL_TOTALS = "kl_totals"
-"""Name in a part of a batch for the whole batch's `_kl_totals`."""
+"""The whole batch's `_kl_totals` in a part of a batch."""
 
 
 def preference_batch(
     rows: int, length: int, mesh: Mesh, places: int, config: PreferenceConfig, shares: bool
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes, dtypes and shardings of a batch of pairs: the arrays of
-    `data.pairs.PairBatch`.
+    """Returns shapes, dtypes and shardings of a `data.pairs.PairBatch`.
 
     Args:
       places: P, the most pairs in a row.
@@ -77,11 +76,11 @@ def preference_batch(
 def preference_loss(
     model: LanguageModel, config: PreferenceConfig, params: LossParams, batch: DeviceBatch
 ) -> LossSums:
-    """Returns the sums over a batch's pairs of their losses, and of their rewards and
-    log-likelihoods under TRL's names.
+    """Returns the sums of losses over a batch's pairs, and of rewards and log-likelihoods under
+    TRL's names.
 
     Args:
-      batch: see `preference_batch`; a part of a larger batch of labelled completions has that one's
+      batch: see `preference_batch`; a part of a batch of labelled completions has the whole one's
         KL_TOTALS.
     """
     pairs = _pairs(model, params, batch)
@@ -110,7 +109,7 @@ def preference_loss(
 def preference_totals(
     model: LanguageModel, config: PreferenceConfig, params: LossParams, batch: DeviceBatch
 ) -> dict[str, Any]:
-    """Returns what `preference_loss` needs to know of a whole batch, from a part of it; see
+    """Returns a part's contribution to what `preference_loss` needs from a whole batch; see
     `Objective.totals`."""
     if not config.labelled:
         return {}
@@ -134,8 +133,8 @@ def _labelled_loss(pairs: Pairs, config: PreferenceConfig, batch: DeviceBatch) -
     count = jnp.sum(present)
 
     def mean_sums(x: jax.Array) -> list[jax.Array]:
-        """Sums that, divided by the number of completions, are the means of the desirable ones and
-        of the others."""
+        """Sums that become the means of desirable and undesirable completions when divided by the
+        number of completions."""
         shares = batch["label_shares"]
         return list(jnp.where(shares == 0, 0.0, x[..., None] * shares).sum((0, 1)))
 
@@ -153,7 +152,7 @@ def _labelled_loss(pairs: Pairs, config: PreferenceConfig, batch: DeviceBatch) -
 
 
 def _kl_totals(pairs: Pairs, present: Float[jax.Array, "B P"]) -> tuple[jax.Array, jax.Array]:
-    """Returns what `mismatched_kl` takes, of a batch or a part of one."""
+    """Returns the arguments of `mismatched_kl` for a batch or a part of one."""
     ratios = (pairs.log_likelihoods - pairs.references)[..., 1]
     return jnp.sum(ratios * present), jnp.sum(present)
 
@@ -161,17 +160,16 @@ def _kl_totals(pairs: Pairs, present: Float[jax.Array, "B P"]) -> tuple[jax.Arra
 def _loss_sums(
     total: jax.Array, weight: jax.Array, measures: dict[str, Float[jax.Array, ""]]
 ) -> LossSums:
-    """Returns sums that are of no source and have no auxiliary losses."""
+    """Returns sums without sources or auxiliary losses."""
     none = jnp.zeros(0, jnp.float32)
     return LossSums(total, weight, SourceSums(none, none), {}, measures)
 
 
 class PreferenceObjective(TextObjective):
-    """Preference tuning on pairs of completions, both of a pair in one row; attributes as of
+    """Preference tuning on pairs of completions, each pair in one row; attributes as in
     `TextObjective`.
 
-    The loss is the mean over pairs. The reference is the model that training begins with, or that
-    of `preference.ref_model`;
+    The loss is the mean over pairs. The reference is the initial model, or `preference.ref_model`;
     its log-likelihoods are computed before the first step.
     """
 
@@ -182,8 +180,8 @@ class PreferenceObjective(TextObjective):
     def _open_data(self) -> None:
         if self.model.config.num_experts:
             raise UserError(
-                "preference.loss: a mixture of experts is not trained on preferences, since its "
-                "routers' losses would be left out; a dense model would work"
+                "preference.loss: mixtures of experts are not supported, since their router "
+                "losses would be left out; a dense model would work"
             )
         self.sources = ()
         super()._open_data()
@@ -228,11 +226,11 @@ class PreferenceObjective(TextObjective):
 
     @functools.cached_property
     def _reference(self) -> tuple[LanguageModel, ModelSource]:
-        """The reference, and where its parameters come from.
+        """The reference, and the source of its parameters.
 
         Raises:
-          UserError, ValueError: there is none at `preference.ref_model`, or it does not serve this
-          run.
+          UserError, ValueError: there is no model at `preference.ref_model`, or it does not fit
+            this run.
         """
         path = self.config.preference.ref_model
         if path is None:
@@ -242,9 +240,9 @@ class PreferenceObjective(TextObjective):
         source, tokenizer = for_templates(choose_model(section), config.data)
         if not _same_ids(tokenizer, self.tokenizer):
             raise UserError(
-                f"preference.ref_model: {path} has another tokenizer than the model that is "
-                f"trained, so that its "
-                "log-likelihoods would be of other texts; a model with the same tokenizer would "
+                f"preference.ref_model: {path} has a tokenizer other than the trained model's, so "
+                "its log-likelihoods would be of other texts; a model with the same tokenizer "
+                "would "
                 "work"
             )
         if self.loader.shares and not shares_prompts(config, source.config):
@@ -274,8 +272,7 @@ class PreferenceObjective(TextObjective):
         )
 
     def _log_likelihoods(self, places: int) -> LogLikelihoods:
-        """Returns a function that computes the log-likelihoods of a batch's documents under the
-        reference.
+        """Returns a function that computes a batch's document log-likelihoods under the reference.
 
         Args:
           places: the most pairs in a row.
@@ -298,13 +295,13 @@ class PreferenceObjective(TextObjective):
         return log_likelihoods
 
     def _reference_fingerprint(self) -> str:
-        """Returns a text that changes whenever the reference's log-likelihoods would, but for
-        rounding."""
+        """Returns a text that changes whenever the reference's log-likelihoods would (beyond
+        rounding)."""
         config = self.config
         model, source = self._reference
         parts = {
             "origin": source.fingerprint,
-            "shape": repr(model.config),  # as config.json has it, which is no part of the weights
+            "shape": repr(model.config),  # from config.json, which is not part of the weights
             "model": dataclasses.asdict(dataclasses.replace(config.model, path=None)),
             "adapter": dataclasses.asdict(dataclasses.replace(config.adapter, path=None)),
             "window": config.attention.window,
@@ -319,7 +316,7 @@ class PreferenceObjective(TextObjective):
         return preference_loss(self.model, self.config.preference, params, batch)
 
     def totals(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
-        """Returns what KTO's reference point is made of, which is the whole batch's; see
+        """Returns the sums for KTO's reference point, which needs the whole batch; see
         `mismatched_kl`."""
         return preference_totals(self.model, self.config.preference, params, batch)
 
@@ -330,7 +327,7 @@ class PreferenceObjective(TextObjective):
         return preference_batch(rows, length, self.mesh, places, self.config.preference, shares)
 
     def held_out(self) -> Iterator[HostBatch]:
-        """Yields the held-out batches with as many places for pairs as those of training have."""
+        """Yields the held-out batches, with as many places for pairs as training batches."""
         for batch in super().held_out():
             yield {
                 name: _resized(x, self.loader.places) if name in PAIR_ARRAYS else x
@@ -342,7 +339,7 @@ class PreferenceObjective(TextObjective):
         return {**cast(HostBatch, permute(cast(Batch, tokens), self.order)), **pairs}
 
     def to_device(self, batch: HostBatch) -> DeviceBatch:
-        """Returns the global arrays of which `batch` holds this process's part."""
+        """Returns the global arrays from `batch`, this process's part."""
         tokens, pairs = _split(batch)
         return {
             **super().to_device(tokens),
@@ -351,7 +348,7 @@ class PreferenceObjective(TextObjective):
 
 
 def _same_ids(first: Tokenizer, second: Tokenizer) -> bool:
-    """Returns whether each id stands for the same text in both tokenizers."""
+    """Returns whether each id means the same text in both tokenizers."""
     return first.vocab_size == second.vocab_size and all(
         first.decode([number]) == second.decode([number]) for number in range(first.vocab_size)
     )
@@ -367,13 +364,13 @@ def _split(batch: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
 
 
 def _resized(x: np.ndarray, places: int) -> np.ndarray:
-    """Returns an array [B, P, ...] with another P, which the pairs of each row fit."""
+    """Returns an array [B, P, ...] with another P that fits the pairs of each row."""
     x = x[:, :places]
     return np.pad(x, [(0, 0), (0, places - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
 
 
 def _place_rows(x: np.ndarray, mesh: Mesh, part: LocalPart) -> jax.Array:
-    """Returns the global array [B, ...] of which `x` holds the rows of this process."""
+    """Returns the global array [B, ...] from `x`, this process's rows."""
     sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
     shape = (part.shape[0], *x.shape[1:])
 

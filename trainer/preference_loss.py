@@ -14,11 +14,10 @@ from .config.preference import PreferenceConfig
 
 
 class Pairs(NamedTuple):
-    """Sums over the tokens of P pairs of completions in each of B rows, the chosen completion
-    first; float32.
+    """Token sums of P pairs of completions in each of B rows, the chosen completion first; float32.
 
     Attributes:
-      log_likelihoods: the model's; references: those of the model that training began with.
+      log_likelihoods: the model's; references: the reference's.
       tokens: targets of each completion, 0 in places without a pair.
     """
 
@@ -28,7 +27,7 @@ class Pairs(NamedTuple):
 
 
 class PairLosses(NamedTuple):
-    """Each pair's loss and rewards; meaningless, and finite, where there is no pair."""
+    """Each pair's loss and rewards; finite but meaningless in places without a pair."""
 
     loss: Float[Array, "B P"]
     rewards: Float[Array, "B P C"]
@@ -38,13 +37,11 @@ def pair_losses(pairs: Pairs, config: PreferenceConfig) -> PairLosses:
     """Returns the losses and the rewards of pairs, without `sft_weight`'s term.
 
     The formulas are those of TRL's DPOTrainer, ORPOTrainer and CPOTrainer (loss_type simpo);
-    rewards are beta times the log-ratio to the reference, or the mean log-likelihood where there is
-    none.
+    rewards are beta times the log-ratio to the reference, or the mean log-likelihood without one.
     """
     tokens = jnp.maximum(pairs.tokens, 1.0)
     if not config.needs_reference:
-        # A place without a pair takes part with any likelihood below 1, so that all numbers are
-        # finite.
+        # A place without a pair gets some likelihood below 1, so that all numbers are finite.
         means = jnp.where(pairs.tokens > 0, pairs.log_likelihoods / tokens, -1.0)
         return PairLosses(_without_reference(means, config), config.beta * means)
     ratios = pairs.log_likelihoods - pairs.references
@@ -59,11 +56,11 @@ def labelled_losses(
     kl: Float[Array, ""],
     config: PreferenceConfig,
 ) -> PairLosses:
-    """Returns the losses of labelled completions, and their rewards [B, P, 1]; the formula is that
-    of TRL's KTOTrainer.
+    """Returns the losses of labelled completions and their rewards [B, P, 1], by the formula of
+    TRL's KTOTrainer.
 
     Args:
-      labels: 1 where a completion, the first of a pair, is desirable.
+      labels: 1 if a completion, the first of a pair, is desirable.
       kl: the reference point, see `mismatched_kl`.
     """
     ratios = (pairs.log_likelihoods - pairs.references)[..., 0]
@@ -78,7 +75,7 @@ def mismatched_kl(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Arr
     completions after other records' prompts, at least 0; without gradient.
 
     Args:
-      total: sum of the log-ratios over the whole batch; count: how many there are.
+      total: sum of the log-ratios over the whole batch; count: their number.
     """
     return jax.lax.stop_gradient(jnp.maximum(total / jnp.maximum(count, 1.0), 0.0))
 
@@ -116,6 +113,6 @@ def _log_of_rest(log_p: Float[Array, "B P 2"]) -> Float[Array, "B P 2"]:
     """log(1 - p) from log(p), without cancellation at either end (Maechler, Accurately Computing
     log(1 - exp(-|a|)))."""
     near_one = log_p > -jnp.log(2.0)
-    # Each branch sees only what it is accurate for, so that its gradient elsewhere is not infinite.
+    # Each branch sees only inputs it is accurate for, so that its gradient elsewhere stays finite.
     large, small = jnp.where(near_one, log_p, -0.5), jnp.where(near_one, -1.0, log_p)
     return jnp.where(near_one, jnp.log(-jnp.expm1(large)), jnp.log1p(-jnp.exp(small)))

@@ -1,8 +1,7 @@
-"""The reference of preference tuning: log-likelihoods of all completions under the model that
-training begins with.
+"""The reference of preference tuning: log-likelihoods of all completions under the initial model.
 
-They are computed once, before the first step, and stored next to the prepared data: no step then
-needs a second model. A start that was interrupted goes on where it was.
+They are computed once, before the first step, and stored next to the prepared data, so no step
+needs a second model. An interrupted start continues where it stopped.
 """
 
 from __future__ import annotations
@@ -25,14 +24,12 @@ from data.within import read_bytes
 from .run.cluster import first_then_others
 
 SAVE_EVERY = 60.0
-"""Seconds between two writes of what was computed so far."""
+"""Seconds between writes of the results so far."""
 
-_DIGEST_BYTES = (
-    32  # a file begins with the SHA-256 of the float32 numbers that follow, two for each pair
-)
+_DIGEST_BYTES = 32  # a file is a SHA-256 followed by the float32 numbers it covers, two per pair
 
 LogLikelihoods = Callable[[PairBatch], Float[np.ndarray, "B D"]]
-"""Returns the log-likelihood of each document of a batch of which this process made its part."""
+"""Returns the log-likelihood of each document in a batch, from this process's part."""
 
 
 def reference_log_likelihoods(
@@ -43,21 +40,20 @@ def reference_log_likelihoods(
     progress: bool,
     name: str,
 ) -> Float32[np.ndarray, "documents 2"]:
-    """Returns the log-likelihoods of all pairs of a loader, from the file `path` as far as it has
-    them.
+    """Returns the log-likelihoods of all pairs of a loader, reusing those in the file `path`.
 
     All processes call it, and all must see the file.
 
     Args:
-      loader: of unweighted documents, whose first epoch has each once.
+      loader: of unweighted documents; its first epoch has each once.
       read: returns this process's part of a step's batch.
-      compute: loads the model; not called where nothing is to be computed.
-      path: the file, whose name changes with the data, the model and how it computes.
+      compute: loads the model; not called if nothing is left to compute.
+      path: the file; its name changes with the data, the model and the computation.
       progress: shows a progress bar.
       name: the reference's, for messages.
 
     Raises:
-      UserError: a log-likelihood is not finite, of which all losses of the pair would not be.
+      UserError: a log-likelihood is not finite, so the pair's losses would not be either.
     """
     count, steps = len(loader.documents), -(-len(loader) // loader.batch_size)
     values = first_then_others(lambda _: _stored(path, count), lambda _: "")
@@ -83,8 +79,8 @@ def reference_log_likelihoods(
                 values[pairs] = places[: len(pairs)]
                 if not np.isfinite(values[pairs]).all():
                     raise UserError(
-                        f"{name}: gives a completion a log-likelihood that is not finite, so that "
-                        "it cannot be the reference; another model, or model.compute_dtype "
+                        f"{name}: gives a completion a non-finite log-likelihood, so it cannot be "
+                        "the reference; another model, or model.compute_dtype "
                         "float32, would work"
                     )
             bar.advance()
@@ -97,18 +93,18 @@ def reference_log_likelihoods(
 
 
 def _stored(path: Path, count: int) -> Float32[np.ndarray, "documents 2"]:
-    """Returns what a file holds; numbers that are not known yet are not numbers."""
+    """Returns a file's content; unknown numbers are NaN."""
     if path.exists():
         content = read_bytes(path, path.parent)
         digest, array = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         if digest == hashlib.sha256(array).digest() and len(array) == 8 * count:
             return np.frombuffer(array, "<f4").reshape(count, 2).copy()
-        print(f"warning: {path}: is damaged and is made again", file=sys.stderr)
+        print(f"warning: {path}: is damaged and recomputed", file=sys.stderr)
     return np.full((count, 2), np.nan, np.float32)
 
 
 def _write(path: Path, values: np.ndarray) -> None:
-    """Replaces the file as a whole, so that a reader finds the old one or the new one."""
+    """Replaces the file atomically: a reader finds the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
     array = values.astype("<f4").tobytes()

@@ -1,15 +1,15 @@
 """Stochastic rounding of weights to bfloat16, and moments in 8 bits.
 
-A number is rounded up with the probability of its place between its two neighbours, so that what
-single steps are too small to change moves on average. The random bits are a hash of the step, the
-array's name and the number's place in it: the same on any mesh, and again when a run is resumed.
+A number is rounded up with the probability of its position between its two neighbours, so that
+steps too small to change a weight still move it on average. The random bits are a hash of the step,
+the array's name and the number's index: the same on any mesh and after a resume.
 
 Moments in 8 bits are floats with three bits of mantissa: signed with four bits of exponent (the
 first moment), or unsigned with five (the second), times a float32 scale for each BLOCK numbers of
-the last axis. Unlike a table of 256 levels such as bitsandbytes', which is looked up number by
-number, they are made by shifts of a float32's own bits, on any device alike; and stochastic
-rounding keeps the slow averages moving: to the nearest level, a second moment that decays by less
-than 3% a step would stay where it is.
+the last axis. Unlike a table of 256 levels such as bitsandbytes', looked up number by number, they
+are made by shifting a float32's bits, identically on any device. Stochastic rounding keeps slow
+averages moving: rounded to the nearest level, a second moment that decays by less than 3% a step
+would never change.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _SIGNED_OFFSET, _UNSIGNED_OFFSET = ((127 - exponent << 3) - 1 for exponent in (1
 
 
 def random_bits(shape: tuple[int, ...], step: Int[Array, ""], name: str) -> UInt32[Array, ...]:
-    """Returns 32 random bits for each number of an array: a hash of step, name and place."""
+    """Returns 32 random bits for each element of an array: a hash of step, name and index."""
     place = jnp.full(shape, zlib.crc32(name.encode()), jnp.uint32)
     for axis in range(len(shape)):
-        # An odd factor of its own for each axis, so that padding an array moves no number's bits.
+        # A different odd factor per axis, so that padding an array changes no element's bits.
         factor = zlib.crc32(f"axis {axis}".encode()) | 1
         place += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(factor)
     return _mixed(_mixed(place) ^ _mixed(step.astype(jnp.uint32) + jnp.uint32(0x9E3779B9)))
@@ -70,12 +70,12 @@ def encode(
     codes = ((bits + (random >> (32 - _DROPPED))) >> _DROPPED).astype(jnp.int32) - offset
     least = _least(offset)
     if signed:
-        # Below the least level there is only zero.
+        # Below the smallest level there is only zero.
         up = random.astype(jnp.float32) * 2.0**-32 < ratio / least
         codes = jnp.where(ratio < least, up.astype(jnp.int32), jnp.minimum(codes, 127))
         codes = jnp.where(x < 0, codes | 128, codes)
     else:
-        # A second moment that became zero would make a step of any size.
+        # A second moment of zero would allow a step of any size.
         codes = jnp.where(x > 0, jnp.clip(codes, 1, 255), 0)
     return codes.astype(jnp.uint8), scales
 
@@ -94,12 +94,12 @@ def decode(
 
 
 def _least(offset: int) -> float:
-    """The number of code 1, without its scale."""
+    """The value of code 1, without its scale."""
     return 2.0 ** ((offset + 1 >> 3) - 127)
 
 
 def _blocks(x: Float[Array, ...]) -> Float[Array, ...]:
-    """x with its last axis in blocks, the last of them filled with zeros."""
+    """x with its last axis in blocks, the last one zero-padded."""
     blocks = -(-x.shape[-1] // BLOCK)
     missing = blocks * BLOCK - x.shape[-1]
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

@@ -39,7 +39,7 @@ Params = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource(abc.ABC):
-    """A model that can be read onto any mesh.
+    """A model that can be loaded onto any mesh.
 
     Attributes:
       config: the model's sizes, which may exceed those of its files (see `with_vocabulary`).
@@ -71,11 +71,11 @@ class ModelSource(abc.ABC):
 
     @abc.abstractmethod
     def read(self, model: LanguageModel, seed: int = 0) -> Params:
-        """Reads, or draws, the parameters onto the mesh of `model`, each device its part.
+        """Reads or draws the parameters onto the mesh of `model`, a part per device.
 
         Args:
-          seed: for a model from scratch, new adapters, and rows of the vocabulary that the files
-            lack (see `with_vocabulary`).
+          seed: for a model from scratch, new adapters, and vocabulary rows that the files lack (see
+            `with_vocabulary`).
         """
 
     @abc.abstractmethod
@@ -83,12 +83,12 @@ class ModelSource(abc.ABC):
         """Copies the source's configuration and tokenizer files to the new folder `assets`."""
 
     def with_vocabulary(self, tokenizer: Tokenizer) -> Self:
-        """Returns this model with a row of vocabulary for each of the tokenizer's ids."""
+        """Returns this model with a vocabulary row for each of the tokenizer's ids."""
         size = max(self.config.vocab_size, tokenizer.vocab_size)
         return dataclasses.replace(self, config=dataclasses.replace(self.config, vocab_size=size))
 
     def ending_at(self, ids: Iterable[int]) -> Self:
-        """Returns this model with `ids` added to its eos ids, which end an answer."""
+        """Returns this model with `ids` added to its eos ids."""
         eos = self.config.eos_token_id
         before = eos if isinstance(eos, tuple) else (eos,)
         unique = tuple(dict.fromkeys(id for id in (*before, *ids) if id is not None))
@@ -104,7 +104,7 @@ class ModelSource(abc.ABC):
     def write_assets(
         self, assets: Path, tokenizer: Tokenizer, chat_template: str | None, resolved: str
     ) -> None:
-        """Writes the assets of a checkpoint trained from this model, all that an export needs.
+        """Writes the assets of a checkpoint trained from this model: everything an export needs.
 
         Args:
           assets: the folder to write.
@@ -118,7 +118,7 @@ class ModelSource(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ScratchSource(ModelSource):
-    """A shape without weights, which are drawn."""
+    """A shape without weights; they are drawn."""
 
     fingerprint = name = ""
     is_pretrained = False
@@ -161,7 +161,7 @@ class StoredSource(ModelSource):
         return {**params, **model.init_magnitudes(params)}
 
     def read_base(self, model: LanguageModel, seed: int) -> Params:
-        """Reads all parameters but those of adapters; `seed` as in `read`."""
+        """Reads all parameters except adapters'; `seed` as in `read`."""
         base = {
             entry.name: model.parameters[entry.name]
             for entry in hf_layout(model.config)
@@ -243,7 +243,7 @@ class CheckpointSource(StoredSource):
 def _read_some(
     stored: Mapping[str, Any], parameters: Mapping[str, Parameter], shardings: Mapping[str, Any]
 ) -> Params:
-    """Reads parameters of a checkpoint via the host, cut or zero-padded to their shapes."""
+    """Reads a checkpoint's parameters via the host, cut or zero-padded to their shapes."""
 
     def read(name: str, parameter: Parameter) -> jax.Array:
         part = np.asarray(stored[name])[tuple(map(slice, parameter.shape))]

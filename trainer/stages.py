@@ -1,4 +1,4 @@
-"""A curriculum: a recipe's stages as consecutive runs, each from the last one's parameters."""
+"""A curriculum: a recipe's stages as consecutive runs, each from the previous one's parameters."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ def stages_of(config: RunConfig) -> list[RunConfig]:
 
     The last stage's folder is the run's, so its checkpoints, logs and evaluations are the run's;
     earlier stages are in RUN/stages/1, 2 and so on. Each stage is an ordinary run with its own
-    warm-up, moments, decay and order of the data.
+    warm-up, moments, decay and data order.
 
     Raises:
-      UserError: a stage contradicts the other sections, or stages need different numbers of
-        devices.
+      UserError: a stage contradicts the other sections, or stages differ in the number of devices.
     """
     if not config.stages:
         return [config]
@@ -61,7 +60,7 @@ def _staged(
     """Returns the configuration of a stage, which begins with the previous stage's result."""
     stage, last = config.stages[index], index == len(config.stages) - 1
     model, adapter = config.model, config.adapter
-    # Its checkpoints only hold the adapter: the base and its positions stay.
+    # Checkpoints hold only the adapter: the base and its positions stay.
     if previous is not None and adapter.rank:
         model, adapter = previous.model, dataclasses.replace(adapter, path=previous.location)
     elif previous is not None:
@@ -102,7 +101,7 @@ def _staged(
 def choose_stage(config: RunConfig, number: int | None = None) -> RunConfig:
     """Returns the configuration that reads a stage's data; without stages `config`.
 
-    It has the recipe's model, whose tokenizer is available before the earlier stages have run.
+    It keeps the recipe's model, whose tokenizer exists before earlier stages have run.
 
     Args:
       number: of the stage, from 1; the last one by default.
@@ -124,8 +123,8 @@ def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) ->
     """Trains each stage that is not finished, in order, and returns the last checkpoint.
 
     Args:
-      train: trains a run to its end, from its newest checkpoint if any; is told whether another
-        stage follows.
+      train: trains a run to its end, from its newest checkpoint if any; its second argument says
+        whether another stage follows.
 
     Raises:
       UserError: as `stages_of`; or a stage's folder holds another run.
@@ -134,8 +133,8 @@ def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) ->
     if len(stages) == 1:
         return train(stages[0], False)
     start_devices(config)
-    # One process checks for all: they would find each other's locks, or a folder that others do not
-    # see yet.
+    # One process checks for all: they would find each other's locks, or folders not visible to
+    # others yet.
     first = first_then_others(
         lambda index: _first_unfinished(stages) if index is None else int(index), str
     )
@@ -155,7 +154,7 @@ def _first_unfinished(stages: list[RunConfig]) -> int:
     for index, (stage, following) in enumerate(itertools.pairwise(stages)):
         if not has_begun(following):
             return index
-        check_run(stage)  # the next one has begun, so this one is finished, if it is the same
+        check_run(stage)  # the next one has begun, so this one, if it is the same run, is finished
     return len(stages) - 1
 
 

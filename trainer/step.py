@@ -1,8 +1,8 @@
 """The training step and the evaluation step, compiled ahead of time from shapes.
 
 A batch may be computed in consecutive parts (gradient accumulation). The parts' *sums* of weighted
-losses and their gradients are added up in float32 and divided by the sum of all weights at the end,
-so parts may differ in weight.
+losses and their gradients are accumulated in float32 and divided by the total weight at the end, so
+parts may differ in weight.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StepBuilder:
       train_config: `steps`, for the learning rate; `accumulation`, the number of parts of each
         device's rows; `non_finite`: "skip" leaves parameters and moments unchanged in a step with a
         non-finite loss or gradient.
-      memory_config: whether moments and parameters are in host memory; gradients are always on the
+      memory_config: whether moments and parameters are in host memory; gradients always stay on the
         device.
       trainable_pattern: regular expression for the names of trained parameters.
       seed: of dropout.
@@ -121,13 +121,13 @@ class StepBuilder:
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        """Clipping, the section's optimizer, and an optional average of the weights."""
+        """Clipping, the configured optimizer, and an optional average of the weights."""
         return make_optimizer(self.optimizer_config, self.train_config.steps)
 
     @functools.cached_property
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """All parameters with their shardings: trained ones in `optimizer.weight_dtype`, frozen
-        adapters' bases in the compute dtype."""
+        """All parameters with their shardings: trained ones in `optimizer.weight_dtype`, an
+        adapter's frozen base in the compute dtype."""
         shardings = self.model.shardings
         if self.memory_config.parameters_on_host:
             shardings = {name: in_host_memory(sharding) for name, sharding in shardings.items()}
@@ -156,12 +156,12 @@ class StepBuilder:
 
     @property
     def saves_trainable_only(self) -> bool:
-        """Whether checkpoints hold only the trained parameters: adapters without their base."""
+        """Whether checkpoints hold only trained parameters: adapters without their base."""
         return self.model.config.adapter is not None
 
     @property
     def abstract_saved(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The `abstract_params` that checkpoints hold."""
+        """The `abstract_params` in checkpoints."""
         return self.abstract_trainable if self.saves_trainable_only else self.abstract_params
 
     @property
@@ -188,7 +188,7 @@ class StepBuilder:
         )
 
     def stored(self, params: Params) -> Params:
-        """Returns parameters in the dtypes in which the step keeps them."""
+        """Returns parameters in the dtypes the step keeps them in."""
         dtypes = {name: x.dtype for name, x in self.abstract_params.items()}
         return {
             name: x if x.dtype == dtypes[name] else x.astype(dtypes[name])
@@ -196,7 +196,7 @@ class StepBuilder:
         }
 
     def init_optimizer(self, trainable: Params) -> Any:
-        """Returns a new state of the optimizer, created in its shards."""
+        """Returns a new optimizer state, created sharded."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_optimizer)
         return jax.jit(self.optimizer.init, out_shardings=shardings)(trainable)
 
@@ -207,8 +207,8 @@ class StepBuilder:
             jax.tree.map(lambda x: x.sharding, tree)
             for tree in (self.abstract_trainable, self.abstract_optimizer)
         ]
-        # Without fixed shardings of the results the compiler might choose others, and the second
-        # step would recompile.
+        # With free result shardings the compiler might choose others, and the second step would
+        # recompile.
         jitted = jax.jit(self.train, donate_argnums=(0, 2), out_shardings=(*shardings, None))
         return jitted.lower(
             self.abstract_trainable,
@@ -223,7 +223,7 @@ class StepBuilder:
         return self.trace_evaluate().lower()
 
     def trace_evaluate(self) -> jax.stages.Traced:
-        """Returns the traced evaluation step; needs no devices, raises most errors of options."""
+        """Returns the traced evaluation step; needs no devices, and raises most option errors."""
 
         def evaluate(params, batch):
             whole = self._whole_batch(params, batch)
@@ -242,7 +242,7 @@ class StepBuilder:
         """Computes one training step.
 
         Args:
-          trainable, frozen: the parameters that are trained, and the others.
+          trainable, frozen: the trained parameters, and the others.
           batch: a global batch.
           step: number of finished steps.
 
@@ -276,13 +276,14 @@ class StepBuilder:
         return *updated, metrics
 
     def _whole_batch(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
-        """Returns what a part's loss needs of the whole batch, by a forward pass over all parts."""
+        """Returns what a part's loss needs from the whole batch, by a forward pass over all
+        parts."""
         if self.train_config.accumulation == 1 or self.totals is None:
             return {}
         return self._over_parts(functools.partial(self.totals, params), batch)
 
     def _router_totals(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
-        """As `_whole_batch`, for a mixture's router losses, which are not sums over parts."""
+        """Like `_whole_batch`, for router losses, which are not sums over parts."""
         if self.train_config.accumulation == 1 or not self.model.config.has_router_losses:
             return {}
         count = functools.partial(self.model.router_totals, params)
@@ -310,7 +311,7 @@ class StepBuilder:
     def _sums_and_gradient(
         self, trainable: Params, frozen: Params, batch: DeviceBatch
     ) -> tuple[LossSums, Params]:
-        """Returns the loss sums and the gradient of their total, taken outside of `shard_map`."""
+        """Returns the loss sums and the gradient of their total, taken outside `shard_map`."""
         on_host = self.memory_config.parameters_on_host
 
         def total(variables):
@@ -318,8 +319,7 @@ class StepBuilder:
             sums = self.loss({**params, **frozen}, batch)
             return sums.trained, sums
 
-        # The gradient of a parameter in host memory is taken with respect to its placeholder on the
-        # device.
+        # The gradient of a host parameter is taken with respect to its placeholder on the device.
         variables = (
             jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), trainable) if on_host else trainable
         )

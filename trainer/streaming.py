@@ -1,4 +1,4 @@
-"""Updates parameters or moments in host memory: layer by layer, to the device and back."""
+"""Updates parameters or moments in host memory layer by layer, to the device and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def in_host_memory(sharding: NamedSharding) -> NamedSharding:
     on_host = sharding.with_memory_kind("pinned_host")
     if on_host.memory_kind:
         return on_host
-    # A described GPU lists no memories, so jax drops the kind. An abstract mesh keeps it.
+    # A described GPU lists no memory kinds, so jax drops it. An abstract mesh keeps it.
     return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind="pinned_host")
 
 
@@ -30,7 +30,7 @@ def keep_unless_finite(finite: Bool[Array, ""] | bool, new: Any, old: Any) -> An
     Counters always advance: the learning rate depends only on the step.
 
     Args:
-      finite: True selects `new` without a test.
+      finite: True selects `new` unconditionally.
       new, old: trees of the same structure; single integers are counters.
     """
     if finite is True:
@@ -63,7 +63,7 @@ def streamed_update(
       finite: see `keep_unless_finite`.
 
     Returns:
-      The new parameters and state, each in the memory of the old one.
+      The new parameters and state, each in the old one's memory.
     """
     layer_names = [name for name in params if name.startswith("layers.")]
     other_names = [name for name in params if name not in layer_names]
@@ -83,7 +83,7 @@ def streamed_update(
         )
 
         def store(arrays, new_arrays):
-            # A counter advances once per step: with the last update, of the other parameters.
+            # Counters advance once per step: with the last update, of the other parameters.
             if not isinstance(arrays, dict):
                 return arrays if names is layer_names else new_arrays
             return {

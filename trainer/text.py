@@ -68,13 +68,13 @@ def prepare_text(
     key: str | None = None,
     engine: Engine = PROCESSES,
 ) -> Prepared:
-    """Returns the run's tokenized data, from the folder `data.prepared` if they exist there.
+    """Returns the run's tokenized data, from `data.prepared` if they exist there.
 
     Args:
-      model: the model's shape, whose windows decide whether preference pairs share their prompts.
-      progress: whether to show a progress bar if standard error is a terminal.
-      key: opens the data set of this name instead, without reading the sources.
-      engine: what runs the work.
+      model: the model's shape; its windows decide whether preference pairs share prompts.
+      progress: whether to show a progress bar on a terminal.
+      key: opens this data set instead, without reading the sources.
+      engine: what prepares the data.
     """
     data = config.data
 
@@ -124,10 +124,9 @@ def prepare_text(
 def source_names(config: RunConfig) -> tuple[str, ...]:
     """Returns the sources' names in metrics, in order of their numbers.
 
-    They are () for a single source, with or without a held-out file.
-
-    A source's name is its file's without the suffix, or its task if generated; a duplicate gets a
-    number: x, x_2. The held-out file comes last.
+    () for a single source, with or without a held-out file. A source's name is its file's without
+    the suffix, or its task if generated; duplicates get a number: x, x_2. The held-out file comes
+    last.
     """
     data = config.data
     if len(data.sources) < 2:
@@ -162,7 +161,7 @@ class TextObjective(Objective):
       source: of the model and the tokenizer.
       prepared: the tokenized data.
       loader: the batches of the training split.
-      warnings: what a user should know of these data before training; see `data_warnings`.
+      warnings: lines for the user about the data, before training; see `data_warnings`.
     """
 
     model: LanguageModel
@@ -170,14 +169,14 @@ class TextObjective(Objective):
     weight_name = "target_tokens"
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
-        """Opens the model and prepares the data (process 0 prepares them for all).
+        """Opens the model and prepares the data (in process 0, for all).
 
         Args:
-          mesh: `abstract_mesh` in a dry run, which reads no weights and prints for itself.
+          mesh: `abstract_mesh` in a dry run, which reads no weights and does its own printing.
 
         Raises:
-          UserError, ValueError: the model, the tokenizer or the data cannot be used; one line that
-            says what would work.
+          UserError, ValueError: the model, tokenizer or data cannot be used; the message says what
+            would work.
         """
         self.config, self.mesh = config, mesh
         self._open_model()
@@ -243,7 +242,8 @@ class TextObjective(Objective):
         self.warnings = data_warnings(self.source, self.config, self.prepared, self.loader)
         for warning in self.warnings if prints else ():
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-        # Exports state the longest document as the model's length: longer rows hold several.
+        # Exports state the longest document as the model's length: longer rows hold several
+        # documents.
         longest = longest_document(self.prepared)
         self.source = dataclasses.replace(
             self.source, config=self.source.config.with_length(longest)
@@ -264,7 +264,7 @@ class TextObjective(Objective):
 
     @functools.cached_property
     def _reading(self) -> tuple[_ReadPart, Int[np.ndarray, " T"]]:
-        """What this process reads of a batch, and the order of its tokens in the layout."""
+        """This process's part of a batch, and the order of its tokens in the layout."""
         layout = permutation(
             self.config.data.context_length,
             self.mesh.shape["sequence"],
@@ -275,7 +275,7 @@ class TextObjective(Objective):
 
     @property
     def order(self) -> Int[np.ndarray, " T"]:
-        """The permutation from the tokens as this process reads them to the mesh's layout."""
+        """The permutation from this process's reading order to the mesh's layout."""
         return self._reading[1]
 
     @property
@@ -320,7 +320,7 @@ class TextObjective(Objective):
         return cast(HostBatch, permute(batch, self.order))
 
     def to_device(self, batch: HostBatch) -> DeviceBatch:
-        """Returns the global arrays [rows, length] of `batch`, this process's part."""
+        """Returns the global arrays [rows, length] from `batch`, this process's part."""
         return place_batch(dict(batch), self.mesh, self.part)
 
     def record_ids(self, step: int) -> list[str]:
@@ -352,8 +352,8 @@ class TextObjective(Objective):
 
 
 def _with_absolute_model(config: RunConfig) -> RunConfig:
-    """Returns a recipe whose model is not a relative folder: elsewhere, `models/mine` would be
-    taken for a name on the hub."""
+    """Returns a recipe whose model is not a relative folder, since `models/mine` would elsewhere
+    look like a hub name."""
     path = config.model.path
     if not path or not Path(path).expanduser().is_dir():
         return config

@@ -1,4 +1,4 @@
-"""What training on text refuses or warns of once model and data are open; so does a dry run."""
+"""Checks and warnings once model and data are open, in training on text and in dry runs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .adapted_source import AdaptedSource, CheckpointAdapter
 from .config.schema import ModelConfig, RunConfig
 from .source_kinds import ModelSource
 
-# The share of padding in an epoch from which rows are said to be too long for the data, and the
-# epochs beyond which a run is said to repeat them. Fine-tuning takes a few.
+# The share of padding in an epoch that makes rows too long for the data, and the number of epochs
+# beyond which a run repeats them too often. Fine-tuning takes a few.
 MOST_PADDING, MOST_EPOCHS, USUAL_EPOCHS = 0.5, 10, 3
 
 
 def data_warnings(
     source: ModelSource, config: RunConfig, prepared: Prepared, loader: Loader
 ) -> list[str]:
-    """Returns what a user should know of these data before training on them, a line each.
+    """Returns lines for the user about these data, before training.
 
     Args:
       source: the model with the recipe's positions.
@@ -42,7 +42,7 @@ def data_warnings(
 
 
 def _padding_warning(loader: Loader, longest: int) -> str | None:
-    """Returns a warning where most of the rows is padding, which is computed all the same."""
+    """Returns a warning if rows are mostly padding, which costs the same compute."""
     share, length = loader.padding_share, loader.context_length
     if share < MOST_PADDING:
         return None
@@ -54,15 +54,15 @@ def _padding_warning(loader: Loader, longest: int) -> str | None:
 
 
 def _repetition_warning(config: RunConfig, loader: Loader) -> str | None:
-    """Returns a warning where a step takes the same rows several times, or a run many times."""
+    """Returns a warning if a step repeats rows, or a run repeats them many times."""
     rows, batch = len(loader), loader.batch_size
     if not rows:
         return None
     if batch > rows:
         return (
-            f"train.batch_size: {batch:,} rows in a step, and an epoch has {rows:,}, so that a "
-            f"step trains on the same rows {batch / rows:.3g} times; at most {rows:,}, "
-            "shorter rows or more data would not"
+            f"train.batch_size: {batch:,} rows per step, but an epoch has {rows:,}, so a step "
+            f"trains on the same rows {batch / rows:.3g} times; at most {rows:,}, shorter rows or "
+            "more data would not"
         )
     train = config.train.for_epochs(rows)
     epochs = train.steps * batch / rows
@@ -77,7 +77,7 @@ def _repetition_warning(config: RunConfig, loader: Loader) -> str | None:
 
 
 def _held_out_warning(config: RunConfig, prepared: Prepared) -> str | None:
-    """Returns a warning where a held-out loss is wanted, and no document is held out."""
+    """Returns a warning if a held-out loss is wanted but no document is held out."""
     data = config.data
     if len(prepared.held_out) or not (data.held_out_path or data.held_out_fraction):
         return None
@@ -103,7 +103,7 @@ def longest_document(prepared: Prepared) -> int:
 def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str | None:
     """Returns a warning if documents exceed a pretrained model's length; else None.
 
-    Also None if the recipe sets rope_theta, which takes care of the length.
+    Also None if the recipe sets rope_theta, which handles the length.
 
     Args:
       source: the model with the recipe's positions; model: the recipe's section.
@@ -123,15 +123,16 @@ def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str
 
 
 def check_vocabulary(source: AdaptedSource, rows: int) -> None:
-    """Refuses templates that add rows to the `rows` of an adapter's checkpoint.
+    """Refuses templates that would add vocabulary rows to the `rows` of an adapter's checkpoint,
+    whose trained or drawn rows would not fit the larger vocabulary.
 
-    Its trained or drawn rows would not be those of a larger vocabulary.
+
     """
     if isinstance(source.adapter, CheckpointAdapter) and source.config.vocab_size > rows:
         raise UserError(
             f"data.add_control_tokens: the templates need {source.config.vocab_size - rows} tokens "
             f"that the run of {source.adapter.folder} did not have; python -m scripts.export_hf "
-            "--merge makes a whole model of it, which gets them as model.path"
+            "--merge makes a whole model of it; as model.path it gets them"
         )
 
 

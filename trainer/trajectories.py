@@ -1,4 +1,4 @@
-"""The objective of trajectories: predicts actions over several episodes in one context."""
+"""The trajectory objective: predicts actions over several episodes in one context."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
 from .run.cluster import first_then_others
 
 ASSET = "trajectories.json"
-"""File in a checkpoint's assets that describes its inputs."""
+"""File in a checkpoint's assets that describes the inputs."""
 SAMPLED = 256
-"""The most episodes from which the scales of states are computed."""
+"""The most episodes used to compute the scales of states."""
 
 
 def trajectory_batch(
@@ -60,9 +60,9 @@ def trajectory_batch(
 
 
 def trajectory_model(config: RunConfig) -> TransformerConfig:
-    """Returns the run's transformer: the checkpoint's at `model.path`, or the section's.
+    """Returns the run's transformer: that of the checkpoint `model.path`, or the section's.
 
-    There is no vocabulary; a size of 1 keeps it out of FLOPs and memory.
+    There is no vocabulary; size 1 keeps it out of FLOPs and memory.
 
     Raises:
       UserError, ValueError: as `stored_shape` and `scratch_config`.
@@ -78,11 +78,11 @@ def stored_shape(assets: Path) -> TransformerConfig:
     """Returns the shape of the transformer in a checkpoint on trajectories.
 
     Raises:
-      UserError: it is not a model of trajectories.
+      UserError: it is not a trajectory model.
     """
     if not (assets / ASSET).exists():
         raise UserError(
-            f"{assets.parent}: not a model of trajectories; a checkpoint of a recipe with a "
+            f"{assets.parent}: not a trajectory model; a checkpoint of a recipe with a "
             "section trajectories would work"
         )
     fields = read_json(assets / "config.json", assets)
@@ -92,7 +92,7 @@ def stored_shape(assets: Path) -> TransformerConfig:
 
 
 class Contexts:
-    """Draws the episodes of each row, a function of the seed and the row's number.
+    """Draws the episodes of each row, as a function of the seed and the row's number.
 
     Attributes:
       episodes: indices of the episodes to draw from.
@@ -160,10 +160,10 @@ class TrajectoryObjective(Objective):
     sources = ()
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
-        """Prepares the episodes (process 0 does so for all) and the model of their sizes.
+        """Prepares the episodes (in process 0, for all) and a model of their sizes.
 
         Args:
-          mesh: `abstract_mesh` in a dry run, which places nothing and prints for itself.
+          mesh: `abstract_mesh` in a dry run, which places nothing and does its own printing.
 
         Raises:
           UserError, ValueError: the model or the data cannot be used; one line that says what would
@@ -224,7 +224,7 @@ class TrajectoryObjective(Objective):
         options, data, returns = self.config.trajectories, self.config.data, self.prepared.returns
         best_first = np.argsort(-returns, kind="stable")
         chosen = np.sort(best_first[: max(1, round(options.best * len(returns)))])
-        # Equal in every stage of a curriculum, whose seeds differ.
+        # Equal in all stages of a curriculum, though their seeds differ.
         shuffled = np.random.default_rng(len(chosen)).permutation(chosen)
         held_out = round(len(chosen) * data.held_out_fraction)
         self.has_held_out = held_out >= options.in_context
@@ -249,7 +249,7 @@ class TrajectoryObjective(Objective):
 
         Args:
           chosen: indices of the episodes to train on and of those to hold out.
-          trained, held_out: their numbers; the latter may be too few for a context.
+          trained, held_out: their counts; the latter may be too few for a context.
 
         Raises:
           UserError: there are too few episodes, one has no decision, or a row is too short.
@@ -304,7 +304,7 @@ class TrajectoryObjective(Objective):
             step += 1
 
     def held_out(self) -> Iterator[HostBatch]:
-        """Yields batches with each held-out episode about once; none if there are too few."""
+        """Yields batches with each held-out episode about once; none if too few."""
         if self.has_held_out:
             rows = len(self._held_out.episodes) / self.config.trajectories.in_context
             for number in range(max(1, round(rows / self.config.train.batch_size))):
@@ -333,7 +333,7 @@ class TrajectoryObjective(Objective):
         return [f"episode {episode}" for episode in self._episodes(step)]
 
     def lengths(self, step: int) -> Int[np.ndarray, " rows"]:
-        """Returns the tokens of each row, whose trajectories attend to each other."""
+        """Returns the tokens of each row; its trajectories attend to each other."""
         options = self.config.trajectories
         counts = self.prepared.lengths[self._episodes(step)] // options.action_repeat
         counts = np.minimum(counts, options.decisions) if options.decisions else counts

@@ -1,14 +1,14 @@
 """Compiler flags by platform: python -m trainer.xla_flags tpu | gpu | cpu, for a shell.
 
 For GPUs it also prints how much memory JAX may take: by default 75% of a GPU and 64 GiB of pinned
-host memory per process. With --plan the host's part is what the plan needs, and a plan that does
-not fit on this machine is refused.
+host memory per process. With --plan the host memory is what the plan needs, and a plan that does
+not fit this machine is refused.
 
 Only the launchers apply the flags, before Python starts (`eval "$(python -m trainer.xla_flags
-tpu)"`). Importing this module changes nothing, and train.py started by hand has the compiler's
-defaults. The user's flags come last, so they win. The compiler refuses for one generation of TPUs
-what another needs: this host's chips tell the generation, or --generation. The tests compile with
-each generation's flags; the time that they save has not been measured.
+tpu)"`). Importing this module changes nothing, and train.py started by hand uses the compiler's
+defaults. The user's flags come last, so they win. The compiler refuses for one TPU generation what
+another needs: this host's chips decide, or --generation. The tests compile with each generation's
+flags; the time they save has not been measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Flag:
 
 # The variable with each platform's compiler flags.
 VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS", "cpu": "XLA_FLAGS"}
-# Chips with SparseCores: their compilers overlap no gather that the TensorCore drives.
+# Chips with SparseCores: their compilers do not overlap gathers driven by the TensorCore.
 _SPARSE_CORES = ("v5p", "v6e", "tpu7x")
 FLAGS = {
     "tpu": (
@@ -165,29 +165,29 @@ def shell_line(platform: str, given: str = "", generation: str | None = None) ->
     return f"export {VARIABLES[platform]}={shlex.quote(words)}"
 
 
-# The share of a GPU's memory that JAX takes: jaxlib/xla_client.py of 0.10.2, which refuses it
-# together with its older name.
+# The share of a GPU's memory that JAX takes (jaxlib/xla_client.py of 0.10.2, which refuses it
+# together with its older name).
 MEMORY_SHARE, OLD_MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 # The pinned host memory of a process in GiB, 64 by default, allocated on demand:
 # GetGpuHostAllocator in XLA's pjrt/gpu/gpu_helpers.cc (openxla/xla#20633).
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-# The share of host memory that may be pinned, and a margin for a plan's host memory, since free
-# pieces of its allocator do not merge.
+# The share of host memory that may be pinned, and a margin for a plan's host memory, since the
+# allocator does not merge free blocks.
 HOST_SHARE, FRAGMENTS = 0.9, 1.1
 
 
 def gpu_memory(
     plan: Mapping[str, Any] | None, host_gib: float, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the variables that set JAX's memory, without those that the user has set.
+    """Returns the variables that set JAX's memory, except those the user has set.
 
     Args:
-      plan: from `python -m scripts.plan --compile --output`, for GPUs; None allows the machine's
-        memory.
+      plan: from `python -m scripts.plan --compile --output`, for GPUs; None allows all of the
+        machine's memory.
       host_gib: the memory of this host.
 
     Raises:
-      UserError: the plan is not for GPUs, or needs more GPU or host memory than there is.
+      UserError: the plan is not for GPUs, or needs more GPU or host memory than available.
     """
     limit = math.floor(HOST_SHARE * host_gib)
     if plan is not None:
@@ -207,8 +207,8 @@ def gpu_memory(
         needed = plan["host_gib"] * gpus
         if needed > limit:
             raise UserError(
-                f"--plan: needs {needed:.0f} GiB of pinned memory for the host's {gpus} GPUs, "
-                f"where {limit} of its {host_gib:.0f} GiB may be pinned; python -m scripts.plan "
+                f"--plan: needs {needed:.0f} GiB of pinned memory for the host's {gpus} GPUs, but "
+                f"{limit} of its {host_gib:.0f} GiB may be pinned; python -m scripts.plan "
                 f"--host-gib {limit // gpus} finds one that fits"
             )
         limit = min(limit, max(64, math.ceil(FRAGMENTS * needed)))
@@ -219,7 +219,7 @@ def gpu_memory(
 
 
 def read_plan(path: str) -> dict[str, Any]:
-    """Returns a plan of `scripts.plan --compile --output`, or the longest one of its --search.
+    """Returns a plan from `scripts.plan --compile --output`, or the longest one of a --search.
 
     Raises:
       UserError: the file is not a plan.
@@ -254,14 +254,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--why",
         action="store_true",
-        help="print each flag with its reason instead, for all generations",
+        help="print each flag with its reason, for all generations",
     )
     parser.add_argument(
         "--plan",
         metavar="FILE",
         help=(
-            "for gpu: this run's plan, from scripts.plan --compile --output; allows its memory, "
-            "and refuses a plan that needs more than this machine has"
+            "for gpu: this run's plan, from scripts.plan --compile --output; allows the memory "
+            "it needs, and refuses a plan that needs more than this machine has"
         ),
     )
     args = parser.parse_args(argv)
@@ -270,7 +270,7 @@ def main(argv: list[str] | None = None) -> int:
             memory = _memory(args)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
-            print("(exit 2)")  # evaluated by a launcher's shell, whose `eval` must fail too
+            print("(exit 2)")  # evaluated by a launcher's shell: its `eval` must fail too
             return 2
         print(
             shell_line(args.platform, os.environ.get(VARIABLES[args.platform], ""), args.generation)

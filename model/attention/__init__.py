@@ -1,8 +1,8 @@
 """Exact attention over a sharded sequence: any layout with any schedule, on one mask made from
 token coordinates.
 
-`attention` takes and returns global arrays; `attend` does the same for a rank's own arrays, inside
-`shard_map`. Public names are imported when they are first used, so that recipes can be read
+`attention` takes and returns global arrays; `attend` does the same for a rank's local arrays,
+inside `shard_map`. Public names are imported on first use, so that recipes can be read
 (`options.py`) without importing JAX.
 """
 

@@ -1,5 +1,5 @@
-"""The values that pass between a model, a schedule and a kernel: a block of queries, a block of
-keys, and their gradients."""
+"""The values passed between a model, a schedule and a kernel: a block of queries, a block of keys,
+and their gradients."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Keys(NamedTuple):
     coords: TokenCoords
 
     def stacked(self) -> StackedKeys:
-        """The same block with K and V in one array, which one transfer can send."""
+        """The same block with K and V in one array, for a single transfer."""
         return StackedKeys(jnp.stack([self.k, self.v]), self.coords)
 
 
 class StackedKeys(NamedTuple):
-    """A block of keys and values as it travels between ranks, and as kernels take it then: cutting
-    the stack would copy it.
+    """A block of keys and values as sent between ranks; kernels take it too, since cutting the
+    stack would copy it.
 
     Attributes:
       kv: K and V stacked on a leading axis.
@@ -54,19 +54,19 @@ class StackedKeys(NamedTuple):
     coords: TokenCoords
 
     def separate(self) -> Keys:
-        """The same block with K and V apart."""
+        """The same block with separate K and V."""
         k, v = self.kv
         return Keys(k, v, self.coords)
 
 
 class BackwardInputs(NamedTuple):
-    """What the backward pass of a block reads besides the queries and keys (FlashAttention-2,
-    Algorithm 2).
+    """The backward pass's inputs for a block besides queries and keys (FlashAttention-2, Algorithm
+    2).
 
     Attributes:
       dout: the gradient of attention's output.
       lse: logarithm of the sum of exponentiated scores over *all* keys, merged over all blocks.
-      delta: sum over D of dout * out, minus the gradient of lse where there is one.
+      delta: sum over D of dout * out, minus the gradient of lse, if any.
     """
 
     dout: Float[Array, "B Tq Hq D"]
@@ -75,7 +75,7 @@ class BackwardInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of a block's queries, keys and values, float32 unless said otherwise."""
+    """The gradients of a block's queries, keys and values, float32 unless stated otherwise."""
 
     dq: Float[Array, "B Tq Hq D"]
     dk: Float[Array, "B Tk Hkv D"]

@@ -1,5 +1,5 @@
-"""Which kernel serves a call, and why others do not: what each serves, and the order in which
-`auto` tries them. Read without JAX, so that recipes are checked by the same table."""
+"""Which kernel serves a call, and why others do not: each kernel's limits, and the order in which
+`auto` tries them. Imports no JAX, so recipes are checked against the same table."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-HOPPER = ("H100", "H200", "H800", "H20")  # devices of compute capability 9.0: no other has wgmma
+HOPPER = (
+    "H100",
+    "H200",
+    "H800",
+    "H20",
+)  # devices of compute capability 9.0, the only one with wgmma
 
 
 class Request(NamedTuple):
-    """What is asked of a kernel. A field that is left out asks for nothing.
+    """A call's requirements of a kernel. A field left out requires nothing.
 
     Attributes:
-      platform: what the program is lowered for: "tpu", "cuda", or "default" for any other.
-      device: the kind of device, as JAX names it.
+      platform: the target of lowering: "tpu", "cuda", or "default" for any other.
+      device: JAX's name of the kind of device.
       dtype: of the operands; head_dim: size of a head; tokens: queries in the block.
       softcap: the bound of the scores; window, global_tokens: the mask's.
-      tiled: whether sizes of tiles are given.
-      jax: JAX's version, for kernels that a version's compiler makes slow.
+      tiled: whether tile sizes are given.
+      jax: JAX's version, since some versions' compilers make a kernel slow.
     """
 
     platform: str = "default"
@@ -39,9 +44,9 @@ class Limits:
     """What a kernel does not serve; by default it serves everything.
 
     Attributes:
-      softcap, window, global_tokens: whether it serves them. head_dim: the largest size of a head.
-      dtypes: of the operands. devices: parts of their names, and what they are called together.
-      own_tiles: why no option sets its tiles.
+      softcap, window, global_tokens: whether it serves them. head_dim: the largest head size.
+      dtypes: of the operands. devices: parts of their names; devices_name: their common name.
+      own_tiles: why options cannot set its tiles.
       slow: the version of JAX whose compiler makes it slower than the next kernel, and why.
     """
 
@@ -56,7 +61,7 @@ class Limits:
     slow: tuple[tuple[int, ...], str] | None = None
 
     def refusal(self, request: Request) -> str:
-        """Returns what of a request the kernel does not serve; "" if it serves all of it."""
+        """Returns the part of a request that the kernel does not serve; "" if it serves it all."""
         if request.global_tokens and not self.global_tokens:
             return f"global_tokens = {request.global_tokens}"
         if request.window is not None and not self.window:
@@ -83,8 +88,8 @@ class Limits:
 LIMITS: Mapping[str, Limits] = {
     "tpu": Limits(global_tokens=False, head_dim=256),
     "gpu": Limits(softcap=False, global_tokens=False, head_dim=256),
-    # nvJitLink, which compiles Mosaic's kernels from JAX 0.12 on, ignores that warpgroups exchange
-    # registers: accumulators spill, and products wait for each other (docs/notes/kernels.md).
+    # nvJitLink, which compiles Mosaic kernels from JAX 0.12 on, ignores register exchange between
+    # warpgroups: accumulators spill, and products wait for each other (docs/notes/kernels.md).
     "mosaic": Limits(
         softcap=False,
         global_tokens=False,
@@ -98,7 +103,7 @@ LIMITS: Mapping[str, Limits] = {
             "its compiler makes products wait for each other; jax[cuda13]<0.12 would be faster",
         ),
     ),
-    # No order of `auto` has it: it has not run on a GPU yet.
+    # Not in any order of `auto`: it has not run on a GPU yet.
     "cudnn": Limits(
         softcap=False,
         window=False,
@@ -116,9 +121,8 @@ KERNELS = ("auto", *LIMITS)
 
 
 class Order(NamedTuple):
-    """The kernels that `auto` tries, the fastest first, on a platform and, where they are named, on
-    some of its devices; for blocks of `least_tokens` or more and, unless it is None, masks that
-    have a window, or have none."""
+    """The kernels that `auto` tries, fastest first, on a platform (or on some of its devices, if
+    named), for blocks of `least_tokens` or more and masks with or without a window (None: both)."""
 
     kernels: tuple[str, ...]
     platform: str
@@ -127,7 +131,7 @@ class Order(NamedTuple):
     windowed: bool | None = None
 
     def covers(self, request: Request) -> bool:
-        """Whether the order is that of a request."""
+        """Whether the order applies to a request."""
         return (
             self.platform == request.platform
             and any(name in request.device for name in self.devices)
@@ -136,7 +140,7 @@ class Order(NamedTuple):
         )
 
 
-# The first row that covers a request holds. Each ends with `xla`, which serves everything.
+# The first row that covers a request applies. Each ends with `xla`, which serves everything.
 AUTO = (
     Order(("tpu", "xla"), "tpu"),
     Order(("mosaic", "gpu", "xla"), "cuda", HOPPER),
@@ -146,7 +150,7 @@ AUTO = (
 
 
 class Choice(NamedTuple):
-    """The kernel that serves a request, and by name what those that were tried before it do not
+    """The kernel that serves a request, and by name what the kernels tried before it do not
     serve."""
 
     name: str
@@ -170,8 +174,8 @@ def select(kernel: str, request: Request) -> Choice:
 
 
 def require(kernel: str, request: Request, field: str = "kernel") -> None:
-    """Raises ValueError, naming the field that says `kernel` and kernels that would do, unless
-    `kernel` serves a request."""
+    """Raises ValueError, naming the `field` and kernels that would work, unless `kernel` serves a
+    request."""
     if kernel != "auto" and (reason := LIMITS[kernel].refusal(request)):
         others = [
             repr(name) for name in KERNELS if name == "auto" or not LIMITS[name].refusal(request)
@@ -183,7 +187,7 @@ def require(kernel: str, request: Request, field: str = "kernel") -> None:
 
 
 def table() -> list[str]:
-    """Returns what `auto` selects, as the lines of a table in Markdown."""
+    """Returns what `auto` selects, as lines of a Markdown table."""
     requests = {
         "bfloat16": Request(dtype="bfloat16"),
         "float32": Request(dtype="float32"),

@@ -1,11 +1,10 @@
-"""Token coordinates, the mask that they imply, and the rule that says which tiles of the mask need
-computing.
+"""Token coordinates, the mask they imply, and the rule for which tiles of the mask to compute.
 
 Striped Attention decides with GetMask(j, k) (its Algorithm 1 and the procedure after it) which
 scores are hidden between the queries of device j and the keys of device k. Here each token's
 coordinates travel with it instead: `index`, its index in the row before any permutation, and
 `segment_ids`, its document. One rule, `visible`, then gives every such mask, for any layout,
-schedule and packing, and no kernel needs to know which of them it serves.
+schedule and packing, and kernels need not know which.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ class TokenCoords(NamedTuple):
     Attributes:
       index: index in the packed row before permutation. It may restart with each document (bounds
         only get looser).
-      segment_ids: the token's document, counted from 1 within the row; 0 is padding, which sees and
-        is seen by nothing.
+      segment_ids: the token's document, counted from 1 within the row; 0 is padding, which neither
+        sees nor is seen.
       start: `index` of the first token of the token's document (`document_starts`); only global
         tokens need it, else None.
-      shared: which tokens a later document sees besides its own: a positive number, rising along
-        the row, for the tokens of a beginning that it shares, minus that number for its tokens, 0
-        for others. None where nothing is shared.
+      shared: which tokens a later document also sees: a positive number, rising along the row, for
+        the tokens of a shared prefix, minus that number for the document's tokens, 0 for others.
+        None if nothing is shared.
     """
 
     index: Int[Array, "B T"]  # type: ignore[assignment]  # hides tuple.index, which nobody calls
@@ -42,13 +41,13 @@ class TokenCoords(NamedTuple):
 
 
 def own_documents(coords: TokenCoords) -> TokenCoords:
-    """The coordinates of tokens that see their own document alone."""
+    """The same coordinates without sharing: tokens see only their own document."""
     return coords._replace(shared=None)
 
 
 def beginnings(q: TokenCoords, kv: TokenCoords) -> tuple[TokenCoords, TokenCoords]:
-    """The coordinates of queries and keys of which each query sees the beginning alone that its
-    document shares, and none if it shares none; all others are padding in them."""
+    """Coordinates with which each query sees only the prefix its document shares, if any; all other
+    tokens become padding."""
     assert q.shared is not None and kv.shared is not None
     return (
         q._replace(segment_ids=jnp.maximum(-q.shared, 0), shared=None),
@@ -58,7 +57,7 @@ def beginnings(q: TokenCoords, kv: TokenCoords) -> tuple[TokenCoords, TokenCoord
 
 def document_starts(index: Int[Array, "B L"], segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
     """The smallest `index` in each token's document, from whole rows in any order (not from a
-    shard's part of them)."""
+    shard)."""
 
     def row_starts(index, segment_ids):
         order = jnp.lexsort((index, segment_ids))
@@ -72,14 +71,14 @@ def document_starts(index: Int[Array, "B L"], segment_ids: Int[Array, "B L"]) ->
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which tokens of its own document a query sees.
+    """Which tokens of its document a query sees.
 
     Attributes:
       causal: only itself and earlier tokens.
       window: only keys fewer than this many tokens away (sliding window; DistFlashAttn, Appendix
         D); None for no window.
-      global_tokens: leading tokens of each document that every later query of it sees also beyond
-        the window; without a window they change nothing.
+      global_tokens: leading tokens of each document that all its later queries see even beyond the
+        window; without a window they change nothing.
 
     Raises:
       ValueError: the window is not positive, or global tokens are negative.
@@ -101,12 +100,12 @@ class Mask:
             )
 
     def within(self, window: int | None) -> Mask:
-        """This mask within a window too; None adds none."""
+        """This mask also limited to a window; None adds none."""
         windows = [size for size in (self.window, window) if size is not None]
         return dataclasses.replace(self, window=min(windows, default=None))
 
     def reach(self, tokens: int, shards: int) -> int:
-        """How many shards away a key in the window can be, if the shards are consecutive runs of
+        """How many shards away a key in the window can be, if shards are consecutive runs of
         `tokens` tokens.
 
         Global tokens can be further away.
@@ -117,7 +116,7 @@ class Mask:
 
 
 def check_starts(starts: jax.Array | None, mask: Mask) -> jax.Array:
-    """Returns the documents' starts, which a mask with global tokens needs; call it for those only.
+    """Returns the documents' starts; call it only for masks with global tokens, which need them.
 
     Raises:
       ValueError: they are missing (None).
@@ -149,15 +148,15 @@ def visible(q: TokenCoords, kv: TokenCoords, mask: Mask) -> Bool[Array, "B Tq Tk
 
 
 class TileBounds(NamedTuple):
-    """Bounds on the coordinates in each of some tiles, int32 arrays of one shape; padding counts
-    only for `padded`.
+    """Bounds on the coordinates per tile, int32 arrays of one shape; padding counts only for
+    `padded`.
 
     Attributes:
       index_min, index_max, segment_min, segment_max: of the tile's tokens; minimum > maximum if all
       are padding.
-      padded: 1 where the tile has padding.
-      offset_min: the smallest offset of a token from its document's start; None where the starts
-        are not known.
+      padded: 1 if the tile has padding.
+      offset_min: the smallest offset of a token from its document's start; None if starts are
+        unknown.
     """
 
     index_min: jax.Array
@@ -184,8 +183,8 @@ def tile_bounds(coords: TokenCoords, tile: int) -> TileBounds:
 
 
 def one_document(q: TileBounds, kv: TileBounds) -> jax.Array:
-    """Whether all tokens of both of a pair of tiles are of one document, so that only their indices
-    can hide keys."""
+    """Whether all tokens of both tiles belong to one document, so that only indices can hide
+    keys."""
     same = (q.segment_min == kv.segment_min) & (q.segment_max == kv.segment_max)
     return same & (q.segment_min == q.segment_max) & (q.padded == 0) & (kv.padded == 0)
 
@@ -193,9 +192,9 @@ def one_document(q: TileBounds, kv: TileBounds) -> jax.Array:
 def tile_kind(q: TileBounds, kv: TileBounds, mask: Mask) -> jax.Array:
     """SKIP, FULL or MASKED for each pair of tiles, whose bounds broadcast against each other.
 
-    SKIP means that certainly no key is visible, so that the tile need not be computed (Striped
-    Attention, "Tiling"); FULL, that certainly every key is visible to every query, so that no mask
-    is needed; MASKED is every other case.
+    SKIP means that certainly no key is visible, so the tile need not be computed (Striped
+    Attention, "Tiling"); FULL, that certainly every key is visible to every query, so no mask is
+    needed; MASKED is every other case.
     """
     empty = (q.segment_min > q.segment_max) | (kv.segment_min > kv.segment_max)
     skip = empty | (q.segment_max < kv.segment_min) | (kv.segment_max < q.segment_min)

@@ -1,7 +1,7 @@
 """Layouts: which tokens of the sequence each rank holds.
 
-Striped Attention's partitioning is one of them. A layout decides only how balanced the work is:
-every schedule is exact under every layout, because the tokens' coordinates travel with them.
+Striped Attention's partitioning is one of them. A layout only decides how balanced the work is:
+every schedule is exact in every layout, because coordinates travel with the tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def check_length(length: int, shards: int, layout: str, name: str = "length") ->
       name: the length's name in the message.
 
     Raises:
-      ValueError: an unknown layout; or a length that is not divisible, with the next one that is.
+      ValueError: an unknown layout; or an indivisible length, with the next good one.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout: found {layout!r}; known: {', '.join(LAYOUTS)}")
@@ -42,9 +42,9 @@ def permutation(length: int, shards: int, layout: str) -> Int[np.ndarray, " L"]:
 
     - `contiguous`: shard r holds the r-th run of tokens (Ring Attention, Algorithm 1).
     - `striped`: shard r holds the tokens whose index is r modulo `shards` (Striped Attention), so
-      that every shard has early and late tokens alike.
+      that every shard has both early and late tokens.
     - `zigzag`: of 2 x shards runs, shard r holds the r-th from the front and the r-th from the back
-      (Llama 3, section 3.3.2; Transformer Engine), which is as balanced over a whole pass, in
+      (Llama 3, section 3.3.2; Transformer Engine), which is equally balanced over a whole pass, in
       longer runs.
 
     Args:

@@ -1,5 +1,5 @@
-"""The names of mesh axes, layouts and schedules, which recipes and commands accept; kernels' are in
-`choice`. Read without JAX."""
+"""Names of mesh axes, layouts and schedules that recipes and commands accept; kernels' are in
+`choice`. Imports no JAX."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Attention as an operation: `attention` of global arrays, and `attend` of a rank's own arrays
+"""Attention as an operation: `attention` of global arrays, and `attend` of a rank's local arrays
 inside `shard_map`."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class AttentionOp:
     """Attention of a rank's queries over the keys of all ranks, for use inside `shard_map`: a
     schedule over a kernel.
 
-    Static (hashable), so that it can be an argument of compiled functions. The methods are the two
-    directions apart; `attend` is both under one differentiation rule.
+    Static (hashable), so that it can be an argument of compiled functions. The methods are the
+    separate directions; `attend` combines both under one differentiation rule.
 
     Attributes:
       schedule: which rank computes what when, and what travels.
@@ -72,7 +72,7 @@ class AttentionOp:
           ValueError: a schedule that is unknown or cannot serve `size` ranks.
         """
         scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-        # Then all tokens are seen already, and no starts of documents are needed.
+        # Then all tokens are visible already, and no document starts are needed.
         if mask.window is None:
             mask = dataclasses.replace(mask, global_tokens=0)
         return cls(get_schedule(schedule, size, layout), kernel, Ranks(axis, size), mask, scale)
@@ -80,7 +80,7 @@ class AttentionOp:
     def forward(
         self, queries: Queries, keys: Keys, sinks: Float[Array, " Hq"] | None = None
     ) -> AttentionPartial:
-        """out in q's dtype, and lse in float32; `sinks`, float32, as in `with_sinks`."""
+        """Returns out in q's dtype and lse in float32; `sinks`, float32, as in `with_sinks`."""
         partial = self.schedule.forward(self._kernel(queries), queries, keys, self._context)
         return self._rounded(with_sinks(partial, sinks), queries)
 
@@ -111,8 +111,8 @@ class AttentionOp:
     def forward_and_gather(
         self, queries: Queries, keys: Keys, shard, sinks: Float[Array, " Hq"] | None = None
     ) -> tuple[AttentionPartial, PyTree[Array]]:
-        """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] on the way of K
-        and V."""
+        """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] along with K and
+        V."""
         partial, gathered = self.schedule.forward_and_gather(
             self._kernel(queries), queries, keys, shard, self._context
         )
@@ -135,17 +135,17 @@ class AttentionOp:
         return _cast(gradients, queries, keys), gathered, share
 
     def _kernel(self, queries: Queries) -> Kernel:
-        """The kernel, which takes care of shared beginnings where the tokens have any.
+        """The kernel, made to handle shared prefixes if the tokens have any.
 
         Raises:
-          ValueError: a window, which would count tokens of the row in place of a document's.
+          ValueError: a window, which would count tokens of the row instead of the document.
         """
         if queries.coords.shared is None:
             return self.kernel
         if self.mask.window is not None:
             raise ValueError(
-                f"coords.shared: found Mask.window = {self.mask.window}; beginnings are shared "
-                f"without a window alone"
+                f"coords.shared: found Mask.window = {self.mask.window}; prefixes can be shared "
+                "only without a window"
             )
         return SharedBeginningsKernel.of(self.kernel)
 
@@ -174,8 +174,8 @@ def sink_gradient(
     dout: Float[Array, "B T Hq D"],
     dlse: Float[Array, "B Hq T"] | float = 0.0,
 ) -> Float[Array, " Hq"] | None:
-    """Returns the sinks' gradient, summed over a device's tokens, from the result with them: that
-    of a key whose value is 0. None without sinks."""
+    """Returns the sinks' gradient, summed over a device's tokens: that of a key whose value is 0.
+    None without sinks."""
     if sinks is None:
         return None
     seen = ~jnp.isneginf(result.lse)
@@ -192,8 +192,7 @@ def name_for_remat(
     out: Float[Array, "B T Hq D"], lse: Float[Array, "B Hq T"]
 ) -> tuple[Float[Array, "B T Hq D"], Float[Array, "B Hq T"]]:
     """Returns both unchanged, named "attention_out" and "attention_lse", so that a remat policy can
-    keep them: then the backward never runs attention's forward again (DistFlashAttn, section
-    3.3)."""
+    keep them: then backward never reruns attention's forward (DistFlashAttn, section 3.3)."""
     return checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
 
 
@@ -205,7 +204,7 @@ def attend(
 
     Args:
       op: the operation, see `AttentionOp.create`.
-      queries, keys: this rank's own.
+      queries, keys: this rank's.
       sinks: float32, as in `with_sinks`.
 
     Returns:
@@ -265,22 +264,21 @@ def attention(
     Args:
       q: [B, L, Hq, D]; k, v: [B, Lk, Hkv, D], Hq a multiple of Hkv.
       coords: TokenCoords (or a pair; a third, `start`, for global tokens) of int32 [B, L], permuted
-        as the tokens are; `kv_coords` the same for k and v, if they are not the queries' own.
-      mesh: axes out of data, fsdp, expert (batch), tensor (heads), sequence (length); a missing one
-        has size 1, another is refused, since its devices would all compute the same.
-      layout: the layout that the arrays are really in. Naming another one gives wrong results: for
-        `contiguous`, `ring` and `balanced` skip the ranks of which nothing can be visible (with
-        global tokens, `ring` assumes that each document is a run of tokens).
+        like the tokens; `kv_coords` the same for k and v, if they differ.
+      mesh: any of the axes data, fsdp, expert (batch), tensor (heads), sequence (length); a missing
+        one has size 1, others are refused, since their devices would all compute the same.
+      layout: the arrays' actual layout. Another one gives wrong results: with `contiguous`, `ring`
+        and `balanced` skip ranks with nothing visible (with global tokens, `ring` assumes that each
+        document is a run of tokens).
       schedule: a name, or a schedule with options. kernel: a name, or a Kernel.
       mask: see `Mask`; scale: multiplies the scores, D ** -0.5 unless given.
-      sinks: a score of each head that joins the softmax's denominators; lse counts it.
+      sinks: a score per head that joins the softmax denominators; lse counts it.
 
     Returns:
       out like q, in q's dtype; with return_lse also lse, float32 [B, Hq, L].
 
     Raises:
-      ValueError: sizes that do not fit each other or the mesh, in one line that names those that
-        do.
+      ValueError: sizes do not fit each other or the mesh; the message names sizes that do.
     """
     coords = TokenCoords(*coords)
     own_coords = kv_coords is None
@@ -327,7 +325,7 @@ def attention(
 
 
 def _check_mesh(mesh: Mesh) -> None:
-    """Refuses axes that attention does not split anything over."""
+    """Refuses axes over which attention splits nothing."""
     unknown = [axis for axis in mesh.shape if axis not in MESH_AXES]
     if unknown:
         raise ValueError(
@@ -336,14 +334,14 @@ def _check_mesh(mesh: Mesh) -> None:
 
 
 def _check_coords(name: str, coords: TokenCoords, shape: tuple[int, ...]) -> None:
-    """Refuses coordinates that are no integers of the tokens' shape [B, L]."""
+    """Refuses coordinates that are not integers of the tokens' shape [B, L]."""
     for field, values in zip(coords._fields, coords, strict=True):
         if values is None:
             continue
         if jnp.shape(values) != tuple(shape):
             raise ValueError(
                 f"{name}.{field}: found shape {jnp.shape(values)}; needs [B, L] = {tuple(shape)}, "
-                "a number for each token of each row"
+                "one per token of each row"
             )
         if not jnp.issubdtype(jnp.result_type(values), jnp.integer):
             raise ValueError(
@@ -363,12 +361,12 @@ def _check_shapes(q, k, v):
             )
     if q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"heads: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads"
+            f"heads: {q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads"
         )
 
 
 def _check_shards(q, k, mesh, size, batch, layout):
-    """Refuses sizes that the mesh cannot shard, with the ones that it could."""
+    """Refuses sizes that the mesh cannot shard, naming sizes it can."""
     for name, length in (("q", q.shape[1]), ("k", k.shape[1])):
         check_length(length, size, layout, f"length of {name}")
     rows = math.prod(mesh.shape[axis] for axis in batch)

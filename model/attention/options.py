@@ -15,11 +15,11 @@ else:  # what the command line accepts and lists
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """What attention sees (window, global_tokens), and how it is distributed and computed: the
-    latter gives the same numbers to rounding, whatever is chosen."""
+    """What attention sees (window, global_tokens), and how it is distributed and computed, which
+    changes results only by rounding."""
 
     layout: LayoutName = "striped"
-    """Which tokens a sequence shard holds; striped and zigzag balance the causal work."""
+    """Which tokens each sequence shard holds; striped and zigzag balance causal work."""
     schedule: str | dict[str, Any] = "ring"
     """How ranks exchange queries and keys: local, ring, all_gather, balanced, ulysses, attention2d
     or ring_self_attention; with options, a mapping such as {name: ring, bidirectional: true},
@@ -27,19 +27,19 @@ class AttentionConfig:
     split: true} or {name: attention2d, columns: 4, overlap: true}."""
     kernel: KernelName = "auto"
     """The block kernel; auto takes tpu on TPUs, mosaic on Hopper GPUs in bfloat16, gpu on NVIDIA
-    GPUs otherwise, and xla elsewhere. cudnn, on NVIDIA GPUs in bfloat16, has cuDNN compute full and
-    causal blocks, and leaves the others to auto; it has not run on a GPU yet. The schedule
-    ring_self_attention uses none, and no tiles."""
+    GPUs otherwise, and xla elsewhere. cudnn, on NVIDIA GPUs in bfloat16, uses cuDNN for full and
+    causal blocks and auto for others; it has not run on a GPU yet. The schedule ring_self_attention
+    uses no kernel and no tiles."""
     query_tile: Tokens = 0
     """Queries in a tile; 0 leaves it to the kernel."""
     key_tile: Tokens = 0
     """Keys in a tile; 0 leaves it to the kernel."""
     window: Tokens | None = None
-    """Tokens that a query sees of its document, back from itself (sliding window); null: the
-    model's own window, or all tokens before it if the model has none."""
+    """Sliding window: how many tokens of its document, counting back from itself, a query sees;
+    null: the model's window, or all earlier tokens if it has none."""
     global_tokens: Tokens = 0
-    """First tokens of each document that every later one sees beyond the window, which has to be
-    given or be the model's own. Accelerators serve them by the kernel xla."""
+    """First tokens of each document that every later one sees beyond the window, which must be
+    given here or by the model. On accelerators they use the kernel xla."""
 
     def __post_init__(self) -> None:
         for name in ("query_tile", "key_tile", "global_tokens"):
@@ -68,7 +68,7 @@ class AttentionConfig:
 
     @property
     def schedule_name(self) -> Any:
-        """The name of the schedule, whether it is given alone or in a mapping."""
+        """The name of the schedule, given alone or in a mapping."""
         return self.schedule.get("name") if isinstance(self.schedule, dict) else self.schedule
 
 

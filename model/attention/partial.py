@@ -14,7 +14,7 @@ class AttentionPartial(NamedTuple):
     """Attention of queries over some of the keys.
 
     Attributes:
-      out: float32, normalised over these keys; 0 for a query that sees none of them.
+      out: float32, normalised over these keys; 0 for a query that sees none.
       lse: float32, natural logarithm of the sum of exponentiated scores; -inf for a query that sees
         none.
     """
@@ -39,12 +39,12 @@ def merge(a: AttentionPartial, b: AttentionPartial) -> AttentionPartial:
 
 
 def with_sinks(partial: AttentionPartial, sinks: Float[Array, " Hq"] | None) -> AttentionPartial:
-    """Returns attention over all keys with a learnt score of each head in the softmax's
-    denominators, or as it is without them.
+    """Returns attention with a learnt score per head in the softmax denominators; unchanged without
+    sinks.
 
-    A sink is one more key, whose value is 0: lse counts it, and out shrinks by what it takes. The
-    gradients of q, k and v follow from this out and lse as from any. A query that sees no key keeps
-    its lse of -inf.
+    A sink is one more key, with value 0: lse counts it, and out shrinks accordingly. The gradients
+    of q, k and v follow from this out and lse as usual. A query that sees no key keeps its lse of
+    -inf.
     """
     if sinks is None:
         return partial

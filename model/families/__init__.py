@@ -1,4 +1,4 @@
-"""The families of models that are supported, each in a file of its own."""
+"""The supported families of models, one file each."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Returns the family that a config.json names, by `architectures` or else by `model_type`.
 
     Raises:
-      ValueError: none that is supported; names those that are.
+      ValueError: an unsupported family; the message names the supported ones.
     """
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):
         raise ValueError(f"architectures: found {architectures!r}; needs a list")
-    # The first conversions of LLaMA 1 spell it in their own way.
+    # The first conversions of LLaMA 1 spell it differently.
     architectures = [
         "LlamaForCausalLM" if name == "LLaMAForCausalLM" else name for name in architectures
     ]
@@ -82,11 +82,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def _why(name: str) -> str:
     """The reason why a model of this name is unsupported; "" if unknown."""
     if any(part in name.lower() for part in ("moe", "deepseek")):
-        return "of mixtures of experts only the families named here are supported; "
+        return "only the mixtures of experts named here are supported; "
     if any(
         part in name.lower() for part in ("conditionalgeneration", "vl", "vision", "audio", "omni")
     ):
-        return "models of images or sound are not supported (planned is their text model alone); "
+        return "models of images or sound are not supported (only their text model is planned); "
     return ""
 
 

@@ -1,5 +1,4 @@
-"""What a family of models is: how its Hugging Face config.json says what
-`model.config.TransformerConfig` holds."""
+"""A family of models: how its Hugging Face config.json maps to `model.config.TransformerConfig`."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from typing import Any
 from ..adapter import ATTENTION, FEED_FORWARD, ROUTER
 from ..checks import require_int
 
-# Fields of a config.json that name a computation, with the values under which it is absent. A
-# family that computes one takes it; in all others another value is refused by name.
+# Fields of config.json that name a computation, with the values that disable it. A family that
+# supports one takes it; all others refuse another value by name.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "attention_bias": (False, None),
@@ -66,7 +65,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "use_sliding_window": (False, None),
     }
 )
-# Fields of TransformerConfig that no config.json has: they follow from the family.
+# Fields of TransformerConfig that follow from the family, not from config.json.
 BY_FAMILY = (
     "output_bias",
     "qk_norm",
@@ -88,10 +87,11 @@ MIXTURE = (
     "router_aux_loss_coef",
     "router_z_loss_coef",
 )
-# What PEFT's all-linear adapts where it counts experts and router as the linear maps that they once
-# were in transformers.
+# What PEFT's all-linear adapts if it counts experts and router as linear maps, which they once were
+# in transformers.
 WITH_EXPERTS = (*ATTENTION, *FEED_FORWARD, ROUTER)
-# How transformers 5 names a layer's experts in memory, all in one tensor: gate_proj above up_proj.
+# Transformers 5's names for a layer's experts in memory, all in one tensor: gate_proj above
+# up_proj.
 STACKED = MappingProxyType(
     {
         "mlp.gate.weight": "mlp.gate.weight",
@@ -100,8 +100,7 @@ STACKED = MappingProxyType(
         "mlp.experts.down_proj.weight": "mlp.experts.down_proj",
     }
 )
-# Fields whose JSON types are checked before anything else reads them: whole numbers of at least 1,
-# objects, and lists.
+# Fields whose JSON types are checked first: whole numbers of at least 1, objects, and lists.
 _COUNTS = (
     "num_hidden_layers",
     "max_position_embeddings",
@@ -110,7 +109,7 @@ _COUNTS = (
 )
 _OBJECTS = ("rope_parameters", "rope_scaling", "quantization_config")
 _LISTS = {"layer_types": str, "no_rope_layers": int}
-# What a refusal proposes, where there is more to say than the neutral value.
+# A refusal's advice, if there is more to say than the neutral value.
 _INSTEAD = {
     "pretraining_tp": (
         "only 1 is supported (the weights are the same: set it to 1 to accept another order of "
@@ -126,29 +125,27 @@ class Family:
 
     Attributes:
       model_type, architecture: as in config.json.
-      computes: fields of `TransformerConfig` that are the same in all of the family's models, and
-        not in its config.json.
-      defaults: values of fields that config.json may leave out, where they differ from
-        TransformerConfig's (transformers' own).
-      takes: fields of NEUTRAL that the family's models may set, which become TransformerConfig's of
+      computes: fields of `TransformerConfig` equal in all of the family's models and absent from
+        its config.json.
+      defaults: values of fields that config.json may omit, if they differ from TransformerConfig's
+        (transformers' defaults).
+      takes: fields of NEUTRAL that the family's models may set; they become TransformerConfig's of
         the same name.
-      theta: RoPE's base where config.json leaves it out.
-      constants: what a written config.json has besides.
-      spelled: fields of `TransformerConfig` that its config.json calls otherwise -> their names
-        there.
-      tensors: names of tensors that differ from ours: a layer's parameter -> its name in the files,
-        with {j} for the expert where each has tensors of its own. gate_proj and up_proj of experts
-        may share a tensor.
-      stacked: the same for files as transformers 5 holds experts in memory, if they differ.
-      interleaved: experts' tensors have their inputs first, and in a shared one the numbers of
-        gate_proj and up_proj alternate.
+      theta: RoPE's base if config.json omits it.
+      constants: additional fields of a written config.json.
+      spelled: fields of `TransformerConfig` with another name in its config.json -> that name.
+      tensors: tensor names that differ from ours: a layer's parameter -> its name in the files,
+        with {j} for the expert if each has separate tensors. gate_proj and up_proj of experts may
+        share a tensor.
+      stacked: the same for files with experts as transformers 5 holds them in memory, if different.
+      interleaved: experts' tensors are input-first, and in a shared one gate_proj and up_proj
+        alternate.
       all_linear: in mixtures, the projections that PEFT's all-linear adapts.
-      fused: tensors of the files that hold the weights of several projections, one below the other:
-        module -> projections.
-      stored_as: methods of quantization, as config.json names them, that experts are published in
-        and are read from.
-      trained_lengths: max_position_embeddings of published models -> the length that they were
-        trained at, where it is less.
+      fused: tensors in the files that stack the weights of several projections: module ->
+        projections.
+      stored_as: quantization methods, by config.json's names, in which published experts can be
+        read.
+      trained_lengths: max_position_embeddings of published models -> their trained length, if less.
       names_yarn: whether config.json can name the RoPE rule YaRN.
       presets: published sizes: fields of TransformerConfig, and `rope`, a mapping of RopeConfig's.
     """
@@ -180,11 +177,11 @@ class Family:
         }
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields that config.json gives, with the family's own and its defaults.
+        """Returns the fields from config.json, plus the family's fields and defaults.
 
         Raises:
-          ValueError: a field of another JSON type than its own, or one that names a computation
-            which the family's models do not have here.
+          ValueError: a field of the wrong JSON type, or one that names a computation the family
+            lacks here.
         """
         _check_types(config)
         config = self.normalise(config)
@@ -212,8 +209,8 @@ class Family:
         return {**self.defaults, **config, **self.computes}
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns config.json without the fields that say in the family's way that nothing is
-        computed."""
+        """Returns config.json in the common form, without the family's ways of disabling
+        computations."""
         return dict(config)
 
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,7 +220,7 @@ class Family:
             for name, value in fields.items()
             if name not in self.computes and self._writes(name)
         }
-        if not own.get("router_z_loss_coef"):  # no field of transformers'
+        if not own.get("router_z_loss_coef"):  # not a field of transformers
             own.pop("router_z_loss_coef", None)
         own = {self.spelled.get(name, name): value for name, value in own.items()}
         return {
@@ -243,8 +240,8 @@ class Family:
 
 
 def _check_types(config: Mapping[str, Any]) -> None:
-    """Raises ValueError, naming the field, unless the fields that `normalise` reads are of their
-    JSON types."""
+    """Raises ValueError, naming the field, unless the fields read by `normalise` have their JSON
+    types."""
     for name in _COUNTS:
         if config.get(name) is not None or (name == "num_hidden_layers" and name in config):
             require_int(name, config[name], at_least=1)
@@ -263,7 +260,7 @@ def _check_types(config: Mapping[str, Any]) -> None:
 
 
 def _check_quantization(config: Mapping[str, Any] | None, methods: tuple[str, ...]) -> None:
-    """Raises ValueError unless weights are as they are, in one of these methods, or in
+    """Raises ValueError unless weights are unquantized, in one of these methods, or in
     bitsandbytes' NF4 with double quantization."""
     if config and config.get("quant_method") in methods:
         return
@@ -278,13 +275,13 @@ def _check_quantization(config: Mapping[str, Any] | None, methods: tuple[str, ..
             raise ValueError(
                 f"quantization_config: {name}: found {config.get(name)!r}, and only {needed!r} is "
                 "read, NF4 with double quantization; use the unquantised model, which "
-                "adapter.quantize quantizes as it is read"
+                "adapter.quantize quantizes on reading"
             )
 
 
 class WindowedFamily(Family):
-    """A family whose configs say `use_sliding_window`, and name the window of layers that have
-    none."""
+    """A family whose configs have `use_sliding_window`, and name a window even for layers without
+    one."""
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`. Layers of both kinds are refused."""

@@ -1,4 +1,4 @@
-"""Gemma 3 (text): layers with a window and layers without, an RoPE base for each, and norms on both
+"""Gemma 3 (text): layers with and without a window, an RoPE base for each kind, and norms on both
 sides of each branch."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ ACTIVATION = "gelu_pytorch_tanh"
 
 
 class Gemma3Family(Family):
-    """A family whose configs name two rotary embeddings, and the kinds of layers or the pattern
-    that they repeat in."""
+    """A family whose configs name two rotary embeddings, and the kinds of layers or their repeating
+    pattern."""
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`. Takes the spellings of transformers 4 (`rope_local_base_freq`)
@@ -55,8 +55,7 @@ class Gemma3Family(Family):
         return config
 
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family.write`. Layers with a window have the embedding of the others where there is
-        no local one."""
+        """See `Family.write`. Without a local embedding, layers with a window have the others'."""
         config = super().write(fields)
         local = config.pop("local_rope_parameters", fields["rope_parameters"])
         ropes = {"full_attention": fields["rope_parameters"], "sliding_attention": local}

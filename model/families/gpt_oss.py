@@ -8,7 +8,7 @@ from typing import Any
 
 from .family import MIXTURE, Family
 
-# Where config.json names none.
+# If config.json names none.
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,

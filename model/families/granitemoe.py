@@ -1,5 +1,4 @@
-"""Granite 3 (mixtures of experts): Granite's layer with experts in the place of every
-feed-forward."""
+"""Granite 3 (mixtures of experts): Granite's layer with experts instead of every feed-forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 1 to 3.2 and what has their form: SmolLM2, the papers' sizes."""
+"""Llama 1 to 3.2 and models of the same form: SmolLM2, the papers' sizes."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ LLAMA = Family(
             pad_token_id=2,
             rope={"theta": 100000.0},
         ),
-        # Small enough for a test, with everything that can go wrong: grouped heads, head_dim apart
-        # from hidden / heads.
+        # Small enough for tests, with the hard cases: grouped heads, head_dim different from hidden
+        # / heads.
         "tiny": _sizes(64, 128, 2, 4, 2, head_dim=32, vocab_size=512),
     },
 )

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's layer with experts in the place of every feed-forward."""
+"""Mixtral: Mistral's layer with experts instead of every feed-forward."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""OLMo 2: norms after attention and feed-forward, and an RMS norm of all queries, and of all keys,
-before RoPE."""
+"""OLMo 2: norms after attention and feed-forward, and an RMS norm over all queries, and over all
+keys, before RoPE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""OLMoE: an RMS norm of all queries, and of all keys, before RoPE, and experts in every layer."""
+"""OLMoE: an RMS norm over all queries, and over all keys, before RoPE, and experts in every
+layer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Phi-3 and Phi-4 (dense): files with fused projections, the RoPE rule longrope; in some versions a
-sliding window, or RoPE on a part of each head."""
+sliding window, or RoPE on part of each head."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _PARTIAL = "partial_rotary_factor"
 
 
 class Phi3Family(Family):
-    """A family whose configs name the original length next to the RoPE rule, and call longrope by
-    older names too."""
+    """A family whose configs give the original length next to the RoPE rule, and may use older
+    names of longrope."""
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`. As transformers does, reads `su` and `yarn` as longrope."""

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (dense): biases of q, k and v, none of the output projection."""
+"""Qwen2 and Qwen2.5 (dense): biases of q, k and v, but not of the output projection."""
 
 from __future__ import annotations
 

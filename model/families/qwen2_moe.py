@@ -1,5 +1,5 @@
-"""Qwen1.5 and Qwen2 (mixtures of experts): Qwen2's attention, experts in the place of every
-feed-forward, and one that all tokens share, behind a gate."""
+"""Qwen1.5 and Qwen2 (mixtures of experts): Qwen2's attention, experts instead of every
+feed-forward, and a gated shared expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): an RMS norm of every query and key head before RoPE, and no biases."""
+"""Qwen3 (dense): an RMS norm per query and key head before RoPE, and no biases."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Qwen3 (mixtures of experts): Qwen3's attention, and experts in the place of every
-feed-forward."""
+"""Qwen3 (mixtures of experts): Qwen3's attention, and experts instead of every feed-forward."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def _sizes(hidden: int, width: int, layers: int, heads: int, **more: Any) -> dic
 
 
 class Qwen3Moe(WindowedFamily):
-    """Reads the experts' number by both of its names: transformers 5 writes `num_local_experts`."""
+    """Reads the number of experts under both names: transformers 5 writes `num_local_experts`."""
 
     def normalise(self, config):
         """See `Family.normalise`."""

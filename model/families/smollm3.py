@@ -1,5 +1,5 @@
-"""SmolLM3: Llama's layer, without RoPE in every fourth; in models of one's own, with a sliding
-window in some layers."""
+"""SmolLM3: Llama's layer, without RoPE in every fourth; custom models may have a sliding window in
+some layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _LAYERS = 36
 
 
 class SmolLM3Family(WindowedFamily):
-    """A family whose configs name the layers without RoPE, or the interval that they lie at, and
-    the layers with a window."""
+    """A family whose configs name the layers without RoPE, or their interval, and the layers with a
+    window."""
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`. Published configs have `pretraining_tp`, which transformers'

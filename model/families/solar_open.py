@@ -1,5 +1,5 @@
-"""Solar Open: experts in every layer, chosen by sigmoids that constants correct, and one that all
-tokens share."""
+"""Solar Open: experts in every layer, chosen by sigmoids with constant corrections, and a shared
+expert."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SIZES = {
 
 
 class SolarOpen(Family):
-    """A family whose configs count the shared experts, which are one of their width together."""
+    """A family whose configs count shared experts, which form a single one of their total width."""
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`."""

@@ -1,1 +1,1 @@
-"""What is kept between forward and backward, and in how many pieces a layer runs."""
+"""What is kept between forward and backward, and in which pieces a layer runs."""

@@ -1,10 +1,9 @@
-"""Position-wise work done chunk by chunk: run, and run again in the backward pass, with float32 dW.
+"""Position-wise work in chunks, recomputed in the backward pass, with float32 dW.
 
 The one place where the sequence is cut into chunks of tokens: the feed-forward and the loss of
-Blockwise Parallel Transformer (Liu and Abbeel) and of Ring Attention (Algorithm 1). Kept for the
-backward pass is the input alone. A cotangent has its primal's dtype, so plain differentiation would
-add one bfloat16 dW per chunk (3.5% off after 128); here each chunk's dW is a float32 product, and
-so is their sum.
+Blockwise Parallel Transformer (Liu and Abbeel) and of Ring Attention (Algorithm 1). Only the input
+is kept for the backward pass. A cotangent has its primal's dtype, so plain differentiation would
+add one bfloat16 dW per chunk (3.5% off after 128); here each chunk's dW and their sum are float32.
 
 Weights are float32 *by type*: `sharding.gather` sent them in the compute dtype, and every cast back
 to it is exact.
@@ -28,8 +27,8 @@ Arrays = Any
 
 
 def _chunk_size(length: int, at_most: int) -> int:
-    """Tokens in a chunk: a divisor of the length where there is one not much below `at_most`; all
-    of them for 0."""
+    """Tokens per chunk: a divisor of the length if there is one not much below `at_most`; all for
+    0."""
     return tile_size(length, at_most) if at_most else length
 
 
@@ -40,10 +39,9 @@ def _slice(tree: Any, start: Any, size: int) -> Any:
 def over_chunks(step: Callable, carry: Any, arrays: Any, size: int) -> tuple[Any, Any]:
     """Runs `step(carry, chunk of arrays) -> (carry, results)` over all chunks, one after the other.
 
-    Returns the last carry, and the results joined along the length. The last chunk is shorter where
-    `size` does not divide the length. A result is written over the last of `arrays` that has its
-    shape and dtype, chunk by chunk: it needs memory of its own only where that array is still
-    needed after the loop.
+    Returns the last carry, and the results joined along the length. The last chunk is shorter if
+    `size` does not divide the length. A result overwrites the last of `arrays` with its shape and
+    dtype, chunk by chunk: it needs extra memory only if that array is still needed after the loop.
 
     Args:
       arrays: a tree of arrays [B, T, ...]; size: tokens in a chunk.
@@ -61,8 +59,8 @@ def over_chunks(step: Callable, carry: Any, arrays: Any, size: int) -> tuple[Any
 
     def run_chunk(state, start, size):
         carry, leaves = state
-        # After the barrier a chunk is read once, before its buffer is written: no copy of the whole
-        # array is needed.
+        # After the barrier a chunk is read once, before its buffer is overwritten, so the whole
+        # array need not be copied.
         chunk = lax.optimization_barrier(_slice(leaves[: structure.num_leaves], start, size))
         carry, results = step(carry, jax.tree.unflatten(structure, chunk))
         for index, value in zip(buffers, jax.tree.leaves(results), strict=True):
@@ -80,8 +78,8 @@ def over_chunks(step: Callable, carry: Any, arrays: Any, size: int) -> tuple[Any
 
 
 def _buffers(leaves: list[jax.Array], results: list[jax.ShapeDtypeStruct]) -> list[int]:
-    """For each result the index of the leaf that it is written over. Appends a new leaf where none
-    has its shape and dtype."""
+    """For each result, the index of the leaf it overwrites. Appends a new leaf if none has its
+    shape and dtype."""
     free = list(reversed(range(len(leaves))))
     buffers = []
     for result in results:
@@ -113,8 +111,8 @@ def _sum_over_chunks(step: Callable, arrays: Any, size: int) -> tuple[Any, Any]:
 
 
 def cast(weights: Mapping[str, Weight], dtype: Any) -> dict[str, Weight]:
-    """Returns the weights in another dtype, frozen ones as they are. Cast to the compute dtype
-    before a loop and back to float32 inside it, so that the loop reads bfloat16."""
+    """Returns the weights in another dtype, frozen ones unchanged. Cast to the compute dtype before
+    a loop and back to float32 inside it, so that the loop reads bfloat16."""
     return {
         name: w if isinstance(w, FrozenWeight) else w.astype(dtype) for name, w in weights.items()
     }
@@ -123,8 +121,7 @@ def cast(weights: Mapping[str, Weight], dtype: Any) -> dict[str, Weight]:
 def vjp(
     fn: Callable, weights: Mapping[str, Weight], *arrays: Any, has_aux: bool = False
 ) -> tuple[Any, ...]:
-    """Returns `jax.vjp(fn, weights, *arrays)`, which gives a gradient None to weights that are
-    frozen."""
+    """Returns `jax.vjp(fn, weights, *arrays)`, with gradient None for frozen weights."""
     trained, frozen = split(weights)
 
     def run(trained, *arrays):
@@ -152,7 +149,7 @@ def chunked(
     """Returns fn(weights, arrays, constants), a tree of arrays [B, T, ...], computed in chunks of
     the sequence.
 
-    All arguments are as in `chunked_with_sums`, but that fn returns no sums.
+    All arguments are as in `chunked_with_sums`, except that fn returns no sums.
     """
     return chunked_with_sums(
         lambda *part: ((), fn(*part)), weights, arrays, constants, dtype=dtype, chunk=chunk
@@ -220,9 +217,8 @@ def passed_through(
 ) -> tuple[Float[Array, "B T E"], Any]:
     """Returns x unchanged, and fn(weights, x, constants), computed in chunks of the sequence.
 
-    Whoever reads x after fn takes it from here: fn's share is then added to the gradient that comes
-    in for x, in place, and a second array of its length never exists. All arguments are as of
-    `chunked`.
+    Later readers of x must use the returned one: fn's share is then added in place to x's incoming
+    gradient, and a second array of that length never exists. All arguments are as in `chunked`.
     """
     size = _chunk_size(x.shape[1], chunk)
 
@@ -262,8 +258,8 @@ def chunked_total(
     """Returns the sum of fn(weights, arrays, constants) * shares over all tokens, and fn's values
     without gradient.
 
-    The gradient is taken in the forward pass, chunk by chunk, where the values are available: the
-    backward pass only scales it by the sum's cotangent, and nothing is computed twice.
+    The gradient is computed in the forward pass, chunk by chunk, while the values are available:
+      the backward pass only scales it by the sum's cotangent, and nothing is computed twice.
 
     Args:
       fn: position-wise, returns float32 [B, c]; otherwise all arguments are as in `chunked`.

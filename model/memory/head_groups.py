@@ -1,9 +1,9 @@
-"""Attention in groups of heads, one group after the other: queries, keys, values, partial results
-and the gradients of all these exist for one group at a time.
+"""Attention in groups of heads, one after another: queries, keys, values, partial results and their
+gradients exist for one group at a time.
 
-A group is projected and attends, and its output is written next to those of the groups before it.
-Kept for the backward pass are the layer's input, that output and its log-sum-exp: there each group
-is projected once more, and attends only backward.
+A group is projected and attends, and its output is written next to the previous groups'. The
+layer's input, that output and its log-sum-exp are kept for the backward pass, where each group is
+projected again and attends only backward.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class HeadGroups:
 
     Attributes:
       count: number of groups; divides a device's heads and key heads.
-      axes: name of a weight -> its axis of heads, or None where all groups share the weight.
+      axes: name of a weight -> its axis of heads, or None if all groups share the weight.
     """
 
     count: int
@@ -65,8 +65,7 @@ class HeadGroups:
 
     @classmethod
     def of(cls, layer: Any) -> HeadGroups:
-        """Returns the groups of a `ShardedLayer`; the axes are those that its parameters
-        declare."""
+        """Returns the groups of a `ShardedLayer`, with the axes its parameters declare."""
 
         def heads_axis(axes):
             return next((i for i, axis in enumerate(axes) if axis in ("heads", "kv_heads")), None)
@@ -80,7 +79,7 @@ class HeadGroups:
         )
 
     def take(self, x: jax.Array, i: Any, axis: int) -> jax.Array:
-        """Returns group i of the heads, which lie along `axis`."""
+        """Returns group i of the heads along `axis`."""
         size = x.shape[axis] // self.count
         return lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
@@ -107,7 +106,7 @@ class HeadGroups:
         }
 
     def over(self, step: Callable, carry: Any, axes: Any) -> tuple[Any, Any]:
-        """Runs `step(carry, i) -> (carry, results of group i)` for each group, one after the other.
+        """Runs `step(carry, i) -> (carry, results of group i)` for each group in turn.
 
         Returns the last carry, and each result for all heads: the groups' results joined along its
         axis of heads. `axes` is a tree with these axes, in the order of the results' leaves.
@@ -137,12 +136,12 @@ class HeadGroups:
 class GroupedAttention:
     """Projects and attends in groups of heads, inside `shard_map`.
 
-    x passes through, so that the backward pass adds each group's share to the gradient that comes
-    in, where it lies.
+    x passes through, so that the backward pass adds each group's share to the incoming gradient in
+    place.
 
     Attributes:
-      project: (weights, x, labels) -> x, (q, k, v) for the heads that the weights have; closes over
-        no traced value.
+      project: (weights, x, labels) -> x, (q, k, v) for the heads in the weights; closes over no
+        traced value.
       dtype: the compute dtype.
     """
 

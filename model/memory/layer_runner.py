@@ -23,8 +23,8 @@ from .remat import scan_layers
 class LayerRunner(abc.ABC):
     """Runs all decoder layers on a device's tokens, inside `shard_map`.
 
-    All runners compute the same function; they differ in what is kept for the backward pass, and in
-    what pieces a layer runs.
+    All runners compute the same function; they differ in what they keep for the backward pass, and
+    in the pieces a layer runs in.
 
     Attributes:
       layers: one layer of each kind: layer i is run by layers[i % P], with P of them.
@@ -47,12 +47,12 @@ class LayerRunner(abc.ABC):
 
 
 class ScanRunner(LayerRunner):
-    """Scans over the layers, and keeps between forward and backward what the remat policy names
+    """Scans over the layers, and keeps for the backward pass what the remat policy names
     (`remat.py`).
 
-    The scan's carry has the token coordinates next to the hidden states. A mask that is computed
-    from values outside of the carry would be loop-invariant, and differentiating the scan would
-    hoist it out and keep it for every layer.
+    The scan's carry has the token coordinates next to the hidden states. A mask computed from
+    values outside the carry would be loop-invariant, and differentiating the scan would hoist it
+    and keep it for every layer.
     """
 
     def run(self, shards, x, labels, coords):

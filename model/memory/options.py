@@ -1,4 +1,4 @@
-"""The memory options, declared once: the section `memory` of recipes, an attribute of models and of
+"""The memory options, declared once: the section `memory` of recipes, an attribute of models and
 plans."""
 
 import dataclasses
@@ -15,43 +15,39 @@ else:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryConfig:
-    """What is kept for the backward pass, and in what pieces the rest is computed; chunks count
-    tokens of a device."""
+    """What is kept for the backward pass, and in which pieces the rest is computed; chunks count a
+    device's tokens."""
 
     remat: RematName = "save_attention"
-    """Kept between forward and backward. nothing: only the layers' inputs; save_attention: also
-    attention's output and lse;
-    offload: the inputs, in the host's memory; offload_save_attention: also attention's output and
-    lse, on the device;
-    offload_attention: these in the host's memory too; every_k: only every k-th layer's input;
-    offload_every_k: that in the host's memory; everything: also the result of every matrix
-    product."""
+    """Kept between forward and backward. nothing: only layer inputs; save_attention: also
+    attention's output and lse; offload: inputs, in host memory; offload_save_attention: also
+    attention's output and lse, on the device; offload_attention: both in host memory; every_k: only
+    every k-th layer's input; offload_every_k: the same in host memory; everything: also the result
+    of every matrix product."""
     every_k: int = 2
-    """Layers between the inputs that remat every_k and offload_every_k keep; a divisor of the
-    number of layers."""
+    """Layers per input kept by remat every_k and offload_every_k; a divisor of the number of
+    layers."""
     moments_on_host: bool = False
-    """Whether the optimizer's moments lie in the host's memory; a step brings them over and back
-    layer by layer."""
+    """Whether the optimizer's moments are kept in host memory and streamed per layer."""
     parameters_on_host: bool = False
-    """Whether the parameters lie in the host's memory; each layer's are brought over when they are
-    needed."""
+    """Whether the parameters are kept in host memory and streamed per layer."""
     attention_groups: int = 1
-    """Groups of heads that are projected and attend one after the other, so that queries, keys and
+    """Groups of heads that are projected and attend one after another, so that queries, keys and
     values exist for one group at a time; a divisor of a device's key/value heads. Not with remat
-    everything, as each group is projected again."""
+    everything, since each group is projected again."""
     query_chunks: int = 1
-    """Chunks of a device's tokens that go through a layer one after the other, so that queries and
-    attention's output exist for one chunk at a time; keys and values travel once for each. A
+    """Chunks of a device's tokens that pass through a layer one after another, so that queries and
+    attention's output exist for one chunk at a time; keys and values travel once per chunk. A
     divisor of a device's tokens; not with a remat that keeps attention's output."""
     prefetch: bool = False
-    """Whether the next layer's weights arrive, and the gradients of the last one leave, along with
-    the keys and values of the ring while a layer runs; with schedule ring and a remat other than
-    every_k, offload_every_k and everything. Holds two layers' weights at a time."""
+    """Whether the next layer's weights arrive, and the last one's gradients leave, with the ring's
+    keys and values while a layer runs; needs schedule ring and a remat other than every_k,
+    offload_every_k and everything. Holds two layers' weights at a time."""
     feed_forward_chunk: Tokens = 2048
-    """Tokens of a chunk of the output projection and the feed-forward; 0, remat everything and
+    """Tokens per chunk of output projection and feed-forward; 0, remat everything and
     mesh.sequence_parallel compute all at once."""
     projection_chunk: Tokens = 2048
-    """Tokens of a chunk of the query, key and value projections; 0, remat everything and
+    """Tokens per chunk of the query, key and value projections; 0, remat everything and
     mesh.sequence_parallel compute all at once."""
     loss_chunk: Tokens = 1024
     """Tokens whose logits exist at a time; 0 computes all at once."""
@@ -87,19 +83,18 @@ def check_combination(
     sequence_parallel: bool,
     schedule: Any,
 ) -> None:
-    """Refuses memory options that go neither together nor with the model, the mesh and the
-    schedule.
+    """Refuses memory options that do not fit each other, the model, the mesh or the schedule.
 
     Args:
-      layers: of the model; period: how many of them differ before they repeat; key_heads: key/value
-        heads of a device;
+      layers: of the model; period: after how many they repeat; key_heads: key/value heads of a
+        device;
       sequence: devices along the sequence axis.
       schedule: as in `model.attention.schedules.get_schedule`.
 
     Raises:
       ValueError: one line that names the option, what was found and what would work.
     """
-    # Here, so that reading a recipe does not import JAX.
+    # Imported here, so that reading a recipe does not import JAX.
     from model.attention.schedules import get_schedule
 
     resolved = get_schedule(schedule, sequence)
@@ -131,7 +126,7 @@ def check_combination(
 def _check_prefetch(
     memory: MemoryConfig, sequence: int, sequence_parallel: bool, schedule: Any
 ) -> None:
-    """ValueError for what prefetching cannot go with."""
+    """ValueError for options that exclude prefetching."""
     for works, found, needed in (
         (sequence > 1, f"mesh.sequence {sequence}", "2 or more"),
         (schedule.can_gather_along, f"attention.schedule {schedule.name}", "ring"),
@@ -146,29 +141,30 @@ def _check_prefetch(
         (not sequence_parallel, "mesh.sequence_parallel", "false"),
     ):
         if not works:
-            raise ValueError(f"memory.prefetch: found {found}, where it needs {needed}")
+            raise ValueError(f"memory.prefetch: found {found}, needs {needed}")
 
 
 def _check_query_chunks(memory: MemoryConfig, sequence_parallel: bool, schedule: Any) -> None:
-    """ValueError for what several chunks of queries cannot go with."""
+    """ValueError for options that exclude several chunks of queries."""
     from model.attention.schedules import SCHEDULES, Balanced
 
     chunks = memory.query_chunks
     if memory.remat not in QUERY_CHUNK_POLICIES:
         raise ValueError(
-            f"memory.remat: found {memory.remat!r}; with memory.query_chunks = {chunks} nothing of "
-            f"attention is kept; valid: {', '.join(QUERY_CHUNK_POLICIES)}"
+            f"memory.remat: found {memory.remat!r}; with memory.query_chunks = {chunks} "
+            f"attention's output cannot be kept; valid: {', '.join(QUERY_CHUNK_POLICIES)}"
         )
     if sequence_parallel:
         raise ValueError(
-            f"memory.query_chunks: found {chunks}; with mesh.sequence_parallel only 1 can be"
+            f"memory.query_chunks: found {chunks}; with mesh.sequence_parallel only 1 is possible"
         )
     while schedule is not None:
         if isinstance(schedule, Balanced) and schedule.ordered:
             others = ", ".join(name for name in SCHEDULES if name not in ("balanced", "local"))
             raise ValueError(
-                f"memory.query_chunks: found {chunks}; balanced trades queries for as many keys "
-                f"over a contiguous layout; over others it serves them, as do {others} over any"
+                f"memory.query_chunks: found {chunks}; over a contiguous layout balanced trades "
+                f"queries for equally many keys; over other layouts it works, as do {others} over "
+                "any"
             )
         schedule = getattr(schedule, "inner", None)
 

@@ -1,10 +1,10 @@
 """A layer's shards packed into few arrays that can travel the sequence axis, and unpacked as the
 layer's weights.
 
-Every matrix has one axis that storage is split along, mostly the hidden one. With that axis first,
-a rank's shards whose split axis has the same length stand side by side as columns of one array, so
-that one transfer carries them all. All ranks' packed arrays, one below the other, are the whole
-matrices. Ranks of `fsdp` gather theirs first: they share what travels the sequence axis.
+Every matrix has one axis along which storage is split, mostly the hidden one. With that axis first,
+a rank's shards with equally long split axes are placed side by side as columns of one array, so
+that one transfer carries them all. All ranks' packed arrays, stacked, are the whole matrices. Ranks
+of `fsdp` gather theirs first, since they share what travels the sequence axis.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class PackedShards:
     Attributes:
       shapes: name -> shape of a rank's shard, for the parameters that travel.
       split_axes: name -> the axis that storage is split along.
-      dtypes: name -> the dtype in which it travels; sums of gradients are float32.
-      trained: the names of those that have a gradient.
+      dtypes: name -> the dtype it is sent in; sums of gradients are float32.
+      trained: the names of those with a gradient.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -50,8 +50,8 @@ class PackedShards:
         dtypes: dict[str, Any],
         trained: frozenset[str],
     ) -> PackedShards:
-        """Returns how a layer is packed. Parameters that are not split over all ranks along one
-        axis do not travel.
+        """Returns how a layer is packed. Parameters not split over all ranks along one axis do not
+        travel.
 
         Args:
           specs, shapes, dtypes: of a layer's parameters and their shards; sizes: of the mesh axes.
@@ -74,8 +74,8 @@ class PackedShards:
 
     @property
     def _arrays(self) -> list[list[str]]:
-        """The names of the parameters in each packed array: those of one dtype whose split axis has
-        the same length in a shard."""
+        """The names of the parameters in each packed array: those of one dtype with equally long
+        split axes in a shard."""
         arrays: dict[Any, list[str]] = {}
         for name, shape in self.shapes.items():
             arrays.setdefault(
@@ -85,8 +85,8 @@ class PackedShards:
 
     @property
     def _gradient_arrays(self) -> list[list[str]]:
-        """The names of the parameters in each packed array of gradients: of `_arrays` those that
-        are trained."""
+        """The names of the parameters in each packed array of gradients: the trained ones of
+        `_arrays`."""
         trained = ([name for name in names if name in self.trained] for names in self._arrays)
         return [names for names in trained if names]
 
@@ -99,8 +99,8 @@ class PackedShards:
         return [lax.all_gather(x, "fsdp") if self.fsdp > 1 else x[None] for x in packed]
 
     def unpack(self, packed: list[Float[Array, "P F R C"]]) -> dict[str, jax.Array]:
-        """Returns the whole weights from all ranks' packed arrays: those that are trained float32
-        by type as in `sharding.gather`, the others in their own dtype."""
+        """Returns the whole weights from all ranks' packed arrays: trained ones float32 by type as
+        in `sharding.gather`, the others in their stored dtype."""
         weights: dict[str, jax.Array] = {}
         for names, x in zip(self._arrays, packed, strict=True):
             weights |= self._cut(
@@ -150,7 +150,7 @@ class PackedShards:
     def _cut(
         self, names: list[str], columns: Float[Array, "R C"], ranks: int
     ) -> dict[str, jax.Array]:
-        """The arrays that `_columns` put side by side, from the shards of that many ranks."""
+        """The arrays that `_columns` placed side by side, from the shards of that many ranks."""
         start, arrays = 0, {}
         for name in names:
             axis, shape = self.split_axes[name], list(self.shapes[name])

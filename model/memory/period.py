@@ -1,4 +1,4 @@
-"""A scan over layers of several kinds, which repeat in a period: two of Gemma 2, six of Gemma 3."""
+"""A scan over layers of several kinds with a period: two in Gemma 2, six in Gemma 3."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The results of each body, stacked over the whole periods; and those of the layers that are left
-# over.
+# Each body's results, stacked over the whole periods; and those of the leftover layers.
 Results = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
@@ -24,20 +23,19 @@ def scan_periods(
     start: int | jax.Array = 0,
     count: int | None = None,
 ) -> tuple[Any, Results]:
-    """Returns what `lax.scan` returns where bodies[i % P] runs layer i, with P bodies: a step of
-    the scan is one period, and the layers that are left over run after it.
+    """Like `lax.scan` with bodies[i % P] running layer i, for P bodies: a step of the scan is one
+    period, and leftover layers run after it.
 
     Args:
-      bodies: (carry, layer) -> (carry, results); `layer` is a pair with the saved results where
+      bodies: (carry, layer) -> (carry, results); `layer` is a pair with the saved results if
         `saved` is passed.
       layers: a tree of arrays with the layers on the leading axis.
       saved: results of an earlier scan of the same layers.
       reverse: runs the last layer first.
-      remat: applied to what runs one layer. The layer is taken out of its period within:
-        `jax.checkpoint` keeps a second copy of what it is passed, unless that is what the scan
-        passes.
-      start, count: the layers that run, if not all. Arrays in the host's memory hold all layers
-        then, others these alone.
+      remat: applied to the function that runs one layer. That function extracts the layer from its
+        period: `jax.checkpoint` keeps a second copy of its arguments, unless they are the scan's.
+      start, count: the layers to run, if not all. Host arrays then hold all layers, others only
+        these.
     """
     period = len(bodies)
     if period == 1 and count is None:
@@ -54,7 +52,7 @@ def scan_periods(
     periods = [(x[:end] if left else x).reshape(whole, period, *x.shape[1:]) for x in on_device]
 
     def run(carry, number, on_device, saved, layers_of_period):
-        """Runs the first layers of the period `number`, whose arrays on the device are passed."""
+        """Runs the first layers of the period `number`, given their device arrays."""
         results = [None] * layers_of_period
         for i in reversed(range(layers_of_period)) if reverse else range(layers_of_period):
 
@@ -94,11 +92,10 @@ def scan_periods(
 
 
 def split_by_memory(layers: Any) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], Any]]:
-    """Returns the arrays of a tree that lie on the device, and a function that puts arrays in their
-    place and returns the tree.
+    """Returns a tree's device arrays, and a function that replaces them and returns the tree.
 
-    A scan passes parts of the former on. What lies in the host's memory has to be indexed where it
-    lies: the TPU's compiler takes nothing out of a reshaped array there.
+    A scan passes on parts of the former. Host arrays must be indexed in place: the TPU compiler
+    takes nothing out of a reshaped array there.
     """
     leaves, tree = jax.tree.flatten(layers)
 
@@ -116,8 +113,7 @@ def _is_on_host(x: jax.Array) -> bool:
 
 
 def unzipped(results: Results) -> tuple[Results, Results]:
-    """Returns the first of each layer's results, and the second, where bodies return pairs of
-    results."""
+    """Returns each layer's first results and second results, if bodies return pairs."""
     of_whole, of_left = results
     firsts, seconds = (
         (tuple(pair[i] for pair in of_whole), tuple(pair[i] for pair in of_left)) for i in range(2)

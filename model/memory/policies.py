@@ -12,14 +12,14 @@ Memory = Literal["device", "host"]
 @dataclasses.dataclass(frozen=True)
 class RematPolicy:
     """What the layers keep between the forward and the backward pass, and in which memory;
-    everything else is computed again.
+    everything else is recomputed.
 
     Attributes:
-      inputs: where the layers' inputs lie, which every policy keeps.
-      attention: where attention's output and log-sum-exp lie; None does not keep them. If they are
-        kept, the backward pass never runs attention forward again (DistFlashAttn, section 3.3).
-      products: the results of all matrix products are kept as well, on the device.
-      every_k: only the input of every k-th layer is kept, not that of every layer.
+      inputs: the memory of layer inputs, which every policy keeps.
+      attention: the memory of attention's output and log-sum-exp; None does not keep them. If kept,
+        the backward pass never reruns attention forward (DistFlashAttn, section 3.3).
+      products: whether the results of all matrix products are kept too, on the device.
+      every_k: whether only every k-th layer's input is kept.
     """
 
     inputs: Memory = "device"

@@ -2,11 +2,10 @@
 
 A layer's weights travel the sequence axis with the keys and values of the layer before
 (`Ring.forward_and_gather`), so whatever hides the ring pass hides them too. The backward pass does
-the same the other way round: while a layer's attention runs, the weights of the layer below arrive,
-and the gradients of the layer above, added up on their way (a reduce-scatter), return to the ranks
-that store them. Plain differentiation would keep every layer's whole weights for the backward pass,
-so both scans are written by hand. Only the first layer's gather and scatter have nothing to hide
-behind.
+the reverse: while a layer's attention runs, the weights of the layer below arrive, and the
+gradients of the layer above, summed on their way (a reduce-scatter), return to the ranks that store
+them. Plain differentiation would keep every layer's whole weights for the backward pass, so both
+scans are written by hand. Only the first layer's gather and scatter are not hidden.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _SPACES = {"device": jax.memory.Space.Device, "host": jax.memory.Space.Host}
 
 
 class PrefetchRunner(LayerRunner):
-    """Runs the layers one after the other; holds two layers' weights at a time."""
+    """Runs the layers in turn; holds two layers' weights at a time."""
 
     def run(self, shards, x, labels, coords):
         specs = {name: self.weights.layer_spec(name) for name in shards}
@@ -75,9 +74,9 @@ class _Residuals(NamedTuple):
     """What is kept from the forward pass over all layers to the backward pass.
 
     Attributes:
-      shards: of all layers. kept: of each layer its input and, where the remat policy keeps them,
+      shards: of all layers. kept: each layer's input and, if the remat policy keeps them,
         attention's out and lse.
-      whole: the packed weights of the last layer, with which the backward pass begins.
+      whole: the packed weights of the last layer, where the backward pass begins.
       labels, coords: the tokens'.
     """
 
@@ -90,12 +89,12 @@ class _Residuals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _PrefetchedLayers:
-    """The two directions of all layers. Carries and residuals hold `whole`: the packed weights of
-    all ranks of the layer that runs next.
+    """The two directions of all layers. Carries and residuals hold `whole`: all ranks' packed
+    weights of the layer that runs next.
 
     Attributes:
       layers: one of each kind, as in `LayerRunner`.
-      packed: how the weights that travel are packed; `weights` gathers the others.
+      packed: how travelling weights are packed; `weights` gathers the others.
       count: number of layers.
     """
 
@@ -126,7 +125,7 @@ class _PrefetchedLayers:
             y, auxiliary = layer.finish(weights, x, out, of_layer)
             return (y, whole, labels, coords), ((kept, *attention), auxiliary)
 
-        # In stages, where the compiler needs them.
+        # In stages, if the compiler needs them.
         whole = [gather_frozen(array[None], RANKS) for array in self._of_layer(shards, 0)[0]]
         (y, whole, *_), results = scan_periods(
             [functools.partial(run_layer, layer) for layer in self.layers],
@@ -184,18 +183,17 @@ class _PrefetchedLayers:
         )
         d_above, d_others = stacked(results)
         first = self.packed.unpack_gradient([reduce_scatter(RANKS, array)[0] for array in d_first])
-        # Layer i's gradients returned while layer i - 1 ran.
+        # Layer i's gradients arrived while layer i - 1 ran.
         d_travelling = {
             name: jnp.concatenate([first[name][None], d_above[name][:-1]]) for name in first
         }
         return {name: {**d_travelling, **d_others}.get(name) for name in shards}, dx, None, None
 
     def _backward_layer(self, layer, weights, kept, d_output, below, d_above, labels, coords):
-        """Returns a layer's dx and dw; `below`, the packed shards of the layer below, of all ranks;
-        and this rank's sum of `d_above`, the packed gradients of the layer above.
+        """Returns a layer's dx and dw; `below`, all ranks' packed shards of the layer below; and
+        this rank's sum of `d_above`, the packed gradients of the layer above.
 
-        The weights travel with attention's forward where that runs again, otherwise with its
-        backward.
+        The weights travel with attention's forward if that is rerun, otherwise with its backward.
         """
         x, *saved = kept
         attention = layer.attention
@@ -220,8 +218,8 @@ class _PrefetchedLayers:
             queries, keys, result, dout, payload
         )
         dw_project, dx = pull((dx, tuple(dqkv)))
-        # Weights that are read before and after attention, such as the one norm of parallel
-        # residuals, have both gradients.
+        # Weights read before and after attention, such as the single norm of parallel residuals,
+        # have both gradients.
         twice = {
             name: dw_project[name] + dw_output[name]
             for name in dw_project
@@ -233,17 +231,17 @@ class _PrefetchedLayers:
         return dx, dw, whole_after if whole is None else whole, d_above
 
     def _split(self, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Those of a layer's arrays that are trained, and the frozen ones."""
+        """A layer's trained arrays, and its frozen ones."""
         frozen = {name: x for name, x in arrays.items() if self.weights.is_frozen(name)}
         return {name: x for name, x in arrays.items() if name not in frozen}, frozen
 
     def _weights(self, travelled: dict[str, jax.Array], others: Shards) -> dict[str, Weight]:
-        """A layer's weights, from those that travelled and the shards of the others."""
+        """A layer's weights, from those received and the shards of the others."""
         return self.weights.gathered_layer({**travelled, **self.weights.gather_layer(others)})
 
     def _of_layer(self, shards: Shards, i: Any) -> tuple[list[jax.Array], Shards]:
-        """The packed shards of layer i, or of the nearest layer that there is, and the shards that
-        are not packed."""
+        """The packed shards of layer i, or of the nearest existing layer, and the shards that are
+        not packed."""
         index = jnp.clip(i, 0, self.count - 1)
         layer = {
             name: lax.dynamic_index_in_dim(shard, index, 0, False) for name, shard in shards.items()

@@ -1,21 +1,20 @@
-"""A layer in chunks of queries, one after the other, each from its projection to the layer's
-output: attention and feed-forward fused (Blockwise Parallel Transformer, Algorithm 1; Ring
-Attention, Algorithm 1).
+"""A layer in chunks of queries, one after another, each from its projection to the layer's output:
+attention and feed-forward fused (Blockwise Parallel Transformer, Algorithm 1; Ring Attention,
+Algorithm 1).
 
 Keys and values of all of a device's tokens are projected first. Each chunk of tokens then attends
-to the keys of all shards and goes on through the feed-forward, and its output is written over its
-input: queries, attention's output and the gradients of both never exist for more than a chunk. Kept
-for the backward pass is the layer's input alone; there each chunk is projected and attends once
-more, and its summands of dK and dV are added up in float32. These sums take 8 T Hkv D bytes;
-keeping out and dout
-would take 4 T Hq D: this saves memory when Hq / Hkv > 2.
+to the keys of all shards and continues through the feed-forward, and its output overwrites its
+input: queries, attention's output and the gradients of both never exist for more than a chunk. Only
+the layer's input is kept for the backward pass, where each chunk is projected and attends again,
+and its dK and dV are summed in float32. These sums take 8 T Hkv D bytes; keeping out and dout would
+take 4 T Hq D: this saves memory when Hq / Hkv > 2.
 
 With groups of heads (`head_groups.py`) a chunk attends group by group, and each group's keys and
 values are projected again.
 
 The price is traffic: keys and values (in the backward pass also their gradients) make a ring pass
-for each chunk. The kernels hide it as long as a chunk's take longer than its transfers, that is
-with long contexts.
+per chunk. The kernels hide it as long as they take longer than the transfers, that is with long
+contexts.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ class QueryChunkRunner(ScanRunner):
 
 
 class KeySource(Protocol):
-    """What all chunks take keys and values from: a tree of arrays, which loops over chunks
-    carry."""
+    """The source of keys and values for all chunks: a tree of arrays, carried by loops over
+    chunks."""
 
     def group(self, layer: LayerInChunks, weights: dict[str, Weight], i: Any) -> Keys:
         """Returns the keys of group i of the heads; the weights are the layer's, in the compute
@@ -72,7 +71,7 @@ class KeySource(Protocol):
 
 
 class ProjectedOnce(NamedTuple):
-    """The keys of all tokens and heads, which are one group."""
+    """The keys of all tokens and heads, as one group."""
 
     keys: Keys
 
@@ -81,7 +80,7 @@ class ProjectedOnce(NamedTuple):
 
 
 class ProjectedByGroup(NamedTuple):
-    """The layer's input, from which each group's keys are projected whenever a chunk attends to
+    """The layer's input; each group's keys are projected from it whenever a chunk attends to
     them."""
 
     x: Float[Array, "B T E"]
@@ -145,8 +144,8 @@ class LayerInChunks:
 
         def run_chunk(carry, chunk):
             source, sums = carry
-            # Without the barrier, what all chunks do alike with the keys would be hoisted, and kept
-            # by differentiation.
+            # Without the barrier, the chunks' common work on keys would be hoisted, and kept by
+            # differentiation.
             source, (x, labels, chunk_coords) = lax.optimization_barrier((source, chunk))
             float32_weights = cast(weights, jnp.float32)
             _, q = self.queries(float32_weights, x, labels)
@@ -215,7 +214,7 @@ class LayerInChunks:
         return jax.tree.map(jnp.add, dw, dw_kv), dx, None, None
 
     def _key_source(self, weights, x, labels, coords) -> KeySource:
-        """What all chunks take their keys from."""
+        """The source of all chunks' keys."""
         if self.groups.count > 1:
             return ProjectedByGroup(x, labels, coords)
         _, (k, v) = self.keys_values(cast(weights, jnp.float32), x, labels)
@@ -234,13 +233,13 @@ class LayerInChunks:
         return self.groups.over(attend, (), OUT_AND_LSE)[1]
 
     def _sinks(self, weights, i):
-        """Group i's attention sinks, float32, if the model has these."""
+        """Group i's attention sinks, float32, if the model has any."""
         sinks = ShardedLayer.sinks(weights)
         return None if sinks is None else self.groups.take(sinks.astype(jnp.float32), i, 0)
 
     def _gradients(self, dkv, weights, source, queries, result, dout):
-        """dk and dv of a chunk of queries added to `dkv`, float32; its dq, in q's dtype, and what
-        it adds to the sinks' gradient, if there are sinks."""
+        """dk and dv of a chunk of queries added to `dkv`, float32; its dq, in q's dtype, and its
+        part of the sinks' gradient, if there are sinks."""
         groups = self.groups
 
         def add_group(dkv, i):

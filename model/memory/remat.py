@@ -16,8 +16,8 @@ from .policies import POLICIES, RematPolicy
 
 
 def _keep(device: Sequence[str], host: Sequence[str]) -> Callable[..., Any]:
-    """The `jax.checkpoint` policy that keeps values of these names on the device and in the host's
-    memory, and no others."""
+    """The `jax.checkpoint` policy that keeps only values of these names, on the device and in host
+    memory."""
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=list(device),
         names_which_can_be_offloaded=list(host),
@@ -33,8 +33,8 @@ def _layer_policy(policy: RematPolicy) -> Callable[..., Any]:
     kept = _keep(device, policy.keeps_on("host"))
     if not policy.products:
         return kept
-    # Results of matrix products, but no weights: the gathered weights of all layers would be the
-    # whole model on each device.
+    # Results of matrix products, but not weights: all layers' gathered weights would be the whole
+    # model on each device.
     policies = jax.checkpoint_policies
     return policies.save_from_both_policies(
         policies.dots_saveable, policies.save_only_these_names(*device, "expert_product")
@@ -47,14 +47,14 @@ def scan_layers(
     """Returns the last carry of a scan over the layers, and all layers' results, stacked. The scan
     keeps for the backward pass what the remat policy names.
 
-    With `save_attention` the backward pass never runs attention forward again (DistFlashAttn,
-    section 3.3). With `everything` it repeats only element-wise work, and no layer runs in chunks.
-    With `every_k` it runs k layers again to get their inputs, and then each of them once more, so
-    that of L layers at most L / k + k inputs are held (Chen et al., Training Deep Nets with
-    Sublinear Memory Cost, section 4).
+    With `save_attention` the backward pass never reruns attention forward (DistFlashAttn, section
+    3.3). With `everything` it repeats only element-wise work, and no layer runs in chunks. With
+    `every_k` it reruns k layers to get their inputs, and then each of them once more, so that at
+    most L / k + k of L layers' inputs are held (Chen et al., Training Deep Nets with Sublinear
+    Memory Cost, section 4).
 
     Args:
-      bodies: one for each kind of layer, as in `scan_periods`; each names its hidden states
+      bodies: one per kind of layer, as in `scan_periods`; each names its hidden states
         `layer_input`, and attention's results `attention_out` and `attention_lse`, by
         `checkpoint_name`.
       layers: a tree of arrays with the layers on the leading axis.
@@ -71,7 +71,7 @@ def scan_layers(
 
     def run_group(carry, xs):
         number, group = xs
-        # Hidden states alone: TPU compilers cannot put the integer labels of the carry on the host.
+        # Only hidden states: TPU compilers cannot put the carry's integer labels on the host.
         carry = jax.tree.map(
             lambda x: checkpoint_name(x, "group_input") if x.ndim > 2 else x, carry
         )

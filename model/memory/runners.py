@@ -1,4 +1,4 @@
-"""Which runner serves the memory options."""
+"""Chooses the runner for the memory options."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .query_chunks import QueryChunkRunner
 
 
 def layer_runner(layers: tuple[ShardedLayer, ...], weights: WeightGatherer) -> LayerRunner:
-    """Returns what runs all layers as their memory options say; `options.check_combination` has let
-    them pass.
+    """Returns the runner of all layers for memory options that `options.check_combination`
+    accepted.
 
     Args:
-      layers: one of each kind, in the period that they repeat in.
+      layers: one of each kind, in their repeating order.
       weights: of the same model; gathers a layer's parameters where the runner asks for them.
     """
     memory = layers[0].memory

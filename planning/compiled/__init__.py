@@ -1,9 +1,9 @@
 """Reads a compiled step: its memory, its collectives, their bytes, and what hides them.
 
-XLA reports a program's memory as numbers, but the program itself only as text (HLO). `text` parses
-it into computations and instructions; from these `transfers` counts the bytes that each device
-receives, and `overlap` finds the compute that runs between a collective's start and its end.
-`refusal` reads the message of a compiler that is out of memory.
+XLA reports a program's memory as numbers, but the program only as text (HLO). `text` parses it into
+computations and instructions; from these `transfers` counts the bytes that each device receives,
+and `overlap` finds the compute that runs between a collective's start and its end. `refusal` reads
+the message of a compiler that is out of memory.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from .text import ArrayType, Instruction, Module, arrays, parse
 from .transfers import COLLECTIVES, is_carried_on, results
 
 PRODUCTS = ("dot", "convolution")
-# What may wrap a collective: the TPU's async-collective fusions, a fused reduce-scatter, SparseCore
+# Wrappers of collectives: the TPU's async-collective fusions, a fused reduce-scatter, SparseCore
 # programs.
 WRAPPERS = ("fusion", "async-start", "custom-call-start")
 KERNEL_TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2")
@@ -33,8 +33,8 @@ class Crossing:
       results: the arrays that arrive, with the compiler's shapes.
       times: how often it runs.
       kernels: attention kernels between start and end.
-      products: other instructions there that multiply matrices, or the collective itself where it
-        is fused with a product.
+      products: other instructions there that multiply matrices, or the collective itself if fused
+        with a product.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class _Reader:
     def __init__(self, module: Module):
         self.module = module
         self.contents = functools.cache(self._contents)
-        # Computations inside a wrapper: the wrapper stands for them and for all that they call.
+        # Computations inside a wrapper: the wrapper represents them and everything they call.
         self.fused: set[str] = set()
         remaining = [
             called
@@ -119,7 +119,7 @@ class _Reader:
         return frozenset(opcodes)
 
     def _inside(self, instruction: Instruction) -> frozenset[str]:
-        """The opcodes in all that an instruction calls."""
+        """The opcodes in everything an instruction calls."""
         return frozenset[str]().union(*(self.contents(called) for called in instruction.called))
 
     def kind(self, instruction: Instruction) -> str | None:
@@ -155,7 +155,7 @@ class _Reader:
         )
 
     def _origin(self, start: Instruction, kind: str) -> str:
-        """The operation's name in JAX, of a wrapper the wrapped collective's."""
+        """The operation's name in JAX; for a wrapper, the wrapped collective's."""
         inside = [
             instruction.rest
             for called in start.called

@@ -1,7 +1,7 @@
 """Reads the sizes from a compiler's out-of-memory message.
 
-JAX raises a `JaxRuntimeError` whose code is RESOURCE_EXHAUSTED. Only the text of its message says
-how much the program needs and how much there is. The tests hold recorded messages.
+JAX raises a `JaxRuntimeError` whose code is RESOURCE_EXHAUSTED. Only the message's text says how
+much the program needs and how much there is. The tests hold recorded messages.
 """
 
 from __future__ import annotations
@@ -40,6 +40,6 @@ def refused_gib(message: str) -> tuple[float, float]:
         if match := re.search(pattern, message):
             return float(match[1]) * _UNITS[match[2]], float(match[3]) * _UNITS[match[4]]
     raise RuntimeError(
-        "the compiler ran out of memory, but its message is worded in a way that "
-        f"planning/compiled/refusal.py does not know: {message[:500]}"
+        "the compiler ran out of memory, but planning/compiled/refusal.py does not know this "
+        f"wording: {message[:500]}"
     )

@@ -1,7 +1,7 @@
 """Counts what each device receives by a compiled text's collectives: shapes, groups, loops.
 
-The counting rules are those of `model.attention.schedules.plan`, so that a schedule's own plan can
-be compared.
+The counting rules are those of `model.attention.schedules.plan`, so a schedule's plan can be
+compared.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Transfer(NamedTuple):
 
 
 def transfers(text: str, devices: int) -> list[Transfer]:
-    """Every collective that moves something.
+    """Every collective that moves data.
 
     Raises:
       ValueError: a collective is in a loop whose trip count is not in the text.
     """
     module = parse(text)
     moved = []
-    # The TPU compiler writes a reduce-scatter as a fusion of this name around an all-reduce.
+    # The TPU compiler writes a reduce-scatter as a fusion with this name around an all-reduce.
     scatters = {name for name in module.computations if "all-reduce-scatter" in name}
     carried_on = _carried_on(module)
     for computation, instructions in module.computations.items():
@@ -71,7 +71,8 @@ def transfers(text: str, devices: int) -> list[Transfer]:
 
 
 def is_carried_on(instruction: Instruction) -> bool:
-    """Whether a fusion continues a transfer that another started; each of them spells it out."""
+    """Whether a fusion continues a transfer that another started; each repeats the transfer in
+    full."""
     called = instruction.called
     return (
         instruction.opcode == "fusion"

@@ -1,7 +1,7 @@
 """The cost model's machines: a device, its kernels' rates, and the network between devices.
 
 Every constant comes from a vendor's sheet, a compiled text or a named measurement. A few were set
-after the papers' rows had been compared with the model's; a comment at each says so.
+after comparing the papers' rows with the model's; a comment says so at each.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Hardware:
       matrix_units: of a TPU's core; None on GPUs.
       fused_cores: cores of a chip that share the pairs of a batch row and a key head, if one kernel
         computes attention's whole backward pass when they divide evenly; 0 if two kernels do.
-      small_heads: (largest size, forward, backward): attention's rates for heads up to a size,
+      small_heads: (largest size, forward, backward): attention's rates for heads up to that size,
         whose softmax takes as long as their products; None if one rate holds for all.
-      between_products: bytes that a layer's forward pass moves outside its products and attention
-        (norms, rotary embedding, activations, casts, copies), for each token and hidden number; 0
-        where none was measured.
+      between_products: bytes a layer's forward pass moves outside products and attention (norms,
+        rotary embedding, activations, casts, copies), per token and hidden element; 0 if not
+        measured.
       network: the connections between devices.
-      sources: figure -> its source, those of the device included.
+      sources: figure -> its source, including the device's.
     """
 
     device: Device
@@ -192,7 +192,7 @@ def _gpu(
 _A100_RATES, _FA2_H100_RATES = (0.73, 0.63), (0.35, 0.35)
 # From profiles by kernel of two steps on an H200 (docs/notes/h200.md), of 989 TFLOP/s. Eight layers
 # of 8B at 32K: attention forward 128.1 ms, backward (seven products) 414.7, products 588, and 128
-# between them beside the optimizer's 16, which over three passes, 8 layers, 32,768 tokens and a
+# between them apart from the optimizer's 16, which over three passes, 8 layers, 32,768 tokens and a
 # width of 4,096 are 190 bytes at 4.8 TB/s. Llama 3.2 1B at 32K, heads of 64: 177.6 and 492.3 ms.
 _OUR_RATES = (0.556, 0.600)
 _OUR_PROFILE = MappingProxyType(

@@ -1,8 +1,8 @@
 """The rates of this project's TPU kernels, from the compiler's bundles per tile.
 
 `python -m scripts.benchmarks.kernel_cycles` writes the table next to this file. A bundle takes one
-cycle if nothing waits; a tile takes at least the cycles for which its products keep the matrix
-units busy.
+cycle if nothing waits; a tile takes at least as many cycles as its products keep the matrix units
+busy.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("kernel_cycles.json")
-# Matrix products of a tile. Two backward kernels both compute scores and dP again: three products
-# for dQ, four for dK and dV. One for all, as FlashAttention-2's in the papers' systems and ours on
+# Matrix products of a tile. Two backward kernels both recompute scores and dP: three products for
+# dQ, four for dK and dV. A single one, as in FlashAttention-2 (the papers' systems) and ours on
 # most TPUs, has five.
 FORWARD_PRODUCTS, TWO_BACKWARD_KERNELS, ONE_BACKWARD_KERNEL = 2, 7, 5
 PRODUCTS = {"forward": FORWARD_PRODUCTS, "backward": ONE_BACKWARD_KERNEL}

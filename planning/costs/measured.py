@@ -1,11 +1,10 @@
-"""Measured training steps, most of them by others, and the time ranges that follow from them.
+"""Measured training steps, mostly by others, and the time ranges that follow from them.
 
-The low end of a range is the step's matrix products at the machine's full rate, without waiting,
-or the step at the highest MFU that was measured on such a chip, if that is longer.
-The high end adds the cost model's waiting, times the worst factor by which a measured step on that
-kind of machine (TPUs or GPUs) exceeded it; or it is the estimate, if that is longer. So no measured
-step is above its range, and the width of the range shows how little is known. Five steps are our
-own, on one H200.
+The low end of a range is the step's matrix products at the machine's full rate, without waiting, or
+the step at the highest MFU that was measured on such a chip, if that is longer. The high end adds
+the cost model's waiting, times the worst factor by which a measured step on that kind of machine
+(TPUs or GPUs) exceeded it; or it is the estimate, if that is longer. So no measured step is above
+its range, and the range's width shows how little is known. Five steps are ours, on one H200.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class Measured(NamedTuple):
 
     @property
     def system(self) -> str:
-        """The program, and of MaxText the model: steps that are left out together when a range is
-        judged by steps that did not set it."""
+        """The program, and for MaxText the model: steps left out together when a range is judged by
+        steps that did not set it."""
         program, model, *_ = self.label.split(", ")
         return f"MaxText, {model.partition('-')[0]}" if program == "MaxText" else program
 
@@ -52,7 +51,7 @@ class Measured(NamedTuple):
 
 
 class TimeRange(NamedTuple):
-    """A step's seconds: as fast as anything can be assumed, and as slow as the slowest measured."""
+    """A step's seconds: the fastest that can be assumed, and as slow as the slowest measured."""
 
     low: float
     high: float
@@ -136,7 +135,7 @@ _OURS = (
     (32 * THOUSAND, "everything", 1.293),
     (128 * THOUSAND, "save_attention", 13.13),
 )
-# The same steps after the work around the kernels was mended (docs/results/gpu_steps.json).
+# The same steps after fixing the work around the kernels (docs/results/gpu_steps.json).
 _OURS_MENDED = (
     (32 * THOUSAND, "everything", 1.276),
     (128 * THOUSAND, "save_attention", 11.87),
@@ -231,8 +230,8 @@ def _our_steps(source: str, rows: tuple[tuple[int, str, float], ...]) -> tuple[M
 
 @functools.cache
 def compared_steps() -> tuple[Measured, ...]:
-    """Further measured steps, which are only compared: they lie inside the ranges, and counting
-    their long rings would take each plan a second."""
+    """More measured steps, only for comparison: they are inside the ranges, and counting their long
+    rings would cost each plan a second."""
     wide_heads = Sizes.of(
         dataclasses.replace(
             TransformerConfig.preset("llama-3.1-8b"),
@@ -282,7 +281,7 @@ def full_rate(job: TrainingStep) -> Estimate:
 
 @functools.cache
 def highest_mfu(hardware: Hardware) -> float:
-    """The highest MFU of the measured steps on such a chip; where none was, on its kind of machine.
+    """The highest MFU of the measured steps on such a chip, or else on its kind of machine.
 
     Chips of one peak count as one: an H200 is an H100 with more memory.
     """

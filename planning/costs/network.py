@@ -15,8 +15,8 @@ Lines = tuple[tuple[int, ...], ...]
 
 
 class Collective(NamedTuple):
-    """A gather or scatter within equal lines of ranks; a `Send` whose millions of pairs, on
-    thousands of devices, are not listed.
+    """A gather or scatter within equal lines of ranks: a `Send` without its pairs, which would be
+    millions on thousands of devices.
 
     Attributes:
       kind, nbytes: as in `Send`.
@@ -33,10 +33,9 @@ class Network:
     """How the ranks are connected. Bandwidths are bytes/s one way, latencies are seconds.
 
     A torus: consecutive ranks are neighbours on a ring. A transfer between ranks further apart
-    passes through those between them, the shorter way round. A collective has one axis of the torus
-    to itself and uses both directions. (Times are
-    upper bounds: over several axes distant ranks have shorter ways, and a compiler can spread a
-    collective over the axes.)
+    passes through those between them, the shorter way round. A collective has a torus axis to
+    itself and uses both directions. (Times are upper bounds: several axes give distant ranks
+    shorter ways, and a compiler can spread a collective over the axes.)
 
     Nodes (boxes of GPUs): within its node a rank is connected to all others. Between nodes,
     permutes and collectives
@@ -46,7 +45,7 @@ class Network:
       link: bandwidth of a link to a neighbour (torus), or of a rank within its node.
       latency: of a hop on the torus, or of a transfer within a node.
       torus: which of the two networks this is.
-      far_exposed: on a torus, whether no kernel hides a permute that passes over a neighbour.
+      far_exposed: on a torus, whether permutes that pass over a neighbour are not hidden.
       node: ranks in a node; 0 puts all of them in one.
       flow: the most that a rank receives from other nodes by permutes.
       uplink: the most that a node receives from other nodes.

@@ -13,7 +13,7 @@ from model.attention.schedules import Schedule, get_schedule, plan
 
 from .tiles import tile_counts
 
-# What plans call the transfers that return results.
+# Plans' names for transfers that return results.
 RESULTS = ("out, lse", "dQ", "dK, dV")
 
 
@@ -77,9 +77,9 @@ def _rounds(
 def _shifted(rounds: Sequence[plan.Round]) -> list[plan.Round]:
     """The rounds, each with the permutes that run in it.
 
-    `balanced` lists with a round the inputs that it needs and the results that it makes; the inputs
-    are fetched one round earlier, and the results are returned one round later. Such a plan is
-    recognised by a first computing round without sends.
+    `balanced` lists a round's inputs and results with it; inputs are fetched one round earlier, and
+    results returned one round later. Such a plan is recognised by a first computing round without
+    sends.
     """
     computing = [number for number, planned in enumerate(rounds) if planned.tasks]
     if len(computing) == 1 or rounds[computing[0]].sends:

@@ -35,10 +35,10 @@ def _forwards(policy: RematPolicy) -> tuple[int, int]:
 
 
 REMAT = {name: _forwards(policy) for name, policy in POLICIES.items()}
-# Sums of hidden states over `tensor`: the outputs of attention and feed-forward in the forward
-# pass, the gradients of their inputs in the backward pass. The feed-forward's input is summed once
-# more, whatever products are kept; if k layers are recomputed from one input, so are the outputs of
-# k - 1 of them.
+# Sums of hidden states over `tensor`: outputs of attention and feed-forward in the forward pass,
+# gradients of their inputs in the backward pass. The feed-forward's input is summed once more,
+# whatever products are kept; if k layers are recomputed from one input, so are the outputs of k -
+# 1.
 FORWARD_SUMS, BACKWARD_SUMS, EVERY_K_SUMS = 2, 3, 2
 OUTER_SUMS = 2  # the embedding's result and the gradient of the head's input
 
@@ -48,10 +48,10 @@ class Sizes:
     """The sizes of a transformer that the cost model needs; set by hand for non-LLaMA models.
 
     Attributes:
-      weights: in the matrices of one layer that a token passes through.
+      weights: in the matrices of one layer a token passes through.
       stored: in all matrices of one layer, idle experts included; 0 for as many as `weights`.
       routed: of `weights`, those of a token's experts; experts: of `stored`, those of all experts.
-      expert_count, chosen: how many experts a layer has, and a token goes to.
+      expert_count, chosen: experts in a layer, and per token.
       head_weights: in the matrix that makes logits.
     """
 
@@ -123,11 +123,11 @@ class TrainingStep:
       overlap: whether transfers run under compute if the schedule allows; False adds them up.
       frozen: whether the matrices have no gradient, as with adapters, whose products and moments
         are left out.
-      weight_bytes: of each number of a layer's matrices as stored and gathered.
+      weight_bytes: per element of a layer's matrices, as stored and gathered.
       dequantizations: how often a pass through a layer dequantizes its matrices, reading them and
-        writing bfloat16; 0 if they are not quantized. An upper bound: a compiler may dequantize a
-        matrix once for all chunks of tokens.
-      imbalance: the tokens that the busiest rank of `expert` computes, over an equal share.
+        writing bfloat16; 0 if not quantized. An upper bound: a compiler may dequantize once for all
+        chunks of tokens.
+      imbalance: tokens on the busiest rank of `expert`, over an equal share.
 
     Raises:
       ValueError: an impossible mesh or remat policy, in one line naming the field.
@@ -177,7 +177,7 @@ class TrainingStep:
 
     @property
     def largest_imbalance(self) -> float:
-        """The load of a rank of `expert` that all tokens choose, over an equal share."""
+        """The load of a rank of `expert` if all tokens choose it, over an equal share."""
         sizes = self.sizes
         if self.expert == 1:
             return 1.0
@@ -195,8 +195,8 @@ class TrainingStep:
 
     @property
     def seconds_at_peak(self) -> float:
-        """Seconds of the step's needed work if every chip ran at its peak: over a step's seconds,
-        its MFU."""
+        """Seconds of the step's needed work if every chip ran at its peak; divided by the step's
+        seconds, its MFU."""
         tokens = self.batch * self.length
         pairs = tokens * ((self.length + 1) / 2 if self.causal else self.length)
         needed = self.sizes.needed_flops(tokens, pairs, self.frozen)
@@ -311,7 +311,7 @@ def estimate(job: TrainingStep) -> Estimate:
         routed=sizes.routed,
         experts=sizes.experts,
     )
-    # In the backward pass tokens are gathered again, with the gradients of their experts' sums.
+    # In the backward pass tokens are gathered again, with their sums' gradients.
     exchange, exchange_backward = (_exchange(job, gathers, scatters=1) for gathers in (1, 2))
     sums = BACKWARD_SUMS + EVERY_K_SUMS * POLICIES[job.remat].every_k
     layer_forward = (
@@ -329,8 +329,7 @@ def estimate(job: TrainingStep) -> Estimate:
         + backward
         + exchange_backward
     )
-    # Under every policy the head's gradient is computed with its loss, so its forward pass runs
-    # once.
+    # Every policy computes the head's gradient with its loss, so its forward pass runs once.
     head = matrices(sizes.head_weights, 3 - saved, OUTER_SUMS, gathers=2, scatters=scatters)
     shard = (
         0 if job.frozen else sizes.parameters / (job.tensor * job.fsdp * job.expert * job.sequence)
@@ -400,10 +399,10 @@ def _matrices(
       sums: of hidden states over the tensor axis.
       gathers, scatters: how often the parameters are gathered, and their gradients reduce-scattered
         (float32).
-      weight_bytes: of each number as gathered.
-      stored: the parameters that are gathered, if more than `weights`.
+      weight_bytes: per element as gathered.
+      stored: the gathered parameters, if more than `weights`.
       routed: of `weights`, those whose work `job.imbalance` makes uneven; experts: of `stored`,
-        those that ranks of `expert` keep to themselves.
+        those not gathered over `expert`.
     """
     hardware, network = job.hardware, job.hardware.network
     busiest = weights + (job.imbalance - 1) * routed
@@ -420,8 +419,8 @@ def _matrices(
         transfer += gathers * network.seconds(
             (Collective(GATHER, weight_bytes * share, lines),), job.devices
         ) + scatters * network.seconds((Collective(SCATTER, 4 * share, lines),), job.devices)
-    # Tensor parallelism sums the outputs of attention and feed-forward over its axis; nothing runs
-    # beside these sums.
+    # Tensor parallelism sums the outputs of attention and feed-forward over its axis; nothing hides
+    # these sums.
     summed = 0.0
     if job.tensor > 1:
         nbytes = job.tokens * job.sizes.hidden * 2 / job.tensor
@@ -431,9 +430,10 @@ def _matrices(
 
 
 def _exchange(job: TrainingStep, gathers: int, scatters: int) -> Phase:
-    """The time in which ranks of `expert` gather each other's tokens and scatter their sums.
+    """The time for ranks of `expert` to gather each other's tokens and scatter their sums, in
+    bfloat16.
 
-    They are sent in bfloat16, and nothing runs under them.
+    Nothing hides it.
     """
     if job.expert == 1:
         return Phase(0.0, 0.0)
@@ -453,7 +453,7 @@ def _exchange(job: TrainingStep, gathers: int, scatters: int) -> Phase:
 
 @functools.lru_cache(maxsize=32)
 def _shards(data: int, fsdp: int, expert: int, tensor: int, sequence: int) -> Lines:
-    """The devices that share one set of parameters, of one rank of `expert`, in a line each."""
+    """The devices that share one set of parameters of one rank of `expert`, as lines."""
     return tuple(
         tuple(
             (((d * fsdp + f) * expert + x) * tensor + t) * sequence + s

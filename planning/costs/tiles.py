@@ -17,8 +17,8 @@ def tile_counts(
     """The tiles computed for the queries of rank p and the keys of rank k: int array [p, k].
 
     The rule is that of `model.attention.coords`: a tile is skipped if its last query comes before
-    its first key. The count depends on the number of tiles in a block and not on their length (two
-    tokens or more), so a short sequence of one document stands for the real one.
+    its first key. The count depends on the number of tiles in a block, not their length (two tokens
+    or more), so a short sequence of one document can represent the real one.
 
     Args:
       query_tiles, key_tiles: tiles of a block.

@@ -134,19 +134,17 @@ def test_the_table_pairs_cases_whatever_their_order(tmp_path, capsys):
         -0.5,
     )
     printed = capsys.readouterr().out
-    assert (
-        f"{5 / 19:+.3f}" in printed and f"left out: 1 cases that only {folders[0]} has" in printed
-    )
+    assert f"{5 / 19:+.3f}" in printed and f"left out: 1 cases only in {folders[0]}" in printed
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
         ([], "is empty"),
-        ([{"episode": 1}], "no cases of an evaluation (KeyError"),
+        ([{"episode": 1}], "not an evaluation's cases (KeyError"),
         ([line_case(1, 30, True)], "have no case in common"),
         ([line_case(1, 20, True) | {"prompt": "of another text"}], "have no case in common"),
-        (None, "no cases of an evaluation (FileNotFoundError"),
+        (None, "not an evaluation's cases (FileNotFoundError"),
     ],
 )
 def test_folders_that_cannot_be_compared_are_refused_in_one_line(tmp_path, capsys, rows, words):

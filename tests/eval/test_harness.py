@@ -149,7 +149,7 @@ def test_a_task_that_asks_for_sampling_is_refused(opened, options, sampling):
     with pytest.raises(UserError) as refused:
         ours.generate_until([Request("a", {}), Request("a", options)])
     assert str(refused.value).startswith(
-        f"--tasks: writing asks for sampling ({sampling}); answers here are greedy, so its score "
+        f"--tasks: writing asks for sampling ({sampling}); answers are greedy here, so its score "
         "would not be comparable"
     )
     assert harness.AnswerForm.of("writing", options, is_greedy=False) == harness.AnswerForm(
@@ -215,7 +215,7 @@ def test_a_length_without_room_for_a_question_is_refused(opened):
     short = harness.make_model(harness.Harness(opened, 40, 40))
     for options, named in (
         ({}, "--max-new-tokens 40"),
-        ({"max_gen_toks": 64}, "its own max_gen_toks 64"),
+        ({"max_gen_toks": 64}, "its max_gen_toks 64"),
     ):
         with pytest.raises(
             UserError,

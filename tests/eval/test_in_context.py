@@ -220,7 +220,7 @@ def test_the_intervals_width_is_that_of_the_normal_law():
 def test_another_models_checkpoint_is_named(tmp_path):
     (tmp_path / "assets").mkdir()
     (tmp_path / "assets" / "config.json").write_text(json.dumps({}))
-    with pytest.raises(UserError, match="holds no model of trajectories"):
+    with pytest.raises(UserError, match="has no trajectory model"):
         Inputs.read(tmp_path / "assets")
 
 

@@ -175,15 +175,15 @@ FIELDS = '{"prompt": "p", "expected_number": 7, "num_lines": %s'
         ("[1]", "expected an object"),
         ('[\n  {"conversations": []}\n]', 'a case is one line of JSON: {"prompt"'),
         ('{"conversations": []}\n', 'a case is one line of JSON: {"prompt"'),
-        ("\n{", ":2: by itself not valid JSON"),
+        ("\n{", ":2: not valid JSON"),
         (
             FIELDS % '0, "correct_line": ""}',
             ":1: num_lines: found 0; 1 to 1,000,000,000 would work",
         ),
         (FIELDS % (10**300) + ', "correct_line": ""}', "(301 characters); 1 to"),
-        (FIELDS % "9" * 5000, "by itself not valid JSON"),
+        (FIELDS % "9" * 5000, "not valid JSON"),
         (FIELDS % '1, "correct_line": "", "key_style": [1]}', "key_style should be str, found [1]"),
-        ("[" * 100_000, "by itself not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
     ],
 )
 def test_bad_files(tmp_path, text, words):

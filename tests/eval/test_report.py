@@ -272,8 +272,7 @@ def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, 
         line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")
     ]
     assert warnings == [
-        f"warning: {run}/other/results.json: is of runs/a, which is not a checkpoint of {run}; the "
-        "report shows it all the same"
+        f"warning: {run}/other/results.json: is of runs/a, which is not a checkpoint of {run}; the report shows it anyway"
     ]
     assert [foreign_run(about[name], run / "results" / name) for name in about] == [
         None,
@@ -403,7 +402,7 @@ def test_a_curve_with_what_is_no_number_is_drawn_without_it():
     [
         (
             lambda runs: (runs / "after" / "config.yaml").unlink(),
-            "holds no run (config.yaml is missing)",
+            "not a run (config.yaml is missing)",
         ),
         (
             lambda runs: (runs / "after" / "config.yaml").write_text("a: ["),

@@ -110,7 +110,7 @@ def test_both_spellings_of_rope():
         ),
         (
             {"architectures": ["Gemma3ForConditionalGeneration"]},
-            ["images", "text model alone", "Gemma3ForCausalLM"],
+            ["images", "only their text model", "Gemma3ForCausalLM"],
         ),
         (
             {"architectures": ["Glm4MoeForCausalLM"]},

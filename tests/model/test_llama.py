@@ -383,16 +383,16 @@ def test_a_hidden_size_that_the_ranks_do_not_divide_is_filled_up_in_memory(prefe
         (
             "sequence 8",
             {"schedule": "all_gather"},
-            "attention.schedule all_gather, where it needs ring",
+            "attention.schedule all_gather, needs ring",
         ),
-        ("sequence 8", {"schedule": Ulysses()}, "attention.schedule ulysses, where it needs ring"),
-        ("fsdp 8", {"schedule": Local()}, "mesh.sequence 1, where it needs 2 or more"),
+        ("sequence 8", {"schedule": Ulysses()}, "attention.schedule ulysses, needs ring"),
+        ("fsdp 8", {"schedule": Local()}, "mesh.sequence 1, needs 2 or more"),
         (
             "sequence 8",
             {"remat": "everything"},
-            "memory.remat everything, where it needs nothing or save_attention or offload",
+            "memory.remat everything, needs nothing or save_attention or offload",
         ),
-        ("sequence 8", {"attention_groups": 2}, "memory.attention_groups 2, where it needs 1"),
+        ("sequence 8", {"attention_groups": 2}, "memory.attention_groups 2, needs 1"),
     ],
 )
 def test_prefetch_names_what_does_not_go_with_it(mesh, options, message):

@@ -15,7 +15,7 @@ REFUSED = [  # schedule, ranks, what is said
     (
         "local",
         2,
-        "schedule: 'local' serves 1 rank, found 2, and would leave out the others' keys; 'ring' "
+        "schedule: 'local' serves 1 rank, found 2; it would ignore the others' keys; 'ring' "
         "and 'all_gather' ",
     ),
     (USP | {"inner": "local"}, 4, "schedule: 'local' serves 1 rank, found 2"),

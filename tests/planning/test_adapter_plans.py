@@ -143,7 +143,7 @@ def test_one_gpu_has_its_share_of_a_host(capsys):
     _, said = said_by(capsys, *job, "--machine", "8xh100", "--lora", 16)
     assert " of 240.00 " in said and "assumed" not in said
     _, said = said_by(capsys, *job, "--machine", "rtx4090", "--qlora", 16)
-    assert "not checked: this host's memory is not known" in said
+    assert "not checked: this host's memory is unknown" in said
 
 
 def test_an_unlisted_gpu_whose_memory_is_given_is_any_gpu(small_recipe, tmp_path, capsys):

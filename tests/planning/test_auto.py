@@ -169,5 +169,5 @@ def test_a_model_and_data_are_a_whole_command(hf_model, small_recipe):
     planned, reason = plan_on(config, cpus(4))
     assert planned.mesh.sequence == 4  # of one row
     assert planned.model.overrides["max_position_embeddings"] >= 1024 and "overrides" in reason
-    with pytest.raises(UserError, match=r"--model\.path and --data\.path without one would do"):
+    with pytest.raises(UserError, match=r"--model\.path and --data\.path suffice without one"):
         load(words[:2])

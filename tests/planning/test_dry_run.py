@@ -88,7 +88,7 @@ def test_a_machine_adds_time_and_says_what_fits(recipe, capsys):
     status, said = said_by(capsys, "--config", recipe, "--dry-run", "8xH10")
     assert status == 2 and "did you mean H100?" in said
     status, said = said_by(capsys, "--config", recipe, "--dry-run=2x8xH100")
-    assert status == 2 and "has 16 devices, the mesh takes" in said
+    assert status == 2 and "has 16 devices, the mesh has" in said
 
 
 def test_a_gpu_of_which_only_the_memory_is_known(recipe, capsys):
@@ -239,7 +239,7 @@ def test_few_data_are_warned_of_with_trainings_words(recipe, tmp_path, capsys):
 
     (padding, larger), tokens, rows = warned("--train.batch_size", "4", "--train.steps", "2")
     assert rows < 4 and f"warning: {1 - tokens / rows / 65536:.1%} of the tokens" in padding
-    assert f"4 rows in a step, and an epoch has {rows}" in larger and "same rows" in larger
+    assert f"4 rows per step, but an epoch has {rows}" in larger and "same rows" in larger
     flags = "--train.batch_size", "1", "--mesh.fsdp", "1", "--mesh.simulate", "4"
     (_, epochs), _, rows = warned(*flags, "--train.steps", str(256 * rows))
     assert (
@@ -324,7 +324,7 @@ def test_episodes_that_training_refuses_are_refused(tmp_path):
             {"every": 3, "local": "/x", "local_every": 2},
             [
                 "preemption: with local checkpoints at most 6.7 to 13.3 minutes of steps "
-                "(checkpoint.local_every 2) if all hosts but one are back; otherwise",
+                "(checkpoint.local_every 2) if at most one host is lost; otherwise",
                 "preemption: costs at most 10 to 20 minutes of steps (checkpoint.every 3), and "
                 "the start",
             ],

@@ -71,7 +71,7 @@ def test_a_number_before_gpus_is_of_their_hosts(name, topology, machines):
 def test_an_unlisted_name_is_any_gpu_where_its_memory_is_given(name, topology):
     assert topology_of(name, any_gpu=True) == topology
     for name in ("v8x-8", "tpu8x:2x2x1"):
-        with pytest.raises(ValueError, match=r"no device is called (v8x|tpu8x)"):
+        with pytest.raises(ValueError, match=r"unknown device (v8x|tpu8x)"):
             topology_of(name, any_gpu=True)
 
 
@@ -84,10 +84,10 @@ def test_gpus_are_told_from_tpus():
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("8xH10", "no device is called h10 (did you mean H100?)"),
+        ("8xH10", "unknown device h10 (did you mean H100?)"),
         ("8xH1000", "did you mean H100"),
         ("v5p-33", "slices of v5p are v5p-8, v5p-16, v5p-32"),
-        ("v8x-8", "no device is called v8x"),
+        ("v8x-8", "unknown device v8x"),
         ("tpu7x-9", "slices of tpu7x are tpu7x-8, tpu7x-16"),
         ("tpu7x", "written tpu7x-8"),
         ("v5pod-8", "v5p"),
@@ -95,7 +95,7 @@ def test_gpus_are_told_from_tpus():
         ("", "write 8xH100"),
         ("v5p", "written v5p-8"),
         ("4xv5e", "written v5e-8"),
-        ("h100:", "after the colon stands a shape"),
+        ("h100:", "after the colon write a shape"),
         ("h100:8x", "after the colon"),
         ("h10:8", "did you mean H100"),
         ("0xh100", "at least one device"),

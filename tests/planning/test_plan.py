@@ -341,7 +341,7 @@ def test_chunks_of_queries_hold_no_queries_of_all_tokens():
 
 def test_an_unknown_topology_is_one_line(capsys):
     assert main(["--model", "llama-7b", "--topology", "v9:1x1", "--context", "1024"]) == 2
-    assert "no device is called v9" in capsys.readouterr().err
+    assert "unknown device v9" in capsys.readouterr().err
     with pytest.raises(ValueError, match="write generation:shape"):
         topology_devices("v9:1x1")
 

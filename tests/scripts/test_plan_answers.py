@@ -250,7 +250,7 @@ def test_every_stage_of_a_recipe_is_planned(repository, capsys):
         (["--machine", "16xH100", "--context", "64K"], "2x8xH100 is hosts of 8"),
         (
             ["--machine", "8xH100", "--context", "64K", "--gpu-memory", "0"],
-            "the GiB of a GPU, such as 24, would work",
+            "the GiB per GPU, such as 24, would work",
         ),
         (
             ["--machine", "v5p-32", "--context", "64K", "--gpu-memory", "40"],

@@ -341,7 +341,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
             lambda folder: change_config(
                 folder, model_type="glm4_moe", architectures=["Glm4MoeForCausalLM"]
             ),
-            ["Glm4MoeForCausalLM", "of mixtures of experts only", "LlamaForCausalLM"],
+            ["Glm4MoeForCausalLM", "only the mixtures of experts", "LlamaForCausalLM"],
         ),
         (
             lambda folder: change_config(folder, model_type="gpt2", architectures=None),

@@ -96,10 +96,7 @@ def test_a_metric_that_nothing_measures_is_refused(start):
     code, said = start("--checkpoint.best", "accuracy")
     assert (
         code == 2
-        and (
-            "checkpoint.best: found 'accuracy', which no evaluation measures; measured here are "
-            f"{LOSS}"
-        )
+        and (f"checkpoint.best: found 'accuracy', which no evaluation measures; available: {LOSS}")
         in said
     )
 
@@ -110,7 +107,7 @@ def test_a_metric_that_nothing_measures_is_refused_where_a_run_goes_on_with_it(s
     code, said = start("--checkpoint.best", "accuracy", steps=4)
     assert code == 2 and "checkpoint.best: found 'accuracy', which no evaluation measures" in said
     code, said = start(steps=4)
-    assert code == 0 and saved(tmp_path) == [2, 4] and "have been changed" not in said
+    assert code == 0 and saved(tmp_path) == [2, 4] and "have changed" not in said
     assert [row["step"] for row in small_run.rows(tmp_path / "run/held_out.jsonl")] == [0, 2, 4]
 
 
@@ -156,7 +153,7 @@ def test_patience_needs_a_metric(small_recipe):
 def test_a_run_without_a_best_checkpoint_says_so(whole_run):
     with pytest.raises(
         ValueError,
-        match=r"best: this run has measured no best checkpoint; checkpoint\.best names the metric",
+        match=r"best: this run has no best checkpoint; checkpoint\.best names the metric",
     ):
         find_checkpoint(whole_run / "best")
 

@@ -37,7 +37,7 @@ def test_global_tokens_go_with_the_window_of_some_layers():
 
 def test_global_tokens_without_any_window_are_refused():
     with pytest.raises(
-        ValueError, match=r"^attention\.global_tokens is 4; without .* give a window, or 0$"
+        ValueError, match=r"^attention\.global_tokens is 4; .* set attention\.window, or use 0$"
     ):
         build_language_model(GLOBAL, tiny(), mesh_of({}))
 

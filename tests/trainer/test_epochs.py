@@ -24,7 +24,7 @@ def test_steps_of_epochs(epochs, rows, steps):
 def test_rows_without_end_have_no_epochs():
     with pytest.raises(
         ValueError,
-        match=r"train\.epochs: found 2, needs to be left out, since rows are drawn without end",
+        match=r"train\.epochs: found 2, needs to be left out, since rows are drawn endlessly",
     ):
         TrainConfig(epochs=2).for_epochs(None)
 

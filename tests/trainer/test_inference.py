@@ -36,6 +36,6 @@ def test_quantize_without_an_adapter_is_refused(hf_model):
     with pytest.raises(UserError) as refused:
         open_for_inference(str(hf_model), MeshConfig(), schedule="ring", quantize="nf4")
     assert str(refused.value) == (
-        f"--quantize: found nf4; {hf_model} is a whole model, and only the base of an adapter can "
-        "be quantized; --adapter names one"
+        f"--quantize: found nf4; {hf_model} is a whole model, and only an adapter's base can be "
+        "quantized; --adapter names one"
     )

@@ -340,7 +340,7 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_used(
     assert (
         "checkpoints/40" in warning
         and victim.name in warning
-        and "using the checkpoint before" in warning
+        and "using the previous checkpoint" in warning
     )
     assert f"\ncontinuing from step 35 ({run / 'checkpoints/35'})\n" in said
     assert_same_run(run, whole_run, final_state)

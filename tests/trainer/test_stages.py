@@ -243,7 +243,7 @@ def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
         ),
         (
             {"context_length": 64, "rope": {"theta": 4}},
-            "stages.rope: found {'theta': 4}, needs fields out of",
+            "stages.rope: found {'theta': 4}, needs only fields of",
         ),
     ],
 )

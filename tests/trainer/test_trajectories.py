@@ -229,7 +229,7 @@ def test_a_later_stage_begins_with_the_earlier_ones_parameters_and_holds_out_the
 def test_a_model_of_text_is_no_beginning(episodes, tmp_path):
     checkpoint = tmp_path / "text" / "assets"
     checkpoint.mkdir(parents=True)
-    with pytest.raises(UserError, match="not a model of trajectories"):
+    with pytest.raises(UserError, match="not a trajectory model"):
         stored_shape(checkpoint)
 
 

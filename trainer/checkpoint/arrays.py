@@ -1,6 +1,6 @@
-"""The arrays of a checkpoint's item, opened with TensorStore, which Orbax writes them with.
+"""The arrays of a checkpoint item, opened with TensorStore, which Orbax uses to write them.
 
-Orbax reaches disks and gs://. In s3:// the same files are read, and joined, by TensorStore alone.
+Orbax supports disks and gs://. For s3://, TensorStore alone reads and joins the same files.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _ARRAYS_AT_ONCE = 8  # that are read
 
 
 def open_arrays(folder: Path, item: str) -> dict[str, tensorstore.TensorStore]:
-    """Name -> array of an item of the checkpoint in `folder`; nothing of it is read.
+    """Name -> unread array of an item of the checkpoint in `folder`.
 
-    Orbax could say the shapes, but asks TensorStore for each array's JSON, of which TensorStore
-    0.1.86 frees nothing: 3 KiB an array at every save.
+    Orbax could give the shapes, but requests each array's JSON, which TensorStore 0.1.86 never
+    frees: 3 KiB per array at every save.
 
     Raises:
-      DamagedError: the names or one of the arrays cannot be read.
+      DamagedError: the names or an array cannot be read.
     """
     base = _base(folder / item)
     try:
@@ -56,14 +56,14 @@ def open_arrays(folder: Path, item: str) -> dict[str, tensorstore.TensorStore]:
 
 
 def _base(folder: Path) -> Any:
-    """Returns what OCDBT opens for a folder here or in a bucket."""
+    """Returns OCDBT's spec of a folder, local or in a bucket."""
     return store_spec(str(folder)) if in_bucket(folder) else folder.as_uri() + "/"
 
 
 def join_parts(folder: Path, processes: int) -> None:
-    """Makes one item of what each process has written to its folder ocdbt.process_N, as Orbax does
-    in stores that it reaches."""
-    context = tensorstore.Context()  # one, or the stores count as different ones
+    """Joins the processes' folders ocdbt.process_N into one item, as Orbax does in the stores it
+    supports."""
+    context = tensorstore.Context()  # shared, or the stores count as different ones
 
     def opened(part: Path) -> tensorstore.KvStore:
         spec = {"driver": "ocdbt", "base": _base(part)}
@@ -77,9 +77,9 @@ def join_parts(folder: Path, processes: int) -> None:
 
 
 def read_arrays(folder: Path, item: str, abstract: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arrays of an item on the shardings of `abstract`, as numpy where it has none.
+    """Returns an item's arrays on the shardings of `abstract`, as numpy where it has none.
 
-    Padding that the shape asked for has, and the stored one has not, is 0.
+    Padding beyond the stored shape is 0.
     """
     arrays = open_arrays(folder, item)
 
@@ -105,7 +105,7 @@ def read_arrays(folder: Path, item: str, abstract: Mapping[str, Any]) -> dict[st
 
 
 def _read_part(array: tensorstore.TensorStore, ends: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """Returns a part of a stored array; 0 beyond its own shape."""
+    """Returns a part of a stored array; 0 beyond its shape."""
     part = np.zeros([stop - start for start, stop in ends], array.dtype.numpy_dtype)
     stored = tuple(
         slice(min(start, size), min(stop, size))

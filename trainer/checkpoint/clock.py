@@ -1,4 +1,4 @@
-"""When a checkpoint is due by the clock, alike in all processes."""
+"""When a checkpoint is due by the clock; all processes agree."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable
 
 from trainer.run import cluster
 
-# Numbers the clocks, alike in every process: a stage of a curriculum counts its steps anew.
+# Numbers the clocks, equally in every process: each stage of a curriculum counts steps from 0.
 _clocks = itertools.count()
 
 
 class SaveClock:
-    """Says after which steps `checkpoint.minutes` have passed since the last save. Process 0's
-    clock counts for all.
+    """Tells after which steps `checkpoint.minutes` have passed since the last save, by process 0's
+    clock.
 
     Process 0 announces a step in JAX's key-value store before it begins that step. The loss is a
-    sum over all processes, so none can finish a step that process 0 has not begun, and whoever
-    finishes the announced one finds it announced. This takes a look into the store after every step
-    where minutes are given, and nothing otherwise.
+    sum over all processes, so none can finish a step that process 0 has not begun, and all find the
+    announcement when they finish the announced step. This costs a look into the store after every
+    step if minutes are set, and nothing otherwise.
     """
 
     def __init__(self, minutes: float, now: Callable[[], float] = time.monotonic) -> None:
@@ -29,8 +29,7 @@ class SaveClock:
         self._announced: int | None = None
 
     def saved(self) -> None:
-        """Counts from now on; to be called whenever a checkpoint begins to be saved, for whatever
-        reason."""
+        """Restarts the clock; call it whenever a save begins, for whatever reason."""
         self._since = self._now()
 
     def due(self, finished: int) -> bool:

@@ -1,16 +1,15 @@
-"""How a checkpoint comes to count: by a rename on a disk; in a bucket, where nothing can be
-renamed, by its manifest.
+"""How a checkpoint is committed: by a rename on a disk; in a bucket, which cannot rename, by its
+manifest.
 
-A run in a bucket differs from one on a disk here, in its lock (`trainer.run.lease` instead of
-`trainer.run.lock`) and in its small files, which are written to a folder of this machine either way
-and then copied (`trainer.run.mirror`).
+A run in a bucket differs from one on a disk only here, in its lock (`trainer.run.lease` instead of
+`trainer.run.lock`) and in its small files, which are written to a local folder and then copied
+(`trainer.run.mirror`).
 
-Orbax does not write to s3://: there each process has it write to a folder of its machine, and
-copies its files.
+Orbax does not write to s3://: each process has it write to a local folder, and copies its files.
 
-Either way a process that is killed at any moment leaves nothing that a reader takes for a
-checkpoint, and the manifest, which lists all other files, is written last. Folders are
-`pathlib.Path`s, or in a bucket `epath.Path`s, which Orbax takes too.
+Either way, a process killed at any moment leaves nothing that a reader mistakes for a checkpoint;
+the manifest, which lists all other files, is written last. Folders are `pathlib.Path`s, or in a
+bucket `epath.Path`s, which Orbax accepts too.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from trainer.run.bucket import Bucket, in_bucket
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
-DAMAGED = "damaged"  # what was found in the background, in a file of the checkpoint's folder
+DAMAGED = "damaged"  # file in a checkpoint's folder: damage found in the background
 DATA_FILE_BYTES = 1 << 28  # of a file of arrays in a bucket, which is read whole to be verified
 _STEP = re.compile(r"\d+")
-# Folders of saves and removals that were killed.
+# Folders of killed saves and removals.
 _LEFTOVER = re.compile(r"\d+\.tmp(-removed)?")
 
 
 def located(path: str | Path) -> Path:
-    """Returns the absolute path of a folder here or in a bucket."""
+    """Returns the absolute path of a folder, local or in a bucket."""
     return epath.Path(path) if in_bucket(path) else Path(path).absolute()
 
 
@@ -48,7 +47,7 @@ def orbax_reaches(path: str | Path) -> bool:
 
 
 class Files:
-    """The files of a checkpoint's folder, by their names within it."""
+    """The files of a checkpoint's folder, by name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -68,14 +67,14 @@ class Files:
 
         Raises:
           FileNotFoundError, NotADirectoryError: it is not there.
-          UserError: a link leads out of the folder.
+          UserError: a link points outside the folder.
         """
         if self.bucket is not None:
             return self.bucket.read(name)
         return read_bytes(self.folder / name, self.folder, MAX_JSON_BYTES)
 
     def check(self) -> None:
-        """Raises UserError if a link of the folder leads out of it."""
+        """Raises UserError if a link in the folder points outside it."""
         if self.bucket is None:
             check_tree(self.folder)
 
@@ -96,11 +95,11 @@ class Files:
         return self.record(name)
 
     def record(self, name: str, expected: int | None = None) -> dict[str, Any]:
-        """Returns a file's `size` and `sha256`, from reading it; the digest is "" where the size is
-        not the expected one.
+        """Returns a file's `size` and `sha256` by reading it; the digest is "" if the size is not
+        the expected one.
 
         Raises:
-          OSError: it is not there, or cannot be read.
+          OSError: it is missing or cannot be read.
         """
         if self.bucket is not None:
             content = self.bucket.read(name)  # at most DATA_FILE_BYTES
@@ -120,8 +119,8 @@ class Files:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Returns the steps that have a checkpoint in RUN/checkpoints, ascending; on a disk also those
-    that lost their manifest."""
+    """Returns the steps with a checkpoint in RUN/checkpoints, ascending; on a disk also those
+    without a manifest."""
     if in_bucket(folder):
         names = (name.split("/") for name in Bucket(str(folder)).names())
         found = (parts[0] for parts in names if parts[1:] == [MANIFEST])
@@ -132,14 +131,13 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def scratch_of(target: Path) -> Path:
-    """Returns the folder that a checkpoint is written to: TARGET.tmp, or in a bucket the target
-    itself."""
+    """Returns the folder to write a checkpoint to: TARGET.tmp, or in a bucket the target itself."""
     return target if in_bucket(target) else target.with_name(target.name + ".tmp")
 
 
 def clear(scratch: Path) -> None:
-    """Removes what an attempt that was killed, or a damaged checkpoint in a bucket, left where one
-    is to be written."""
+    """Removes the remains of a killed attempt, or of a damaged checkpoint in a bucket, before
+    writing."""
     if in_bucket(scratch):
         remove(scratch)
     else:
@@ -147,7 +145,7 @@ def clear(scratch: Path) -> None:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Removes what killed processes left of the run's other checkpoints."""
+    """Removes what killed processes left behind of the run's other checkpoints."""
     if target.parent.name != CHECKPOINTS:
         return
     if in_bucket(target):
@@ -163,7 +161,7 @@ def remove_leftovers(target: Path) -> None:
 
 
 def publish(target: Path, manifest: bytes) -> None:
-    """Makes what was written to the target's scratch folder a checkpoint."""
+    """Turns the target's scratch folder into a checkpoint."""
     scratch = scratch_of(target)
     files = Files(scratch)
     files.write(MANIFEST, manifest)
@@ -173,7 +171,7 @@ def publish(target: Path, manifest: bytes) -> None:
     if target.exists():  # a damaged checkpoint of this step, which training has reached again
         remove(target)
     scratch.rename(target)
-    sync(target.parent)  # the name, before an older checkpoint is removed for it
+    sync(target.parent)  # makes the name durable before an older checkpoint is removed
 
 
 def remove(folder: Path) -> None:

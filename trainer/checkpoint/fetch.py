@@ -1,5 +1,4 @@
-"""Checkpoints in a bucket for the commands that read them from a disk: a copy in this machine's
-cache."""
+"""Checkpoints in a bucket, copied to the local cache for commands that read them from disk."""
 
 from __future__ import annotations
 
@@ -20,16 +19,15 @@ MODEL = ("model", "assets", "data")  # what readers need; the moments are twice 
 
 
 def local_copy(path: str | Path, items: Sequence[str] = MODEL) -> Path:
-    """Returns a path on this machine of what `path` names; of a checkpoint in a bucket, downloaded,
-    only these items.
+    """Returns a local path for `path`; of a checkpoint in a bucket it downloads these items.
 
     Args:
-      path: a path of this machine, which is returned; or in a bucket a checkpoint, a run, for its
-        newest, or RUN/best.
+      path: a local path, which is returned unchanged; or in a bucket a checkpoint, a run (for its
+        newest), or RUN/best.
 
     Raises:
-      ForeignError: there is no checkpoint in that folder of the bucket.
-      DamagedError: a file is not as it was written.
+      ForeignError: no checkpoint is in that folder of the bucket.
+      DamagedError: a file has changed since it was written.
     """
     if not in_bucket(path):
         return on_this_machine(path).expanduser()
@@ -52,8 +50,8 @@ def local_copy(path: str | Path, items: Sequence[str] = MODEL) -> Path:
 
 
 def run_copy(path: str | Path) -> Path:
-    """Returns a folder of this machine with a run's small files, those of a run in a bucket
-    downloaded, with its manifests.
+    """Returns a local folder with a run's small files; for a run in a bucket, downloads them and
+    its manifests.
 
     Args:
       path: of the run.
@@ -71,7 +69,7 @@ def run_copy(path: str | Path) -> Path:
 
 
 def _checkpoint(url: str) -> Path:
-    """Returns the folder of the checkpoint that an address in a bucket means."""
+    """Returns the checkpoint folder for an address in a bucket."""
     bucket = Bucket(url)
     if bucket.version(MANIFEST).content is not None:
         return located(url)
@@ -81,7 +79,7 @@ def _checkpoint(url: str) -> Path:
     if not steps:
         raise ForeignError(
             f"{url}: no {MANIFEST} (a checkpoint) and no {CHECKPOINTS}/ with one (a run) is in "
-            "this folder of the bucket; other models are read from this machine and from the hub"
+            "this folder of the bucket; other models are read from disk or the hub"
         )
     step = steps[-1]
     if best:
@@ -89,8 +87,7 @@ def _checkpoint(url: str) -> Path:
         best_step = (data.get("best") or {}).get("step")
         if best_step is None:
             raise ForeignError(
-                f"{url}: this run has measured no best checkpoint; checkpoint.best names the "
-                "metric for one"
+                f"{url}: this run has no best checkpoint; checkpoint.best names the metric for one"
             )
         step = best_step
     return located(run) / CHECKPOINTS / str(step)

@@ -30,11 +30,11 @@ class Restored:
     """A restored checkpoint.
 
     Attributes:
-      step: finished optimizer steps; None for a checkpoint outside a run's folder.
+      step: finished optimizer steps; None outside a run's folder.
       model: parameter name -> array.
-      optimizer: the optimizer's state; None if it was not asked for.
+      optimizer: the optimizer's state; None if not requested.
       data: the item `data`; None if the checkpoint has none.
-      assets: a folder inside the checkpoint: copy files that must outlive it.
+      assets: a folder inside the checkpoint; copy files that must outlive it.
     """
 
     step: int | None
@@ -47,7 +47,7 @@ class Restored:
 def restore_folder(
     folder: Path, abstract_model: Mapping[str, Any], abstract_optimizer: Any = None
 ) -> Restored:
-    """`restore` of the verified checkpoint in a folder, here or in a bucket."""
+    """`restore` of the verified checkpoint in a folder, local or in a bucket."""
     model = restore_item(folder, "model", dict(abstract_model))
     optimizer = None
     if abstract_optimizer is not None:
@@ -88,8 +88,8 @@ def restore_item(folder: Path, item: str, abstract: dict[str, Any]) -> dict[str,
 
 
 def _check_arrays(folder: Path, item: str, abstract: dict[str, Any]) -> None:
-    """Raises ValueError for the first array whose name, dtype or shape (but for padding) is another
-    one in the checkpoint.
+    """Raises ValueError for the first array whose name, dtype or shape (except padding) differs in
+    the checkpoint.
 
     Orbax itself would silently cast to another dtype, and might cut or pad another shape.
     """
@@ -112,8 +112,8 @@ def _check_arrays(folder: Path, item: str, abstract: dict[str, Any]) -> None:
 
 
 def _fits(folder: Path, name: str, stored: tuple[int, ...], requested: tuple[int, ...]) -> bool:
-    """Whether the shapes are equal but for padding, which Orbax may add or leave out, and none of
-    the model is left out."""
+    """Whether the shapes are equal except for padding, which Orbax may add or leave out, without
+    cutting the model."""
     if stored == requested:
         return True
     # An optimizer's array is named by its path in the state, which ends with its parameter's name.

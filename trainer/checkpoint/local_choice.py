@@ -1,5 +1,5 @@
-"""Which local checkpoint a run goes on from, by what its processes find on their hosts; and which
-process keeps the copy of which."""
+"""Which local checkpoint a run continues from, given the parts on its hosts; and which process
+keeps whose copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.checkpoint.manifest import DamagedError
 
 @dataclass(frozen=True)
 class Expected:
-    """What the parts of a run's local checkpoint must be of.
+    """What the parts of a usable local checkpoint must match.
 
     Attributes:
       run: the run's identifier.
@@ -30,8 +30,8 @@ class Expected:
 
 
 class Found(NamedTuple):
-    """A part that a process finds on its host; the fields are those of `local_part.Header`, the
-    layout its digest."""
+    """A part found on a process's host; the fields of `local_part.Header`, with the layout's
+    digest."""
 
     run: str
     location: str
@@ -44,12 +44,12 @@ class Found(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A step of which every part was found.
+    """A step whose parts were all found.
 
     Attributes:
       step: finished optimizer steps.
       attempt: of the start that saved it.
-      holders: for each part the processes that found it.
+      holders: the processes that found each part.
     """
 
     step: int
@@ -65,11 +65,11 @@ def part_name(step: int, part: int) -> str:
 def candidates(
     found: Sequence[Sequence[Found]], expected: Expected, after: int
 ) -> tuple[list[Candidate], list[str]]:
-    """Returns the steps after `after` of which every part was found, newest first, and for each of
-    the others a line that says why it is not used.
+    """Returns the complete steps after `after`, newest first, and for each of the others a line
+    that says why it is not used.
 
     Args:
-      found: by each process.
+      found: the parts found by each process.
     """
     count = len(expected.layouts)
     held: defaultdict[tuple[int, str], defaultdict[int, list[int]]]
@@ -100,20 +100,20 @@ def candidates(
 
 
 def _difference(part: Found, expected: Expected) -> str | None:
-    """Returns why a part of the run is not of the arrays that are to be restored."""
+    """Returns why a part of the run does not fit the arrays to restore."""
     count = len(expected.layouts)
     if part.processes != count:
         return f"was saved by {part.processes} processes, and {count} are here"
     if part.mesh != expected.mesh:
         return f"was saved on another mesh ({part.mesh}; now {expected.mesh})"
     if part.layout != expected.layouts[part.part]:
-        return "has other arrays, or divides them otherwise"
+        return "has other arrays, or divides them differently"
     return None
 
 
 def keeper_of(part: int, hosts: Sequence[str]) -> int | None:
-    """Returns the process that keeps the copy of another one's part: one of the next host, or where
-    all are on one host the next process; None where it is alone.
+    """Returns the process that keeps the copy of a process's part: one on the next host, or the
+    next process if all share a host; None if it is alone.
 
     Args:
       hosts: the name of each process's host.
@@ -134,18 +134,18 @@ def kept_for(process: int, hosts: Sequence[str]) -> Iterator[int]:
 
 
 def key_of(header: Header) -> str:
-    """Returns the name by which processes ask each other for a part."""
+    """Returns the name by which processes request a part."""
     return f"{part_name(header.step, header.part)}.{header.attempt}"
 
 
 def scan(root: Path, run: str, own: Path) -> tuple[list[Found], dict[str, Path]]:
-    """Returns what is on this host, one part of each other run, and this run's files by `key_of`.
+    """Returns the parts on this host (one per other run), and this run's files by `key_of`.
 
     Args:
       root: checkpoint.local.
       run: the run's identifier.
-      own: this process's folder, which is looked into first. Others have its part where a restart
-        numbers the hosts otherwise.
+      own: this process's folder, searched first. Other folders have its part if a restart numbers
+        the hosts differently.
     """
     found: dict[Found, None] = {}
     files: dict[str, Path] = {}

@@ -1,13 +1,12 @@
 """A process's part of a local checkpoint: one file with the shards of its devices.
 
     8 bytes     the header's length
-    header      JSON: `Header`
-    shards      of one array after another, as bytes
-    32 bytes    SHA-256 of all before
+    header JSON: `Header` shards of one array after another, as bytes 32 bytes SHA-256 of everything
+    before
 
-Shards that several devices of the process hold are written once. Raw bytes instead of Orbax's form,
+Shards held by several devices of the process are written once. Raw bytes instead of Orbax's format,
 since only the same processes on the same mesh read them again: nothing is compressed, divided or
-joined, and a file is sent to another host as it is.
+joined, and a file is sent to another host unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from trainer.checkpoint.manifest import DamagedError
 _LENGTH = struct.Struct("<Q")
 _DIGEST_BYTES = 32
 _LARGEST_HEADER = 1 << 28  # bytes
-_CHUNK = 1 << 24  # bytes that are digested at a time
+_CHUNK = 1 << 24  # bytes digested at a time
 
 Layout = dict[str, dict[str, Any]]
 """Array name -> its dtype, its shape, and the [start, stop] per axis of each shard here."""
@@ -41,12 +40,12 @@ Layout = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Header:
-    """What a part is of.
+    """What a part belongs to.
 
     Attributes:
       run: the run's identifier.
       location: where the run is kept, for messages.
-      attempt: of the start that saved it: parts of different starts are never put together.
+      attempt: of the start that saved it; parts of different starts are never combined.
       step: finished optimizer steps.
       part: the number of the process whose shards these are.
       processes: their number.
@@ -100,7 +99,7 @@ def _shards(indices: Mapping[Any, Any], shape: tuple[int, ...]) -> list[list[lis
 
 
 def _ends(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Returns (start, stop) of each axis."""
+    """Returns (start, stop) per axis."""
     index = index or ()
     whole = (*index, *(slice(None),) * (len(shape) - len(index)))
     return tuple(slice.indices(part, size)[:2] for part, size in zip(whole, shape, strict=True))
@@ -119,7 +118,7 @@ def host_copies(arrays: Mapping[str, jax.Array]) -> Iterator[np.ndarray]:
 
 
 def _copied(shard: jax.Array) -> np.ndarray:
-    # The host's view of what is in its memory already may be the array itself.
+    # The host's view of an array in host memory may be the array itself.
     in_host_memory = "host" in (shard.sharding.memory_kind or "")
     devices: Any = shard.sharding.device_set
     on_cpu = all(device.platform == "cpu" for device in devices)
@@ -127,10 +126,10 @@ def _copied(shard: jax.Array) -> np.ndarray:
 
 
 def write_part(path: Path, header: Header, shards: Iterator[np.ndarray]) -> None:
-    """Writes a part, which is at `path` only when it is whole.
+    """Writes a part, which appears at `path` only when complete.
 
-    Nothing is synced: a machine that has crashed counts as lost, and what it may have kept is known
-    by its digest.
+    Nothing is synced: a crashed machine counts as lost, and the digest shows whether its part
+    survived.
     """
     text = json.dumps(asdict(header), allow_nan=False).encode()
     scratch, digest = scratch_of(path), hashlib.sha256()
@@ -146,7 +145,7 @@ def write_part(path: Path, header: Header, shards: Iterator[np.ndarray]) -> None
 
 
 def scratch_of(path: Path) -> Path:
-    """Returns where a part is written before it is whole."""
+    """Returns where a part is written until it is complete."""
     return path.with_name(path.name + ".tmp")
 
 
@@ -155,10 +154,10 @@ def _bytes_of(shard: np.ndarray) -> Any:
 
 
 def read_header(path: Path) -> Header:
-    """Returns a part's header, whose digest is not compared.
+    """Returns a part's header, without comparing the digest.
 
     Raises:
-      DamagedError: the file does not begin as a part does.
+      DamagedError: the file does not begin like a part.
       OSError: it cannot be read.
     """
     with path.open("rb") as file:
@@ -185,8 +184,8 @@ def verify_part(path: Path) -> Header:
 
 
 def read_part(path: Path, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Returns a verified part's arrays on the shardings of `abstract`, whose `layout_of` is the
-    part's. Other processes read the rest of each array."""
+    """Returns a verified part's arrays on the shardings of `abstract`, which has the part's layout.
+    Other processes read the rest of each array."""
     with path.open("rb") as file:
         header, offset = _header(file, path)
     stored = np.memmap(path, np.uint8, mode="r")
@@ -195,7 +194,7 @@ def read_part(path: Path, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
         shards: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
         for ends in entry["shards"]:
             shape, size = [stop - start for start, stop in ends], _bytes_in(entry, ends)
-            # A copy: the device's array may be the very memory that it is given.
+            # A copy: the device's array may share the memory it is given.
             values = np.array(stored[offset : offset + size]).view(jnp.dtype(entry["dtype"]))
             shards[tuple((start, stop) for start, stop in ends)] = values.reshape(shape)
             offset += size
@@ -218,4 +217,4 @@ def _header(file: BinaryIO, path: Path) -> tuple[Header, int]:
             raise ValueError("its header is too long")
         return Header(**parse_json(file.read(length))), _LENGTH.size + length
     except (ValueError, TypeError, struct.error) as error:
-        raise DamagedError(f"{path}: is no part of a local checkpoint ({error})") from None
+        raise DamagedError(f"{path}: is not a part of a local checkpoint ({error})") from None

@@ -1,20 +1,20 @@
-"""The second tier of checkpoints: every few steps each process writes its shards to its own host,
-and keeps a copy of another host's.
+"""The second tier of checkpoints: every few steps each process writes its shards to its host, and
+keeps a copy of another host's.
 
     FOLDER/RUN/process_2/step_40.part_2     its own shards, see `local_part`
     FOLDER/RUN/process_2/step_40.part_1     the copy of process 1's
 
-RUN is the run's identifier, which is in the run's folder, in `local.json`, with the newest whole
-step. FOLDER is on a disk or in the memory of each host (`checkpoint.local`), where a restart finds
-it on the hosts that are back: one host may be lost. No file is shared, so this needs neither the
-store of `run_dir` nor its speed.
+RUN is the run's identifier, kept with the newest complete step in the run folder's `local.json`.
+FOLDER is on each host's disk or in its memory (`checkpoint.local`), where a restart finds it on the
+hosts that are back: one host may be lost. No file is shared, so this does not depend on the store
+of `run_dir` or its speed.
 
 A step is restored only if each of its parts, all saved by one start of the same processes on the
-same mesh, is on a host that is back; every process then has its own part, from its host or sent by
-another, verified by its digest. Else the run goes on from `run_dir`.
+same mesh, is on a host that is back; every process then has its part, from its host or sent by
+another, verified by its digest. Otherwise the run continues from `run_dir`.
 
-Orbax has emergency checkpoints, whose copies are the replicas along a mesh axis of slices, or are
-made by a service of Google's clusters. A model that is sharded over all hosts has no replica.
+Orbax's emergency checkpoints copy replicas along a mesh axis of slices, or rely on a service in
+Google's clusters. A model sharded over all hosts has no replica.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ from trainer.run.cluster import (
 )
 from trainer.run.logs import replace_file
 
-RECORD = "local.json"  # in the run's folder: the run's identifier, and the newest whole local step
+RECORD = "local.json"  # in the run's folder: the run's identifier, the newest complete local step
 _RECORD_BYTES = 4096
-_RUN = re.compile(r"[0-9a-f]{16}")  # which is the name of a folder too
-_MODEL, _OPTIMIZER = "model/", "optimizer/"  # beginnings of the arrays' names in a part
-_GOOD = "good"  # what a process tells the others where nothing failed
+_RUN = re.compile(r"[0-9a-f]{16}")  # also a folder name
+_MODEL, _OPTIMIZER = "model/", "optimizer/"  # prefixes of array names in a part
+_GOOD = "good"  # what a process reports if nothing failed
 _LONGEST_ORDER = 200  # characters
 
 
@@ -109,10 +109,10 @@ class LocalTier:
         self.process, self.processes = jax.process_index(), jax.process_count()
         # Called by process 0's thread just before a local checkpoint is written.
         self.before: Callable[[], None] = lambda: None
-        self.newest: int | None = None  # whole step
+        self.newest: int | None = None  # newest complete step
         self._begun = time.time()
         self._files: dict[str, Path] = {}
-        self._warned = ""  # the last warning of a failed save
+        self._warned = ""  # the last failed save's warning
         self._saves = 0
         self._thread: threading.Thread | None = None
         self.attempt, secret = exchange([secrets.token_hex(8), secrets.token_hex()])[0]
@@ -129,17 +129,17 @@ class LocalTier:
         self.hosts.close()
 
     def recorded(self) -> dict[str, Any]:
-        """Returns what `local.json` says, as process 0 sees it; empty where there is none."""
+        """Returns what `local.json` says, as process 0 sees it; empty if there is none."""
         return first_then_others(
             lambda sent: _read_record(self.record) if sent is None else parse_json(sent), json.dumps
         )
 
     def describe(self, model: Mapping[str, Any], optimizer: Any, every: int) -> str:
-        """Returns a line for the log that says what process 0 keeps where."""
+        """Returns a log line that says what process 0 keeps where."""
         size = size_of(layout_of(_flat(model, optimizer)))
         line = f"local checkpoints: every {every} steps {size / 1e6:,.1f} MB to {self.folder}"
         if (keeper := keeper_of(self.process, self.hosts.names)) is None:
-            return f"{line}; one process, so nobody has a copy"
+            return f"{line}; one process, so there is no copy"
         where = (
             "also on this machine" if len(set(self.hosts.names)) == 1 else self.hosts.names[keeper]
         )
@@ -164,7 +164,7 @@ class LocalTier:
         record = self.recorded()
         self.run, self.newest = str(record.get("run") or self.attempt), None
         abstract = _flat(model, optimizer)
-        for path in self.folder.glob("*.tmp"):  # of a process that was killed
+        for path in self.folder.glob("*.tmp"):  # of a killed process
             path.unlink(missing_ok=True)
         own_parts, self._files = scan(self.root, self.run, self.folder)
         of_all = exchange([digest_of(layout_of(abstract)), own_parts])
@@ -189,7 +189,7 @@ class LocalTier:
             print(printable(line), file=sys.stderr, flush=True)
 
     def _obtain(self, candidate: Candidate) -> str:
-        """Makes sure that this process has its own part, verified; returns why it has not."""
+        """Makes sure that this process has its verified part; returns why it does not."""
         key = f"{part_name(candidate.step, self.process)}.{candidate.attempt}"
         problems = []
         if (path := self._files.get(key)) is not None:
@@ -223,13 +223,13 @@ class LocalTier:
         header = self.hosts.fetch(process, key, target)
         if (self.run, key) != (header.run, key_of(header)):
             target.unlink()
-            raise DamagedError(f"process {process} sent another part than {key}")
+            raise DamagedError(f"process {process} sent a part other than {key}")
         self._files[key] = target
 
     def _restored(
         self, candidate: Candidate, abstract: Mapping[str, Any], optimizer: Any
     ) -> LocalRestored:
-        """Reads this process's part, which is verified; the data is process 0's."""
+        """Reads this process's verified part; the data is process 0's."""
         path = self._files[f"{part_name(candidate.step, self.process)}.{candidate.attempt}"]
         data = read_header(path).data
         arrays = read_part(path, abstract)
@@ -247,10 +247,10 @@ class LocalTier:
     def save(
         self, step: int, model: Mapping[str, Any], optimizer: Any, data: Mapping[str, Any]
     ) -> None:
-        """Begins to save, and returns when the arrays are copied to the host's memory.
+        """Begins to save, and returns when the arrays are copied to host memory.
 
-        A thread writes and sends them. Where that fails, in any process, a warning says so, and the
-        local checkpoint before stays.
+        A thread writes and sends them. If that fails in any process, a warning says so, and the
+        previous local checkpoint stays.
         """
         self.wait()
         arrays = _flat(model, optimizer)
@@ -267,14 +267,14 @@ class LocalTier:
         )
         shards = host_copies(arrays)
         self._saves += 1
-        # A daemon: the end of a run need not wait for what the next start can do without.
+        # A daemon: a run need not wait at its end for something the next start can do without.
         self._thread = threading.Thread(
             target=self._finish, args=(header, shards), name=f"local checkpoint {step}", daemon=True
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the last save is whole on all hosts, or has failed."""
+        """Waits until the last save is complete on all hosts, or has failed."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
@@ -291,7 +291,7 @@ class LocalTier:
             self._write_record(None)
 
     def _finish(self, header: Header, shards: Iterator[np.ndarray]) -> None:
-        """The thread's work: writes this process's part and copies those that it keeps."""
+        """The thread's work: writes this process's part and copies those it keeps for others."""
         problems = [_problem(self._write, header, shards)]
         if self.processes > 1:
             try:
@@ -319,12 +319,12 @@ class LocalTier:
         client().key_value_set(f"{keys}/done/{self.process}", problem or _GOOD)
         client().wait_at_barrier(f"{keys}/whole", timeout_in_ms=WAIT_MILLISECONDS)
         results = [text for _, text in client().key_value_dir_get(f"{keys}/done/")]
-        if self.process == 0:  # all have read those of the save before
+        if self.process == 0:  # all have read the previous save's
             client().key_value_delete(f"longstripe/local/{self.attempt}/{self._saves - 1}")
         return ["" if text == _GOOD else text for text in results]
 
     def _conclude(self, step: int, problems: list[str]) -> None:
-        """Deletes what is not needed any more: older checkpoints, or this one if it failed."""
+        """Deletes what is no longer needed: older checkpoints, or this one if it failed."""
         if problems:
             self._delete(lambda header: header.step == step and header.attempt == self.attempt)
             if self._warned != problems[0]:
@@ -335,7 +335,7 @@ class LocalTier:
         self._delete_elsewhere()
         self.newest = step
         if self.process == 0:
-            with contextlib.suppress(OSError):  # of the run's folder, which the loop meets too
+            with contextlib.suppress(OSError):  # of the run's folder, which the loop hits too
                 self._write_record(step)
 
     def _delete(self, unneeded: Callable[[Header], bool]) -> None:
@@ -352,8 +352,8 @@ class LocalTier:
             del self._files[key]
 
     def _delete_elsewhere(self) -> None:
-        """Deletes what earlier starts left in this run's other folders here, where processes had
-        other numbers; others of this start may write there."""
+        """Deletes what earlier starts, with other process numbers, left in this run's other folders
+        here; other processes of this start may write there."""
         for path in (self.root / self.run).glob("process_*/step_*"):
             with contextlib.suppress(OSError, DamagedError):
                 if path.parent != self.folder and path.stat().st_mtime < self._begun:
@@ -365,16 +365,16 @@ class LocalTier:
 
 
 def _problem(work: Callable[..., None], *arguments: Any) -> str:
-    """Does a part of a save; returns why it failed, "" if it did not."""
+    """Runs a part of a save; returns why it failed, "" if it did not."""
     try:
         work(*arguments)
-    except Exception as error:  # whatever it is, training goes on without this checkpoint
+    except Exception as error:  # whatever it is, training continues without this checkpoint
         return str(error) or type(error).__name__
     return ""
 
 
 def _flat(model: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Returns the arrays of both by name."""
+    """Returns both trees' arrays by name."""
     return {
         **{f"{_MODEL}{name}": x for name, x in model.items()},
         **{f"{_OPTIMIZER}{name}": x for name, x in flatten(optimizer).items()},
@@ -388,7 +388,7 @@ def _make(folder: Path) -> None:
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """Returns what `local.json` holds; empty if it is not there or is none of ours."""
+    """Returns the content of `local.json`; empty if it is missing or not ours."""
     try:
         record = parse_json(read_bytes(path, path.parent, _RECORD_BYTES))
     except (OSError, ValueError):
@@ -398,7 +398,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _described(mesh: Mesh) -> str:
-    """Returns a mesh's axes, and how its devices belong to processes, in short."""
+    """Returns a short text: a mesh's axes, and which process each device belongs to."""
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
     owners = [device.process_index for device in mesh.devices.flat]
     order = " ".join(f"{owner}x{len(list(run))}" for owner, run in itertools.groupby(owners))

@@ -1,8 +1,8 @@
-"""Sends parts of local checkpoints from host to host, over a socket of each process.
+"""Sends parts of local checkpoints from host to host, over a socket per process.
 
-Not over the mesh: a collective would take memory of the devices and wait for the running step. A
-process is asked for a part by the name of its file, and only answers those that prove to know the
-start's secret, which is not sent.
+Not over the mesh: a collective would take device memory and wait for the running step. A process is
+asked for a part by file name, and answers only peers that prove they know the start's secret, which
+is never sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.run.rendezvous import bind_address
 
 _LONGEST_LINE = 4096  # bytes
 _LINE_SECONDS = 10.0
-_SILENT_SECONDS = 60.0  # after which a transfer has failed
+_SILENT_SECONDS = 60.0  # after which a transfer counts as failed
 _CHUNK = 1 << 20
 
 
@@ -33,7 +33,7 @@ class Hosts:
     """The hosts of a start's processes, and how each reaches the others."""
 
     def __init__(self, secret: str, find: Callable[[str], Path | None]) -> None:
-        """Begins to offer this process's files; all processes call this.
+        """Begins to serve this process's files; all processes call this.
 
         Args:
           secret, find: as in `PartServer`.
@@ -54,13 +54,13 @@ class Hosts:
         return fetch_part(self._reached[process], self.secret, name, target)
 
     def close(self) -> None:
-        """Stops offering files."""
+        """Stops serving files."""
         if self._server is not None:
             self._server.close()
 
 
 class PartServer:
-    """Offers this process's files to the others, from its construction to `close`."""
+    """Serves this process's files to the others, from construction to `close`."""
 
     def __init__(self, host: str, secret: str, find: Callable[[str], Path | None]) -> None:
         """Listens on any free port.
@@ -68,7 +68,7 @@ class PartServer:
         Args:
           host: the address of the interface to listen on; "::" for all.
           secret: of this start.
-          find: returns the file of a part by its name; None where there is none.
+          find: returns a part's file by name; None if there is none.
         """
         self.secret, self.find = secret, find
         self.socket = socket.create_server(
@@ -97,7 +97,7 @@ class PartServer:
             ).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Sends one part, or closes the connection of who may not have it."""
+        """Sends one part, or closes the connection of a peer that may not have it."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection:
             connection.settimeout(_LINE_SECONDS)
             challenge = secrets.token_hex()
@@ -120,7 +120,7 @@ def fetch_part(address: tuple[str, int], secret: str, name: str, target: Path) -
 
     Raises:
       OSError: it cannot be reached, or does not send the whole part.
-      DamagedError: the part is not as it was written.
+      DamagedError: the part has changed since it was written.
     """
     scratch = scratch_of(target)
     try:
@@ -139,7 +139,7 @@ def fetch_part(address: tuple[str, int], secret: str, name: str, target: Path) -
                 file.write(piece)
                 left -= len(piece)
         if left:
-            raise OSError(f"{address[0]}:{address[1]} broke off while it sent {name}")
+            raise OSError(f"{address[0]}:{address[1]} broke off while sending {name}")
         header = verify_part(scratch)
         scratch.rename(target)
         return header
@@ -148,7 +148,7 @@ def fetch_part(address: tuple[str, int], secret: str, name: str, target: Path) -
 
 
 def _addresses(process: int) -> tuple[str, str]:
-    """Returns the address that this process listens at, and that at which others reach it."""
+    """Returns the address this process listens at, and the one others reach it at."""
     coordinator = coordinator_address()
     if process != 0:
         own = own_address(coordinator)
@@ -158,7 +158,7 @@ def _addresses(process: int) -> tuple[str, str]:
 
 
 def own_address(coordinator: str) -> str:
-    """Returns the address of the interface by which this machine reaches the coordinator's.
+    """Returns the address of the interface through which this machine reaches the coordinator.
 
     Args:
       coordinator: HOST:PORT of process 0.
@@ -182,7 +182,7 @@ def _send(connection: socket.socket, message: dict) -> None:
 
 
 def _receive(connection: socket.socket) -> dict:
-    """Returns the next line's JSON. Byte by byte, since what follows it is not text."""
+    """Returns the next line's JSON, read byte by byte since what follows is not text."""
     line = b""
     while not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
         if not (byte := connection.recv(1)):

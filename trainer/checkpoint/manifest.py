@@ -1,5 +1,5 @@
-"""The manifest of a checkpoint folder: the size and sha256 of every file, by which later damage is
-found."""
+"""The manifest of a checkpoint folder: the size and sha256 of every file, to detect later
+damage."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class DamagedError(ValueError):
 
 
 class ForeignError(ValueError):
-    """A folder is no checkpoint of this project."""
+    """A folder is not a checkpoint of this project."""
 
 
 def seal(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Makes files durable, and returns their sizes and digests by name, from reading them back."""
+    """Makes files durable, reads them back, and returns their sizes and digests by name."""
     files = Files(folder)
     with ThreadPoolExecutor(_threads()) as pool:
         return dict(zip(names, pool.map(files.seal, names), strict=True))
@@ -45,7 +45,7 @@ def manifest(
     Args:
       items: the names of the checkpoint's items.
       records: the result of `seal` for every file of the checkpoint.
-      shapes: the parameters' own shapes, without padding; None where they are not known.
+      shapes: the parameters' shapes without padding; None if unknown.
     """
     content: dict[str, Any] = {
         "format": _FORMAT,
@@ -64,7 +64,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
       ForeignError: the folder has no manifest of this project.
       DamagedError: the manifest has changed since it was written.
-      OSError: a mount or disk fails, which says nothing about the files.
+      OSError: a mount or disk fails; the files may be good.
     """
     try:
         data = Files(folder).read(MANIFEST)
@@ -83,8 +83,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder}: not a checkpoint of this project (another kind of {MANIFEST})"
         )
     checksum = content.pop("sha256", None)
-    # The bytes, not only the content: otherwise a flipped bit in a key or in white space would go
-    # unseen.
+    # Bytes, not parsed content: a flipped bit in a key or in white space must not go unseen.
     if checksum != _checksum(content) or data != _serialise(content):
         raise DamagedError(f"{folder}: {MANIFEST} is damaged (its own checksum differs)")
     if content["format"] != _FORMAT:
@@ -109,20 +108,18 @@ def verify(
     share: tuple[int, int] = (0, 1),
     digests: bool = True,
 ) -> dict[str, Any]:
-    """Compares every file that the manifest lists with its size and checksum, and returns the
-    manifest.
+    """Compares every listed file with its size and checksum, and returns the manifest.
 
-    Files that the manifest does not list are ignored: a note put next to a checkpoint does no harm.
+    Unlisted files are ignored: a note put next to a checkpoint does no harm.
 
     Args:
-      items: the items whose files are compared; None compares all.
-      share: the number of this process, and how many share the work: each reads a part of the
-        files.
-      digests: False compares sizes alone, in a bucket names, and reads no file.
+      items: the items to compare; None compares all.
+      share: this process's number, and how many processes share the work.
+      digests: False compares only sizes (in a bucket only names), and reads no file.
 
     Raises:
       ForeignError: the folder is no checkpoint.
-      DamagedError: names the first file, by name, that is missing or differs.
+      DamagedError: names the first file that is missing or differs.
       UserError: a link leads out of the folder.
     """
     content = read_manifest(folder)

@@ -1,5 +1,4 @@
-"""Finds checkpoints by the paths that users give, and reads them: what evaluations, exports and
-new runs start from."""
+"""Finds checkpoints by users' paths, and reads them for evaluations, exports and new runs."""
 
 from __future__ import annotations
 
@@ -26,15 +25,15 @@ from trainer.checkpoint.store import CheckpointStore, problem_in_any
 
 
 def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
-    """The checkpoint folder at `path`, or the newest good one of the run folder at `path`; of
-    RUN/best the best one.
+    """The checkpoint folder at `path`; of a run folder the newest good one, of RUN/best the best
+    one.
 
     Args:
-      items: the items of a checkpoint at `path` that are verified. That of a run folder is verified
-        as a whole.
+      items: the items to verify of a checkpoint at `path`. One in a run folder is verified
+        completely.
 
     Raises:
-      ForeignError: the folder is neither; the message names what it is, if it is known.
+      ForeignError: the folder is neither; the message says what it is, if known.
       DamagedError: a verified file has changed.
     """
     path = best_or_itself(local_copy(path).absolute())
@@ -52,8 +51,7 @@ def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
             return store.path(step)
     if path.name.endswith(".tmp"):
         raise ForeignError(
-            f"{path}: a checkpoint that was never finished; its run's folder finds the last good "
-            "one"
+            f"{path}: an unfinished checkpoint; its run's folder leads to the last good one"
         )
     if (path / "config.json").exists():
         raise ForeignError(
@@ -67,11 +65,11 @@ def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
 
 
 def best_or_itself(path: Path) -> Path:
-    """RUN/best as the folder of the run's best checkpoint, by the metric that its `checkpoint.best`
-    names; others unchanged.
+    """RUN/best as the folder of the run's best checkpoint by its metric `checkpoint.best`; other
+    paths unchanged.
 
     Raises:
-      ForeignError: the run measured none.
+      ForeignError: the run has no best checkpoint.
     """
     run = path.parent
     if path.name != "best" or path.exists() or not (run / CHECKPOINTS).is_dir():
@@ -79,8 +77,7 @@ def best_or_itself(path: Path) -> Path:
     best = (read_data(run) or {}).get("best") or {}
     if best.get("step") is None:
         raise ForeignError(
-            f"{path}: this run has measured no best checkpoint; checkpoint.best names the metric "
-            "for one"
+            f"{path}: this run has no best checkpoint; checkpoint.best names the metric for one"
         )
     return CheckpointStore(run).path(best["step"])
 
@@ -103,14 +100,14 @@ def restore(
     *,
     verified: bool = False,
 ) -> Restored:
-    """Restores a checkpoint, or a run's newest good one, onto the shardings of the abstract trees,
-    on any mesh.
+    """Restores a checkpoint, or a run's newest good one, onto the abstract trees' shardings, on any
+    mesh.
 
     Args:
-      abstract_model: parameter name -> array or jax.ShapeDtypeStruct with a sharding. One without
-        comes back as numpy.
-      abstract_optimizer: a pytree of the same, of the state's structure; None: the moments are not
-        read.
+      abstract_model: parameter name -> array or jax.ShapeDtypeStruct with a sharding; without one
+        it comes back as numpy.
+      abstract_optimizer: a pytree of the same kind, with the state's structure; None skips the
+        moments.
       verified: the checkpoint has been compared with its manifest already.
 
     Raises:
@@ -131,14 +128,13 @@ def restore_model(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     verified: bool = False,
 ) -> dict[str, Any]:
-    """Restores the parameters alone: for evaluation and export, which never read moments.
+    """Restores only the parameters: for evaluation and export, which never read moments.
 
     Args:
       shardings: by name (a sharding, or a ShapeDtypeStruct that has one), one for all, or None for
         numpy arrays on the host.
-      dtype: what the arrays are cast to: by name, or one for all; None keeps the stored dtypes.
-      shapes: by name, where parameters are padded for another mesh than the one that the checkpoint
-        was saved from.
+      dtype: to cast the arrays to: by name, or one for all; None keeps the stored dtypes.
+      shapes: by name, if parameters are padded for another mesh than that of the save.
       verified: the checkpoint has been compared with its manifest already.
 
     Raises:
@@ -150,7 +146,7 @@ def restore_model(
         sharding = shardings.get(name) if isinstance(shardings, Mapping) else shardings
         if isinstance(shardings, Mapping) and sharding is None:
             raise ValueError(
-                f"{folder}: parameter {name} is in the checkpoint, but not in the model asked for"
+                f"{folder}: parameter {name} is in the checkpoint, but not in the requested model"
             )
         if isinstance(sharding, jax.ShapeDtypeStruct):
             abstract[name] = sharding
@@ -173,7 +169,7 @@ def restore_model(
 def stored_parameters(
     path: str | Path, *, verified: bool = False
 ) -> dict[str, tensorstore.TensorStore]:
-    """`stored_arrays` of the parameters, for export, which needs one layer's tensor at a time."""
+    """`stored_arrays` of the parameters, for exports, which need one layer's tensor at a time."""
     return stored_arrays(path, "model", verified=verified)
 
 

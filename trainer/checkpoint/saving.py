@@ -1,4 +1,4 @@
-"""One save of a checkpoint: arrays are copied to the host at once; threads write, read back and
+"""One save of a checkpoint: arrays are copied to the host at once; threads write, verify and
 publish everything."""
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from trainer.checkpoint.manifest import DamagedError, manifest, seal
 from trainer.run.bucket import in_bucket
 from trainer.run.cluster import WAIT_MILLISECONDS, barrier, client
 
-# The part of Orbax's names for a process; what it makes of all parts for the whole item.
+# Orbax's folder of one process's part, and of the joined item.
 _WRITER = re.compile(r"(?:^|/)(?:ocdbt\.|array_metadatas/)process_(\d+)(?:/|$)")
 _JOINED = re.compile(r"\w+/(?:manifest\.ocdbt|d/.*)")
-_UPLOADS = 4  # files of DATA_FILE_BYTES that are in memory at a time
-# Numbers the saves, alike in every process.
+_UPLOADS = 4  # files of DATA_FILE_BYTES in memory at a time
+# Numbers the saves, equally in every process.
 _saves = itertools.count()
 
 
@@ -54,8 +54,7 @@ class Contents:
       assets: a folder of plain files.
       optimizer: a pytree of arrays; None: not saved.
       data: JSON; None: not saved.
-      shapes: parameter name -> its own shape, without the padding that its array may have; None
-        where that is not known.
+      shapes: parameter name -> shape without the array's padding; None if unknown.
     """
 
     model: Mapping[str, Any]
@@ -66,7 +65,7 @@ class Contents:
 
 
 class Saving:
-    """A save in progress. All arrays are on the host when the constructor returns; a thread does
+    """A save in progress. The constructor returns when all arrays are on the host; a thread does
     the rest."""
 
     def __init__(
@@ -81,17 +80,17 @@ class Saving:
         """Begins to save.
 
         Args:
-          target: the checkpoint's folder; see `trainer.checkpoint.commit` for where it is written
-            and when it counts.
-          before: called by process 0 when all is written, just before the checkpoint counts.
+          target: the checkpoint's folder; `trainer.checkpoint.commit` says where it is written and
+            when it counts.
+          before: called by process 0 when everything is written, just before the checkpoint counts.
           after: called with `target` by process 0 when the checkpoint counts.
-          ready: waited for, by every process, before the checkpoint can count.
+          ready: every process waits for this before the checkpoint can count.
           copy: arrays on the CPU are copied first, because the caller may donate them; see
             `_host_copy`.
         """
         self.target, self.after = target, after
         self.begun = time.monotonic()
-        self.seconds: float | None = None  # that the whole save took, once it counts
+        self.seconds: float | None = None  # seconds of the whole save, once it counts
         self.error: BaseException | None = None
         self.scratch = scratch_of(target)
         self.local = None if orbax_reaches(target) else _local_scratch(target)
@@ -100,7 +99,7 @@ class Saving:
         self.before, self.ready = before, ready
         if jax.process_index() == 0 and not contents.assets.is_dir():
             raise ValueError(
-                f"{contents.assets}: no such folder; a checkpoint holds the assets of its model"
+                f"{contents.assets}: no such folder; a checkpoint needs its model's assets"
             )
         self.assets = contents.assets
         self.data = (
@@ -109,7 +108,7 @@ class Saving:
             else json.dumps(dict(contents.data), indent=1, allow_nan=False) + "\n"
         )
         if jax.process_index() == 0:
-            clear(self.scratch)  # Orbax's thread makes it anew
+            clear(self.scratch)  # Orbax's thread creates it
         if self.local is not None:
             shutil.rmtree(self.local, ignore_errors=True)
         barrier(f"checkpoint {target.name} begins")
@@ -131,7 +130,8 @@ class Saving:
         except BaseException:
             self._close()
             raise
-        # Not a daemon: a program that ends without waiting still finishes its last checkpoint.
+        # Not a daemon, so that a program that ends without waiting still finishes its last
+        # checkpoint.
         self.thread = threading.Thread(
             target=self._finish, name=f"checkpoint-{target.name}", daemon=False
         )
@@ -148,7 +148,7 @@ class Saving:
         """Has Orbax copy an item's arrays to the host and begin to write them."""
         checkpointer = _checkpointer(everyone_writes_here=self.local is not None)
         self.checkpointers.append(checkpointer)
-        # One piece per layer, so that a reader of one layer reads no other.
+        # One piece per layer, so that reading a layer reads no other.
         pieces = {
             name: ocp.SaveArgs(shard_axes=(0,) if name.startswith("layers.") else ())
             for name in arrays
@@ -160,8 +160,8 @@ class Saving:
         )
 
     def _finish(self) -> None:
-        """The thread's work: waits for Orbax; all processes read back what they wrote; process 0
-        then publishes it."""
+        """The thread's work: waits for Orbax; each process reads back its files; process 0 then
+        publishes."""
         try:
             for checkpointer in self.checkpointers:
                 checkpointer.wait_until_finished()  # with several processes: until all have written
@@ -176,7 +176,7 @@ class Saving:
                 remove_leftovers(self.target)
                 # Before the manifest makes it a checkpoint, and before any older one is removed.
                 self._read_back()
-                # In this thread: a slow store may take as long for them as several training steps.
+                # In this thread: on a slow store they may take as long as several training steps.
                 records |= self._write_plain_items()
                 if self.before is not None:
                     self.before()
@@ -187,13 +187,13 @@ class Saving:
         except BaseException as error:
             self.error = error
             if jax.process_index() == 0:
-                with contextlib.suppress(Exception):  # the disk may be full, the store away
+                with contextlib.suppress(Exception):  # such as a full disk or an unreachable store
                     clear(self.scratch)
         finally:
             self._close()
 
     def _write_plain_items(self) -> dict[str, dict[str, Any]]:
-        """Writes the items that are plain files, assets and data; returns their records."""
+        """Writes the plain-file items, assets and data; returns their records."""
         files = Files(self.scratch)
         plain = {
             f"assets/{path.relative_to(self.assets).as_posix()}": path.read_bytes()
@@ -207,8 +207,7 @@ class Saving:
         return seal(self.scratch, list(plain))
 
     def _read_back(self) -> None:
-        """Raises DamagedError unless the arrays on disk have the names and shapes of those that
-        were saved."""
+        """Raises DamagedError unless the arrays on disk have the saved names and shapes."""
         for item, shapes in self.array_shapes.items():
             if {
                 name: array.shape for name, array in stored_shapes(self.scratch, item).items()
@@ -218,8 +217,7 @@ class Saving:
                 )
 
     def _join(self, records: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Joins what all processes have uploaded; returns the records of the files that this
-        makes."""
+        """Joins what all processes uploaded; returns the records of the resulting files."""
         for item in self.array_shapes:
             join_parts(self.scratch / item, jax.process_count())
         return seal(self.scratch, sorted(set(Files(self.scratch).names()) - set(records)))
@@ -232,11 +230,11 @@ class Saving:
 
 
 def _checkpointer(everyone_writes_here: bool) -> ocp.AsyncCheckpointer:
-    """Returns what has Orbax save.
+    """Returns Orbax's checkpointer.
 
     Args:
-      everyone_writes_here: whether each process saves to a folder of its own, which has only its
-        part of each array.
+      everyone_writes_here: whether each process saves to a separate folder, with only its part of
+        each array.
     """
     if not everyone_writes_here:
         return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
@@ -249,14 +247,14 @@ def _checkpointer(everyone_writes_here: bool) -> ocp.AsyncCheckpointer:
 
 
 def _local_scratch(target: Path) -> Path:
-    """Returns the folder of this machine that a process writes its part of a checkpoint to; one for
-    all saves of a run, so that a killed save leaves one at most."""
+    """Returns the local folder for a process's part of a checkpoint; the same for all saves of a
+    run, so that killed saves leave at most one."""
     run = hashlib.sha256(str(target.parent).encode()).hexdigest()[:20]
     return cache_folder("uploads").absolute() / f"{run}-{jax.process_index()}"
 
 
 def _upload(local: Path, target: Path) -> None:
-    """Copies the files that this process has to write from its machine to a bucket."""
+    """Copies this process's files from its machine to a bucket."""
     own = [
         name
         for name in Files(local).names()
@@ -276,8 +274,8 @@ def _flat_model(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Path -> leaf of any pytree, such as `0.mu.norm.weight`. Paths stay the same when a
-    container's type changes."""
+    """Path -> leaf of any pytree, such as `0.mu.norm.weight`. Paths do not depend on container
+    types."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     flat = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     if len(flat) != len(leaves):
@@ -286,12 +284,12 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def _host_copy(value: Any) -> Any:
-    """A copy of an array whose host view would share memory with the device; other arrays as they
-    are.
+    """Copies an array whose host view would share memory with the device; returns other arrays
+    unchanged.
 
-    On the CPU the host view of an array is the array itself, and the next step, to which it is
-    donated, may write into it while it is being saved. jax 0.10.2 was seen to spare such arrays,
-    but does not promise to. On accelerators Orbax's transfer to the host is the copy.
+    On the CPU the host view of an array is the array itself, and the next step, which gets it
+    donated, may overwrite it while it is being saved. jax 0.10.2 was seen to spare such arrays, but
+    does not promise to. On accelerators Orbax's transfer to the host is the copy.
     """
     if not isinstance(value, jax.Array):
         return np.array(value)
@@ -300,11 +298,11 @@ def _host_copy(value: Any) -> Any:
 
 
 def seal_together(scratch: Path, number: int) -> dict[str, dict[str, Any]]:
-    """Has every process seal the files that it wrote; returns all records in process 0.
+    """Has every process seal the files it wrote; returns all records in process 0.
 
     Args:
       scratch: the folder that Orbax has written to, which all processes see.
-      number: of the save, alike in all processes.
+      number: of the save, equal in all processes.
 
     Raises:
       OSError: a process could not, or a file is missing.
@@ -331,11 +329,13 @@ def seal_together(scratch: Path, number: int) -> dict[str, dict[str, Any]]:
             raise OSError(f"process {process}: {told['error']}")
         records |= told["records"]
     if missing := sorted(set(Files(scratch).names()) - set(records)):
-        raise OSError(f"{scratch / missing[0]}: seen by process 0 alone; all need the same folder")
+        raise OSError(
+            f"{scratch / missing[0]}: only process 0 sees it; all processes need the same folder"
+        )
     return records
 
 
 def _writer(name: str) -> int:
-    """Returns the number of the process that wrote a file of Orbax's."""
+    """Returns the number of the process that wrote an Orbax file."""
     match = _WRITER.search(name)
     return int(match[1]) if match and int(match[1]) < jax.process_count() else 0

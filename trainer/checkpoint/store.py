@@ -45,39 +45,38 @@ from trainer.checkpoint.manifest import DamagedError, ForeignError, read_manifes
 from trainer.checkpoint.saving import Contents, Saving
 from trainer.run.cluster import end_now, exchange, first_then_others
 
-# Of a process's share of a checkpoint, which it digests before the restore; more of it meanwhile.
+# A process digests at most this much of its share before the restore, the rest meanwhile.
 DIGESTED_BEFORE = 4 << 30
 
 
 class CheckpointStore:
     """The checkpoints of one run, RUN/checkpoints/STEP.
 
-    With several processes every process calls every method in the same order; they share a file
-    system.
+    All processes call every method in the same order, and share a file system.
     """
 
     def __init__(self, run_dir: str | Path, keep: int = 3) -> None:
         """Opens the store without creating any folder.
 
         Args:
-          keep: how many of the newest checkpoints are kept; at least 1.
+          keep: how many of the newest checkpoints to keep; at least 1.
         """
         if keep < 1:
             raise ValueError(f"keep: {keep} checkpoints; needs at least 1")
         self.folder = located(run_dir) / CHECKPOINTS
         self.keep = keep
-        self.protected: int | None = None  # a step whose checkpoint is kept whatever `keep` says
+        self.protected: int | None = None  # a step whose checkpoint is kept regardless of `keep`
         # Called by process 0 just before a checkpoint counts.
         self.before: Callable[[], None] | None = None
-        # Called, with a line, by the thread that finds damage after training has gone on from it.
+        # Called with a line by the thread that finds damage after training has continued from it.
         self.on_damage: Callable[[str], object] = end_now
         self._digesting: threading.Thread | None = None
         self._damaged: set[int] = set()
         self._saving: Saving | None = None
-        self.save_seconds = 0.0  # that the last save took; 0 before the first
+        self.save_seconds = 0.0  # seconds of the last save; 0 before the first
 
     def steps(self) -> list[int]:
-        """The steps that have a folder, ascending, those of damaged checkpoints included."""
+        """The steps that have a folder, ascending, including damaged checkpoints."""
         return steps_in(self.folder)
 
     def steps_for_all(self) -> list[int]:
@@ -103,8 +102,8 @@ class CheckpointStore:
         """Begins to save, and returns as soon as the arrays are copied to the host, so they may be
         donated at once.
 
-        Waits for the save before, whose error, if it had one, is raised here. The arguments are
-        those of `Contents`.
+        Waits for the previous save and raises its error, if any. The arguments are those of
+        `Contents`.
         """
         self.wait()
         self._saving = Saving(
@@ -123,8 +122,8 @@ class CheckpointStore:
             self.save_seconds = saving.seconds or 0.0
 
     def wait_at_most(self, seconds: float) -> None:
-        """Waits for a save that is under way; unlike `wait` without the other processes, and from
-        any thread."""
+        """Waits for a running save; unlike `wait`, without the other processes, and from any
+        thread."""
         if (saving := self._saving) is not None:
             saving.thread.join(seconds)
 
@@ -132,8 +131,8 @@ class CheckpointStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for the last save; after an error in this process alone, as the others may never
-        reach this call."""
+        """Waits for the last save; after an error without the other processes, which may never get
+        here."""
         if kind is None:
             self.wait()
             self.finish_digests()
@@ -141,19 +140,17 @@ class CheckpointStore:
             self._saving.thread.join()
 
     def latest_good(self, meanwhile: bool = False) -> int | None:
-        """The newest step whose files are all as they were written; None if there is no checkpoint
-        at all.
+        """The newest step whose files are all unchanged; None if there is no checkpoint.
 
-        A damaged checkpoint is named by a warning on standard error, and the one before is tried.
+        A warning on standard error names a damaged checkpoint, and the previous one is tried.
 
         Args:
-          meanwhile: of a checkpoint of which a process has more than DIGESTED_BEFORE to read, only
-            the sizes are compared, and a thread compares the digests while training goes on. What
-            it finds is kept in the checkpoint, and given to `on_damage`; until it is done no other
-            checkpoint counts.
+          meanwhile: if a process would read more than DIGESTED_BEFORE, only sizes are compared, and
+            a thread compares digests during training. It records damage in the checkpoint and calls
+            `on_damage`; no other checkpoint counts until it is done.
 
         Raises:
-          ValueError: there are checkpoints, and none is good.
+          ValueError: there are checkpoints, but none is good.
         """
         self.wait()
         problems: list[ValueError] = []
@@ -165,7 +162,7 @@ class CheckpointStore:
                 if later:
                     self._digest(folder)
                 for found in problems if jax.process_index() == 0 else ():
-                    print(f"warning: {found}; using the checkpoint before", file=sys.stderr)
+                    print(f"warning: {found}; using the previous checkpoint", file=sys.stderr)
                 return step
             self._damaged.add(step)
             problems.append(problem)
@@ -174,7 +171,7 @@ class CheckpointStore:
         if problems:
             raise ValueError(
                 f"{self.folder}: every checkpoint is damaged (newest: {problems[0]}); "
-                "start again in another run directory, or restore them from a copy"
+                "start over in another run directory, or restore them from a copy"
             )
         return None
 
@@ -188,8 +185,8 @@ class CheckpointStore:
                 with contextlib.suppress(OSError, UserError):
                     Files(folder).write(DAMAGED, str(error).encode())
                 self.on_damage(
-                    f"{error}; this was found after training had gone on from it, and another "
-                    "start uses the checkpoint before"
+                    f"{error}; this was found after training had continued from it; a restart "
+                    "uses the previous checkpoint"
                 )
             except (OSError, UserError) as error:
                 print(f"warning: {folder}: digests not compared ({error})", file=sys.stderr)
@@ -198,7 +195,7 @@ class CheckpointStore:
         self._digesting.start()
 
     def finish_digests(self) -> None:
-        """Waits for digests that are compared in the background."""
+        """Waits for digests being compared in the background."""
         if (thread := self._digesting) is not None:
             thread.join()
 
@@ -231,9 +228,9 @@ def save_checkpoint(
     """Writes one checkpoint at `path` and waits for it. The arguments are those of `Contents`.
 
     Raises:
-      UserError: something exists at `path` already.
+      UserError: `path` already exists.
     """
-    # Nobody writes into the arrays while we wait, so they need not be copied.
+    # Nothing writes to the arrays while we wait, so they need no copy.
     Saving(
         new_folder(Path(path).absolute()),
         Contents(model, Path(assets), optimizer, data, shapes),
@@ -260,8 +257,8 @@ def _require_unmarked(folder: Path) -> None:
 def problem_in_any(
     folder: Path, items: Sequence[str] | None = None, digests: bool = True
 ) -> ValueError | None:
-    """Returns what is wrong with a checkpoint, None if nothing; alike in all processes, each of
-    which reads its share of it."""
+    """Returns what is wrong with a checkpoint, or None, equally in all processes; each reads a
+    share."""
     problem: ValueError | None = None
     try:
         if not digests:

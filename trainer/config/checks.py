@@ -89,7 +89,7 @@ def _check_model(model: ModelConfig) -> None:
 
 
 def _check_trajectories(config: RunConfig) -> None:
-    """A model of trajectories starts from scratch or from another such model, and reads no text."""
+    """A trajectory model starts from scratch or from another one, and reads no text."""
     model = config.model
     require(
         bool(model.path or model.preset or model.overrides),
@@ -106,7 +106,7 @@ def _check_trajectories(config: RunConfig) -> None:
 
 
 def _check_preference(config: RunConfig) -> None:
-    """Preferences are learned from pairs, and from nothing else."""
+    """Preferences are learned only from pairs."""
     loss, formats = config.preference.loss, [source.format for source in config.data.sources]
     pairs = [source_format == "preference" for source_format in formats]
     require(
@@ -119,8 +119,8 @@ def _check_preference(config: RunConfig) -> None:
         loss is None or all(pairs),
         "data.sources.format",
         formats,
-        "format: preference in every source with preference.loss; other data is trained on in a "
-        "run of its own",
+        "format: preference in every source with preference.loss; train on other data in a "
+        "separate run",
     )
 
 
@@ -137,7 +137,7 @@ def _check_adapter(config: RunConfig) -> None:
             config.model.trainable == ".*",
             "model.trainable",
             config.model.trainable,
-            "to be left out with adapters; adapter.train names further modules to train",
+            "to be left out with adapters; adapter.train names more modules to train",
         )
 
 
@@ -157,7 +157,7 @@ def _check_optimizer(config: RunConfig) -> None:
         config.optimizer.name,
         f"adamw or lion with memory.{on_host}",
     )
-    # Their random bits depend on a number's place in the whole array, not in a layer of it.
+    # Their random bits depend on an element's index in the whole array, not in its layer.
     rounded = next(
         (
             f"optimizer.{name} {getattr(config.optimizer, name)}"
@@ -202,7 +202,7 @@ def _check_sequence(config: RunConfig) -> None:
         f"to attend across mesh.sequence = {mesh.sequence} shards, as local cannot; use ring or "
         "all_gather",
     )
-    zigzag = attention.layout == "zigzag"  # gives each device two pieces of the sequence
+    zigzag = attention.layout == "zigzag"  # each device has two pieces of the sequence
     pieces = mesh.sequence * (2 if zigzag else 1)
     shorter, longer = length // pieces * pieces, -(-length // pieces) * pieces
     require(

@@ -29,7 +29,7 @@ class Flag(NamedTuple):
 
 class CommandLine(NamedTuple):
     """A recipe's path, "" without one; the flags that change its fields, in order; and the sections
-    that flags leave to the planner."""
+    left to the planner."""
 
     recipe: str
     flags: list[Flag]
@@ -44,7 +44,7 @@ def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
 
     Raises:
       UserError: a flag without value, a word without flag, an unknown field, or not exactly one
-        --config, which only a model and data make unnecessary.
+        --config, which may be omitted only with a model and data.
     """
     recipes, flags, auto = [], [], []
     words = iter(argv)
@@ -64,7 +64,7 @@ def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
                 f"--config {word}" if word.endswith((".yaml", ".yml")) else "--section.field value"
             )
             raise UserError(f"command line: {word!r} belongs to no flag; write {flag}")
-        is_set = name == "--data.clean"  # a section for which the name of a set may stand
+        is_set = name == "--data.clean"  # a section that a set's name may replace
         if (section := name.removeprefix("--")) in AUTO:
             value = text if equals else next(words, "")
             if value != "auto":
@@ -95,7 +95,7 @@ def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
     if len(recipes) > 1 or not (recipes or enough):
         raise UserError(
             f"command line: give one --config RECIPE.yaml, found {len(recipes)}; --model.path and "
-            "--data.path without one would do"
+            "--data.path suffice without one"
         )
     _check_values(flags)
     return CommandLine(recipes[0] if recipes else "", flags, tuple(auto))
@@ -132,10 +132,9 @@ def _fields_of(section: str) -> list[str]:
 
 
 def _check_values(flags: list[Flag]) -> None:
-    """Refuses values of which a part would be lost silently.
+    """Refuses values that would silently lose a part.
 
-    These are keys written twice in one value, and lists or mappings that a later flag would
-    replace.
+    That is: keys written twice in one value, and lists or mappings that a later flag would replace.
     """
     earlier: list[tuple[Flag, Any]] = []
     for flag in flags:

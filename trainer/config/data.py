@@ -17,27 +17,27 @@ class SourceConfig:
     """One file or folder of records."""
 
     path: str
-    """File, or folder of files, here or in a store (gs://, s3://); or generated exercises of all
-    sizes up to the context length: synthetic:TASK?count=2000&seed=0, with the tasks lines
-    (&like=FILE for another wording), needles, key_values, variables and copying."""
+    """File or folder, local or in a store (gs://, s3://); or generated exercises of all sizes up to
+    the context length: synthetic:TASK?count=2000&seed=0, with the tasks lines (&like=FILE for
+    another wording), needles, key_values, variables and copying."""
     format: str = "sharegpt"
     """Format of the records: sharegpt (conversations), text (books: plain files, or JSON with
     `text`), tokens (.npy, or JSON with `tokens` and optional `loss_mask`) or preference (`prompt`,
     `chosen` and `rejected`, or `completion` and `label`)."""
     template: str | None = None
-    """Chat template of this source's conversations; data.template by default."""
+    """Chat template of this source; data.template by default."""
     weight: float = 1.0
     """How many times an epoch contains the source."""
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     """Meanings of the records' field names, such as {question: user, answer: assistant} or {dialog:
     messages, speaker: role}; see docs/data.md."""
     add_bos: bool | None = None
-    """Whether each text of format: text begins with BOS; by default as the tokenizer does."""
+    """Whether each text (format: text) begins with BOS; by default as the tokenizer does."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """What the model is trained on."""
+    """The training data."""
 
     path: str | None = None
     """One source, short for a list of one; on the command line it replaces the recipe's sources, or
@@ -46,43 +46,41 @@ class DataConfig:
     """Chat template: tokenizer for the model's own, or vicuna_v1.1, koala, llama-2, llama-3,
     chatml, alpaca, plain. A base model has none, so choose one of the others."""
     add_control_tokens: bool = False
-    """Add control tokens that the templates need and the tokenizer lacks, each with a new embedding
-    row."""
+    """Add control tokens that the templates need and the tokenizer lacks, with new embedding
+    rows."""
     text_tokens: tuple[str, ...] = ()
-    """Added tokens of the tokenizer that turns may contain, such as [<think>, </think>]: typed,
-    they become these tokens."""
+    """Added tokens of the tokenizer that turns may contain as text, such as [<think>, </think>]."""
     template_date: str = TEMPLATE_DATE.date().isoformat()
     """Date, YYYY-MM-DD or `today`, for chat templates that write one (strftime_now); fixed so that
     the same data gives the same ids. Chats and evaluations of the model keep it."""
     chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Variables for the chat template, such as {enable_thinking: false} for Qwen 3's; a record's
-    field of this name precedes them. Chats and evaluations of the model keep them."""
+    field of this name overrides them. Chats and evaluations of the model keep them."""
     train_on: Literal["all", "last"] = "all"
-    """Assistant turns in the loss: all of a conversation, or only its last one; a turn's own
-    `train: false` leaves it out."""
+    """Assistant turns in the loss: all, or only each conversation's last; a turn's `train: false`
+    excludes it."""
     sources: tuple[SourceConfig, ...] = ()
     """The sources, each {path, format, template, weight, fields, add_bos}."""
     context_length: Tokens = 4096
-    """Tokens in a packed row, such as 65536 or 64K (K and M are 2^10 and 2^20, in every field of
-    tokens); a multiple of mesh.sequence, or of twice that for the layout zigzag."""
+    """Tokens in a packed row, such as 65536 or 64K (K and M are 2^10 and 2^20, in every token
+    field); a multiple of mesh.sequence, or of twice that for the layout zigzag."""
     prepared: str = "prepared"
-    """Folder of the tokenized data sets; of one in a store (gs://, s3://), shards are copied to
-    this machine when they are needed."""
+    """Folder of the tokenized data; from one in a store (gs://, s3://), shards are copied to this
+    machine as needed."""
     cache_gib: float = 64.0
-    """GiB of this machine's disk for shards of a `prepared` in a store; those used least recently
+    """GiB of this machine's disk for shards of a `prepared` in a store; the least recently used
     make room."""
     held_out_fraction: float = 0.05
-    """Share of the conversations kept out of training for the held-out loss, unless held_out_path
-    is given."""
+    """Share of the documents held out of training for the held-out loss, unless held_out_path is
+    given."""
     held_out_path: str | None = None
     """File or folder of held-out records, in the first source's format and template; replaces
     held_out_fraction."""
     clean: CleanConfig = dataclasses.field(default_factory=CleanConfig)
     """How conversations are cleaned before training; `clean: scraped` for scraped web chats. Texts
-    and tokens are used unchanged, but for near duplicates of texts."""
+    and tokens are unchanged, except that near-duplicate texts can be dropped."""
     seed: int = 0
-    """Seed of the order of the documents. The choice of held-out documents does not depend on
-    it."""
+    """Seed of the document order. The choice of held-out documents does not depend on it."""
 
     def __post_init__(self) -> None:
         require_at_least(self, "data", 1, "context_length")
@@ -92,7 +90,7 @@ class DataConfig:
             self.held_out_fraction,
             "a share from 0 to below 1",
         )
-        # The day itself is recorded: a run that continues tomorrow keeps it.
+        # The date is recorded, so that a run that continues tomorrow keeps it.
         object.__setattr__(self, "template_date", _date(self.template_date))
         for index, source in enumerate(self.sources):
             require(
@@ -104,7 +102,7 @@ class DataConfig:
 
 
 def _date(text: str) -> str:
-    """Returns a date as YYYY-MM-DD, of `today` too."""
+    """Returns a date as YYYY-MM-DD; `today` works too."""
     if text == "today":
         return datetime.date.today().isoformat()
     try:

@@ -41,11 +41,11 @@ FIELDS: dict[str, Any] = {
     for field, kind in typing.get_type_hints(cls).items()  # resolves annotations that are strings
     if (name := f"{section}.{field}".lstrip(".")) not in SECTIONS
 }
-# Sections for which `auto` may stand.
+# Sections that `auto` may replace.
 AUTO = ("mesh", "memory")
 # Fields that are lists of sections; the first field of such a section is required.
 LISTS = {"data.sources": SourceConfig, "stages": StageConfig}
-# Fields that are mappings, of which a flag may set one entry: --model.overrides.hidden_size 64.
+# Mappings; a flag may set one entry: --model.overrides.hidden_size 64.
 MAPPINGS = ("model.overrides", "attention.schedule")
 # What other trainers call these fields (Hugging Face's TrainingArguments, torchtune, MaxText,
 # Megatron).
@@ -112,7 +112,7 @@ MEANT = {name: field for field, names in _ELSEWHERE.items() for name in names}
 
 
 def suggestion(name: str, valid: Iterable[str], prefix: str = "") -> str:
-    """Returns ' (did you mean PREFIX NAME?)' for a name of other trainers or a misspelt one."""
+    """Returns ' (did you mean PREFIX NAME?)' for another trainer's name or a misspelt one."""
     if meant := MEANT.get(name.replace("-", "_").rsplit(".", 1)[-1].lower()):
         return f" (did you mean {'--' if prefix == '--' else ''}{meant}?)"
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
@@ -178,7 +178,7 @@ def check_list(field: str, entries: Any, source: str) -> None:
 
 
 def check_mapping(section: Any, cls: type, prefix: str, source: str) -> None:
-    """Requires a mapping in the place of a section; arguments as in `check_keys`."""
+    """Requires a section to be a mapping; arguments as in `check_keys`."""
     if not isinstance(section, Mapping):
         raise UserError(
             f"{source}: {prefix[:-1] or 'a recipe'} expects the fields "
@@ -199,10 +199,10 @@ def check_keys(section: Any, cls: type, prefix: str, source: str) -> None:
 
 
 def check_kinds(recipe: Mapping[str, Any], source: str) -> None:
-    """Refuses a stored recipe whose sections are no mappings or whose numbers or texts are none.
+    """Refuses a stored recipe with sections that are not mappings, or values of the wrong kind.
 
-    For what reads single fields of a recipe that any version, or somebody else, has written; fields
-    that this version does not have may have any value.
+    For code that reads single fields of a recipe from any version, or from somebody else; fields
+    unknown to this version may have any value.
 
     Args:
       source: the recipe's path, for messages.
@@ -231,8 +231,8 @@ def _check_kinds(section: Any, cls: type, prefix: str, source: str) -> None:
 
 
 def _not_a(value: Any, kind: Any) -> str | None:
-    """Returns what is needed where a value is no text, number or boolean, whichever its type says;
-    None for other types."""
+    """Returns what a value must be if it is not the text, number or boolean its type says; None if
+    it is, or for other types."""
     is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     kinds = set(typing.get_args(kind) if is_union else [kind]) - {type(None)}
     if kinds == {str}:

@@ -24,21 +24,20 @@ from .schema import VERSION, RunConfig
 from .stage import STAGED
 from .yaml_text import MAX_BYTES, parse
 
-# What stands for a section that the planner fills in, and fields of such a section that it does not
-# choose.
+# The value of a section that the planner fills in, and fields of it that it does not choose.
 AUTOMATIC = "auto"
 NOT_PLANNED = ("mesh.simulate",)
-# Of a run without a recipe, and of the recipes that scripts.plan writes.
+# For runs without a recipe, and the recipes that scripts.plan writes.
 LEARNING_RATE, ADAPTERS_LEARNING_RATE, WARMUP_FRACTION, EPOCHS = 1e-5, 1e-4, 0.03, 1
 
 
 def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
-    """Reads the configuration of `--config RECIPE.yaml [--section.field value ...]`; a model and
-    data need no recipe.
+    """Reads the configuration of `--config RECIPE.yaml [--section.field value ...]`, or of a model
+    and data without a recipe.
 
     Args:
-      argv: the words of the command line; sys.argv's unless given. --help prints every field, or
-        those of the section that follows it, and exits.
+      argv: the command line; sys.argv's unless given. --help prints every field, or those of the
+        section after it, and exits.
       own: the calling command's flags, offered in spelling suggestions.
 
     Raises:
@@ -76,7 +75,7 @@ def dump(config: RunConfig) -> str:
 
 
 def check_version(written: Mapping[str, Any], source: str) -> None:
-    """Raises UserError for another version of a configuration; VERSION is the default."""
+    """Raises UserError if a configuration has another version; VERSION is the default."""
     version = written.get("config_version", VERSION)
     if version != VERSION:
         raise UserError(
@@ -94,7 +93,7 @@ def _read(recipe: str) -> dict[str, Any]:
         recipes = sorted(str(path) for path in folder.glob("*.yaml")) if folder.is_dir() else []
         reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"{recipe}: cannot read the recipe ({reason}); beside it: "
+            f"{recipe}: cannot read the recipe ({reason}); recipes next to it: "
             f"{', '.join(recipes) or 'none'}"
         ) from error
     written = parse(text, recipe)
@@ -118,7 +117,7 @@ def _read(recipe: str) -> dict[str, Any]:
 
 
 def _without_recipe(flags: Mapping[str, str]) -> dict[str, Any]:
-    """The recipe of a command that names a model and data alone."""
+    """The recipe of a command that names only a model and data."""
     rate = ADAPTERS_LEARNING_RATE if "adapter.rank" in flags else LEARNING_RATE
     warmup = {} if "optimizer.warmup_steps" in flags else {"warmup_fraction": WARMUP_FRACTION}
     return {
@@ -132,8 +131,8 @@ def _without_recipe(flags: Mapping[str, str]) -> dict[str, Any]:
 def _with_auto(recipe: dict[str, Any], words: command_line.CommandLine) -> dict[str, Any]:
     """The recipe with `auto` as the command line says.
 
-    --mesh auto replaces the recipe's axes, and a flag of an axis or of memory makes the section the
-    user's again.
+    --mesh auto replaces the recipe's axes; a flag for an axis or for memory takes the section back
+    from the planner.
     """
     auto = [*dict.fromkeys([*(recipe.get("auto") or []), *words.auto])]
     given = [flag.name for flag in words.flags if flag.name not in NOT_PLANNED]
@@ -147,7 +146,7 @@ def _with_auto(recipe: dict[str, Any], words: command_line.CommandLine) -> dict[
         }
         recipe = {**recipe, section: kept}
     auto = [name for name in auto if not any(each.startswith(f"{name}.") for each in given)]
-    if not auto:  # what a run recorded of an earlier answer
+    if not auto:  # a run's record of an earlier answer
         recipe = {name: value for name, value in recipe.items() if name != "planned"}
     return {**recipe, "auto": auto} if auto or "auto" in recipe else recipe
 
@@ -155,11 +154,10 @@ def _with_auto(recipe: dict[str, Any], words: command_line.CommandLine) -> dict[
 def _without_replaced(recipe: Mapping[str, Any], flags: Mapping[str, str]) -> dict[str, Any]:
     """The recipe without fields that `flags` (name -> text) replace by other fields.
 
-    --data.path and --data.sources replace each other; of a single source --data.path replaces only
-    the path. --train.steps and --train.epochs replace each other; a run's own configuration has
-    both. --model.path replaces a model from scratch: its preset, its tokenizer, and overrides of
-    its shape, but not of positions. An --attention.kernel replaces tiles that it has no options
-    for.
+    --data.path and --data.sources replace each other; for a single source --data.path replaces only
+    the path. --train.steps and --train.epochs replace each other; a run's recorded configuration
+    has both. --model.path replaces a model from scratch: its preset, tokenizer and shape overrides,
+    but not those of positions. --attention.kernel replaces tiles that the kernel does not support.
     """
     for pair in (("data.path", "data.sources"), ("train.steps", "train.epochs")):
         if set(pair) <= flags.keys():
@@ -207,15 +205,15 @@ def _with_one_source(config: RunConfig) -> RunConfig:
     )
 
 
-# Fields whose defaults have changed; a run that began before keeps the values in its folder.
+# Fields whose defaults have changed; older runs keep the values in their folders.
 CHANGED_DEFAULTS = ("data.template", "data.clean.html", "data.clean.rate_limits")
 
 
 def _as_begun(config: RunConfig, recipe: Mapping[str, Any], flags: set[str]) -> RunConfig:
-    """The configuration with the old defaults of a run that began with them.
+    """The configuration with the old defaults of a run that began with them, for fields of
+    CHANGED_DEFAULTS that neither the recipe nor a flag gives.
 
-    They apply to fields of CHANGED_DEFAULTS that neither the recipe nor a flag gives. Standard
-    error says so.
+    Standard error says so.
     """
     stored = _begun(config)
     for field in CHANGED_DEFAULTS:
@@ -235,7 +233,7 @@ def _as_begun(config: RunConfig, recipe: Mapping[str, Any], flags: set[str]) -> 
 
 
 def _entry(written: Mapping[str, Any], field: str) -> Any:
-    """The value of a dotted field in nested mappings; None where there is none."""
+    """The value of a dotted field in nested mappings; None if absent."""
     value: Any = written
     for name in field.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -249,9 +247,10 @@ def _with_value(section: Any, names: list[str], value: Any) -> Any:
 
 
 def _begun(config: RunConfig) -> dict[str, Any]:
-    """The configuration in a run's folder, or in its first stage's; empty if unreadable.
+    """The configuration in a run's folder, or its first stage's; empty if unreadable, for which
+    opening the run reports the reason.
 
-    Opening the run reports why it cannot be read.
+
     """
     names = ("stages/1/config.yaml", "config.yaml")
     if config.in_bucket:

@@ -14,28 +14,28 @@ class MeshConfig:
     """The number of devices along each axis; their product is the number of all devices."""
 
     data: int = 1
-    """Copies of the model, each with its own share of the batch."""
+    """Copies of the model, each with a share of the batch."""
     fsdp: int = 1
-    """Shards of the batch, over which the parameters are sharded too."""
+    """Shards of the batch and of the parameters."""
     expert: int = 1
-    """Shards of a mixture's experts, and of the batch: hidden states are sent to the devices of
-    their experts."""
+    """Shards of a mixture's experts, and of the batch: hidden states are sent to their experts'
+    devices."""
     tensor: int = 1
     """Shards of the heads and of the feed-forward width."""
     sequence: int = 1
     """Shards of the sequence."""
     sequence_parallel: bool = False
-    """Megatron's sequence parallelism: between attention and feed-forward the tokens are split over
-    tensor too."""
+    """Megatron's sequence parallelism: between attention and feed-forward, tokens are also split
+    over tensor."""
     dcn: dict[str, int] = dataclasses.field(default_factory=dict)
     """Factors of the axes that cross the slow network between TPU slices or GPU hosts, such as
     {data: 2}; their product is the number of slices or hosts. Not needed on one slice, or on GPUs
-    if the outermost axes are to cross."""
+    if the outermost axes cross."""
     order: tuple[Literal["data", "fsdp", "expert", "tensor", "sequence"], ...] = ()
     """The axes, from distant devices to near ones; by default data, fsdp, expert, sequence, tensor:
     tensor waits for its sums, while the kernels hide the ring along the sequence."""
     simulate: int = 0
-    """Simulate this many devices on the CPU; 0 uses the machine's own devices."""
+    """Simulate this many devices on the CPU; 0 uses the real devices."""
 
     def __post_init__(self) -> None:
         require_at_least(self, "mesh", 1, *MESH_AXES)
@@ -69,7 +69,7 @@ class MeshConfig:
 
     @property
     def devices(self) -> int:
-        """The number of devices that the mesh takes."""
+        """The number of devices in the mesh."""
         return self.rows * self.tensor * self.sequence
 
     @property
@@ -100,8 +100,8 @@ class DistributedConfig:
     num_processes: int | None = None
     """Number of all processes; mesh.simulate counts the devices of all of them."""
     stall_minutes: float = 15.0
-    """Minutes that a step may take, or ten times the usual step if that is more, before all
-    processes print their stacks and end with exit code 75. 0 waits forever, here and below."""
+    """Minutes a step may take (or ten times the usual step, if that is more) before all processes
+    print their stacks and exit with code 75. 0 waits forever, here and below."""
     compile_minutes: float = 180.0
     """The same for compiling, and for the first step."""
     save_minutes: float = 60.0

@@ -24,9 +24,10 @@ BELOW = {
 
 
 def refusal(config: Any) -> str | None:
-    """Returns an error about the first number that the devices cannot hold; None if all can.
+    """Returns an error about the first number the devices cannot represent, with what would work;
+    None if all can.
 
-    It names the field, what was found and what would work.
+
     """
     for field, number in _numbers(config, ""):
         needs = (
@@ -57,7 +58,7 @@ def _int_needs(field: str, number: int) -> str | None:
 
 
 def _numbers(value: Any, field: str) -> Iterator[tuple[str, int | float]]:
-    """Yields each number of a configuration with its field's name."""
+    """Yields each number in a configuration with its field's name."""
     if isinstance(value, bool):
         return
     if isinstance(value, int | float):

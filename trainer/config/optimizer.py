@@ -13,22 +13,22 @@ class OptimizerConfig:
 
     name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
     """AdamW; Lion, with one moment; Adafactor, with a row and a column of the second moment; or
-    Muon, which orthogonalises the updates of the layers' matrices and trains all other parameters
-    by AdamW with Nesterov momentum, without weight decay."""
+    Muon, which orthogonalises updates of the layers' matrices and trains all other parameters by
+    AdamW with Nesterov momentum, without weight decay."""
     learning_rate: float = 2e-5
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """The learning rate after the warm-up: cosine or linear decay to its final share, constant, or
-    constant until a decay in the last steps (wsd: warm-up, stable, decay). A run with one of the
-    last two can be extended."""
+    """The learning rate after warm-up: cosine or linear decay to its final share, constant, or
+    constant until a decay in the last steps (wsd: warm-up, stable, decay). The last two allow
+    extending a run."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to its peak."""
     warmup_fraction: float = 0.0
-    """Share of the steps over which it rises, such as 0.03, instead of warmup_steps."""
+    """Share of the steps used for warm-up, such as 0.03, instead of warmup_steps."""
     final_fraction: float = 0.1
     """Learning rate at the last step, as a share of the peak; ignored if constant."""
     decay_fraction: float = 0.2
-    """Share of the steps, at the end, in which the schedule wsd decays linearly."""
+    """Share of the steps, at the end, over which wsd decays linearly."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
@@ -36,20 +36,19 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of the matrices."""
+    """Decoupled weight decay, for matrices only."""
     clip_norm: float = 1.0
-    """The gradient is scaled down to this global norm; 0 never clips."""
+    """Global norm to which the gradient is clipped; 0 never clips."""
     moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
-    """Precision in which both moments are stored; updates compute in float32. 8bit: floats of 8
-    bits with a scale for each 128 numbers, rounded stochastically; those of norms and biases stay
-    float32."""
+    """Storage precision of both moments; updates compute in float32. 8bit: 8-bit floats with a
+    scale per 128 numbers, rounded stochastically; moments of norms and biases stay float32."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which the trained weights are stored. bfloat16 rounds each update
-    stochastically, so that steps too small for its 8 bits move weights on average."""
+    """Storage precision of the trained weights. bfloat16 rounds each update stochastically, so that
+    steps too small for its 8 bits still move weights on average."""
     average_decay: float = 0.0
     """Decay of an exponential moving average of the trained weights, such as 0.999; it takes 4
-    bytes per parameter, and `scripts.export_hf --average` writes it. The first steps decay less: (1
-    + n) / (10 + n) after n steps. 0 keeps none."""
+    bytes per parameter, and `scripts.export_hf --average` exports it. Early steps decay less: (1 +
+    n) / (10 + n) after n steps. 0 keeps none."""
 
     def __post_init__(self) -> None:
         require_at_least(self, "optimizer", 0, "warmup_steps", "weight_decay", "clip_norm")
@@ -96,7 +95,7 @@ class OptimizerConfig:
             )
 
     def stable_steps(self, steps: int) -> int:
-        """Returns the number of first steps whose learning rate a longer run would share."""
+        """Returns the number of initial steps whose learning rate a longer run would share."""
         if self.warmup_fraction:  # a longer run has a longer warm-up
             return 0
         if self.schedule == "constant":
@@ -104,11 +103,11 @@ class OptimizerConfig:
         return steps - self.decay_steps(steps) if self.schedule == "wsd" else 0
 
     def first_steps(self, steps: int) -> int:
-        """Returns the number of first steps in which the learning rate rises, of `steps`."""
+        """Returns the number of warm-up steps in a run of `steps`."""
         return (
             math.ceil(self.warmup_fraction * steps) if self.warmup_fraction else self.warmup_steps
         )
 
     def decay_steps(self, steps: int) -> int:
-        """Returns the number of last steps in which the schedule wsd decays, of `steps`."""
+        """Returns the number of steps over which wsd decays, in a run of `steps`."""
         return round(self.decay_fraction * steps)

@@ -51,7 +51,7 @@ def parser() -> jsonargparse.ArgumentParser:
     made.add_argument(
         "--config",
         metavar="RECIPE.yaml",
-        help="The recipe; --model.path and --data.path go without.",
+        help="The recipe; not needed with --model.path and --data.path.",
     )
     made.add_class_arguments(RunConfig)
     return made
@@ -74,18 +74,18 @@ def _register_tokens() -> None:
     )
 
 
-# Flags of train.py that are no fields, for its --help.
+# Flags of train.py that are not fields, for --help.
 _FLAGS_OF_TRAIN: dict[str, dict[str, Any]] = {
     "--dry-run": {
         "metavar": "MACHINE",
         "nargs": "?",
-        "help": "Say what the run would take on MACHINE, such as 8xH100 or v5p-32, or on as many "
-        "GPUs as the mesh takes, and stop.",
+        "help": "Say what the run would take on MACHINE, such as 8xH100 or v5p-32 (default: as "
+        "many GPUs as the mesh has), and stop.",
     },
-    "--gpu-memory": {"metavar": "GIB", "help": "With --dry-run: memory of each of its GPUs."},
+    "--gpu-memory": {"metavar": "GIB", "help": "With --dry-run: memory per GPU."},
     "--no-download": {
         "action": "store_true",
-        "help": "Do not download models and data of the Hugging Face hub.",
+        "help": "Do not download models and data from the Hugging Face hub.",
     },
 }
 
@@ -116,10 +116,10 @@ def help_text(section: str = "") -> str:
 
 
 def build(recipe: Mapping[str, Any], command_line: CommandLine) -> RunConfig:
-    """Builds the configuration of a recipe (whose names are checked) and flags.
+    """Builds the configuration from a recipe (whose names are checked) and flags.
 
     Raises:
-      UserError: a value is not of its field's type or breaks a rule of its section.
+      UserError: a value has the wrong type or breaks a rule of its section.
     """
     made = parser()
     try:
@@ -148,13 +148,13 @@ def build(recipe: Mapping[str, Any], command_line: CommandLine) -> RunConfig:
 
 
 def section(cls: type[_Section], written: Mapping[str, Any], field: str) -> _Section:
-    """Builds a section declared outside of the schema, a dataclass, from written fields.
+    """Builds a section declared outside the schema (a dataclass) from its fields.
 
     Args:
       field: the section's name in messages.
 
     Raises:
-      UserError: an unknown field, a value of a wrong type, or one that breaks a rule of the
+      UserError: an unknown field, a value of the wrong type, or one that breaks a rule of the
         section.
     """
     check_keys(written, cls, f"{field}.", "configuration")
@@ -178,8 +178,8 @@ def section(cls: type[_Section], written: Mapping[str, Any], field: str) -> _Sec
 def _raise_refused(values: Iterator[_Value], source: str, error: Exception) -> typing.NoReturn:
     """Raises a UserError that names the first value that jsonargparse refuses alone.
 
-    jsonargparse reports the field and its type only in a message, so each value is parsed again by
-    itself.
+    jsonargparse reports the field and its type only in a message, so each value is parsed again
+    alone.
     """
     for field, kind, value in values:
         single = jsonargparse.ArgumentParser(exit_on_error=False)
@@ -202,7 +202,7 @@ def _refuse_null(values: Iterable[_Value], source: str) -> None:
     for field, kind, value in values:
         if value is None and kind is not Any and type(None) not in typing.get_args(kind):
             raise UserError(
-                f"{source}: {field}: found null, expects {describe(kind)}; left out, it has its "
+                f"{source}: {field}: found null, expects {describe(kind)}; if left out, it has its "
                 "default"
             )
 

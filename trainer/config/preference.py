@@ -4,12 +4,12 @@ import dataclasses
 from typing import Literal
 
 WITHOUT_REFERENCE = ("orpo", "simpo")
-"""Losses that compare the completions with each other alone."""
+"""Losses that only compare the completions with each other."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceConfig:
-    """Learning from pairs of completions, sources of format preference: which one is to become
+    """Learning from pairs of completions (sources of format preference): which one should become
     likelier."""
 
     loss: (
@@ -18,33 +18,30 @@ class PreferenceConfig:
     """The loss, under TRL's names: sigmoid is DPO (Rafailov et al., Direct Preference
     Optimization), sigmoid_norm takes means over a completion's tokens, ipo is Azar et al.'s, robust
     Chowdhury et al.'s for flipped labels; orpo (Hong et al.) and simpo (Meng et al.) need no
-    reference; kto (Ethayarajh et al.) takes completions with labels instead of pairs. Where a loss
-    is given, the run learns from preferences."""
+    reference; kto (Ethayarajh et al.) takes labelled completions instead of pairs. Setting a loss
+    makes the run learn from preferences."""
     beta: float = 0.1
-    """How far the model is held to the reference: the scale of rewards."""
+    """How closely the model is held to the reference: the scale of rewards."""
     ref_model: str | None = None
-    """The reference, where it is not the model that training begins with: a Hugging Face folder,
-    org/name on the hub
-    or a checkpoint of this project, with the same tokenizer."""
+    """The reference, if not the initial model: a Hugging Face folder, org/name on the hub or a
+    checkpoint of this project, with the same tokenizer."""
     label_smoothing: float = 0.0
-    """Share of the pairs whose labels are taken to be flipped, of sigmoid (conservative DPO) and
-    robust; below 0.5."""
+    """Share of pairs whose labels are assumed flipped, for sigmoid (conservative DPO) and robust;
+    below 0.5."""
     simpo_gamma: float = 0.5
-    """The margin by which simpo wants the chosen completion's reward to be the greater one."""
+    """simpo's target margin between the rewards of the chosen and the rejected completion."""
     sft_weight: float = 0.0
     """Weight of the chosen completions' cross-entropy, the mean over the batch's tokens, added to
-    the loss; of orpo it is always 1 and stands for itself."""
+    the loss; always 1 for orpo."""
     desirable_weight: float = 1.0
-    """Weight of desirable completions' losses, of kto."""
+    """Weight of desirable completions' losses, for kto."""
     undesirable_weight: float = 1.0
-    """Weight of undesirable completions' losses, of kto."""
+    """Weight of undesirable completions' losses, for kto."""
     share_prompts: bool = True
-    """Whether the prompt of two completions is computed once for both, in one row; the results are
-    the same. Where
-    the model has a sliding window, it is computed twice."""
+    """Whether a pair's prompt is computed once for both completions, in one row, with the same
+    result. With a sliding window it is computed twice."""
     long_pairs: Literal["drop", "cut_prompt"] = "drop"
-    """What becomes of a pair longer than a row: it is dropped, or loses the beginning of its
-    prompt."""
+    """What to do with a pair longer than a row: drop it, or cut the beginning of its prompt."""
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
@@ -79,16 +76,15 @@ class PreferenceConfig:
             if not 0 <= found < float("inf") or (found != 1 and self.loss != "kto"):
                 raise ValueError(
                     f"preference.{name}: found {found}, needs "
-                    + ("a number of 0 or more" if self.loss == "kto" else "1; kto alone reads it")
+                    + ("a number of 0 or more" if self.loss == "kto" else "1; only kto reads it")
                 )
 
     @property
     def labelled(self) -> bool:
-        """Whether the loss takes completions with labels, each without a second one to compare it
-        with."""
+        """Whether the loss takes single labelled completions instead of pairs."""
         return self.loss == "kto"
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares the model with the one that training began with."""
+        """Whether the loss compares the model with a reference."""
         return self.loss is not None and self.loss not in WITHOUT_REFERENCE

@@ -6,7 +6,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "configs"
 
 
 def recipe_list(folder: Path = FOLDER) -> str:
-    """Returns a line for each recipe below a folder: its path, and the first line of its header."""
+    """Returns a line per recipe below a folder: its path and the first line of its header."""
     paths = sorted(folder.rglob("*.yaml"))
     names = [path.relative_to(folder.parent).as_posix() for path in paths]
     width = max(map(len, names), default=0)

@@ -29,33 +29,33 @@ from .require import require, require_at_least
 from .stage import LENGTHS, StageConfig
 
 VERSION = 2
-# The stores that a run can be kept in.
+# Stores that can hold a run.
 GCS = "gs://"
 BUCKETS = (GCS, "s3://")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Which model is trained, and which of its parameters."""
+    """The model to train, and which of its parameters."""
 
     path: str | None = None
     """Pretrained model: a Hugging Face folder, a Longstripe checkpoint, or org/name[@revision],
-    which is downloaded from the hub unless it is cached (--no-download forbids it). On the command
-    line it replaces the recipe's preset and overrides of a model from scratch."""
+    downloaded from the hub unless cached (--no-download forbids it). On the command line it
+    replaces the recipe's preset and overrides of a model from scratch."""
     preset: str | None = None
-    """Shape of a model trained from scratch: a name of TransformerConfig.preset, such as llama-7b
-    or tiny."""
+    """Shape of a model trained from scratch: a TransformerConfig preset, such as llama-7b or
+    tiny."""
     tokenizer: str | None = None
-    """Folder or file of the tokenizer; required from scratch, otherwise the model's by default."""
+    """Folder or file of the tokenizer; required from scratch, otherwise by default the model's."""
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
     """TransformerConfig fields that replace the preset's (llama-7b by default) for a model from
     scratch, including rope_theta and rope_scaling, as in Hugging Face's config.json; key heads and
     head_dim follow from the others if not given. For a pretrained model only rope_theta,
     rope_scaling and max_position_embeddings can be set."""
     trainable: str = ".*"
-    """Regular expression for the full names of trained parameters; the others stay frozen."""
+    """Regular expression that full names of trained parameters match; the others stay frozen."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of activations and of transferred keys and values; parameters and moments are
+    """Precision of activations and transferred keys and values; parameters and moments are
     float32."""
     seed: int = 0
     """Seed of the initialiser of a model from scratch."""
@@ -89,22 +89,20 @@ class TrainConfig:
     steps: int = 100
     """Optimizer steps of the whole run; the decay depends on it."""
     epochs: float | None = None
-    """Passes over the data, such as 3 or 0.5, instead of steps. Every epoch counts as long as the
-    first; with weights of sources they differ a little."""
+    """Passes over the data, such as 3 or 0.5, instead of steps. All epochs count as long as the
+    first; with source weights they differ a little."""
     batch_size: int = 1
     """Rows of context_length tokens in a step, over all devices; a multiple of mesh.data *
     mesh.fsdp * accumulation."""
     accumulation: int = 1
-    """Number of microbatches into which a step's rows are divided; the result is that of all rows
-    at once."""
+    """Number of microbatches per step; the result equals that of all rows at once."""
     non_finite: Literal["stop", "skip"] = "stop"
-    """After a non-finite loss or gradient, stop the run, or skip the update of that step."""
+    """After a non-finite loss or gradient, stop the run, or skip that step's update."""
     evaluate_every: int = 0
     """Steps between held-out losses; 0 measures only before the first and after the last step."""
     log_every: int = 1
-    """Steps between lines of metrics.jsonl, and between updates of the progress bar; without a
-    terminal, the first is printed, and then one every 30 seconds or 20th of the run, whichever is
-    sooner."""
+    """Steps between lines of metrics.jsonl and updates of the progress bar; without a terminal, the
+    first is printed, then one every 30 seconds or 20th of the run, whichever is sooner."""
 
     def __post_init__(self) -> None:
         require_at_least(self, "train", 1, "steps", "batch_size", "accumulation", "log_every")
@@ -117,10 +115,10 @@ class TrainConfig:
         )
 
     def for_epochs(self, rows: int | None) -> "TrainConfig":
-        """Returns the section with steps for its epochs; itself without epochs.
+        """Returns the section with steps computed from its epochs; itself without epochs.
 
         Args:
-          rows: per epoch; None if rows are drawn without end.
+          rows: per epoch; None if rows are drawn endlessly.
 
         Raises:
           ValueError: there are epochs to train, but the data have none.
@@ -131,7 +129,7 @@ class TrainConfig:
             rows is not None,
             "train.epochs",
             self.epochs,
-            "to be left out, since rows are drawn without end; give train.steps",
+            "to be left out, since rows are drawn endlessly; give train.steps",
         )
         require(
             rows != 0,
@@ -147,32 +145,31 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are saved, and how many are kept."""
+    """When to save checkpoints, and how many to keep."""
 
     every: int = 100
     """Steps between checkpoints; the last step is always saved. 0 saves only the last."""
     minutes: float = 0.0
-    """Minutes after the last checkpoint at which another one is saved, whichever comes first; 0:
-    `every` counts alone."""
+    """Also save after this many minutes without a checkpoint; 0: only `every` counts."""
     grace_seconds: float = 25.0
-    """Seconds that may pass between SIGTERM and the end. The running step is finished and saved if,
-    by the steps and saves before, that takes no longer; otherwise the run ends at once, and goes on
-    from the newest checkpoint. 0 always finishes the step."""
+    """Seconds between SIGTERM and the forced end. The running step is finished and saved if earlier
+    steps and saves suggest that this is enough; otherwise the run ends at once, and resumes from
+    the newest checkpoint. 0 always finishes the step."""
     keep: int = 2
-    """Newest checkpoints kept."""
+    """How many of the newest checkpoints to keep."""
     local: str | None = None
-    """Folder of each host, on its disk or in its memory (such as /dev/shm/longstripe), for
-    checkpoints between those in run_dir: each process saves its part there, with a copy on the next
-    host, and a restart of the same processes on the same mesh goes on from them if all hosts but
-    one are back. None: no local checkpoints."""
+    """Folder on each host's disk or in its memory (such as /dev/shm/longstripe), for checkpoints
+    between those in run_dir: each process saves its part there, with a copy on the next host; a
+    restart of the same processes on the same mesh continues from them if at most one host is lost.
+    None: no local checkpoints."""
     local_every: int = 0
     """Steps between local checkpoints; at most two take space at a time."""
     best: str | None = None
     """Metric of an evaluation, such as held_out_loss_nats_per_target: each new best saves a
-    checkpoint, which is kept in addition to the newest ones until there is a better one. RUN/best
-    names it, for exports and evaluations."""
+    checkpoint, kept in addition to the newest ones until there is a better one. RUN/best points to
+    it, for exports and evaluations."""
     best_is: Literal["lowest", "highest"] = "lowest"
-    """Whether lower or higher values of that metric are better."""
+    """Whether lower or higher values are better."""
     patience: int = 0
     """Measurements without a new best after which the run ends; 0 trains to the last step."""
 
@@ -184,7 +181,7 @@ class CheckpointConfig:
             self.local is None or self.local.startswith(("/", "~/")) or "://" in self.local,
             "checkpoint.local",
             self.local,
-            "an absolute path of each host, such as /dev/shm/longstripe",
+            "an absolute path on each host, such as /dev/shm/longstripe",
         )
         require(
             self.local is None or self.local_every > 0,
@@ -196,7 +193,7 @@ class CheckpointConfig:
             self.local is not None or not self.local_every,
             "checkpoint.local",
             None,
-            "a folder of each host, such as /dev/shm/longstripe, with checkpoint.local_every",
+            "a folder on each host, such as /dev/shm/longstripe, with checkpoint.local_every",
         )
         require(
             self.best is not None or not self.patience,
@@ -215,12 +212,12 @@ class LoggingConfig:
     console: bool = True
     """Show a progress bar."""
     wandb: str | None = None
-    """Weights & Biases project that receives the metrics too; needs the package wandb."""
+    """Weights & Biases project to send metrics to; needs the package wandb."""
     profile_steps: tuple[int, ...] = ()
-    """First and last step of a profile, such as [10, 13], on the command line also --profile_steps
-    10:13, written to the run's folder `profile`; none unless given."""
+    """First and last step of a profile, such as [10, 13] (on the command line also --profile_steps
+    10:13), written to the run's folder `profile`; none unless given."""
     profile_processes: tuple[int, ...] = ()
-    """Processes, such as [0], that write a profile of their devices; all unless given."""
+    """Processes, such as [0], that write profiles; all unless given."""
 
     def __post_init__(self) -> None:
         steps = self.profile_steps
@@ -234,11 +231,9 @@ class LoggingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """Prompts that the model answers during training.
+    """Prompts that the model answers during training, with the most likely tokens.
 
-    Answers appear in the console, RUN/samples.jsonl, TensorBoard and eval.report.
-
-    An answer has the most likely tokens."""
+    Answers appear in the console, RUN/samples.jsonl, TensorBoard and eval.report."""
 
     prompts: tuple[str, ...] = ()
     """The users' first turns, or beginnings of texts if the recipe has no chat template; none by
@@ -280,11 +275,11 @@ class RunConfig:
     trajectories: TrajectoryConfig = dataclasses.field(default_factory=TrajectoryConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     auto: tuple[Literal["mesh", "memory", "positions"], ...] = ()
-    """What the planner chooses for the devices that it finds: mesh (also written mesh: auto) the
-    axes, and train.accumulation where a batch must be computed in parts; memory (memory: auto) what
-    is kept; positions stretches a pretrained model to data.context_length."""
+    """What the planner chooses for the available devices: mesh (also written mesh: auto): the axes,
+    and train.accumulation if a batch must be computed in parts; memory (memory: auto): what is
+    kept; positions: stretches a pretrained model to data.context_length."""
     planned: str = ""
-    """The planner's answer to `auto` with its reason, as the run records it."""
+    """The planner's answer to `auto` and its reason, recorded by the run."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
@@ -294,20 +289,20 @@ class RunConfig:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
     evaluations: tuple[dict[str, Any], ...] = ()
-    """Tests of long contexts during training, each {test, every, tokens, count, rows, chunk, name}
-    with the fields of that test (docs/evaluation.md); each writes RUN/NAME.jsonl, with the test's
-    name by default."""
+    """Long-context tests during training, each {test, every, tokens, count, rows, chunk, name} plus
+    that test's fields (docs/evaluation.md); each writes RUN/NAME.jsonl, NAME being the test by
+    default."""
     samples: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     stages: tuple[StageConfig, ...] = ()
     """A curriculum, each {context_length, steps, batch_size, learning_rate, mesh, rope, ...}:
     stages are trained in order, each from the previous one's parameters, and the same command
     continues in any of them."""
     run_dir: str | None = None
-    """Folder of the run, here or in a bucket (gs://, s3://); runs/NAME by default."""
+    """Folder of the run, local or in a bucket (gs://, s3://); runs/NAME by default."""
     compile_cache: str | None = None
-    """Folder of compiled programs for the next start; $LONGSTRIPE_CACHE/xla or
-    ~/.cache/longstripe/xla by default. All processes read it and the first one writes: on shared
-    storage (also gs://) one compiles for all."""
+    """Cache of compiled programs; $LONGSTRIPE_CACHE/xla or ~/.cache/longstripe/xla by default. All
+    processes read it and the first one writes: on shared storage (also gs://) one compiles for
+    all."""
 
     def __post_init__(self) -> None:
         require(self.config_version == VERSION, "config_version", self.config_version, str(VERSION))
@@ -333,7 +328,7 @@ class RunConfig:
             mesh.simulate in (0, mesh.devices) or "mesh" in self.auto,
             "mesh.simulate",
             mesh.simulate,
-            f"the number of devices that the mesh takes, {mesh.product}: simulate {mesh.devices}, "
+            f"the number of devices in the mesh, {mesh.product}: simulate {mesh.devices}, "
             "or change the mesh",
         )
 
@@ -349,7 +344,7 @@ class RunConfig:
 
     @property
     def folder(self) -> pathlib.Path:
-        """The run's folder; of one in a bucket the folder that has its small files while this
+        """The run's folder; for one in a bucket, the local folder of its small files while this
         process runs."""
         if self.in_bucket:
             name = hashlib.sha256(self.location.encode()).hexdigest()[:20]

@@ -16,7 +16,7 @@ LENGTHS = ("max_position_embeddings", "original_max_position_embeddings", "slidi
 
 @dataclasses.dataclass(frozen=True)
 class StageConfig:
-    """A part of a curriculum of lengths; the other sections give its defaults."""
+    """A stage of a curriculum; the other sections give its defaults."""
 
     context_length: Tokens
     """Tokens in a row; replaces data.context_length."""
@@ -31,9 +31,9 @@ class StageConfig:
     learning_rate: float = 0.0
     """Peak learning rate; 0 means optimizer.learning_rate."""
     warmup_steps: int | None = None
-    """Steps of the warm-up; optimizer.warmup_steps by default."""
+    """Warm-up steps; optimizer.warmup_steps by default."""
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Changed axes of the mesh, such as {fsdp: 1, sequence: 8}; the number of devices stays."""
+    """Changed mesh axes, such as {fsdp: 1, sequence: 8}; the number of devices stays the same."""
     rope: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields rope_theta, rope_scaling and max_position_embeddings from this stage on, as in
     model.overrides."""
@@ -48,11 +48,11 @@ class StageConfig:
             set(self.rope) <= set(POSITIONS),
             "stages.rope",
             self.rope,
-            f"fields out of {', '.join(POSITIONS)}",
+            f"only fields of {', '.join(POSITIONS)}",
         )
 
     def replaces(self, name: str) -> bool:
-        """Returns whether the stage sets its field `name`, whose default is in another section."""
+        """Returns whether the stage sets the field `name`, whose default is in another section."""
         return getattr(self, name) != getattr(StageConfig, name, None)
 
 

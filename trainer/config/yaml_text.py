@@ -10,9 +10,9 @@ import yaml
 from data.errors import UserError
 
 MAX_BYTES = 4 << 20  # of a file
-MAX_VALUES = 100_000  # in a document, counting those that its aliases repeat
+MAX_VALUES = 100_000  # in a document, counting repeats by aliases
 _MAX_DIGITS = 400  # of a number; the longest float has 309 before its point
-_MAX_DEPTH = 100  # of brackets and of indents within each other
+_MAX_DEPTH = 100  # nesting of brackets and indents
 _MERGE = "tag:yaml.org,2002:merge"  # the key `<<`; two in one mapping lose nothing
 
 
@@ -55,7 +55,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_date(self, node: Any) -> str:
-        """Returns a date as written: no field has a date's type, and some hold one as text."""
+        """Returns a date as written: no field has the type date, and some hold one as text."""
         self.construct_yaml_timestamp(node)  # raises ValueError if it does not exist
         return str(node.value)
 
@@ -64,7 +64,7 @@ class _Loader(yaml.SafeLoader):
         return self._short(node, self.construct_yaml_int)
 
     def construct_short_float(self, node: Any) -> float:
-        """Returns a number, which is refused where it is long, as a whole one is."""
+        """Returns a number; refuses a long one, like `whole`."""
         return self._short(node, self.construct_yaml_float)
 
     def _short(self, node: Any, construct: Callable[[Any], Any]) -> Any:
@@ -104,7 +104,7 @@ def _require_small(root: yaml.Node, source: str) -> None:
 
 
 def parse(text: str, source: str) -> Any:
-    """The value of a YAML (or JSON) document.
+    """Returns the value of a YAML (or JSON) document.
 
     Args:
       source: the file or flag that holds the text, which begins an error.

@@ -1,4 +1,4 @@
-"""A checkpoint's other files of a Hugging Face folder: tokenizer, configuration, dtypes."""
+"""A checkpoint's other Hugging Face files: tokenizer, configuration, dtypes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from trainer.config.yaml_text import MAX_BYTES, parse
 from .folder import SMALL_FILES, tensor_dtypes
 from .table import DTYPES
 
-# Files of a Hugging Face folder that belong to the model and are not weights. The list is fixed,
-# since a training run adds files (its configuration) that do not belong in an export.
+# Files of a Hugging Face model other than weights. The list is fixed, since a training run adds
+# files (its configuration) that do not belong in an export.
 ASSET_FILES = tuple(name for name in SMALL_FILES if name != "adapter_config.json")
 
 # Fields of config.json about the source's files that an export lacks or changes.
@@ -52,7 +52,7 @@ def copy_assets(folder: str | Path, assets: str | Path) -> None:
     for name in ASSET_FILES:
         if file := file_within(folder, name):
             shutil.copyfile(file, assets / name)
-    # Not those of codes.
+    # Except codes.
     dtypes = {
         name: dtype for name, dtype in tensor_dtypes(folder).items() if dtype in DTYPES.values()
     }
@@ -65,8 +65,8 @@ def described(
     """Returns a trained model's config.json, and the fields of its source that are left out.
 
     Fields that only other programs read are kept, as are those that training has not changed, with
-    their spelling. Fields that would be wrong are left out: within a changed RoPE, about the
-    numbers of weights, and about code that is not exported.
+    their spelling. Fields that would be wrong are left out: those of a changed RoPE, numbers of
+    weights, and code that is not exported.
 
     Args:
       config: the trained model.
@@ -107,7 +107,7 @@ def described(
         )
     except ValueError:
         same = False
-    # A field contradicts what training changed: the source's own fields are dropped.
+    # A field contradicts what training changed: drop the source's fields.
     return (result, left_out) if same else (fields, only_there)
 
 
@@ -129,14 +129,14 @@ def _unknown_numbers(rope: Any) -> dict[str, Any]:
 def write_config(config: TransformerConfig, assets: str | Path) -> None:
     """Writes a trained model's config.json over its source's in `assets`.
 
-    A warning names the fields that are left out; see `described`.
+    A warning names the fields left out; see `described`.
     """
     path = Path(assets) / "config.json"
     source = _read_json(path) if path.is_file() else {}
     content, left_out = described(config, source) if source else (config.to_hf(), [])
     if left_out:
         warnings.warn(
-            f"{path.name} of the source: left out, since they do not hold for this model: "
+            f"{path.name} of the source: left out, since they no longer hold: "
             f"{', '.join(left_out)}",
             stacklevel=2,
         )
@@ -201,7 +201,7 @@ def write_source_dtype(assets: str | Path, dtypes: Mapping[str, str] | str) -> N
 def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
     """The dtype of an export from `assets`, and tensor name -> dtype of the exceptions.
 
-    Without a record it is the dtype in config.json, or else bfloat16.
+    Without a record it is config.json's dtype, or bfloat16.
     """
     assets = Path(assets)
     if (assets / SOURCE_DTYPE_FILE).is_file():
@@ -225,7 +225,7 @@ def trained_mask(assets: str | Path) -> Mask:
 
 
 def trained_quantization(assets: str | Path) -> Quantization:
-    """Returns adapter.quantize of the run that saved a checkpoint: "none", "nf4", ...
+    """Returns `adapter.quantize` of the run that saved a checkpoint: "none", "nf4", ...
 
     Args:
       assets: the checkpoint's folder `assets`, whose run.yaml says so.
@@ -240,7 +240,7 @@ def trained_date(assets: str | Path) -> datetime:
 
 
 def trained_template_kwargs(assets: str | Path) -> dict[str, Any]:
-    """The variables that chat templates were given in the training of a checkpoint's `assets`."""
+    """The chat template variables in a checkpoint's training, from its `assets`."""
     return _recipe(assets).get("data", {}).get("chat_template_kwargs") or {}
 
 
@@ -250,10 +250,10 @@ def _recipe(assets: str | Path) -> dict[str, Any]:
 
 
 def read_recipe(path: Path, folder: Path) -> dict[str, Any]:
-    """Returns the run's configuration in a file of a folder; empty where there is none.
+    """Returns the run's configuration from a file in a folder; empty if there is none.
 
     Raises:
-      UserError: a section of it is no mapping, or a number or a text is none.
+      UserError: a section is not a mapping, or a value has the wrong kind.
     """
     recipe = parse(read_text(path, folder, MAX_BYTES), str(path)) if os.path.lexists(path) else None
     if not isinstance(recipe, dict):

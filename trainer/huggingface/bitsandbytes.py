@@ -19,7 +19,7 @@ STATE = "quant_state.bitsandbytes__nf4"
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
 # More than the JSON text of STATE ever needs.
 _STATE_BYTES = 256
-# The entry in such a folder's config.json, in bitsandbytes' words, as transformers writes it.
+# The entry in such a folder's config.json, as transformers writes it.
 CONFIG = {
     "quant_method": "bitsandbytes",
     "load_in_4bit": True,
@@ -54,8 +54,8 @@ def read_nf4(
       rows: one parameter's, if the matrix holds several below each other.
 
     Raises:
-      ValueError: names the tensor that is missing, or not in blocks of 64 and 256 with the
-        published levels; or `rows` begin or end within 256 blocks that share a scale.
+      ValueError: names a tensor that is missing, or not in blocks of 64 and 256 with the published
+        levels; or `rows` begin or end within 256 blocks that share a scale.
     """
     missing = [part for part in parts(name) if part not in files]
     if missing:
@@ -64,7 +64,7 @@ def read_nf4(
             "quantization"
         )
     arrays = {part: files[f"{name}.{part}"].get_tensor(f"{name}.{part}") for part in _PARTS}
-    # Only of the scales: every 4-bit code is a valid number.
+    # Only for the scales: every 4-bit code is valid.
     check_numbers(f"{name}.nested_absmax", arrays["nested_absmax"])
     state = json.loads(arrays[STATE].tobytes().decode())
     needed = {
@@ -79,14 +79,14 @@ def read_nf4(
     for field, levels in (("quant_map", NF4_LEVELS), ("nested_quant_map", dynamic_levels())):
         if not np.array_equal(arrays[field], levels):
             raise ValueError(
-                f"tensor {name}: {field}: found other levels than bitsandbytes'; quantize it again"
+                f"tensor {name}: {field}: the levels are not bitsandbytes'; quantize it again"
             )
     first, end, _ = rows.indices(shape[0])
     blocks = shape[1] // NF4_BLOCK
     if first * blocks % NESTED_BLOCK or (end < shape[0] and end * blocks % NESTED_BLOCK):
         raise ValueError(
             f"tensor {name}: rows {first} to {end} share a scale of the second quantization with "
-            "others; use the unquantized model, which adapter.quantize quantizes while reading it"
+            "others; use the unquantized model, which adapter.quantize quantizes on reading"
         )
     nested = arrays["nested_absmax"][
         first * blocks // NESTED_BLOCK : math.ceil(end * blocks / NESTED_BLOCK)

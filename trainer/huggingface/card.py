@@ -42,13 +42,13 @@ def model_card(
     Args:
       checkpoint: the exported checkpoint's folder, in its run's folder or alone.
       library: what loads the export, `transformers` or `peft`.
-      base: the path or name of the model from which it was trained; None for the recipe's.
+      base: the path or name of the model it was trained from; None for the recipe's.
     """
     run = read_recipe(checkpoint / "assets" / "run.yaml", checkpoint)
     name = run.get("name") or checkpoint.name
     base = base or (run.get("model") or {}).get("path")
     data = run.get("data") or {}
-    # A reader of the hub would take the names of local folders for models there.
+    # On the hub, names of local folders would look like models there.
     hub_base = hub_name(base) if base else None
     head: dict[str, Any] = {
         "library_name": library,
@@ -82,9 +82,9 @@ def model_card(
 
 
 def base_without_hub_name(checkpoint: Path, base: str | None) -> str | None:
-    """Returns the local folder of the model that was trained, which a card cannot name.
+    """Returns the base model's local folder, which a card cannot name.
 
-    None where the model has a hub name, or was trained from scratch.
+    None if the model has a hub name or was trained from scratch.
 
     Args:
       base: the path or name of that model; None for the recipe's.
@@ -100,7 +100,7 @@ def write_card(checkpoint: Path, config: TransformerConfig, folder: Path, **opti
 
 
 def _text(value: object) -> str:
-    """Returns a value as Markdown's text on one line: a reader of the card sees it as it is."""
+    """Returns a value as one line of Markdown that renders as plain text."""
     line = " ".join(printable(str(value)).split())
     return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", line)
 
@@ -189,7 +189,7 @@ def _results(checkpoint: Path) -> str:
         about = content.get("about")
         if isinstance(about, dict) and not is_of_checkpoint(about, checkpoint):
             print(
-                f"warning: {path}: is of {evaluated(about)}, not of {checkpoint}; the card leaves "
+                f"warning: {path}: evaluates {evaluated(about)}, not {checkpoint}; the card leaves "
                 "it out",
                 file=sys.stderr,
             )
@@ -198,7 +198,7 @@ def _results(checkpoint: Path) -> str:
             lines += _result_lines(content)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             print(
-                f"warning: {path}: holds no results of an evaluation ({type(error).__name__}: "
+                f"warning: {path}: is not an evaluation's results ({type(error).__name__}: "
                 f"{first_line(error)}); the card leaves it out",
                 file=sys.stderr,
             )
@@ -206,10 +206,11 @@ def _results(checkpoint: Path) -> str:
 
 
 def _result_lines(content: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each row of an evaluation's results.
+    """Returns a line per row of an evaluation's results.
 
     Raises:
-      KeyError, TypeError, ValueError, OverflowError: a row lacks a value, or has another kind.
+      KeyError, TypeError, ValueError, OverflowError: a row lacks a value or has one of the wrong
+        kind.
     """
     lines = [
         f"- line retrieval, {_text(row['num_lines'])} lines: {_text(row['right'])} of "
@@ -242,7 +243,7 @@ def _without_defaults(values: Mapping[str, Any], section: type) -> dict[str, Any
 
 
 def _dataclass_of_items(kind: Any) -> type | None:
-    """Returns the dataclass of a sequence's items, or None where they are something else."""
+    """Returns the dataclass of a sequence's items, or None if they are something else."""
     if typing.get_origin(kind) not in (tuple, list):
         return None
     item = typing.get_args(kind)[0]

@@ -68,11 +68,11 @@ def hub_name(path: str) -> str | None:
 def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     """A model's folder: `path`, or that of org/name[@revision] in the Hugging Face cache.
 
-    Missing files are downloaded, unless HF_HUB_OFFLINE is set; a complete model in the cache is
-    used without asking the hub. Pickled weights are never downloaded.
+    Missing files are downloaded unless HF_HUB_OFFLINE is set; a complete cached model is used
+    without asking the hub. Pickled weights are never downloaded.
 
     Args:
-      weights: whether to download them; the other files are small.
+      weights: whether to download weights; the other files are small.
 
     Raises:
       ValueError, UserError: no such model.
@@ -88,7 +88,7 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
         or name.endswith("/")
     ):
         raise ValueError(
-            f"{path}: no such folder (a model of the hub is named org/name or org/name@revision)"
+            f"{path}: no such folder (a hub model is named org/name or org/name@revision)"
         )
     files = (*SMALL_FILES, *(_WEIGHTS if weights else ()))
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -123,7 +123,7 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
 
 
 def _is_whole(folder: Path, weights: bool) -> bool:
-    """Whether an earlier download has left all files that are read in the cache."""
+    """Whether the cache has all files that are read."""
     if (folder / "adapter_config.json").is_file():
         return not weights or (folder / "adapter_model.safetensors").is_file()
     if not (folder / "config.json").is_file() or not any(
@@ -139,8 +139,8 @@ def _is_whole(folder: Path, weights: bool) -> bool:
 def folder_config(folder: str | Path) -> TransformerConfig:
     """Returns the sizes of the model in a Hugging Face folder.
 
-    A head in its files that differs from the embedding is kept, whatever tie_word_embeddings says,
-    as in transformers; a warning names it.
+    As in transformers, a head in the files that differs from the embedding is kept even if
+    tie_word_embeddings is true; a warning names it.
 
     Raises:
       ValueError: as `TransformerConfig.from_hf` and `open_tensors`.
@@ -165,8 +165,7 @@ def folder_config(folder: str | Path) -> TransformerConfig:
 
 
 def are_equal(first: Any, second: Any) -> bool:
-    """Whether two slices of safetensors files (`get_slice`) are equal; reads rows up to the first
-    difference."""
+    """Whether two safetensors slices (`get_slice`) are equal; reads up to the first difference."""
     shape = first.get_shape()
     if shape != second.get_shape():
         return False
@@ -183,19 +182,19 @@ def _compare_frequencies(
 ) -> None:
     """Warns if RoPE frequencies in the files differ from config.json's, which are used."""
     stored = files[name].get_tensor(name).astype(np.float32)
-    # Old exports have the table without any rule for longer texts.
+    # Old exports have the unscaled table.
     tables = [
         inverse_frequencies(rope, config.rotary_dim)
         for rope in (config.rope, RopeConfig(theta=config.rope.theta))
     ]
-    # The tolerance is two units of bfloat16, to which such a table was rounded with the model; 6e-8
-    # is float16's smallest step.
+    # The tolerance is two bfloat16 units, since such a table was rounded with the model; 6e-8 is
+    # float16's smallest step.
     if not any(
         stored.shape == table.shape and np.allclose(stored, table, 2**-7, 6e-8) for table in tables
     ):
         warnings.warn(
-            f"{folder}: tensor {name} holds other frequencies than rope_theta and rope_scaling of "
-            "config.json give; those of config.json are used, as in transformers",
+            f"{folder}: tensor {name} holds frequencies that differ from config.json's rope_theta "
+            "and rope_scaling; config.json's are used, as in transformers",
             stacklevel=2,
         )
 
@@ -222,22 +221,21 @@ def weights_fingerprint(folder: str | Path) -> str:
 
 
 def _chosen_by_index(folder: Path) -> dict[str, str]:
-    """Tensor name -> its file's, of those that several files hold, of which an index names one."""
+    """Tensor name -> file name, for tensors in several files, of which an index names one."""
     index_file = folder / "model.safetensors.index.json"
     if file_within(folder, "model.safetensors") or not file_within(folder, index_file.name):
         return {}
     indexed, holders = _read_index(index_file), collections.Counter[str]()
     for path in set(indexed.values()):
         with suppress(SafetensorError, OSError), safe_open(path, framework="np") as opened:
-            holders.update(opened.keys())  # `open_tensors` says what is wrong with the others
+            holders.update(opened.keys())  # `open_tensors` reports what is wrong with the others
     return {name: path.name for name, path in indexed.items() if holders[name] > 1}
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """Tensor name -> opened safetensors file; closing `stack` closes the files.
 
-    If several files hold a tensor, the index names the one to read. MXFP4 codes are read as
-    matrices.
+    If several files hold a tensor, the index chooses. MXFP4 codes are read as matrices.
     """
     index_file = folder / "model.safetensors.index.json"
     indexed: dict[str, Path] = {}
@@ -268,13 +266,13 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
             if name in tensors:
                 raise ValueError(
                     f"{folder}: tensor {name} is in {holders[name].name} and {path.name}, and "
-                    f"{index_file.name} does not say in which; download the folder again"
+                    f"{index_file.name} does not say which; download the folder again"
                 )
             tensors[name], holders[name] = opened, path
     for name, path in indexed.items():
         if name not in tensors:
             raise ValueError(
-                f"{index_file}: tensor {name} is not in {path.name}, the file that it names; "
+                f"{index_file}: tensor {name} is not in {path.name}, the file it names; "
                 "download the folder again"
             )
     try:
@@ -343,7 +341,7 @@ def check_tensors(
                 )
     for name in sorted(set(files) - expected):
         if name == HEAD and config.tie_word_embeddings:
-            continue  # an equal copy: `folder_config` has compared it
+            continue  # an equal copy: compared by `folder_config`
         if name.endswith("rotary_emb.inv_freq"):  # old exports store the table of frequencies
             _compare_frequencies(folder, files, name, config)
             continue

@@ -19,13 +19,13 @@ class Dequantized:
     """A stacked parameter's layers after quantization and dequantization, in float32."""
 
     def __init__(self, name: str, stored: Any, shape: tuple[int, ...], kind: str) -> None:
-        """`name`: of the weight; `stored`: read when sliced, maybe padded to more than `shape`."""
+        """`name`: of the weight; `stored`: read when sliced, perhaps padded beyond `shape`."""
         self.name, self.stored, self.shape, self.kind = name, stored, shape, kind
 
     def __getitem__(self, layer: int) -> Float[np.ndarray, ...]:
         own = self.shape[1:]
         if self.kind == "nf4" and hasattr(self.stored, "quantized"):
-            # Of stored codes, dequantized already.
+            # Stored codes, already dequantized.
             return np.asarray(self.stored[layer])[tuple(map(slice, own))]
         matrices = quantize_layer(self.name, self.stored, layer, own, self.kind)
         dequantize: Any = dequantize_nf4 if self.kind == "nf4" else dequantize_int8
@@ -33,7 +33,7 @@ class Dequantized:
 
 
 def dequantized(base: Mapping[str, Any], config: TransformerConfig) -> dict[str, Any]:
-    """Returns the base's parameters, dequantized where the model with adapters has codes.
+    """Returns the base's parameters, dequantized if the model with adapters has codes.
 
     Args:
       base: as in `merged`.
@@ -60,7 +60,7 @@ def merged(
     Args:
       base: the base's parameters by name: arrays, or arrays on disk that are read when sliced;
         padded or not.
-      trained: adapters, and fully trained modules, which replace the base's; of the same kinds.
+      trained: adapters, and fully trained modules, which replace the base's; in the same forms.
       config: of the model with its adapters.
     """
     adapter = config.adapter

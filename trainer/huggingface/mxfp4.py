@@ -18,7 +18,7 @@ from .table import HoldsNaN
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK = 32
 _BIAS = 127
-_NAN = 255  # a scale that is not a number
+_NAN = 255  # the code of NaN scales
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _LEVELS = np.concatenate([_POSITIVE, -_POSITIVE])
 _BYTES = np.arange(256)
@@ -51,7 +51,7 @@ class _Matrices:
         return [experts, groups * _BLOCK, outputs]
 
     def __getitem__(self, index: tuple[int | slice, slice, slice]) -> np.ndarray:
-        """Returns a part of one or more matrices; only the blocks that hold it are read."""
+        """Returns a part of one or more matrices, reading only its blocks."""
         expert, rows, columns = index
         start, stop, _ = rows.indices(self.get_shape()[1])
         first = start // _BLOCK
@@ -68,7 +68,7 @@ class _Matrices:
 
 
 class _File:
-    """Replaces the opened file that holds the matrices of this name."""
+    """Stands in for the opened file of matrices with this name."""
 
     def __init__(self, matrices: _Matrices) -> None:
         self._matrices = matrices
@@ -82,7 +82,7 @@ def with_matrices(files: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the opened file of each tensor, with matrices instead of codes.
 
     Raises:
-      ValueError: names the tensor that is missing, or has another dtype or shape.
+      ValueError: names a tensor that is missing, or has the wrong dtype or shape.
     """
     files = dict(files)
     for blocks_name in [name for name in files if name.endswith(_BLOCKS)]:

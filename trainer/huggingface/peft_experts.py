@@ -1,8 +1,8 @@
 """Adapters of a mixture's experts and router in PEFT's format.
 
-PEFT adapts a layer's experts where transformers 5 holds them: in one tensor for gate_proj and
-up_proj and one for down_proj, which `target_parameters` names. A of all experts is one matrix, and
-so is B. PEFT on transformers 4 has an A and a B for each expert instead; such files are read too.
+PEFT adapts a layer's experts as transformers 5 holds them: one tensor for gate_proj and up_proj and
+one for down_proj, named in `target_parameters`. A of all experts is one matrix, and so is B. PEFT
+on transformers 4 has an A and a B per expert instead; such files are read too.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 class FactorEntry(HFEntry):
     """A or B of the adapters of all experts, and the matrix that holds it.
 
-    A's matrix [X R, inputs] has the R rows of each expert below each other. B's [outputs, R X] has
-    the columns of the first rank for all experts, then those of the second.
+    A's matrix [X R, inputs] stacks the R rows of each expert. B's [outputs, R X] has the columns of
+    the first rank for all experts, then those of the second.
 
     Attributes:
       first_rank, ranks: gate_proj's and up_proj's adapters are one in PEFT, in diagonal blocks:
-        this one's first rank, and R, the number of all.
+        this one's first rank, and the total R.
       step, first_row: B's rows are each `step`-th from the first on.
     """
 
@@ -75,7 +75,7 @@ class FactorEntry(HFEntry):
         )
 
     def others(self, tensor: Float[np.ndarray, "P Q"]) -> Float[np.ndarray, "..."]:
-        """Returns the numbers outside of the diagonal block: B's rows, in other ranks."""
+        """Returns the numbers outside the diagonal block: B's rows, in other ranks."""
         mine = np.arange(self.first_rank, self.first_rank + self.rank)
         return np.delete(self._by_expert(tensor), mine, 1) if self.is_b else np.zeros(0)
 
@@ -102,7 +102,7 @@ def entries(
 
     Args:
       prefix: of all names.
-      shares_a: whether gate_proj and up_proj share an A, as where PEFT began the adapter.
+      shares_a: whether gate_proj and up_proj share an A, as in adapters that PEFT began.
       per_expert: whether each expert has tensors, as with transformers 4.
     """
     assert config.adapter is not None
@@ -127,7 +127,8 @@ def entries(
 
 
 def _module(base: dict[str, str], name: str, config: TransformerConfig) -> str:
-    """The module with a projection's adapter: that of its tensor, wrapped for each that follows."""
+    """The module with a projection's adapter: its tensor's, wrapped once for each one that
+    follows."""
     tensor = base[f"{name}weight"]
     if tensor.endswith(".weight"):
         return tensor.removesuffix(".weight")
@@ -139,7 +140,7 @@ def _module(base: dict[str, str], name: str, config: TransformerConfig) -> str:
 def _of_experts(
     entry: HFEntry, projection: str, config: TransformerConfig, shares_a: bool, per_expert: bool
 ) -> HFEntry:
-    """The entry of an expert's A or B as that of all."""
+    """The entry of all experts' A or B, from one expert's."""
     fields = {field.name: getattr(entry, field.name) for field in dataclasses.fields(HFEntry)}
     if per_expert:
         return ExpertsEntry(**fields)
@@ -169,7 +170,7 @@ def is_per_expert(tensor_names: Iterable[str]) -> bool:
 
 
 def target_parameters(config: TransformerConfig) -> list[str]:
-    """Returns the tensors in transformers 5's memory that have an adapter, for PEFT's field."""
+    """Returns the tensors, in transformers 5's form, that have an adapter, for PEFT's field."""
     assert config.adapter is not None
     names = {entry.name: entry.hf_name for entry in hf_layout(config, stacked=True)}
     of_mixture = [name for name in config.adapter.projections if name not in ATTENTION]
@@ -183,7 +184,7 @@ def projections_of(parameters: list[str]) -> tuple[str, ...]:
     """Returns the projections of PEFT's `target_parameters`.
 
     Raises:
-      ValueError: a tensor that is of no expert or router.
+      ValueError: a tensor of neither experts nor router.
     """
     found: list[str] = []
     for parameter in parameters:

@@ -28,18 +28,18 @@ def read_hf(
 ) -> dict[str, jax.Array]:
     """Reads the weights in `folder` as our flat dictionary, parameter name -> array.
 
-    Each device's part is read separately from the memory-mapped files, so at most one part is held
-    in addition to the arrays.
+    Each device's part is read separately from the memory-mapped files, so at most one extra part is
+    in memory.
 
     Args:
       config: the model's sizes.
-      shardings: by name, of the parameters that are read; or one for all parameters.
+      shardings: by name, for the parameters to read; or one for all.
       dtype: of the arrays: by name, or one for all.
       in_memory: the sizes of padded arrays (see model.padding); the padding is zero.
 
     Raises:
-      ValueError: names the tensor that is missing, unknown, of another shape, or of a dtype other
-        than bfloat16, float16 and float32, or that holds NaN; or the folder has no safetensors.
+      ValueError: names a tensor that is missing, unknown, of another shape, not bfloat16, float16
+        or float32, or that holds NaN; or the folder has no safetensors.
     """
     with ExitStack() as stack:
         files = open_tensors(Path(folder), stack)
@@ -52,8 +52,8 @@ def read_hf(
             first = next(iter(entry.file_tensors()))
             if is_nf4(files, first):
                 raise ValueError(
-                    f"{folder}: tensor {first} is stored in NF4, which is read only as the base "
-                    "of adapters, with adapter.quantize nf4; use the unquantized model otherwise"
+                    f"{folder}: tensor {first} is stored in NF4, which can only be the base of "
+                    "adapters, with adapter.quantize nf4; otherwise use the unquantized model"
                 )
             sharding = shardings[entry.name] if isinstance(shardings, Mapping) else shardings
             dtype_of_entry = np.dtype(dtype[entry.name] if isinstance(dtype, Mapping) else dtype)
@@ -62,7 +62,7 @@ def read_hf(
                 params[entry.name] = jax.make_array_from_callback(padded.shape, sharding, read)
             except HoldsNaN as error:
                 raise ValueError(f"{folder}: {error}") from None
-            # Transfers may lag; waiting keeps the parts of one array on the host, not of all.
+            # Transfers may lag; waiting keeps only one array's parts on the host.
             params[entry.name].block_until_ready()
         return params
 
@@ -159,6 +159,6 @@ def _read_part(
     result = np.empty(shape, dtype)
     for layer, part in enumerate(parts):
         result[layer] = (
-            part  # casts; in numpy, which keeps denormal numbers, where an XLA cast may flush them
+            part  # casts in numpy, which keeps denormal numbers; an XLA cast may flush them
         )
     return result

@@ -17,12 +17,12 @@ from model.families import FAMILIES
 from model.padding import fits
 from model.sharding import Parameter
 
-# safetensors' name -> numpy's for readable dtypes. Each is exact in float32, so import and export
+# safetensors' name -> numpy's for readable dtypes. All are exact in float32, so import and export
 # change no bit.
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
-# The bits of infinity in 16-bit dtypes, without the sign; NaN has larger ones.
+# The bits of infinity in 16-bit dtypes, without the sign; NaN's are larger.
 _INFINITY = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
 
 
@@ -37,7 +37,7 @@ def check_numbers(name: str, tensor: np.ndarray) -> None:
       HoldsNaN: `tensor`, called `name`, does.
     """
     infinity = _INFINITY.get(str(tensor.dtype))
-    # numpy compares integers several times faster than it finds NaN in 16-bit floats.
+    # Comparing integers is several times faster than finding NaN in 16-bit floats with numpy.
     found = (
         np.isnan(tensor)
         if infinity is None
@@ -61,14 +61,14 @@ class HFEntry:
       name: of our parameter.
       hf_name: of the tensor, with `{i}` for the layer if our parameter stacks the layers.
       shape: of our parameter, with the leading layer axis if it has one.
-      hf_shape: of one tensor, or of this parameter's rows of it.
+      hf_shape: of one tensor, or of this parameter's rows in it.
       layers: the number of layers; None for a parameter without layer axis.
       transpose: the tensor is stored output-first, ours input-first.
-      first_row, file_rows: for a tensor that holds several parameters below each other: this one's
-        first row, and the number of all rows; None for a tensor of one parameter.
+      first_row, file_rows: for a tensor that stacks several parameters' rows: this one's first row,
+        and the total; None for a tensor of one parameter.
       first_column, file_columns: the same for a matrix that holds them in diagonal blocks.
-      step, first: for a tensor in which the numbers of several parameters alternate along the last
-        axis: how many parameters, and the index of this one.
+      step, first: for a tensor in which several parameters alternate along the last axis: their
+        number, and this one's index.
     """
 
     name: str
@@ -105,7 +105,7 @@ class HFEntry:
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """The shape of one tensor in the files, which may hold a matrix per expert."""
+        """The shape of one tensor in the files; it may hold a matrix per expert."""
         return self.file_shape
 
     def hf_names(self) -> list[str]:
@@ -136,7 +136,7 @@ class HFEntry:
         tensor[self.rows, *self.columns] = self.to_hf(value)
 
     def from_hf(self, tensor: np.ndarray) -> np.ndarray:
-        """A Hugging Face tensor, or this parameter's rows of it, as one layer of our parameter."""
+        """A Hugging Face tensor, or this parameter's rows, as one layer of our parameter."""
         return (tensor.T if self.transpose else tensor).reshape(self.layer_shape)
 
     def read(
@@ -174,8 +174,7 @@ class HFEntry:
             while total < size or (axis == first and axis < len(bounds)):
                 total *= self.layer_shape[axis]
                 axis += 1
-            # The first of the merged axes is sliced in the file, others (D within a head) after
-            # reading.
+            # The first merged axis is sliced in the file, others (D within a head) after reading.
             (start, stop), inner_sizes = bounds[first], self.layer_shape[first + 1 : axis]
             inner = math.prod(inner_sizes)
             file_index.append(slice(start * inner, stop * inner))
@@ -263,13 +262,11 @@ def _shifted(part: slice, first: int) -> slice:
 
 
 def hf_layout(config: TransformerConfig, stacked: bool = False) -> list[HFEntry]:
-    """Every parameter of `config`'s model with its Hugging Face tensors.
-
-    The modules declare all that this table contains.
+    """Every parameter of `config`'s model with its Hugging Face tensors, from the modules'
+    declarations.
 
     Args:
-      stacked: the experts of a layer are in one tensor, as in transformers 5's memory; otherwise as
-        published.
+      stacked: a layer's experts are in one tensor, as in transformers 5; otherwise as published.
     """
     family = FAMILIES[config.family]
     names = family.stacked if stacked else family.tensors
@@ -303,7 +300,7 @@ def _as_published(config: TransformerConfig) -> Iterable[str]:
 
 
 def _shared(entries: list[HFEntry], interleaved: bool) -> list[HFEntry]:
-    """The table with experts' parameters of the same file name as parts of one tensor."""
+    """The table with experts' parameters of one file name as parts of one tensor."""
     places: dict[str, int] = {}
     counts = collections.Counter(entry.hf_name for entry in entries)
     result = []
@@ -323,7 +320,8 @@ def _shared(entries: list[HFEntry], interleaved: bool) -> list[HFEntry]:
 
 
 def _entry(name: str, parameter: Parameter, interleaved: bool) -> HFEntry:
-    """A parameter's entry; Hugging Face merges a product's inputs, and outputs, into an axis."""
+    """A parameter's entry; Hugging Face merges a product's input axes into one, and its output
+    axes."""
     layers = parameter.shape[0] if name.startswith(LAYERS) else None
     shape = parameter.shape if layers is None else parameter.shape[1:]
     if "experts" in parameter.axes:
@@ -343,7 +341,7 @@ def _entry(name: str, parameter: Parameter, interleaved: bool) -> HFEntry:
 
 
 def _fused(entries: list[HFEntry], module: str, projections: tuple[str, ...]) -> list[HFEntry]:
-    """The table with the weights of these projections as rows of one tensor, in its order."""
+    """The table with these projections' weights as rows of one tensor, in its order."""
     names = [f"layers.{projection}.weight" for projection in projections]
     file_rows = sum(entry.hf_shape[0] for entry in entries if entry.name in names)
     fused, first_row = [], 0
@@ -375,6 +373,4 @@ def check_params(shapes: Mapping[str, tuple[int, ...]], config: TransformerConfi
             )
     for name in shapes:
         if name not in layout:
-            raise ValueError(
-                f"parameter {name} does not belong to the model that the config describes"
-            )
+            raise ValueError(f"parameter {name} does not belong to the config's model")

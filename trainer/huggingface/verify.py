@@ -61,9 +61,9 @@ def check_config(folder: Path, config: TransformerConfig) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Compares the ids of sample texts and a sample conversation; needs no torch.
+    """Compares the ids of sample texts and a conversation; needs no torch.
 
-    Folders without a tokenizer pass, as do templates that refuse the sample conversation.
+    Folders without a tokenizer pass, as do templates that refuse the conversation.
 
     Raises:
       UserError: transformers refuses the tokenizer or the template, or its ids differ from ours.
@@ -108,7 +108,7 @@ def compare_logits(folder: Path) -> float:
         from transformers import AutoModelForCausalLM
     except ImportError:
         raise UserError(
-            "--verify: compares with transformers' model, which needs torch; pip install torch"
+            "--verify: comparing with transformers' model needs torch; pip install torch"
         ) from None
     ours = our_logits(folder)
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
@@ -119,7 +119,7 @@ def compare_logits(folder: Path) -> float:
     if not difference <= LOGIT_TOLERANCE:
         raise UserError(
             f"{folder}: transformers' logits differ from ours by {difference:.1e} of the largest; "
-            f"at most {LOGIT_TOLERANCE:.0e} is expected; the checkpoint itself is unchanged"
+            f"at most {LOGIT_TOLERANCE:.0e} is expected; the checkpoint is unchanged"
         )
     return difference
 

@@ -1,4 +1,4 @@
-"""Writes Hugging Face model folders with one tensor at a time on the host."""
+"""Writes Hugging Face model folders, holding one tensor at a time on the host."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_hf(
 ) -> None:
     """Writes a Hugging Face folder for transformers: weights, configs, tokenizer, template.
 
-    Tensors are written without padding, in the source dtype that `assets` records. `out` appears
+    Tensors are written without padding, in the source dtype recorded in `assets`. `out` appears
     complete or not at all. A warning names a window and global tokens, which a LLaMA's config
     cannot express.
 
@@ -48,11 +48,11 @@ def write_hf(
       params: our flat dictionary of jax or numpy arrays, or arrays read from disk when sliced, of
         any float dtype.
       assets: a checkpoint's folder of plain files, from `ModelSource.write_assets` or
-        `copy_assets`; its run.yaml, if there is one, gives the mask of training.
-      max_shard_bytes: larger weights are split into several files with an index.
+        `copy_assets`; its run.yaml, if any, gives the training mask.
+      max_shard_bytes: split larger weights into several files with an index.
       finish: called with the folder before it becomes `out`, to add files.
       nf4: write the layers' projections in bitsandbytes' NF4 with double quantization.
-      stacked: write all experts of a layer in one tensor, as in `hf_layout`.
+      stacked: write a layer's experts as one tensor, as in `hf_layout`.
 
     Raises:
       UserError: `out` is not empty, or cannot be written.
@@ -114,8 +114,8 @@ def _write_weights(
     nf4: bool,
 ) -> None:
     """Writes the weights, in several files with an index above `limit` bytes."""
-    # Planned first, from shapes, because file names contain the number of files. The order is that
-    # of the layers, as in transformers, so a file holds whole layers.
+    # Planned first, from shapes, because file names contain the number of files. Layers are in
+    # order, as in transformers, so a file holds whole layers.
     plan: list[list[_Planned]] = [[]]
     total = used = 0
     for name, entries, layer, expert in _in_layer_order(layout):
@@ -148,7 +148,7 @@ class _Planned:
 
     Attributes:
       name: its Hugging Face name.
-      entries, layer: its parameters, and the layer of them.
+      entries, layer: its parameters, and their layer.
       dtype_name: the dtype of the file.
       expert: their expert, if each has separate tensors.
     """
@@ -173,13 +173,13 @@ class _Planned:
 
     @property
     def alignment(self) -> int:
-        """The tensors' offset and bytes are multiples of this number."""
+        """The tensors' offsets and sizes are multiples of this number."""
         return np.dtype(self.dtype_name).itemsize
 
     def read(self, params: _HostLayers) -> Iterator[np.ndarray]:
         """Yields the tensors' contents in order, each parameter of a tensor separately."""
         for value in self._parts(params):
-            with np.errstate(over="ignore"):  # named below
+            with np.errstate(over="ignore"):  # reported below
                 written = np.ascontiguousarray(value, np.dtype(self.dtype_name))
             check_numbers(self.name, written)
             if self.dtype_name == "float16" and np.isinf(written).sum() > np.isinf(value).sum():
@@ -258,7 +258,7 @@ def _write_safetensors(path: Path, part: list[_Planned], params: _HostLayers) ->
 def _in_layer_order(
     layout: list[HFEntry],
 ) -> Iterator[tuple[str, list[HFEntry], int, int | None]]:
-    """Name, entries, layer and expert of every tensor: the embedding, the layers, then the rest."""
+    """Name, entries, layer and expert of every tensor: embedding, layers, then the rest."""
     layers = next(entry.layers for entry in layout if entry.layers is not None)
     stacked: dict[str, list[HFEntry]] = {}
     for entry in layout:
@@ -283,7 +283,7 @@ def _in_layer_order(
 
 
 class _HostLayers:
-    """Parameters with one layer at a time on the host; the last one is kept, for experts."""
+    """Parameters with one layer at a time on the host; keeps the last one, for experts."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         self._params = params

@@ -25,7 +25,7 @@ class Board(Protocol):
 class TensorBoard:
     """Writes rows as scalars and texts `KIND/NAME` to event files.
 
-    It hides what an earlier start logged after `start_step`.
+    Hides what an earlier start logged after `start_step`.
     """
 
     def __init__(self, folder: Path, start_step: int) -> None:
@@ -76,9 +76,9 @@ class TensorBoard:
 class WeightsAndBiases:
     """Sends rows as `KIND/NAME` over `step` to a W&B run, which later starts continue.
 
-    `step` is an ordinary metric, since W&B's counter refuses steps that are repeated after a
-    restore. W&B's environment variables apply: WANDB_MODE=offline keeps everything in `folder`, for
-    `wandb sync` to send later.
+    `step` is an ordinary metric, since W&B's counter refuses steps repeated after a restore. W&B's
+    environment variables apply: WANDB_MODE=offline keeps everything in `folder` for a later `wandb
+    sync`.
 
     Raises:
       UserError: wandb is not installed, or cannot start (no login, no network).

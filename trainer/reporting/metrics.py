@@ -1,11 +1,11 @@
 """A run's metrics (memory, times, rates) and their log (JSONL, boards, progress bar).
 
 A line of metrics.jsonl is {"step": ..., NAMES...}, and with several sources `loss_by_source/NAME`
-of each that has a target in the step. Losses, target_tokens, grad_norm and learning_rate are the
+for each with a target in the step. Losses, target_tokens, grad_norm and learning_rate are the
 step's. Times and rates are means over the steps since the previous line; data_wait_seconds is the
-time in which the devices waited for data. compile_seconds and the peaks cover the process so far;
-epoch, tokens_seen (without padding) and wall_seconds (of training, evaluations and saves included)
-the whole run, over all its starts.
+time the devices waited for data. compile_seconds and the peaks cover the process so far; epoch,
+tokens_seen (without padding) and wall_seconds (training, including evaluations and saves) the whole
+run, over all its starts.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ NAMES = (
     "peak_host_gib",
     "padding_share",
 )
-# The metrics that differ between two runs with bitwise equal results.
+# Metrics that differ between runs with bitwise equal results.
 MEASURED = (
     "tokens_per_second",
     "tokens_per_second_per_device",
@@ -125,16 +125,16 @@ class Meter:
         self._not_counted = 0.0
         self._data_waits: list[
             tuple[float, float, Future[float] | None]
-        ] = []  # begin, end, and when the devices were idle
+        ] = []  # begin, end, and when the devices became idle
         self._start = self._clock()
 
     def start(self) -> None:
-        """Begins the first interval; earlier time belongs to no step."""
+        """Begins the first interval; earlier time counts for no step."""
         self._reset()
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """A context for compiling: its time counts as compile_seconds and belongs to no step."""
+        """A context for compiling: its time counts as compile_seconds and for no step."""
         before = self._clock()
         with self.paused():
             yield
@@ -145,7 +145,7 @@ class Meter:
         """A context for a wait for data, which is part of the step.
 
         Its time counts as data_wait_seconds; with `computed`, from `when_computed`, only the time
-        after that, since the devices were busy before.
+        after that, since the devices were still busy.
         """
         before = self._clock()
         yield
@@ -166,7 +166,7 @@ class Meter:
         return self._watcher.submit(wait)
 
     def _data_wait(self) -> float:
-        """Returns the seconds since the last reading in which the devices waited for data."""
+        """Returns the seconds that the devices waited for data since the last reading."""
         return sum(
             max(0.0, end - (max(begin, computed.result()) if computed else begin))
             for begin, end, computed in self._data_waits
@@ -174,7 +174,7 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A context whose time belongs to no step."""
+        """A context whose time counts for no step."""
         before = self._clock()
         yield
         self._not_counted += self._clock() - before
@@ -185,7 +185,7 @@ class Meter:
         Args:
           lengths: tokens of each document in it.
           batch_tokens: all tokens, padding included.
-          shared: tokens of earlier documents that each document sees besides its own.
+          shared: tokens of earlier documents that each document also sees.
         """
         self._steps += 1
         self._tokens += int(np.sum(lengths))
@@ -263,11 +263,11 @@ class MetricsLog:
           start_step: the restored step; later lines of the files are removed first.
           evaluated: whether the evaluations of `start_step` are logged already; otherwise their
             lines are removed too.
-          write: of several processes only the first one writes.
+          write: only the first of several processes writes.
           wandb: project, name and config of a `WeightsAndBiases`; None for none.
           evaluations: names of the evaluations; loss_name: of the progress bar's metric.
-          logged: `self.logged` when the checkpoint of `start_step` was saved; a warning names lines
-            lost or changed since.
+          logged: `self.logged` at the save of `start_step`; a warning names lines lost or changed
+            since.
         """
         self._written: dict[str, Written] = {}  # by the file's name
         self._files: dict[str, Any] = {}
@@ -301,8 +301,7 @@ class MetricsLog:
     def evaluation(self, name: str, row: dict[str, Any]) -> None:
         """Writes an evaluation's row {"step", ...} to NAME.jsonl and the boards; prints texts.
 
-        A step that is measured again, as after resuming with another `checkpoint.best`, has its row
-        already.
+        A step measured again, as after resuming with another `checkpoint.best`, already has a row.
         """
         written = self._written.get(f"{name}.jsonl")
         if written is not None and written.last_step == row["step"]:
@@ -417,7 +416,7 @@ class ProgressBar:
             self.say(f"step {step}/{self._steps}  {text}")
 
     def say(self, text: str) -> None:
-        """Prints a line above the bar, wrapped by the terminal so that paths can be copied."""
+        """Prints a line above the bar; the terminal wraps it, so that paths can be copied."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:

@@ -9,17 +9,17 @@ import jax
 
 from data.folders import scratch_folder
 
-# Where TensorBoard and XProf look in RUN/profile: a session, with a file of each host.
+# Where TensorBoard and XProf look in RUN/profile: a session with a file per host.
 SESSIONS = "plugins/profile"
 
 
 class Profiler:
-    """Captures the run's steps from `steps[0]` to `steps[1]`; each process its devices.
+    """Captures the run's steps from `steps[0]` to `steps[1]`; each process captures its devices.
 
     Args:
       keep: called with the name in RUN/profile and the content of each file of the profile.
       steps: the first and the last step, counted from 1; () captures nothing.
-      outside: makes a context for starting and writing, whose time belongs to no step.
+      outside: makes a context for starting and writing, whose time counts for no step.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Ends a running capture, and keeps it: all processes' in one session."""
+        """Ends a running capture and keeps it, all processes' in one session."""
         if not self._scratch:
             return
         with self._outside(), self._running:
             jax.profiler.stop_trace()
             session = f"{SESSIONS}/steps_{self._steps[0]}_{self._steps[1]}"
-            # Processes of one host would write one file.
+            # Processes on one host would write the same file.
             prefix = f"process{jax.process_index()}." if jax.process_count() > 1 else ""
             for path in sorted(self._scratch.glob(f"{SESSIONS}/*/*")):
                 self._keep(f"{session}/{prefix}{path.name}", path.read_bytes())

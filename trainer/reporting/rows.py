@@ -1,4 +1,4 @@
-"""Reads what a run or an evaluation has logged."""
+"""Reads the logs of runs and evaluations."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from data.within import parse_json, read_bytes
 
 
 def read_rows(path: Path, folder: Path) -> list[dict[str, Any]]:
-    """Returns the objects in a JSONL file; invalid lines, as after a crash, are left out.
+    """Returns the objects in a JSONL file, skipping invalid lines, as after a crash.
 
     Args:
       path: the file.
-      folder: in which it must be, as in `data.within.check_within`.
+      folder: that must contain it, as in `data.within.check_within`.
     """
     rows = []
     for line in read_bytes(path, folder).decode("utf-8", "replace").splitlines():
@@ -29,7 +29,7 @@ def read_rows(path: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path, folder: Path) -> list[dict[str, Any]]:
-    """Returns those of `read_rows` that are of a step, with its number."""
+    """Returns the rows of `read_rows` that have a step's number."""
     return [
         row
         for row in read_rows(path, folder)
@@ -38,7 +38,7 @@ def read_steps(path: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Returns whether a value of JSON is a number, and within those of a float if it is whole."""
+    """Returns whether a JSON value is a number, in float range if whole."""
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return isinstance(value, float)

@@ -1,8 +1,8 @@
-"""A folder in a bucket, such as gs://bucket/runs/mine or s3://bucket/runs/mine: its files by their
-names, through TensorStore.
+"""A folder in a bucket, such as gs://bucket/runs/mine or s3://bucket/runs/mine: its files by name,
+through TensorStore.
 
-TensorStore tries again where a store is busy, and writes on condition that nobody has written
-since. Its errors become one line that names the folder.
+TensorStore retries when a store is busy, and writes on condition that nobody has written since. Its
+errors become one line that names the folder.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ import tensorstore
 from data.errors import TransientError, UserError, first_line, is_transient
 from trainer.config.schema import BUCKETS, GCS
 
-_SECONDS = 600.0  # in which a request is answered, however often it is tried again
+_SECONDS = 600.0  # in which a request must be answered, including retries
 
 
 class Version(NamedTuple):
-    """What a file held when it was read, and the mark by which a later write can require that it
-    still holds it."""
+    """A file's content when read, and the mark with which a later write can require it
+    unchanged."""
 
     content: bytes | None
     mark: bytes
 
 
 def in_bucket(path: str | Path) -> bool:
-    """Returns whether a path is one of a bucket that runs can be kept in."""
+    """Returns whether a path is in a bucket that can hold runs."""
     return str(path).startswith(BUCKETS)
 
 
 def store_spec(url: str) -> str | dict[str, Any]:
     """Returns a folder in a bucket as TensorStore's `KvStore.open` takes it: a URL, or a spec.
 
-    For s3:// the endpoint and region are those of $AWS_ENDPOINT_URL_S3, $AWS_ENDPOINT_URL and
-    $AWS_REGION, as for other programs, which TensorStore does not read.
+    For s3:// the endpoint and region are taken from $AWS_ENDPOINT_URL_S3, $AWS_ENDPOINT_URL and
+    $AWS_REGION, as in other programs; TensorStore does not read them.
     """
     if url.startswith(GCS):
         return f"{url}/"
@@ -51,14 +51,14 @@ def store_spec(url: str) -> str | dict[str, Any]:
     for field, names in variables.items():
         if found := [os.environ[name] for name in names if os.environ.get(name)]:
             spec[field] = found[0]
-    if os.environ.get("AWS_ACCESS_KEY_ID"):  # else it looks for files first, with lines of errors
+    if os.environ.get("AWS_ACCESS_KEY_ID"):  # otherwise it first looks for files, and logs errors
         spec["aws_credentials"] = {"type": "environment"}
-    # Else TensorStore compares and writes in two requests, between which another may write.
+    # Otherwise TensorStore compares and writes in two requests, between which others may write.
     return {**spec, "use_conditional_write": True}
 
 
 class Bucket:
-    """The files of a folder in a bucket; a file appears whole, and is seen by all at once."""
+    """The files of a folder in a bucket; each appears atomically, for everyone at once."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -76,12 +76,12 @@ class Bucket:
             raise self._told(error) from error
 
     def _told(self, error: Exception) -> UserError:
-        """Returns the error of a library as one line."""
+        """Returns a library's error as one line."""
         kind = TransientError if is_transient(error) else UserError
         reason = first_line(error).partition(" [http_")[0]
         return kind(
-            f"{self.url}: {reason}; a bucket that exists, and that this machine's "
-            "account may read and write, would work"
+            f"{self.url}: {reason}; an existing bucket that this machine's account may read and "
+            "write would work"
         )
 
     def names(self, prefix: str = "") -> list[str]:
@@ -94,8 +94,8 @@ class Bucket:
         return sorted(name.decode() for name in found)
 
     def _names_by_gcsfs(self, prefix: str) -> list[str]:
-        """`names` of gs://, where TensorStore 0.1.86 takes a refused list for an empty one. Orbax
-        needs gcsfs too."""
+        """`names` for gs://, where TensorStore 0.1.86 mistakes a refused listing for an empty one.
+        Orbax needs gcsfs too."""
         root = self.url.removeprefix(GCS)
         try:
             import gcsfs
@@ -106,12 +106,12 @@ class Bucket:
             raise UserError(f"{self.url}: gs:// needs gcsfs; pip install gcsfs") from error
         except FileNotFoundError:
             return []
-        except Exception as error:  # of gcsfs, aiohttp and google.auth, each with types of its own
+        except Exception as error:  # gcsfs, aiohttp and google.auth each raise their own types
             raise self._told(error) from error
         return sorted(name.removeprefix(f"{root}/") for name in found)
 
     def version(self, name: str, seconds: float = _SECONDS) -> Version:
-        """Returns a file's content, None if it is not there, with its mark."""
+        """Returns a file's content (None if it is missing) and its mark."""
         read = self._result(self._store.read(name), seconds)
         return Version(read.value if read.state == "value" else None, read.stamp.generation)
 
@@ -127,24 +127,24 @@ class Bucket:
         return content
 
     def read_all(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Returns the contents of several files, read at the same time, by name."""
+        """Returns the contents of several files by name, read concurrently."""
         reads = {name: self._store.read(name) for name in names}
         return {name: self._result(future).value for name, future in reads.items()}
 
     def write(
         self, name: str, content: bytes | None, mark: bytes | None = None, seconds: float = _SECONDS
     ) -> bytes:
-        """Writes a file, or deletes it where `content` is None, and returns its mark.
+        """Writes a file, or deletes it if `content` is None, and returns its mark.
 
         Args:
-          mark: only if the file still is as the `version` or `write` that gave this mark left it;
-            b"" is returned if not.
+          mark: write only if the file is unchanged since the `version` or `write` that returned
+            this mark; otherwise b"" is returned.
         """
         return self._result(self._store.write(name, content, if_equal=mark), seconds).generation
 
     def require_conditions(self, name: str) -> None:
-        """Writes a file and deletes it, to see whether the store lets one, and refuses a write
-        whose condition does not hold.
+        """Checks, by writing and deleting a file, that the store is writable and enforces
+        conditional writes.
 
         Raises:
           UserError: it does not.
@@ -154,8 +154,8 @@ class Bucket:
         try:
             if self.write(name, b"2", absent):
                 raise UserError(
-                    f"{self.url}: this store writes whatever the condition, so that two runs might "
-                    "write one folder; one with conditional writes (If-Match, If-None-Match) "
+                    f"{self.url}: this store ignores write conditions, so two runs might write "
+                    "one folder; one with conditional writes (If-Match, If-None-Match) "
                     "would work"
                 )
         finally:

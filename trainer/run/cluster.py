@@ -36,22 +36,20 @@ from trainer.run.outcome import (
 from trainer.run.rendezvous import bind_address, meet
 from trainer.run.shared_token import offered_token, token_of
 
-# After this time without a heartbeat a process is taken for dead, and JAX ends the others with its
-# own message. Heartbeats are half of it apart, so a process that pauses for 20 seconds is not lost.
+# After this time without a heartbeat a process counts as dead, and JAX ends the others with its own
+# message. Heartbeats are half of it apart, so a process may pause for 20 seconds.
 HEARTBEAT_SECONDS = 45
-# Processes that have met join within this time, unless one has been lost; JAX waits for 300 seconds
-# and then aborts.
+# After the rendezvous, processes join within this time unless one is lost; JAX waits for 300
+# seconds and then aborts.
 JOIN_SECONDS = 50
-DETECT_SECONDS = 300  # for the address of a detected cluster's coordinator, as JAX waits
-# A process that ends with an error waits at most this long for the others, which may be waiting for
-# it.
+DETECT_SECONDS = 300  # wait for a detected cluster's coordinator address, as in JAX
+# A failed process waits at most this long for the others, which may be waiting for it.
 SHUTDOWN_SECONDS = 30
-# The limit of every wait: another process may prepare data for hours. A dead one ends the wait much
+# The limit of every wait: another process may prepare data for hours. Its death ends the wait much
 # sooner.
 WAIT_MILLISECONDS = 24 * 3_600_000
 
-# Numbers the calls of `first_then_others`, equally in every process, so that each call has its own
-# key.
+# Numbers the calls of `first_then_others`, equally in every process, to give each call a key.
 _calls = itertools.count()
 
 # Key of the first failed process's error, and how often the others look for it.
@@ -70,9 +68,9 @@ def join(config: DistributedConfig, simulated: bool, folder: Path | None) -> Non
     Must be called before JAX starts its backend.
 
     Args:
-      simulated: devices are simulated on this machine's CPU, so no cluster is detected.
-      folder: of the run or of one of its stages, in which its processes find their token; None if
-        they do not share it.
+      simulated: whether devices are simulated on this machine's CPU; then no cluster is detected.
+      folder: of the run or a stage, where its processes find their token; None if they do not share
+        it.
     """
     if config.num_processes is not None:
         if jax.distributed.is_initialized():  # for an earlier stage
@@ -82,7 +80,8 @@ def join(config: DistributedConfig, simulated: bool, folder: Path | None) -> Non
         with _at_most(
             JOIN_SECONDS,
             f"process {config.process_id}: not all {config.num_processes} processes joined within "
-            f"{JOIN_SECONDS} s, though all had reached {config.coordinator}; one was lost, start "
+            f"{JOIN_SECONDS} s, although all had reached {config.coordinator}; one was lost, "
+            "start "
             "them again",
         ):
             _initialize(
@@ -93,14 +92,14 @@ def join(config: DistributedConfig, simulated: bool, folder: Path | None) -> Non
                 cluster_detection_method="deactivate",
             )
         return
-    # A second training in one process, or in a notebook that has used JAX, cannot join again.
+    # A second training run in one process, or a notebook that has used JAX, cannot join again.
     if not (simulated or jax.distributed.is_initialized() or xla_bridge.backends_are_initialized()):
         _join_detected()
         if processes() == 1 and (sign := _sign_of_others()):
             print(
-                f"warning: this process trains alone, but {sign}; the others need "
+                f"warning: this process trains alone, but {sign}; every process needs "
                 "--distributed.coordinator, --distributed.process_id and "
-                "--distributed.num_processes, as this one does, or a start by srun or mpirun",
+                "--distributed.num_processes, or a start by srun or mpirun",
                 file=sys.stderr,
             )
 
@@ -108,7 +107,7 @@ def join(config: DistributedConfig, simulated: bool, folder: Path | None) -> Non
 def _join_detected() -> None:
     """Joins the cluster that JAX detects, if there is one.
 
-    The coordinator's address is asked for first: JAX's coordinator would listen on all interfaces.
+    The coordinator's address is queried first: JAX's coordinator would listen on all interfaces.
     """
     address, *_ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         os.environ.get("JAX_COORDINATOR_ADDRESS"), 0, 0, (), None, DETECT_SECONDS
@@ -116,19 +115,20 @@ def _join_detected() -> None:
     if address is None:  # this process is alone
         return
     bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or bind_address(address)
-    with contextlib.suppress(ValueError):  # an address alone is no cluster
+    with contextlib.suppress(ValueError):  # an address alone is not a cluster
         _initialize(coordinator_address=address, coordinator_bind_address=bound)
 
 
 def _sign_of_others() -> str:
-    """Returns the variable by which a cluster says that it has started others too; "" without."""
+    """Returns the variable by which a cluster shows that it started other processes too; "" if
+    none."""
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES"):
         value = os.environ.get(name, "")
         # libtpu writes a sentence there on machines without TPUs.
         listed = "," in value and " " not in value
         if listed or (value.isdigit() and int(value) > 1):
             return f"{name} is {printable(value)}"
-    number = os.environ.get("JOB_COMPLETION_INDEX", "")  # of an indexed job of Kubernetes
+    number = os.environ.get("JOB_COMPLETION_INDEX", "")  # of an indexed Kubernetes job
     return f"JOB_COMPLETION_INDEX is {number}" if number.isdigit() and int(number) > 0 else ""
 
 
@@ -165,15 +165,15 @@ def coordinator_address() -> str:
 def barrier(name: str) -> None:
     """Waits, for a day at most, until every process has called this with the same name.
 
-    No collective is used: gloo's wait only 30 seconds, and one process may compile that much longer
-    than another.
+    Not a collective: gloo's wait only 30 seconds, and one process may compile that much longer than
+    another.
     """
     if jax.process_count() > 1:
         client().wait_at_barrier(name, timeout_in_ms=WAIT_MILLISECONDS)
 
 
 def first_then_others(work: Callable[[str | None], T], encode: Callable[[T], str]) -> T:
-    """Runs `work` in process 0, then, with its message, in the others.
+    """Runs `work` in process 0, then in the others with its message.
 
     All processes call this in the same order.
 
@@ -186,7 +186,7 @@ def first_then_others(work: Callable[[str | None], T], encode: Callable[[T], str
 
     Raises:
       Exception: whatever `work` raises in this process.
-      UserError, TransientError: with the message of an error that `work` raised in another process.
+      UserError, TransientError: with the message of `work`'s error in another process.
     """
     if jax.process_count() == 1:
         return work(None)
@@ -215,8 +215,7 @@ def first_then_others(work: Callable[[str | None], T], encode: Callable[[T], str
 
 
 def exchange(value: Any) -> list[Any]:
-    """Returns what every process has called this with, which JSON must express, in their order; at
-    most some kilobytes each."""
+    """Returns every process's argument, in order; JSON values of at most some kilobytes each."""
     if jax.process_count() == 1:
         return [value]
     key = f"call {next(_calls)}"
@@ -235,7 +234,7 @@ def require_same(values: Mapping[str, Any], error: type[UserError] = UserError) 
     """
 
     def compare(encoded: str | None) -> None:
-        """Compares with the values of process 0, where `encoded` is None."""
+        """Compares with the values of process 0, whose `encoded` is None."""
         if encoded is None:
             return
         expected, own = json.loads(encoded), json.loads(json.dumps(values))
@@ -259,7 +258,7 @@ def _encoded(error: BaseException, prefix: str = "") -> str:
 
 
 def _decoded(told: Mapping[str, Any]) -> UserError:
-    """The error that ends this process after another one's message."""
+    """The error that ends this process on another one's message."""
     return error_with(told["code"], printable(told["message"]))
 
 
@@ -300,24 +299,25 @@ def _failure() -> dict[str, Any] | None:
     """The message of the first process that failed alone."""
     try:
         return json.loads(client().key_value_try_get(_FAILURE))
-    except Exception:  # not found; or the cluster has ended, for which the caller has its own error
+    except Exception:  # not found; or the cluster has ended, which the caller reports
         return None
 
 
 def first_failure() -> Outcome | None:
-    """How the first failed process ends all; None if none has failed, or the cluster is gone."""
+    """The outcome by which the first failed process ends all; None if none failed, or the cluster
+    is gone."""
     if (told := _failure()) is None:
         return None
-    # A permanent error holds for all, as does a signal; another start may pass the rest.
+    # A permanent error or a signal holds for all; a restart may pass the rest.
     code = told["code"] if told["code"] in (WRONG_INPUT, STOPPED, TERMINATED) else TRY_AGAIN
     return Outcome(code, printable(told["message"]))
 
 
 def leave_others(error: BaseException, code: int) -> None:
-    """Tells the others of this process's error, which ends them, and exits with a code.
+    """Reports this process's error to the others, which ends them, and exits with a code.
 
-    JAX would wait for them at the end, in vain, and then abort. A process that has joined no others
-    is unaffected.
+    JAX would wait for them in vain and then abort. A process that has joined no others is
+    unaffected.
     """
     state = distributed.global_state
     if state.client is None or state.num_processes == 1:
@@ -330,7 +330,7 @@ def leave_others(error: BaseException, code: int) -> None:
             _encoded(error, f"process {state.process_id} of {state.num_processes} failed: "),
         )
     if state.process_id == 0:
-        # Lets the others read it: this process holds the key-value store.
+        # Gives the others time to read it: this process holds the key-value store.
         time.sleep(4 * _LOOK_SECONDS)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -338,7 +338,7 @@ def leave_others(error: BaseException, code: int) -> None:
 
 
 def end_others(code: int, line: str) -> None:
-    """Ends the other processes, if there are any, as a signal ends this one without a save."""
+    """Ends the other processes, if any, when a signal ends this one without a save."""
     state = distributed.global_state
     if state.client is None or state.num_processes == 1:
         return
@@ -358,7 +358,7 @@ def end_others(code: int, line: str) -> None:
 
 
 def end_now(line: str) -> None:
-    """Prints why, and ends all processes at once, of which another start may pass; from any
+    """Prints why and ends all processes at once with a code for which a restart may help; from any
     thread."""
     print(f"error: {line}", file=sys.stderr, flush=True)
     end_others(TRY_AGAIN, line)
@@ -380,7 +380,7 @@ def end_all(message: str) -> None:
 
 
 def _end_with_others() -> None:
-    """Ends this process when another one has failed, wherever it waits; see `first_failure`."""
+    """Ends this process, wherever it waits, when another one has failed; see `first_failure`."""
     while not _leaving.wait(_LOOK_SECONDS):
         # After the second wait, since this process may be about to report the same error.
         if (failure := first_failure()) is not None and not _leaving.wait(_LOOK_SECONDS):

@@ -1,11 +1,10 @@
-"""One training at a time in a run's folder in a bucket: a file that its holder writes again every
+"""Allows one training run at a time in a bucket folder, by a file that its holder rewrites every
 few seconds.
 
-A store has no locks that end with their holder. Whoever wants the lease watches the file: if it
-changes, the holder lives; if it does not for LEASE_SECONDS, by the watcher's own clock, the holder
-is gone. Every write is on condition that nobody has written since, so that of two that take the
-lease at once one gets it, and a holder that was cut off for too long finds that it has lost it, and
-ends.
+A store has no locks that end with their holder. Others watch the file: if it changes, the holder
+lives; if it does not for LEASE_SECONDS, by the watcher's clock, the holder is gone. Every write is
+conditional on no write since, so of two that take the lease at once one gets it, and a holder that
+was cut off too long finds that it has lost it, and ends.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _WAIT_OR_STOP = "wait for its end, stop it, or give another --run_dir"
 
 
 class _Seen(NamedTuple):
-    """Since when this process has known the lease to be unchanged."""
+    """The time since which this process has seen the lease unchanged."""
 
     mark: bytes
     since: float
@@ -50,8 +49,8 @@ class Lease:
         """Does not take it yet.
 
         Args:
-          on_loss: called by a thread, with the line that says so, when another has the lease or may
-            have it; unless given, this process and the others end.
+          on_loss: called by a thread, with a message, when another has or may have the lease; by
+            default all processes end.
         """
         self._bucket, self._on_loss = bucket, on_loss or end_now
         self._token = secrets.token_hex(8)
@@ -64,7 +63,7 @@ class Lease:
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
 
     def take(self) -> None:
-        """Takes the lease, of a holder that is gone after LEASE_SECONDS.
+        """Takes the lease, from a holder that is gone after LEASE_SECONDS.
 
         Raises:
           TransientError: another process holds it.
@@ -88,7 +87,7 @@ class Lease:
             time.sleep(_LOOK_SECONDS)
 
     def require(self) -> None:
-        """Returns if the lease is still this process's; to be called before what two must not
+        """Checks that this process still has the lease; call it before writing what two must not
         write.
 
         Raises:
@@ -98,15 +97,15 @@ class Lease:
             raise TransientError(f"{self._bucket.url}: another process has taken the lock")
 
     def release(self) -> None:
-        """Gives the lease back, if it still is this process's."""
+        """Releases the lease, if this process still has it."""
         self._released.set()
         with self._writing, contextlib.suppress(UserError):
-            # Not deleted, which S3 does on no condition: an empty file is free.
+            # Not deleted, since S3 has no conditional delete: an empty file means free.
             self._bucket.write(LOCK, b"", self._mark)
 
     def _write(self, mark: bytes | None = None) -> bool:
-        """Writes the lease on condition of `mark`, that of the last write unless given; returns
-        whether it is ours now."""
+        """Writes the lease on condition of `mark` (default: the last write's); returns whether it
+        is ours now."""
         with self._writing:
             mark = self._mark if mark is None else mark
             self._beats += 1
@@ -117,7 +116,7 @@ class Lease:
             written = self._bucket.write(LOCK, content.encode(), mark, LEASE_SECONDS / 3)
             if (
                 not written
-            ):  # or the answer to the first try was lost, and the second found its own write
+            ):  # or the first try's answer was lost, and the second found our own write
                 found = self._bucket.version(LOCK, LEASE_SECONDS / 3)
                 written = found.mark if found.content == content.encode() else b""
             if written:
@@ -150,8 +149,8 @@ def leased(bucket: Bucket) -> Iterator[Lease]:
 
 
 def require_unused(bucket: Bucket) -> None:
-    """Returns if nobody renews the folder's lease while one beat passes; errors as in `Lease.take`,
-    which waits less then."""
+    """Returns if nobody renews the folder's lease for one beat, which shortens the wait of
+    `Lease.take`; errors as there."""
     first = bucket.version(LOCK)
     begun = time.monotonic()
     while first.content and time.monotonic() < begun + BEAT_SECONDS + 2 * _LOOK_SECONDS:

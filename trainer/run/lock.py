@@ -1,5 +1,5 @@
-"""One training at a time in a run's folder: a lock that ends with the process that holds it,
-however that process ends."""
+"""Allows one training run at a time in a folder, by a lock that ends with its process, however that
+ends."""
 
 import contextlib
 import fcntl
@@ -13,15 +13,14 @@ from typing import TextIO
 
 from data.errors import TransientError
 
-# A network file system keeps the lock of a dead host for a while (NFSv4 for 90 seconds). A run that
-# was preempted and goes on on another host waits for so long.
+# A network file system keeps a dead host's lock for a while (NFSv4 for 90 seconds). A preempted run
+# that continues on another host waits that long.
 LEASE_SECONDS = 120
 
 
 @contextlib.contextmanager
 def held(path: pathlib.Path) -> Iterator[None]:
-    """Holds the lock file `path`, which names the process that holds it and stays when that process
-    is gone.
+    """Holds the lock file `path`, which names its process and stays when that is gone.
 
     Raises:
       TransientError: another process holds it, as in `require_free`.
@@ -38,8 +37,8 @@ def held(path: pathlib.Path) -> Iterator[None]:
 
 
 def require_free(path: pathlib.Path) -> None:
-    """Raises TransientError, naming the holder, if a process holds the lock file `path`. One
-    elsewhere gets time to end."""
+    """Raises TransientError, naming the holder, if a process holds the lock file `path`. A holder
+    on another host gets time to end."""
     if path.exists():
         with open(path, "a+", encoding="utf-8") as file:
             _lock(file)
@@ -63,17 +62,17 @@ def _lock(file: TextIO) -> None:
             print(f"{folder}: {holder}; waiting for its end", file=sys.stderr)
         if time.monotonic() > deadline:
             raise TransientError(
-                f"{folder}: {holder}; stop it, or delete {file.name} where that host is gone"
+                f"{folder}: {holder}; stop it, or delete {file.name} if that host is gone"
             )
         time.sleep(1)
 
 
 def _try_lock(file: TextIO) -> bool:
-    """Whether the file is now locked by this process, or lies on a file system without locks."""
+    """Whether this process now holds the lock, or the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        pass  # stores mounted as folders and some Lustre have no locks: go on without
+        pass  # stores mounted as folders and some Lustre have no locks: continue without
     return True

@@ -1,4 +1,4 @@
-"""A run's JSONL logs: cut back when the run continues, and checked against its checkpoint.
+"""A run's JSONL logs: truncated when the run continues, and checked against its checkpoint.
 
 A log can lose its end, or change, without an unreadable line. A checkpoint therefore records how
 many lines each log had, and their hash.
@@ -42,18 +42,17 @@ class Written:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """The record in a checkpoint."""
         return {"lines": self.lines, "sha256": self.sha256.hexdigest()}
 
 
 def cut_back(path: pathlib.Path, last_step: int, saved: Mapping[str, Any] | None = None) -> Written:
-    """Removes lines after `last_step` from a log, if it exists; returns the rest's record.
+    """Removes lines after `last_step` from a log, if it exists; returns the record of the rest.
 
     Unreadable lines are moved to PATH.unreadable. Warnings name them, and lost or changed lines.
 
     Args:
-      saved: `Written.data` of this log when the checkpoint of `last_step` was saved; None if it has
-        none.
+      saved: `Written.data` of this log at the save of `last_step`; None if there is none.
     """
     kept, unreadable, numbers = [], [], []
     lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -76,11 +75,11 @@ def cut_back(path: pathlib.Path, last_step: int, saved: Mapping[str, Any] | None
     if saved and len(kept) + len(unreadable) < saved["lines"]:
         _warn(
             f"{path}: {saved['lines']} lines had been written up to step {last_step}, and "
-            f"{len(kept)} are left; the rest is lost (training does not depend on it)"
+            f"{len(kept)} are left; the rest are lost (training does not depend on them)"
         )
     elif saved and not unreadable and written.data != saved:
         _warn(
-            f"{path}: its lines up to step {last_step} have been changed since they were written "
+            f"{path}: its lines up to step {last_step} have changed since they were written "
             "(training does not depend on them)"
         )
     if lines:

@@ -1,9 +1,9 @@
-"""The small files of a run in a bucket: kept on this machine while it trains, and copied to the
-bucket as they change.
+"""The small files of a run in a bucket: kept locally during training, and copied to the bucket as
+they change.
 
 Logs, NAME.jsonl, are kept there as parts, NAME.jsonl/SERIES-OFFSET, each with the lines from that
-byte on, since an object cannot be appended to. The first part of a series is the whole log of its
-time, so that earlier series do not count: a start that cuts a log back, or finds many parts, begins
+byte on, since objects cannot be appended to. The first part of a series is the whole log at that
+time and supersedes earlier series: a start that truncates a log, or finds many parts, begins
 another series. All other files are copied whole.
 """
 
@@ -20,18 +20,17 @@ from pathlib import Path, PurePosixPath
 from data.errors import UserError
 from trainer.run.bucket import Bucket
 
-PUSH_SECONDS = 30.0  # between copies; another is made before each checkpoint, and at the end
-MOST_PARTS = 100  # of a log, from which on the next start makes one of them
+PUSH_SECONDS = 30.0  # between copies; there is also one before each checkpoint and at the end
+MOST_PARTS = 100  # of a log, from which the next start merges them
 _LOG = ".jsonl"
-# What is not mirrored, but written to the bucket itself: checkpoints, profiles and the lock; and
-# earlier stages, which are runs of their own.
+# Not mirrored: checkpoints, profiles and the lock, written to the bucket directly; and earlier
+# stages, which are separate runs.
 _APART = ("checkpoints/", "profile/", "stages/", "lock")
 
 
 @dataclass
 class _Log:
-    """What the bucket holds of a log: its newest series, how many bytes that has, their digest, and
-    the parts."""
+    """A log in the bucket: its newest series, that series' bytes and digest, and the parts."""
 
     series: int = 0
     size: int = 0
@@ -40,7 +39,7 @@ class _Log:
 
 
 class Mirror:
-    """A run's small files, in a folder of this machine and in a bucket."""
+    """A run's small files, in a local folder and in a bucket."""
 
     def __init__(self, bucket: Bucket, folder: Path) -> None:
         self.bucket, self.folder = bucket, folder
@@ -49,7 +48,7 @@ class Mirror:
         self._writing = threading.Lock()
 
     def pull(self, only: str = "") -> None:
-        """Replaces the local folder by what the bucket holds, or by one file of it."""
+        """Replaces the local folder, or one of its files, with the bucket's."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self._logs, self._copied = {}, {}
@@ -64,7 +63,7 @@ class Mirror:
             self._logs[name] = _Log(series, len(content), _digest(content), parts)
 
     def push(self) -> None:
-        """Copies to the bucket what has changed since the last call."""
+        """Copies to the bucket everything that changed since the last call."""
         with self._writing:
             files = {
                 path.relative_to(self.folder).as_posix(): path
@@ -105,7 +104,7 @@ def logs_and_others(
       files: name -> content of all files.
 
     Returns:
-      Each log's name -> its newest series and that series' content; and the other files as given.
+      Each log's name -> its newest series and its content; and the other files unchanged.
     """
     logs: dict[str, tuple[int, bytes]] = {}
     others: dict[str, bytes] = {}
@@ -122,8 +121,8 @@ def logs_and_others(
 
 @contextlib.contextmanager
 def mirrored(mirror: Mirror) -> Iterator[None]:
-    """Pushes every PUSH_SECONDS while the context lasts, and at its end. A push that fails is made
-    up for by the next."""
+    """Pushes every PUSH_SECONDS within the context, and at its end. The next push makes up for a
+    failed one."""
     ended = threading.Event()
 
     def push() -> None:

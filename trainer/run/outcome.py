@@ -1,8 +1,8 @@
 """How a command ends: an error's exit code and message. docs/clusters.md has the table.
 
 A launcher decides by the code alone whether to restart the command. WRONG_INPUT is for errors
-before the work, or that would recur exactly, such as a non-finite loss; TRY_AGAIN is for all that
-another start may pass.
+before the work, or that would recur exactly, such as a non-finite loss; TRY_AGAIN is for everything
+a restart may pass.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NamedTuple
 from data.errors import TransientError, UserError, causes, is_transient
 
 SUCCESS = 0
-UNEXPECTED = 1  # a bug, with its traceback
-WRONG_INPUT = 2  # an error that the user can fix, and that would recur
+UNEXPECTED = 1  # a bug, with a traceback
+WRONG_INPUT = 2  # an error the user can fix, which would recur
 # 75: a lost connection or process, a mount, a full disk, a lock, a time-out.
 TRY_AGAIN = os.EX_TEMPFAIL
 STOPPED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
-MAX_MESSAGE = 4000  # characters of an error; the recipe values in it may be of any size
+MAX_MESSAGE = 4000  # characters of an error; the recipe values in it may have any size
 
 
 class Outcome(NamedTuple):
@@ -31,8 +31,7 @@ class Outcome(NamedTuple):
     code: int
     """Its exit code."""
     message: str | None
-    """Its last line on standard error, without a prefix; None for an unexpected error with a
-    traceback."""
+    """Its last line on standard error, without a prefix; None for a bug with a traceback."""
 
 
 def outcome_of(error: BaseException) -> Outcome:
@@ -47,7 +46,7 @@ def outcome_of(error: BaseException) -> Outcome:
         return Outcome(
             WRONG_INPUT,
             f"out of memory: {str(error) or 'the host has no more'}; a host with more memory, or "
-            "fewer other programs on it, would work",
+            "fewer other programs on it, would help",
         )
     if isinstance(error, RuntimeError) and (message := _out_of_memory(error)):
         return Outcome(WRONG_INPUT, message)
@@ -66,7 +65,7 @@ def error_with(code: int, message: str) -> UserError:
 
 
 def one_line(message: str) -> str:
-    """Returns the message on one line; the middle is cut out above MAX_MESSAGE characters."""
+    """Returns the message on one line, without its middle if longer than MAX_MESSAGE."""
     line, half = " ".join(message.split("\n")), MAX_MESSAGE // 2
     return line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}"
 
@@ -86,7 +85,7 @@ def _out_of_memory(error: RuntimeError) -> str | None:
     return (
         f"out of memory: {needed}; memory.remat nothing, every_k or offload, chunks "
         "(memory.query_chunks, memory.feed_forward_chunk, memory.loss_chunk) and a larger "
-        "mesh.sequence take less; python -m scripts.plan tells what fits" + _gpu_advice()
+        "mesh.sequence take less; python -m scripts.plan says what fits" + _gpu_advice()
     )
 
 

@@ -1,9 +1,8 @@
-"""SIGTERM, SIGHUP and Ctrl-C as notices to finish the running step, save it and end.
+"""SIGTERM, SIGHUP and Ctrl-C as requests to finish the running step, save it and end.
 
 Spot machines, Slurm and Kubernetes send SIGTERM before they kill a process. A second Ctrl-C ends
-the process at once. A notice to one process of several reaches all: JAX's preemption service passes
-it on, and all processes agree on a step that none has finished yet, and save it. A single process
-saves the running step.
+the process at once. With several processes, JAX's preemption service passes a notice on, and all
+agree on a step that none has finished yet, and save it. A single process saves the running step.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM
 
-# A folder in the cluster's key-value store with the name of the signal for which a SIGTERM stands.
+# A folder in the cluster's key-value store, with the name of the signal behind a SIGTERM.
 _MEANT = "longstripe/signal"
 # What JAX's preemption service writes into it when a process gets SIGTERM, and how often process 0
 # looks.
@@ -30,9 +29,9 @@ _REASONS = {
     SIGHUP: "preempted (SIGHUP)",
 }
 # Numbers the queries to JAX's preemption service, equally in every process. The service counts from
-# 0, names the number after the highest that a process has used, and then waits for exactly that
-# number. Step numbers would not work: those of a resumed run begin later, and a notice before its
-# first step would name a number that never comes.
+# 0, picks the number after the highest one used, and then waits for exactly that number. Step
+# numbers would not work: a resumed run's begin later, and a notice before its first step would pick
+# a number that never comes.
 _questions = itertools.count(1)
 
 
@@ -55,15 +54,15 @@ def notices(
 ) -> Iterator[Callable[[], signal.Signals | None]]:
     """Catches SIGTERM, SIGHUP and Ctrl-C within the context.
 
-    Before the context, a signal ends a single process at once, since there is nothing to save.
+    Before the context a signal ends a single process at once, since there is nothing to save.
 
     Args:
-      no_time_to_finish: called by a thread on SIGTERM, of several processes in process 0: returns
-        the line with which all end at once, or None to finish the running step.
+      no_time_to_finish: called by a thread on SIGTERM, in process 0: returns the line with which
+        all processes end at once, or None to finish the running step.
 
     Yields:
-      A function that every process calls after each step. It returns the signal if this step is to
-      be saved and is the last, else None.
+      A function for every process to call after each step. It returns the signal if this step must
+      be saved as the last one, else None.
     """
     import jax
     from jax.experimental import multihost_utils
@@ -152,7 +151,8 @@ def _on_arrival(act: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _when_a_process_is_preempted(no_time_to_finish: Callable[[], str | None]) -> Iterator[None]:
-    """In process 0: ends all after a SIGTERM to any, if there is no time to finish the step."""
+    """In process 0: ends all processes after a SIGTERM to any, if there is no time to finish the
+    step."""
     from trainer.run.cluster import client, process, processes
 
     if processes() == 1 or process() != 0:
@@ -162,8 +162,8 @@ def _when_a_process_is_preempted(no_time_to_finish: Callable[[], str | None]) ->
 
     def watch() -> None:
         while not closed.wait(_LOOK_SECONDS):
-            # Raises while there is no notice, and when the service is gone, of which the loop
-            # learns by itself.
+            # Raises while there is no notice, and when the service is gone, which the loop notices
+            # itself.
             with contextlib.suppress(Exception):
                 client().key_value_try_get(_JAX_NOTICE)
                 if not client().key_value_dir_get(_MEANT) and (line := no_time_to_finish()):
@@ -190,5 +190,5 @@ def _end_at_once(line: str) -> None:
 def _exit_now() -> None:
     """Ends the process without any cleanup."""
     if sys.__stderr__ is not None and sys.__stderr__.isatty():
-        os.write(2, b"\x1b[?25h\n")  # shows the cursor again, which the progress bar hid
+        os.write(2, b"\x1b[?25h\n")  # shows the cursor that the progress bar hid
     os._exit(128 + SIGINT)

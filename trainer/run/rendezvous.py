@@ -1,9 +1,9 @@
-"""A cluster's processes meet before JAX's own rendezvous, which would wait long and abort.
+"""A rendezvous of a cluster's processes before JAX's own, which would wait long and abort.
 
 They meet at the coordinator's address. Anyone who reaches the port may connect: a thread per
 connection reads one short line, answers with a random challenge, and trusts the line only with a
-proof, made of the challenge and the run's token if there is one (`shared_token`). So a recorded
-line is worth nothing, and the token is never sent. One deadline covers all.
+proof made from the challenge and the run's token, if any (`shared_token`). So replaying a line is
+useless, and the token is never sent. One deadline covers all.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from data.within import parse_json
 from trainer.run.outcome import error_with, outcome_of
 from trainer.run.shared_token import TOKEN, TOKEN_FILE
 
-# How long processes wait for each other: on one machine they start together; several may have to
-# fetch an image.
+# How long processes wait for each other: on one machine they start together; several machines may
+# have to fetch an image.
 LOCAL_SECONDS = 60
 SECONDS = 300
 REPORT_SECONDS = 15  # between process 0's lines about absent processes
 _GO = "go"
 _LONGEST_LINE = 4096  # bytes
-_LINE_SECONDS = 5.0  # to receive a connection's line
-_CONNECTIONS = 4096  # served at a time; further connections are turned away
-_PAUSE_SECONDS = 0.1  # after a connection for which this process has no file handle or thread
+_LINE_SECONDS = 5.0  # seconds to receive a connection's line
+_CONNECTIONS = 4096  # connections served at a time; more are turned away
+_PAUSE_SECONDS = 0.1  # pause after a connection for which there was no file handle or thread
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -44,10 +44,10 @@ class _Arrival(NamedTuple):
 
     number: int
     processes: int
-    """The number of processes with which it was started."""
+    """The number of processes it was started with."""
 
     def proof(self, challenge: str, token: str) -> str:
-        """What only a process with the token can answer to a challenge."""
+        """The answer to a challenge that only a process with the token can give."""
         claims = f"{challenge} {self.number} {self.processes}"
         return hmac.new(token.encode("utf-8", "replace"), claims.encode(), "sha256").hexdigest()
 
@@ -66,8 +66,8 @@ def meet(
       process: number of this process.
       processes: number of all processes.
       seconds: how long to wait; LOCAL_SECONDS or SECONDS by default.
-      token: the run's, without which no process is trusted; or a function that returns it, which
-        is called when process 0 has answered.
+      token: the run's, without which no process is trusted; or a function that returns it, called
+        when process 0 has answered.
 
     Raises:
       TransientError: a process does not arrive in time, or the port is in use.
@@ -86,10 +86,10 @@ def meet(
 
 
 def bind_address(address: str) -> str:
-    """Returns HOST:PORT on which JAX's coordinator listens, on the named interface only.
+    """Returns the HOST:PORT for JAX's coordinator to listen on: the named interface, or all
+    interfaces if the name belongs to none of this machine's, as behind a load balancer.
 
-    If the name belongs to no interface of this machine, as behind a load balancer, it is all
-    interfaces.
+
     """
     host, port = _split(address)
     family, ip = _own_interface(host, port) or (socket.AF_INET6, "::")
@@ -109,8 +109,8 @@ def _split(address: str) -> tuple[str, int]:
 def _own_interface(host: str, port: int) -> tuple[int, str] | None:
     """The family and address of the local interface with this name; None if there is none.
 
-    A machine often knows its name as a loopback address, which other machines cannot reach: that is
-    None too.
+    None also for a loopback address, as a machine often resolves its name to: other machines cannot
+    reach it.
     """
     if not host:
         return None
@@ -129,7 +129,7 @@ def _own_interface(host: str, port: int) -> tuple[int, str] | None:
 
 
 class _Gathering:
-    """Process 0 waits for all others, and tells them to proceed or why not."""
+    """Process 0 waits for all others, then tells them to proceed, or why not."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class _Gathering:
                 return
             if now >= report:
                 print(
-                    f"process 0: {self._absent()} not here yet; waiting for up to "
+                    f"process 0: {self._absent()} missing; waiting for up to "
                     f"{self.deadline - now:.0f} s more",
                     file=sys.stderr,
                     flush=True,
@@ -196,7 +196,7 @@ class _Gathering:
             self.changed.wait(min(self.deadline, report) - now)
 
     def _all_are_here(self) -> bool:
-        """Whether all others have arrived and none has left again, as during a restart."""
+        """Whether all others have arrived and none has left again, as in a restart."""
         if len(self.arrived) < self.processes - 1:
             return False
         for number in [
@@ -239,7 +239,7 @@ class _Gathering:
             except OSError:
                 if time.monotonic() >= self.deadline:  # `run` has closed the server
                     return
-                time.sleep(_PAUSE_SECONDS)  # strangers hold all file handles for a moment
+                time.sleep(_PAUSE_SECONDS)  # strangers briefly hold all file handles
                 continue
             if not self.places.acquire(blocking=False):
                 connection.close()
@@ -254,7 +254,7 @@ class _Gathering:
                 time.sleep(_PAUSE_SECONDS)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Reads a connection's line; anyone but the run's processes is turned away silently."""
+        """Reads a connection's line; silently turns away all but the run's processes."""
         try:
             arrival = _read_arrival(
                 connection, min(self.deadline, time.monotonic() + _LINE_SECONDS), self.token
@@ -282,7 +282,7 @@ class _Gathering:
             elif number in self.arrived and not _has_left(self.arrived[number]):
                 self.problem = UserError(
                     f"two processes at {self.address} have distributed.process_id {number}; each "
-                    "needs a number of its own"
+                    "needs a unique number"
                 )
             if self.problem:
                 self.refused.append(connection)
@@ -293,7 +293,7 @@ class _Gathering:
 
 
 def _has_left(connection: socket.socket) -> bool:
-    """Whether the other side has closed the connection, since its process was restarted."""
+    """Whether the other side has closed the connection because its process was restarted."""
     connection.setblocking(False)
     try:
         return not connection.recv(1, socket.MSG_PEEK)
@@ -304,7 +304,7 @@ def _has_left(connection: socket.socket) -> bool:
 
 
 def _read_arrival(connection: socket.socket, deadline: float, token: str) -> _Arrival | None:
-    """What a connection says before a deadline; None if it is not one of the run's processes."""
+    """A connection's claim before a deadline; None if it is not one of the run's processes."""
     try:
         message = parse_json(_receive(connection, deadline))
         arrival = _Arrival(message["process"], message["of"])
@@ -357,7 +357,8 @@ def _report(
             if answer:
                 raise _answered(answer)
             problem = (
-                f"it ended without an answer; {TOKEN} or RUN/{TOKEN_FILE} must be the same for all"
+                f"it ended without an answer; {TOKEN} or RUN/{TOKEN_FILE} must be equal in all "
+                "processes"
             )
         except OSError as error:
             problem = error.strerror or str(error)
@@ -370,7 +371,7 @@ def _report(
         time.sleep(min(0.2, max(left, 0)))
     raise TransientError(
         f"process {process}: process 0 could not be reached at distributed.coordinator {address} "
-        f"within {seconds:.0f} s ({printable(problem)}); start it too, with an address and port "
+        f"within {seconds:.0f} s ({printable(problem)}); start it too, at an address and port "
         "that this machine can reach"
     )
 
@@ -395,7 +396,7 @@ def _answered(answer: str) -> UserError:
 
 
 def _receive(connection: socket.socket, deadline: float) -> str:
-    """Returns a line from the other side, or its beginning if the connection closes.
+    """Returns a line from the other side, truncated if the connection closes.
 
     Raises:
       OSError: the `deadline` of time.monotonic() has passed.

@@ -10,7 +10,7 @@ from trainer.checkpoint.manifest import MANIFEST, DamagedError, ForeignError, fi
 
 
 def evaluated(about: Mapping[str, Any]) -> str:
-    """Returns the path or name of what was evaluated: the adapter if any, else the checkpoint."""
+    """Returns the path or name of the evaluated model: the adapter if any, else the checkpoint."""
     return str(about.get("adapter") or about.get("checkpoint") or "a model without a name")
 
 
@@ -37,7 +37,7 @@ def is_of_run(about: Mapping[str, Any], run: Path) -> bool:
 def _is_inside(name: str, run: Path) -> bool:
     try:
         return Path(name).expanduser().resolve().is_relative_to(run.resolve())
-    except (OSError, ValueError, RuntimeError):  # no path, or of a user that this machine lacks
+    except (OSError, ValueError, RuntimeError):  # not a path, or of a user this machine lacks
         return False
 
 
@@ -50,7 +50,7 @@ def foreign_run(about: Mapping[str, Any], output: Path) -> Path | None:
 
 
 def _weights(about: Mapping[str, Any]) -> str:
-    """Returns the fingerprint of what was trained: the adapter's if there is one."""
+    """Returns the fingerprint of the trained part: the adapter's if there is one."""
     model = about.get("model")
     return model.rpartition("+")[2] if isinstance(model, str) else ""
 

@@ -1,4 +1,4 @@
-"""The secret that a run's processes share, by which they know each other when they meet."""
+"""The secret by which a run's processes recognise each other at the rendezvous."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from pathlib import Path
 from data.errors import UserError
 from data.within import read_text
 
-# The environment variable, or the file in the run's folder, that holds it.
+# The environment variable, or file in the run's folder, that holds it.
 TOKEN, TOKEN_FILE = "LONGSTRIPE_TOKEN", "token"
 _MOST_BYTES = 2048
 
 
 def token_of(folder: Path | None) -> str:
-    """Returns the secret of the processes that train in a run's folder; "" where they have none.
+    """Returns the secret of the processes that train in a run's folder; "" if there is none.
 
     Args:
-      folder: of the run or of one of its stages; None where the processes share no folder.
+      folder: of the run or a stage; None if the processes share no folder.
 
     Raises:
-      UserError: its file is empty, or no plain file of the folder.
+      UserError: its file is empty, or not a plain file in the folder.
     """
     token = os.environ.get(TOKEN, "")
     if token or folder is None or not os.path.lexists(path := _token_file(folder)):
         return token
     if token := read_text(path, path.parent, _MOST_BYTES).strip():
         return token
-    raise UserError(f"{path}: is empty; a secret, such as openssl rand -hex 32 prints, would work")
+    raise UserError(f"{path}: is empty; a secret such as openssl rand -hex 32 prints would work")
 
 
 @contextlib.contextmanager
@@ -38,8 +38,8 @@ def offered_token(folder: Path | None) -> Iterator[str]:
     """Yields process 0's token: that of `token_of`, or a new one, kept in its file meanwhile.
 
     The other processes read the file once process 0 has answered them; it is deleted at the end of
-    the context. A folder that has other files than a run's, or that cannot be written to, gets no
-    file: then the token is `token_of`'s, perhaps empty.
+    the context. A folder with other files than a run's, or an unwritable one, gets no file: then
+    the token is `token_of`'s, perhaps empty.
 
     Args:
       folder: the run's; None for none.
@@ -71,7 +71,7 @@ def _token_file(folder: Path) -> Path:
 
 
 def _may_hold(path: Path) -> bool:
-    """Whether a token's folder is a run's, or is empty or absent and may become one."""
+    """Whether a token's folder is a run's, or may become one, being empty or absent."""
     folder = path.parent
     try:
         return not folder.exists() or (folder / "config.yaml").exists() or not any(folder.iterdir())

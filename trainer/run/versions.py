@@ -13,7 +13,7 @@ from data.errors import TransientError
 from trainer.run.cluster import require_same
 
 ROOT = Path(__file__).resolve().parents[2]
-# What can affect a training's result; planning and scripts cannot.
+# The folders that can affect training's result.
 _TRAINED_WITH = ("train.py", "trainer", "data", "model", "eval")
 _LIBRARIES = ("jax", "jaxlib", "libtpu")
 _PLUGINS = ("jax-cuda", "jax-rocm")  # prefixes of GPU packages
@@ -22,7 +22,7 @@ _SHOWN = 12  # characters of a digest or commit
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Returns name -> version of this project's source and each library, for records.
+    """Returns name -> version of this project's source and each library.
 
     `source` is a digest of the project's Python files, committed or not; `commit` is git's, if
     there is one.
@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
 
 
 def source_digest(root: Path) -> str:
-    """Returns a digest of names and contents of training's Python files below `root`."""
+    """Returns a digest of the names and contents of training's Python files below `root`."""
     digest = hashlib.sha256()
     for name in _TRAINED_WITH:
         path = root / name
@@ -51,10 +51,10 @@ def source_digest(root: Path) -> str:
 
 
 def require_same_code() -> None:
-    """Raises TransientError in every process if one has another source or JAX than process 0.
+    """Raises TransientError in every process if one differs from process 0 in source or JAX.
 
-    A launcher installs again before another start, which may then pass. Only the commit may differ:
-    a tree copied without git has the same source.
+    A launcher reinstalls before a restart, which may then pass. Only the commit may differ: a tree
+    copied without git has the same source.
     """
     require_same(
         {
@@ -94,6 +94,6 @@ def _commit(root: Path) -> str | None:
             check=True,
             timeout=10,
         )
-    except (OSError, subprocess.SubprocessError):  # no git here, or a folder of another user's
+    except (OSError, subprocess.SubprocessError):  # no git here, or another user's folder
         return None
     return done.stdout.strip()[:_SHOWN]

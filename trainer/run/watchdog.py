@@ -1,9 +1,9 @@
-"""Ends a stalled run: every process prints its stacks, and the reason names who is behind.
+"""Ends a stalled run: every process prints its stacks, and the message says which process is
+behind.
 
 A thread in each process compares the time since the last progress with a limit: one for steps,
-others for compiling, saving and evaluating. It also tells process 0 every few seconds that this
-process is alive; when one falls silent, process 0 ends all, before JAX would abort without a
-reason.
+others for compiling, saving and evaluating. It also sends process 0 a sign of life every few
+seconds; when a process falls silent, process 0 ends all before JAX would abort without a reason.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from trainer.config.schema import DistributedConfig
 from trainer.run import cluster
 from trainer.run.outcome import TRY_AGAIN
 
-# A step may take this many times the usual one, if that exceeds distributed.stall_minutes.
+# A step may take this many times as long as usual, if that exceeds distributed.stall_minutes.
 USUAL_STEPS = 10
-# Heartbeats of JAX's client end a process after cluster.HEARTBEAT_SECONDS; processes that pause for
-# 20 seconds are waited for.
+# JAX's heartbeats end a process after cluster.HEARTBEAT_SECONDS; a pause of 20 seconds is
+# tolerated.
 SILENT_SECONDS = 35.0
 _PERIOD = 5.0  # seconds between two looks
 _PROGRESS = "longstripe/progress"
@@ -44,7 +44,7 @@ class Watchdog:
         self._beats = 0
         self._heard: dict[
             str, tuple[int, float]
-        ] = {}  # process 0: number -> its last beat, and when it came
+        ] = {}  # process 0: number -> its last message and when it came
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -67,15 +67,15 @@ class Watchdog:
             self.limit = None
 
     def step_seconds_left(self) -> float | None:
-        """Returns the seconds until the running step ends, by the steps before; None if none is
-        running or was timed."""
+        """Returns the expected seconds until the running step ends; None if none is running or was
+        timed."""
         if self.doing != "in a step" or not self._recent:
             return None
         return max(0.0, statistics.median(self._recent) - (time.monotonic() - self.since))
 
     @contextlib.contextmanager
     def phase(self, doing: str, minutes: float) -> Iterator[None]:
-        """Sets a limit for the context; afterwards the previous limit starts again."""
+        """Sets a limit within the context; afterwards the previous limit starts over."""
         before = self.doing, self.limit
         self.doing, self.limit, self.since = doing, _seconds(minutes), time.monotonic()
         try:
@@ -108,7 +108,7 @@ class Watchdog:
         """Tells the others what this process does."""
         if cluster.processes() > 1:
             self._beats += 1
-            # The service is gone, which its client reports.
+            # the service is gone; its client reports that
             with contextlib.suppress(Exception):
                 cluster.client().key_value_set(
                     f"{_PROGRESS}/{cluster.process()}",
@@ -140,7 +140,7 @@ class Watchdog:
         )
 
     def _who_is_behind(self) -> str:
-        """Names the processes at an earlier step than the others, or silent ones."""
+        """Names the processes that are behind the others, or silent ones."""
         others = self._others()
         if not others:
             return "the stacks above show where this process waits"
@@ -151,7 +151,7 @@ class Watchdog:
             if step < max(steps.values())
         ]
         missing = [
-            f"process {number} has said nothing"
+            f"process {number} has not reported"
             for number in range(cluster.processes())
             if str(number) not in steps
         ]

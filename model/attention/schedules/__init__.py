@@ -1,5 +1,5 @@
-"""Schedules: which ranks compute which blocks of attention when, and what travels. The contract is
-`schedule.py`."""
+"""Schedules: which ranks compute which blocks of attention when, and what travels; the contract is
+in `schedule.py`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def get_schedule(
       schedule: a name, a mapping {name: ..., option: value}, or a schedule.
       size: the ranks of the sequence axis.
       layout: the layout of the arrays, if known. In a contiguous one `balanced` needs half the
-        kernel calls, and `ring` and `balanced` leave out ranks beyond a window's reach.
+        kernel calls, and `ring` and `balanced` skip ranks beyond a window's reach.
 
     Raises:
       ValueError: an unknown name or option, an invalid value, or a schedule, at any depth, that
@@ -70,14 +70,13 @@ def get_schedule(
 
 
 def in_any_layout(schedule: Any) -> Any:
-    """Returns a schedule that is exact whatever layout it was made for; a name or options are
-    returned as they are."""
+    """Returns the schedule made exact for any layout; names and options are returned unchanged."""
     return _ordered(schedule, False) if isinstance(schedule, Schedule) else schedule
 
 
 def _ordered(schedule: Any, ordered: bool = True) -> Schedule:
-    """The schedule for shards that are runs of tokens in the order of ranks, or else for any; the
-    same for its inner schedule, if any."""
+    """The schedule for shards that are runs of tokens in rank order, or else for any; likewise its
+    inner schedule, if any."""
     changes: dict[str, Any] = {"ordered": ordered} if hasattr(schedule, "ordered") else {}
     if hasattr(schedule, "inner"):
         changes["inner"] = _ordered(schedule.inner, ordered)

@@ -6,9 +6,8 @@ coordinates, 2 (P - 1) T numbers, then calls the kernel once over all P T keys. 
 gather again, because the gathered K and V are not kept, and after the kernel one reduce-scatter of
 dK and dV in float32, 2 (P - 1) T Hkv D numbers.
 
-These are as many bytes as a ring's, but in transfers that no kernel hides, and each device holds K
-and V of the whole sequence. With few key heads that is little, which makes this a strong simple
-baseline.
+The bytes equal a ring's, but no kernel hides the transfers, and each device holds K and V of the
+whole sequence. With few key heads that is little, which makes this a strong simple baseline.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class AllGather(Schedule):
         dq, dkv = kernel.gradients(
             None, queries, _gather(keys, context.ranks), saved, **context.scores
         )
-        # dK and dV apart: for a stack the TPU compiler emits an all-reduce, which moves twice the
-        # bytes.
+        # dK and dV separately: for a stack the TPU compiler emits an all-reduce, which moves twice
+        # the bytes.
         return Gradients(dq, *context.ranks.reduce_scatter(tuple(dkv), 1))
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:

@@ -3,12 +3,10 @@ of ranks.
 
 Without overlap (Attention2D-NO, section 3.2, Algorithm 1), on a grid of R rows and C columns:
 
-1. K and V are transposed from column-major to row-major order (line 2). That makes the ranks'
-causal masks triangles; it is
-   left out here, because exactness does not need it where coordinates travel.
+1. K and V are transposed from column-major to row-major order (line 2), which makes the ranks'
+  causal masks triangles. Omitted here: with coordinates, exactness does not need it.
 2. A rank gathers the queries of its row (line 3) and the keys and values of its column (line 4), so
-that each block of queries
-   is together with each block of keys on exactly one rank.
+  each block of queries meets each block of keys on exactly one rank.
 3. The kernel is called once (line 5).
 4. The partial results of a row are merged and scattered (lines 6 and 7).
 
@@ -22,10 +20,10 @@ and values, 2 T Hkv D each, and in the merge C - 1 partial outputs in float32 wi
 
 With `overlap` (Attention2D-O, section 3.4, Algorithms 4 to 6; backward Appendix B, Algorithms 8 to
 11) nothing is gathered at once. K and V pass round the column while the rank computes with its own
-queries; then the queries of the row pass by, one block travelling while another is computed with.
-Partial results, and dQ, follow one hop behind to their owner, and dK and dV are reduce-scattered
-round the column while the last block of queries is computed with, block after block. As many
-numbers travel, and every hop overlaps with a kernel but the last one of a partial result or dQ.
+queries; then the queries of the row pass by, one block travelling while another is in use. Partial
+results, and dQ, follow one hop behind to their owner, and dK and dV are reduce-scattered round the
+column during the last block of queries, block after block. The same numbers travel, and every hop
+except the last one of a partial result or dQ overlaps with a kernel.
 """
 
 from __future__ import annotations
@@ -99,8 +97,8 @@ class Attention2D(Schedule):
             BackwardInputs(dout, lse, delta),
             **context.scores,
         )
-        # dK and dV apart: for a stack the TPU compiler emits an all-reduce, which moves twice the
-        # bytes.
+        # dK and dV separately: for a stack the TPU compiler emits an all-reduce, which moves twice
+        # the bytes.
         return Gradients(row.reduce_scatter(dq, 1), *column.reduce_scatter((dk, dv), 1))
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
@@ -150,12 +148,12 @@ class Attention2D(Schedule):
 def fewest_bytes(ranks: int, query_heads: int, kv_heads: int, itemsize: int) -> int:
     """Returns the number of grid columns with which both passes receive the fewest bytes.
 
-    Coordinates and lse are not counted. Section 3.2: where the traffic along rows and columns
-    differs, a rectangular grid is better than a square one.
+    Coordinates and lse are not counted. Section 3.2: if the traffic along rows and columns differs,
+    a rectangular grid beats a square one.
 
     Args:
       ranks: of the grid.
-      itemsize: bytes of a number of queries, keys and values.
+      itemsize: bytes per element of queries, keys and values.
     """
 
     def received(columns):
@@ -171,8 +169,8 @@ def _merge_scatter(row: Ranks, partial: AttentionPartial) -> AttentionPartial:
     """The reduce-scatter of Algorithm 1: partial results of the row's queries [B, C T, ...],
     merged; each rank gets its own.
 
-    XLA has no reduce-scatter that merges. So every rank rescales its results to the largest lse of
-    the row, and then sums do.
+    XLA has no merging reduce-scatter, so every rank rescales its results to the row's largest lse,
+    and then a sum suffices.
     """
     highest = lax.pmax(partial.lse, row.axis, axis_index_groups=row.groups())
     highest = jnp.where(jnp.isneginf(highest), 0.0, highest)
@@ -204,8 +202,7 @@ def _overlapped_forward(
         keys.stacked(), column.size - 1, column.shift, column.shift, visit_keys
     )
     column_keys = _concatenate(blocks)
-    # The next queries are sent on when they are computed with, not while the column's keys still
-    # pass by.
+    # The next queries are sent on when they are in use, not while the column's keys still pass by.
     own, incoming = lax.optimization_barrier((own, incoming))
 
     def visit_queries(carry, queries):  # GthrCmptSctr, Algorithm 6
@@ -228,14 +225,14 @@ def _overlapped_backward(
     row: Ranks,
     column: Ranks,
 ) -> Gradients:
-    """Algorithm 8: as the forward; dK and dV stay until the row's last queries pass by, and then
+    """Algorithm 8, like the forward; dK and dV stay until the row's last queries pass by, then
     leave for their owners."""
     if row.size == 1:
         return Ring().backward(
             kernel, queries, keys, saved, dataclasses.replace(context, ranks=column)
         )
     send = _to_left(row)
-    # Stacked, as K and V are, so that few transfers are needed and all can be in flight at a time.
+    # Stacked like K and V, so that the few transfers can all be in flight at once.
     own = (jnp.stack([queries.q, saved.dout]), jnp.stack([saved.lse, saved.delta]), queries.coords)
     incoming = send(own)
 
@@ -271,7 +268,7 @@ def _overlapped_backward(
 
 
 def _compute_and_scatter(gradients, column: Ranks, queries_side, blocks: StackedKeys, dkv):
-    """CmptSctrBwd, Algorithm 11: the last queries' gradients block by block, beside the
+    """CmptSctrBwd, Algorithm 11: the last queries' gradients block by block, alongside the
     reduce-scatter of dK and dV.
 
     The sum for an owner moves one hop nearer to it with each block; this rank's own block comes
@@ -333,8 +330,8 @@ def _overlapped_plan(size: int, block: plan.Block, mask: Mask, columns: int) -> 
         )
 
     def rounds(queries, returned, scattered):
-        """queries: sent round the row; returned: what follows to their owner; scattered: down the
-        column in the last round."""
+        """queries: sent round the row; returned: results that follow to their owner; scattered:
+        down the column in the last round."""
         for up in range(rows):
             keys = (
                 to_next_row(("K, V", block.keys), ("column's coordinates", block.coords))
@@ -372,8 +369,7 @@ def _overlapped_plan(size: int, block: plan.Block, mask: Mask, columns: int) -> 
 
 
 def _to_left(row: Ranks):
-    """Sends a tree to the left neighbour. For what has visited the whole row, that is also the way
-    home."""
+    """Sends a tree to the left neighbour; after visiting the whole row, that is also the owner."""
     return lambda tree: row.shift(tree, -1)
 
 

@@ -9,9 +9,9 @@ After its own block, in round t = 1, 2, ...,
 - a helper, p < t, has no block of its own left. It fetches the queries of worker r = p - t + P,
   computes attn(q_r, k_p, v_p) and sends (out, lse) back, which r merges by rescale (lines 8 to 18).
 
-So round t does the distances t and P - t at once, and for odd P nobody idles. For even P the last
-round has the single distance P / 2: its owners work alone, as in the paper, or with `split` owner
-and helper take half of an even number of queries each.
+So round t covers the distances t and P - t at once, and for odd P no rank idles. For even P the
+last round has only the distance P / 2: its owners work alone, as in the paper, or with `split`
+owner and helper each take half of an even number of queries.
 
 Traffic (Appendix C: 3 N d): forward, K and V to owners, Q to helpers, and a partial result in
 float32 back. Backward, q, dout, lse and delta take the place of Q; dQ goes back to the helped
@@ -19,15 +19,15 @@ workers, and dK and dV to where K and V came from.
 
 Algorithm 2 is exact only if no query sees keys of a later worker: with a causal mask and shards
 that are runs of tokens in the order of the ranks (`ordered`). Otherwise (striped, zigzag, not
-causal) both pairings of two workers may hold work: every worker fetches both the queries and the
+causal) both pairings of two workers may have work: every worker fetches both the queries and the
 keys of worker p - t and computes both pairings, still in P // 2 rounds.
 
-Overlap (equation 3): what a round needs is fetched while the kernel of the previous round runs, and
-its results are sent back while the next one's runs, so that no kernel waits for a transfer. A
-worker holds at most one round of fetched blocks.
+Overlap (equation 3): a round's inputs are fetched during the previous round's kernel, and its
+results are sent back during the next one's, so no kernel waits for a transfer. A worker holds at
+most one round of fetched blocks.
 
-Sliding windows over ordered shards (Appendix D): rounds whose owners are out of reach are left out,
-and so are helpers whose helped workers are.
+Sliding windows over ordered shards (Appendix D): rounds whose owners are out of reach are skipped,
+as are helpers of such workers.
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ class Balanced(Schedule):
 
     Attributes:
       split: for even P, `ordered` shards of an even number of tokens and a causal mask, owner and
-        helper share the last round. Over other layouts and masks both work in it anyway, and it has
-        no effect.
-      ordered: shards are runs of tokens in the order of the ranks, as `get_schedule` finds out from
-        the layout.
+        helper share the last round. With other layouts and masks both work in it anyway, and this
+        has no effect.
+      ordered: shards are runs of tokens in rank order, as `get_schedule` derives from the layout.
     """
 
     split: bool = False
@@ -100,8 +99,8 @@ class Balanced(Schedule):
         fetched = rounds[0].fetch(*own) if rounds else None
         totals = compute(*own)
         for t, current in enumerate(rounds):
-            # A round begins when the previous one has ended; without the barrier all rounds would
-            # fetch at the start.
+            # A round begins when the previous one ends; without the barrier all rounds would fetch
+            # at the start.
             own, totals, fetched, for_others = lax.optimization_barrier(
                 (own, totals, fetched, for_others)
             )
@@ -172,7 +171,7 @@ class _Round:
       distance: t; a rank fetches from the rank `distance` before it.
       ordered: whether Algorithm 2 applies; otherwise every rank fetches both sides.
       helps: whether queries are fetched.
-      halved: whether only the first half of them is, and the owner computes the second half.
+      halved: whether only their first half is, and the owner computes the second half.
     """
 
     ranks: Ranks
@@ -192,8 +191,7 @@ class _Round:
         return range((self.distance if self.ordered else self.ranks.size) if self.helps else 0)
 
     def fetch(self, queries: tuple, keys: StackedKeys):
-        """(queries, keys) of the rank `distance` before this one, as far as this rank needs
-        them."""
+        """(queries, keys) of the rank `distance` before this one, if needed here."""
         if not self.ordered:
             return self.ranks.shift((queries if self.helps else None, keys), self.distance)
         if not self.helps:
@@ -220,8 +218,8 @@ class _Round:
         if self.helps:
             queries = _where(is_helper, fetched_queries, self._half(queries, 1))
             fetched_keys = _where(is_helper, keys, fetched_keys)
-        # Where nobody helps, the ranks that would have helped receive zeros for keys. Segment 0 is
-        # padding, so every tile is skipped.
+        # If nobody helps, would-be helpers receive zeros for keys. Segment 0 is padding, so every
+        # tile is skipped.
         for_queries, for_keys = compute(queries, fetched_keys)
         own_results = (
             self._both_halves(_mask(for_queries, ~is_helper), 1),
@@ -230,9 +228,9 @@ class _Round:
         return own_results, (for_queries if self.helps else None, for_keys)
 
     def send_home(self, for_queries, for_keys):
-        """What other ranks have computed for this rank's queries and keys."""
+        """Other ranks' results for this rank's queries and keys."""
         for_queries = self.ranks.shift(for_queries, -self.distance, self.helpers)
-        if self.ordered:  # ranks that nobody helped receive zeros, and an lse of zero would count
+        if self.ordered:  # ranks without a helper receive zeros, and an lse of zero would count
             for_queries = _mask(for_queries, self.ranks.index() >= self.ranks.size - self.distance)
         return self._both_halves(for_queries, 0), self.ranks.shift(
             for_keys, -self.distance, self.owners
@@ -268,8 +266,8 @@ def _where(condition, first, second):
 def _mask(result, condition):
     """The result, or one that adds nothing where `condition` is false."""
     if isinstance(result, AttentionPartial):
-        # Its output too: a weight of 0 does not hide what is not finite, in the values of tokens
-        # that nobody here sees.
+        # The output too: a weight of 0 does not hide non-finite values of tokens that nobody here
+        # sees.
         return AttentionPartial(
             jnp.where(condition, result.out, 0), jnp.where(condition, result.lse, -jnp.inf)
         )

@@ -30,7 +30,7 @@ class Local(Schedule):
     def check(self, size: int) -> None:
         if size > 1:
             raise ValueError(
-                f"schedule: 'local' serves 1 rank, found {size}, and would leave out the others' "
+                f"schedule: 'local' serves 1 rank, found {size}; it would ignore the others' "
                 "keys; 'ring' and 'all_gather' serve any"
             )
 

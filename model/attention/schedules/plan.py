@@ -1,11 +1,11 @@
 """A schedule's plan as plain data: which rank computes which blocks in which round, and what
 travels from which rank to which.
 
-`Schedule.plan` returns one for `size` ranks that each hold one `Block`. Nothing here knows a
-device: pictures, byte formulas and tests of compiled text are made from plans. Bytes are those that
-a device *receives*, by the usual algorithms: in an all-gather over n ranks the shards of the n - 1
-others, in a reduce-scatter n - 1 partial sums of one shard, in an all-to-all (n - 1) / n of the
-array, and in an all-reduce what an all-gather and a reduce-scatter receive together.
+`Schedule.plan` returns one for `size` ranks that each hold one `Block`. Plans are independent of
+devices: pictures, byte formulas and tests of compiled text use them. Bytes are those that a device
+*receives*, by the usual algorithms: in an all-gather over n ranks the shards of the n - 1 others,
+in a reduce-scatter n - 1 partial sums of one shard, in an all-to-all (n - 1) / n of the array, and
+in an all-reduce what an all-gather and a reduce-scatter receive together.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Block:
 
     Attributes:
       batch, tokens, query_heads, kv_heads, head_dim: B, T, Hq, Hkv and D.
-      itemsize: bytes of a number of q, k and v.
+      itemsize: bytes per element of q, k and v.
       coordinates: arrays in a TokenCoords: 3 if the documents' starts travel for global tokens,
         otherwise 2.
-      partial: bytes of a number of a partial result or gradient on the wire. This project sends
-        float32; other systems that are modelled with plans do not always.
+      partial: bytes per element of a partial result or gradient on the wire. This project sends
+        float32; other systems modelled with plans may not.
     """
 
     batch: int
@@ -88,9 +88,9 @@ class Task(NamedTuple):
       rank: the rank that computes.
       queries, keys: the ranks that own the blocks of queries and keys, which are concatenated.
       part, key_part: (i, n), the i-th of n equal parts of these queries, of these keys.
-      heads: (i, n), the i-th of n equal parts of the heads, padded where n does not divide them.
+      heads: (i, n), the i-th of n equal parts of the heads, padded if n does not divide them.
       products: (i, n), i of the n matrix products of a whole call.
-      dense: nothing is skipped, not even hidden tiles.
+      dense: no tile is skipped, not even hidden ones.
     """
 
     rank: int
@@ -107,7 +107,7 @@ class Send(NamedTuple):
     """A transfer.
 
     Attributes:
-      arrays: the names of those that travel, for tables and pictures.
+      arrays: names of the arrays, for tables and pictures.
       kind: the collective.
       nbytes: the bytes that each pair moves.
       pairs: (source, target) ranks.
@@ -120,7 +120,7 @@ class Send(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The kernel calls of a round, and the transfers that overlap with them or follow from them."""
+    """The kernel calls of a round, and the transfers that overlap with or follow them."""
 
     tasks: tuple[Task, ...]
     sends: tuple[Send, ...] = ()
@@ -160,7 +160,7 @@ def everyone(lines: Iterable[Iterable[int]]) -> Pairs:
 
 
 def groups(pairs: Pairs) -> tuple[tuple[int, ...], ...]:
-    """The lines of ranks, each in order, from which `everyone` made these pairs."""
+    """The lines of ranks, in order, from which `everyone` made these pairs."""
     members: dict[int, set[int]] = {}
     for source, target in pairs:
         members.setdefault(source, {source}).add(target)
@@ -168,7 +168,7 @@ def groups(pairs: Pairs) -> tuple[tuple[int, ...], ...]:
 
 
 def line_size(pairs: Pairs) -> int:
-    """The ranks of a line from which `everyone` made these pairs, where all lines are equal."""
+    """The size of the lines from which `everyone` made these pairs, all equal."""
     first = pairs[0][0]
     return 1 + sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == first, pairs))
 

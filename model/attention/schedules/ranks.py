@@ -1,5 +1,5 @@
-"""The ranks of the sequence axis, or one line of them where a schedule divides the axis into a
-grid, and their collectives."""
+"""The ranks of the sequence axis, or one line of them if a schedule divides the axis into a grid,
+and their collectives."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Ranks:
         return [[start + index * self.stride for index in range(self.size)] for start in starts]
 
     def shift(self, tree, by: int = 1, senders: Iterable[int] | None = None):
-        """The tree of the rank `by` steps before this one on the ring; zeros where that rank does
-        not send.
+        """The tree of the rank `by` steps before this one on the ring; zeros if that rank does not
+        send.
 
-        Arrays of one shape and dtype go in one permute, because only a few transfers can be in
-        flight at a time.
+        Arrays of one shape and dtype share a permute, because only a few transfers can be in flight
+        at a time.
 
         Args:
           senders: indices in the line of the ranks that send; all of them unless given.
@@ -93,7 +93,7 @@ class Ranks:
         )
 
     def exchange(self, x: Array, split: int, concat: int) -> Array:
-        """All-to-all over the line: `x` is split along one dimension, and what arrives is
+        """All-to-all over the line: `x` is split along one dimension, and the received parts are
         concatenated along the other."""
         return lax.all_to_all(
             x, self.axis, split, concat, tiled=True, axis_index_groups=self.groups()
@@ -103,8 +103,8 @@ class Ranks:
         """The sum over the line of every array of the tree; each rank gets its part along
         `dimension`.
 
-        Each rank's part is made one row: otherwise the TPU compiler pads the parts, or adds all of
-        them up on every rank.
+        Each rank's part is made one row: otherwise the TPU compiler pads the parts, or sums all of
+        them on every rank.
         """
 
         def scatter(x):

@@ -1,16 +1,16 @@
 """Replicas of the global tokens on every rank, next to a windowed ring (DistFlashAttn, Appendix D,
 "Global attention").
 
-A window lets each block of a ring in contiguous order visit the nearest ranks alone (`ring.py`). A
-rank's queries also see the first tokens of their documents, however far away. Of the documents of a
-rank only the first can have begun on a rank that no block comes from, since a document is a run of
-tokens. So each rank gives the global tokens that it has of its *last* document,
-which alone can go on behind it: `slots` tokens of a row at most. All ranks gather these, and attend
-to them in one more kernel call, in which those of the ranks that the ring visits are hidden. The
-backward gathers them again, and returns their gradients with a reduce-scatter in float32.
+With a window, each block of a contiguous ring visits only the nearest ranks (`ring.py`). A rank's
+queries also see the first tokens of their documents, however far away. Only a rank's first document
+can have begun on a rank that no block comes from, since a document is a run of tokens. So each rank
+provides its global tokens of its *last* document, the only one that can continue beyond it: at most
+`slots` tokens per row. All ranks gather these and attend to them in an extra kernel call, which
+hides those of ranks the ring visits. The backward gathers them again, and returns their gradients
+by a reduce-scatter in float32.
 
-Traffic: (P - 1) x slots tokens of K and V a rank, in place of the (P - 1 - reach) T that a whole
-ring sends more.
+Traffic: (P - 1) x slots tokens of K and V per rank, instead of a whole ring's extra (P - 1 - reach)
+T.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Replica:
     Attributes:
       ranks: the shards of the sequence, in the order of its tokens.
       mask: which keys a query sees; it has a window and global tokens.
-      slots: tokens of a row that each rank gives.
-      reach: ranks that a block visits in each of the directions; directions: of the ring.
+      slots: tokens per row that each rank provides.
+      reach: ranks that a block visits in each direction; directions: of the ring.
     """
 
     ranks: Ranks
@@ -49,8 +49,8 @@ class Replica:
     def choose(
         cls, ranks: Ranks, mask: Mask, tokens: int, reach: int, directions: tuple[int, ...]
     ) -> Replica | None:
-        """The replica for shards of `tokens` tokens; None where sending whole blocks to all ranks
-        moves fewer of them."""
+        """The replica for shards of `tokens` tokens; None if sending whole blocks to all ranks
+        moves fewer tokens."""
         slots = min(mask.global_tokens, tokens)
         if (
             not slots
@@ -60,8 +60,8 @@ class Replica:
         return cls(ranks, mask, slots, reach, directions)
 
     def gather(self, own: StackedKeys) -> StackedKeys:
-        """The global tokens of all ranks, P x slots of each row; those that the ring brings here
-        are hidden as padding.
+        """The global tokens of all ranks, P x slots of each row; those the ring brings here are
+        hidden as padding.
 
         Raises:
           ValueError: the documents' starts are missing.
@@ -88,8 +88,7 @@ class Replica:
         replica: Float[Array, "2 B S Hkv D"],
         coords: TokenCoords,
     ) -> Float[Array, "2 B T Hkv D"]:
-        """The gradients of this rank's K and V, with what all ranks' queries add through the
-        replicas.
+        """The gradients of this rank's K and V, including those through all ranks' replicas.
 
         Args:
           dkv: from the ring; replica: of what `gather` returned; coords: of this rank's keys.
@@ -104,8 +103,8 @@ class Replica:
         return jax.vmap(add, (1, 1, 0), 1)(dkv, returned, self._first_slot(coords))
 
     def _first_slot(self, coords: TokenCoords) -> Int[Array, " B"]:
-        """The place of the first token that each row gives: where its last document begins here, or
-        as near as slots fit."""
+        """The position of the first token that each row provides: where its last document begins
+        here, or as near as slots fit."""
         begins = jnp.argmax(coords.segment_ids == coords.segment_ids[:, -1:], axis=1)
         return jnp.minimum(begins, coords.index.shape[1] - self.slots)
 
@@ -124,7 +123,7 @@ class Replica:
         return jax.tree.map(cut, tree)
 
     def plan(self, block: plan.Block) -> tuple[plan.Round, plan.Round, plan.Round]:
-        """The gather before the ring's rounds; the kernel calls behind them; what returns the
+        """The gather before the ring's rounds; the kernel calls after them; the return of
         gradients."""
         size, given = self.ranks.size, dataclasses.replace(block, tokens=self.slots)
         pairs = plan.everyone([range(size)])

@@ -4,31 +4,31 @@
 Both papers have one algorithm (Striped Attention, Algorithm 1, with N devices). In round i, device
 j
 
-1. lets k = (j - i) mod N, the owner of the block of keys that it has now,
-2. takes GetMask(j, k), here `coords.visible` of the coordinates that travel with the block,
+1. lets k = (j - i) mod N, the owner of the block of keys it currently has,
+2. takes GetMask(j, k), here `coords.visible` of the coordinates sent with the block,
 3. accumulates attention of its queries over that block (AccumulateAttentionFragment, here
 `kernel.extend`), and
 4. sends the block to device j + 1 and receives the next one from device j - 1 (`ring_pass.py`,
 which overlaps it with 3).
 
-Ring Attention and Striped Attention differ only in GetMask, because they differ in which tokens a
-device holds: the layout `contiguous` gives the former, `striped` the latter.
+Ring Attention and Striped Attention differ only in GetMask, since devices hold different tokens:
+  the layout `contiguous` gives the former, `striped` the latter.
 
-Traffic: each rank receives 2 T Hkv D numbers and 2 T coordinates a hop. The backward sends the
-same, and dK and dV in float32 one hop behind, with one more hop to return home. Other arrays can
+Traffic: each rank receives 2 T Hkv D numbers and 2 T coordinates per hop. The backward sends the
+same, plus dK and dV in float32 one hop behind, with one more hop to return home. Other arrays can
 ride along behind the same kernels: an all-gather with K and V (`forward_and_gather`), a
 reduce-scatter with dK and dV (`backward_and_exchange`); `model/memory/prefetch.py` sends weights
 that way.
 
 Option `bidirectional`: the first half of each block's tokens travels one way round and the second
 half the other, so that both directions of each link are used at once. Hops, bytes and kernel calls
-are as many; each direction carries half the bytes. In a round a rank has the two halves, of two
-different ranks, as one block of keys.
+stay the same; each direction carries half the bytes. In a round a rank has halves from two
+different ranks as one block of keys.
 
 Sliding windows (DistFlashAttn, Appendix D): if the shards are runs of tokens in the order of the
 ranks (`ordered`), a block visits only the ranks within the window's reach: `reach` hops onwards if
 causal, otherwise `reach` hops either way. Global tokens beyond it are replicated (`replica.py`). If
-other arrays ride along, all blocks visit all ranks, because those have to.
+other arrays ride along, all blocks visit all ranks, because those arrays must.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Routes:
     """How blocks travel.
 
     Attributes:
-      directions: of the ring, +1 or -1; one part of each block travels in each of them.
+      directions: of the ring, +1 or -1; a part of each block travels in each.
       hops: in each direction.
       halved: whether a part is half of a block's tokens; otherwise it is the whole block.
     """
@@ -86,7 +86,7 @@ class _Routes:
         )
 
     def split(self, gradients, own: bool):
-        """The gradients that follow each part: of the joined parts, or (own) of this rank's own
+        """The gradients that follow each part: of the joined parts, or (own) of this rank's
         block."""
         if len(self.directions) == 1:
             return (gradients,)
@@ -95,7 +95,7 @@ class _Routes:
         return _split(gradients, _length(gradients) // 2)
 
     def join(self, parts):
-        """The gradients of this rank's own block, from those that returned for its parts."""
+        """The gradients of this rank's block, from those returned for its parts."""
         return _concatenate(parts) if self.halved else sum(parts)
 
     def send(self, parts):
@@ -105,7 +105,7 @@ class _Routes:
         )
 
     def send_home(self, parts):
-        """Each part from where it ends to its owner."""
+        """Each part sent from its last rank to its owner."""
         return tuple(
             self.ranks.shift(part, -step * self.hops)
             for part, step in zip(parts, self.directions, strict=False)
@@ -117,10 +117,9 @@ class Ring(Schedule):
     """Passes K and V round the ring.
 
     Attributes:
-      bidirectional: half of each block travels in either direction; without effect where a window
-        cuts the hops of `ordered` shards.
-      ordered: shards are runs of tokens in the order of the ranks, as `get_schedule` finds out from
-        the layout.
+      bidirectional: half of each block travels in either direction; no effect if a window cuts the
+        hops of `ordered` shards.
+      ordered: shards are runs of tokens in rank order, as `get_schedule` derives from the layout.
     """
 
     bidirectional: bool = False
@@ -140,7 +139,7 @@ class Ring(Schedule):
     def forward_and_gather(
         self, kernel: Kernel, queries: Queries, keys: Keys, shard, context: Context
     ):
-        """As of Schedule: `shard` travels with K and V."""
+        """As in Schedule: `shard` travels with K and V."""
         routes, replica = self._routes(
             context.ranks, context.mask, keys.k.shape[1], rides=shard is not None
         )
@@ -172,7 +171,7 @@ class Ring(Schedule):
         payload: Payload,
         context: Context,
     ):
-        """As of Schedule: the shares are summed on their way one hop behind the block, with dK and
+        """As in Schedule: shares are summed on the way, one hop behind the block, with dK and
         dV."""
         rides = payload.shard is not None or payload.shares is not None
         routes, replica = self._routes(context.ranks, context.mask, keys.k.shape[1], rides)
@@ -196,14 +195,14 @@ class Ring(Schedule):
         return Gradients(dq, *dkv), gathered, share
 
     def _joined(self, kernel: Kernel, parts: tuple) -> Kernel:
-        """The kernel for the parts of several ranks in one block: only of ordered shards the first
-        may be the later tokens."""
+        """The kernel for a block with several ranks' parts: only with ordered shards may the first
+        be the later tokens."""
         return kernel.over_shards(1, len(parts)) if self.ordered else kernel
 
     def _routes(
         self, ranks: Ranks, mask: Mask, tokens: int, rides: bool = False
     ) -> tuple[_Routes, Replica | None]:
-        """The routes of blocks, and of global tokens where blocks do not visit all ranks."""
+        """The routes of blocks, and of global tokens if blocks do not visit all ranks."""
         routes = _Routes.choose(ranks, mask, tokens, self.bidirectional, self.ordered)
         if not (rides or mask.global_tokens):
             return routes, None
@@ -263,8 +262,8 @@ class Ring(Schedule):
 
 
 def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
-    """The ring pass of this rank's block `own`, with other arrays riding along: then the routes
-    visit all ranks.
+    """The ring pass of this rank's block `own`; if other arrays ride along, the routes visit all
+    ranks.
 
     Args:
       visit: as in `ring_pass`.
@@ -291,8 +290,8 @@ def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
         share = jax.tree.map(
             lambda rows: lax.dynamic_index_in_dim(rows, owner, 0, keepdims=False), shares
         )
-        # Before the kernels: behind them the compilers think that these take long enough to hide a
-        # transfer.
+        # Before the kernels: after them compilers would assume that these take long enough to hide
+        # a transfer.
         parts, gathered, share = lax.optimization_barrier((parts, gathered, share))
         carry, contribution, output = visit(carry, parts)
         return (carry, gathered, (owner - direction) % ranks.size), (contribution, share), output
@@ -331,7 +330,7 @@ def _split(tree, length: int):
 
 
 def _concatenate(parts):
-    """The parts that a rank has at a time, as one block of keys."""
+    """The parts on a rank at a time, as one block of keys."""
     return (
         jax.tree.map(lambda *x: jnp.concatenate(x, _token_axis(x[0])), *parts)
         if len(parts) > 1

@@ -1,12 +1,11 @@
-"""A ring pass: every rank's block visits all ranks of a ring, and what the visits contribute for
-its owner follows one hop behind.
+"""A ring pass: every rank's block visits all ranks of a ring, and the visits' contributions for its
+owner follow one hop behind.
 
-Each round sends the block on *before* it is computed with, so that the transfer overlaps the
-kernel; the last round sends nothing. The contribution to the block's owner (dK and dV, or a partial
-output) travels while the next round's kernel runs, and that round's own contribution is added to it
-afterwards, so that no transfer waits for the kernel that has just started. The first and the last
-round are peeled and the others are a scan: the compiled text does not grow with the number of
-ranks.
+Each round sends the block on *before* using it, so that the transfer overlaps the kernel; the last
+round sends nothing. The contribution to the block's owner (dK and dV, or a partial output) travels
+while the next round's kernel runs, and that round's contribution is added afterwards, so that no
+transfer waits for the kernel just started. The first and the last round are peeled and the others
+are a scan, so the compiled text does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class RingPass(NamedTuple):
     """The results of a ring pass on one rank.
 
     Attributes:
-      carry: what `visit` handed on after the last round.
-      returned: what all ranks contributed for this rank's own block, a tree.
-      outputs: what each round put out, stacked on a new leading axis, this rank's own block first.
+      carry: the carry of `visit` after the last round.
+      returned: all ranks' contributions for this rank's block, a tree.
+      outputs: each round's output, stacked on a new leading axis, this rank's block first.
     """
 
     carry: Any
@@ -44,26 +43,25 @@ def ring_pass(
     carry=None,
     last_visit: Callable | None = None,
 ) -> RingPass:
-    """Passes a block on `hops` times, which makes `hops` + 1 rounds; the first is with this rank's
-    own block.
+    """Passes a block on `hops` times, in `hops` + 1 rounds; the first uses this rank's block.
 
     Args:
-      block: a tree of arrays, this rank's own block.
+      block: a tree of arrays, this rank's block.
       hops: how often the block is passed on.
       send: a tree -> the same tree of the previous rank.
       send_home: a tree on the rank where a block ends -> the tree on the rank that owns the block.
-      visit: (carry, block) -> (carry, contribution, output): what stays on this rank from round to
-        round, what is for the block's owner (a tree, perhaps empty, summed over the rounds), and
+      visit: (carry, block) -> (carry, contribution, output): what stays on this rank between
+        rounds, what goes to the block's owner (a tree, perhaps empty, summed over the rounds), and
         what is stacked over the rounds.
       carry: the carry of the first round.
-      last_visit: the last round's `visit`, if another.
+      last_visit: the last round's `visit`, if different.
     """
     last_visit = last_visit or visit
     if not hops:
         carry, contribution, output = last_visit(carry, block)
         return RingPass(carry, send_home(contribution), jax.tree.map(lambda x: x[None], output))
-    # The barriers keep the rounds apart where the compiler unrolls a short scan. Without them it
-    # starts all the sends at once, and the first kernel hides only one of them.
+    # The barriers separate the rounds if the compiler unrolls a short scan. Without them it starts
+    # all sends at once, and the first kernel hides only one.
     incoming = send(block)
     carry, contribution, first_output = visit(carry, block)
     state = lax.optimization_barrier((carry, contribution, incoming))
@@ -72,8 +70,8 @@ def ring_pass(
         carry, contribution, block = state
         incoming, arriving = send(block), send(contribution)
         carry, contribution, output = visit(carry, block)
-        # Before the sum: the compilers think that it takes long enough to hide a transfer, and
-        # would start one only then.
+        # Before the sum: compilers assume that it takes long enough to hide a transfer, and would
+        # start one only then.
         carry, contribution, arriving, incoming = lax.optimization_barrier(
             (carry, contribution, arriving, incoming)
         )
@@ -90,8 +88,8 @@ def ring_pass(
 
 
 def add(a, b):
-    """The sum of two trees, leaf by leaf: partial results of attention are merged, arrays are
-    added, None adds nothing."""
+    """The sum of two trees, leaf by leaf: merges partial results of attention, adds arrays; None
+    adds nothing."""
 
     def add_leaf(a, b):
         if b is None:

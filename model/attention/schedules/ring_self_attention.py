@@ -1,12 +1,12 @@
 """Ring self-attention, RSA (Li et al., Sequence Parallelism, 2023): K round the ring, softmax, then
 V round the ring.
 
-This is the baseline before blockwise attention: every rank holds the scores of its queries against
-all keys, Hq T P T float32 numbers, which grow with the whole sequence. Forward: each rank receives
-K and then V of the others, 2 (P - 1) T Hkv D numbers in 2 (P - 1) hops, and the coordinates with K.
-The paper keeps the softmax weights for the backward; here they are computed
-again from lse: K (with coordinates), V and K go round, and dV and dK in float32 follow the last two
-one hop behind (`ring_pass.py`), P hops each.
+The baseline before blockwise attention: every rank holds the scores of its queries against all
+keys, Hq T P T float32 numbers, growing with the whole sequence. Forward: each rank receives K and
+then V of the others, 2 (P - 1) T Hkv D numbers in 2 (P - 1) hops, and the coordinates with K. The
+paper keeps the softmax weights for the backward; here they are recomputed from lse: K (with
+coordinates), V and K go round, and dV and dK in float32 follow the last two one hop behind
+(`ring_pass.py`), P hops each.
 
 The kernel is not used: the scores are plain matrix products in float32, as in the paper.
 """
@@ -91,7 +91,7 @@ class RingSelfAttention(Schedule):
         return Gradients(dq.reshape(q.shape), dk, dv)
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
-        """In each ring pass every block of queries is computed with every block of keys, for some
+        """In each ring pass every block of queries is combined with every block of keys, for some
         of the products; no tile is skipped."""
         del mask
 

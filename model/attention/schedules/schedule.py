@@ -17,8 +17,8 @@ from ..partial import AttentionPartial
 from . import plan
 from .ranks import Ranks
 
-# The declared type of an option -> whether a value is of it, and how a message says what is needed.
-# (A bool is an int.)
+# An option's declared type -> a test of values, and what messages say is needed. (A bool is an
+# int.)
 OPTION_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "int": (
@@ -31,7 +31,7 @@ OPTION_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a schedule needs to know besides arrays.
+    """A schedule's inputs besides arrays.
 
     Attributes:
       ranks: the shards of the sequence.
@@ -50,12 +50,11 @@ class Context:
 
 
 class Payload(NamedTuple):
-    """Arrays that have nothing to do with attention and ride on the ring pass of a backward.
+    """Arrays unrelated to attention that ride on a backward ring pass.
 
     Attributes:
       shard: a tree of arrays of this rank, to be gathered from all ranks; or None.
-      shares: a tree of arrays [P, ...] of this rank, of which row p is to be added to rank p's sum;
-        or None.
+      shares: a tree of arrays [P, ...] of this rank, whose row p is added to rank p's sum; or None.
     """
 
     shard: PyTree[Array] | None = None
@@ -66,21 +65,20 @@ class Schedule(abc.ABC):
     """Attention of each rank's queries over the keys of all ranks, by calls of a kernel and
     transfers between the ranks.
 
-    Subclasses are frozen dataclasses of options, whose types and values are checked when one is
-    made. `forward` and `backward` run inside `shard_map`, on a rank's own arrays. On a single rank
+    Subclasses are frozen dataclasses of options, with types and values checked on construction.
+    `forward` and `backward` run inside `shard_map`, on a rank's local arrays. On a single rank
     every schedule is replaced by `Local`.
 
     Raises:
-      ValueError: an option of another type than declared, or a negative number.
+      ValueError: an option of the wrong type, or a negative number.
     """
 
     can_gather_along: ClassVar[bool] = False
-    """Whether other arrays can ride along: whether there are `forward_and_gather` and
-    `backward_and_exchange`."""
+    """Whether other arrays can ride along, by `forward_and_gather` and `backward_and_exchange`."""
 
     @property
     def name(self) -> str:
-        """The schedule as a recipe names it: by its file."""
+        """The schedule's name in recipes: its file's."""
         return type(self).__module__.rpartition(".")[2]
 
     def __post_init__(self) -> None:
@@ -104,17 +102,16 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
-        """What `forward` and `backward` do on `size` ranks that each hold one `block`, as plain
-        data.
+        """`forward` and `backward` on `size` ranks that each hold one `block`, as plain data.
 
-        The mask matters where a window lets a schedule leave ranks out.
+        The mask matters if a window lets a schedule skip ranks.
         """
 
     def forward_and_gather(
         self, kernel: Kernel, queries: Queries, keys: Keys, shard: PyTree[Array], context: Context
     ) -> tuple[AttentionPartial, PyTree[Array]]:
-        """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] behind the same
-        kernels."""
+        """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...], hidden by the
+        same kernels."""
         raise NotImplementedError(f"{type(self).__name__} gathers no other arrays")
 
     def backward_and_exchange(
@@ -152,5 +149,5 @@ class Schedule(abc.ABC):
             )
 
     def _option(self, name: str) -> str:
-        """An option as a recipe names it."""
+        """An option's name in recipes."""
         return f"{self.name}.{name}"

@@ -2,14 +2,15 @@
 heads, and back after attention.
 
 Forward: each rank sends (P - 1) / P of its queries, keys, values and outputs, T (2 Hq + 2 Hkv) D
-numbers whatever P is, and all coordinates are gathered; attention is then one round. Backward: the
-same for dout, q, k and v, and back for dq, dk and dv. With a `degree` below P, groups of `degree`
+numbers regardless of P, and all coordinates are gathered; attention is then one round. Backward:
+the same for dout, q, k and v, and back for dq, dk and dv. With a `degree` below P, groups of
+`degree`
 neighbours exchange heads, and any inner schedule spans the groups: Unified Sequence Parallelism
 (USP).
 
-If there are fewer key heads than ranks, they are replicated before they travel, just as often as
-the ranks' query heads need. If the degree does not divide the query heads, they are padded with
-heads of zeros.
+If there are fewer key heads than ranks, they are replicated before sending, only as often as the
+ranks' query heads need. If the degree does not divide the query heads, they are padded with heads
+of zeros.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ class _HeadSplit:
     Attributes:
       query_heads: of the model.
       local_heads: query heads of a rank, padding included.
-      key_heads: the key heads that travel, in the order of the ranks, with repetitions; equally
-        many for each rank.
+      key_heads: the key heads sent, in rank order, with repetitions; the same number for each rank.
     """
 
     query_heads: int
@@ -99,7 +99,7 @@ class Ulysses(Schedule):
             *blocks,
             dataclasses.replace(context, ranks=outer),
         )
-        # Sent in the queries' dtype, to which the caller rounds anyway.
+        # Sent in the queries' dtype, since the caller rounds to it anyway.
         out = line.exchange(partial.out.astype(queries.q.dtype), 1, 2)[:, :, : heads.query_heads]
         lse = line.exchange(partial.lse, 2, 1)[:, : heads.query_heads]
         return AttentionPartial(out.astype(jnp.float32), lse)

@@ -1,4 +1,4 @@
-"""What sliding windows save with a schedule and a layout, and what would save more."""
+"""What sliding windows save with a schedule and layout, and what would save more."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .plan import Block, Plan, received
 def window_lines(
     schedule: str | Mapping[str, Any], layout: str, size: int, block: Block, masks: Sequence[Mask]
 ) -> list[str]:
-    """Returns a line where keys beyond a window still travel, or hidden scores are still computed;
+    """Returns a line if keys beyond a window still travel, or hidden scores are still computed;
     else none.
 
     Args:
       schedule: a name or a mapping, as in `AttentionConfig`.
-      size: devices on the sequence axis; block: what each of them holds.
-      masks: of one layer of each kind, in the period that they repeat in.
+      size: devices on the sequence axis; block: each one's arrays.
+      masks: one per kind of layer, in their repeating order.
     """
     windows = [mask.window for mask in masks if mask.window is not None]
     if not windows or size == 1:
@@ -39,7 +39,7 @@ def window_lines(
         ]
     if _volume(plan, size) < _volume(_plan(schedule, layout, size, block, Mask()), size):
         return []
-    line = f"{name} saves products but no communication: as much is sent as without it"
+    line = f"{name} saves products but no communication"
     reach = mask.reach(block.tokens, size)
     if reach < size - 1 and _volume(_plan("ring", "contiguous", size, block, mask), size) < _volume(
         plan, size
@@ -62,5 +62,5 @@ def _plan(
 
 
 def _volume(plan: Plan, size: int) -> float:
-    """The bytes that the ranks receive in a forward pass, together."""
+    """The bytes that all ranks together receive in a forward pass."""
     return float(received(plan.forward, size).sum())

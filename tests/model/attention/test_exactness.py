@@ -468,7 +468,7 @@ def test_meshes_and_coordinates_that_cannot_be_meant_are_refused(axes, change, m
             "sequence",
             (1, LENGTH, 3, 8),
             (1, LENGTH, 2, 8),
-            "heads: 3 query heads are no multiple of 2 key/value heads",
+            "heads: 3 query heads are not a multiple of 2 key/value heads",
         ),
         (
             "tensor",

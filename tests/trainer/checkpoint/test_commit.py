@@ -104,7 +104,7 @@ def test_commands_read_a_copy_that_has_no_moments(server, store, capsys):
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [("other", "no manifest.json"), ("/best", "measured no best checkpoint")],
+    [("other", "no manifest.json"), ("/best", "this run has no best checkpoint")],
 )
 def test_a_folder_without_a_checkpoint_is_told(store, path, words):
     save(store, 1)

@@ -71,7 +71,7 @@ def test_parts_of_two_starts_are_not_put_together():
         ({"run": "other"}, "is of another run (runs/x) and keeps its space until it is deleted"),
         ({"processes": 4}, "of step 10 was saved by 4 processes, and 3 are here"),
         ({"mesh": "tensor 3"}, "of step 10 was saved on another mesh (tensor 3; now fsdp 3)"),
-        ({"layout": "z"}, "of step 10 has other arrays, or divides them otherwise"),
+        ({"layout": "z"}, "of step 10 has other arrays, or divides them differently"),
     ],
 )
 def test_what_is_of_something_else_is_named(changes, reason):

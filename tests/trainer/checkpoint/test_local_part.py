@@ -84,7 +84,7 @@ def test_one_flipped_bit_or_a_lost_end_is_found(part):
         path.write_bytes(content)
         with pytest.raises(DamagedError, match=r"step_40\.part_2"):
             verify_part(path)
-    with pytest.raises(DamagedError, match="no part of a local checkpoint"):
+    with pytest.raises(DamagedError, match="not a part of a local checkpoint"):
         read_header(path)
 
 

@@ -80,7 +80,7 @@ def warned(capsys):
             yield
         finally:
             assert re.search(
-                rf"(?m)^warning: .*(?:{words}).*; using the checkpoint before$",
+                rf"(?m)^warning: .*(?:{words}).*; using the previous checkpoint$",
                 capsys.readouterr().err,
             )
 
@@ -537,7 +537,7 @@ def test_of_large_ones_digests_are_compared_while_training_goes_on(
     compared.set()
     store.wait()
     (line,) = lines
-    assert "d/" in line and line.endswith("another start uses the checkpoint before")
+    assert "d/" in line and line.endswith("a restart uses the previous checkpoint")
     shutil.rmtree(run / "checkpoints/30")  # on_damage ends the processes before it counts
     with warned(r"checkpoints/20: model/.* is damaged"):
         assert CheckpointStore(run).latest_good(meanwhile=True) == 10

@@ -101,7 +101,9 @@ def test_every_field_of_tokens_may_be_written_as_64K():
             name = f"{section.__name__}.{field.arg_name}"
             if "Tokens" in str(hints[field.arg_name]):
                 typed.add(name)
-            if re.match("(Tokens|Lengths|First tokens|Queries|Keys) ", field.description):
+            if re.match(
+                "((Prompt t|T)okens|Lengths|First tokens|Queries|Keys) |Sliding", field.description
+            ):
                 named.add(name)
     assert typed == named and {"MemoryConfig.loss_chunk", "LiveTest.tokens"} <= typed
 

@@ -142,6 +142,6 @@ def test_a_store_that_writes_whatever_the_condition_is_refused(store_and_url):
     server, url = store_and_url
     Bucket(url).require_conditions("trial")
     server.store.conditions = False
-    with pytest.raises(UserError, match="this store writes whatever the condition"):
+    with pytest.raises(UserError, match="this store ignores write conditions"):
         Bucket(url).require_conditions("trial")
     assert server.store.names() == []

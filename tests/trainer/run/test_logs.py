@@ -35,7 +35,7 @@ def test_an_untouched_log_is_cut_in_silence(tmp_path, capfd):
         (
             [LINES[0], LINES[1].replace(b"0.5", b"0.6"), *LINES[2:]],
             4,
-            "its lines up to step 4 have been changed",
+            "its lines up to step 4 have changed",
         ),
         (
             [LINES[0], b"?\n", *LINES[2:]],

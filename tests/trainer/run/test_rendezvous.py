@@ -99,7 +99,7 @@ def test_a_wrong_count_and_a_number_given_twice_are_told_to_all(address):
     }
     errors = together([(address, 0, 3), (address, 1, 3), (address, 1, 3)])
     assert set(errors) == {
-        f"two processes at {address} have distributed.process_id 1; each needs a number of its own"
+        f"two processes at {address} have distributed.process_id 1; each needs a unique number"
     }
 
 
@@ -134,7 +134,7 @@ def test_a_process_that_is_lost_after_the_meeting_is_told_in_one_line(address, r
     meet(address, 1, 2, 60)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75 and said.startswith(
-        "error: process 0: not all 2 processes joined within 2 s, though all had reached "
+        "error: process 0: not all 2 processes joined within 2 s, although all had reached "
         f"{address}; one was lost"
     ), said
 
@@ -235,7 +235,7 @@ def test_one_byte_at_a_time_does_not_move_the_deadline(address):
 def test_with_a_token_only_who_has_it_is_counted(address):
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(meet, address, 0, 2, 20, "secret")
-        with pytest.raises(TransientError, match="RUN/token must be the same for all"):
+        with pytest.raises(TransientError, match="RUN/token must be equal in all processes"):
             meet(address, 1, 2, 1, "another")
         meet(address, 1, 2, 20, lambda: "secret")
         assert first.result() is None
@@ -322,7 +322,7 @@ def test_while_processes_gather_the_first_says_who_is_absent(address, monkeypatc
     said = capfd.readouterr().err.splitlines()
     assert len(said) >= 2 and all(line.startswith("process 0: processes 1, ") for line in said)
     # A first report may come before process 2 does.
-    assert said[-1].startswith("process 0: processes 1, 3 of 4 not here yet; waiting for up to")
+    assert said[-1].startswith("process 0: processes 1, 3 of 4 missing; waiting for up to")
 
 
 @pytest.mark.parametrize(

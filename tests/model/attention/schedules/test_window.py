@@ -24,13 +24,17 @@ def block(tokens: int, heads: int = 8) -> Block:
             "ring",
             "striped",
             [WINDOW],
-            ["4,096 tokens in all layers", "as much is sent as without it", "1 other device alone"],
+            [
+                "4,096 tokens in all layers",
+                "saves products but no communication",
+                "1 other device alone",
+            ],
         ),
         (
             "ulysses",
             "striped",
             [WINDOW],
-            ["as much is sent as without it", "attention.layout contiguous"],
+            ["saves products but no communication", "attention.layout contiguous"],
         ),
         (
             "all_gather",
@@ -50,7 +54,7 @@ def block(tokens: int, heads: int = 8) -> Block:
             [Mask(window=4096, global_tokens=4)],
             ["ring_self_attention also computes the scores"],
         ),
-        ("ring", "striped", [Mask(window=40000)], ["as much is sent as without it"]),
+        ("ring", "striped", [Mask(window=40000)], ["saves products but no communication"]),
         (
             "ring",
             "striped",
@@ -61,7 +65,7 @@ def block(tokens: int, heads: int = 8) -> Block:
             "balanced",
             "contiguous",
             [Mask(window=4096, global_tokens=4)],
-            ["as much is sent as without it", "schedule ring"],
+            ["saves products but no communication", "schedule ring"],
         ),
     ],
 )
