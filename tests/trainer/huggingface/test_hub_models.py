@@ -180,7 +180,10 @@ def test_parts_that_a_killed_download_left_are_removed(hub):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer_config.json"])
-def test_a_file_that_a_killed_download_left_damaged_is_downloaded_again(hub, capsys, name):
+def test_a_file_that_a_killed_download_left_damaged_is_downloaded_again(
+    hub, capsys, monkeypatch, name
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # which is restored afterwards
     hub.has_digests = True
     folder = resolve_model_path("me/tiny")
     blob = (folder / name).resolve()
