@@ -12,7 +12,7 @@ from data.sources import TURN_FORMATS
 from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
 from data.within import file_within, read_json
-from model.checks import is_int
+from model.checks import MOST, is_int
 from model.config import POSITIONS, TransformerConfig
 
 from .adapted_source import AdaptedSource, AdapterSource, CheckpointAdapter, PeftAdapter
@@ -137,7 +137,10 @@ def _generation_ends(folder: Path) -> list[int]:
         )
     except (ValueError, AttributeError):
         raise ValueError(f"{path}: not a JSON object; download it again") from None
-    return [id for id in (ends if isinstance(ends, list) else [ends]) if is_int(id) and id >= 0]
+    ids = [id for id in (ends if isinstance(ends, list) else [ends]) if is_int(id) and id >= 0]
+    if beyond := [id for id in ids if id > MOST]:
+        raise ValueError(f"{path}: eos_token_id: {beyond[0]} is not a token id; download it again")
+    return ids
 
 
 def choose_model(

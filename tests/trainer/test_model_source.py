@@ -147,6 +147,11 @@ def test_what_ends_an_answer_by_the_generation_config_alone_is_kept(base):
     (base / "generation_config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"generation_config\.json: not a JSON object"):
         open_model(str(base))
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 2**70]}))
+    with pytest.raises(
+        ValueError, match=r"generation_config\.json: eos_token_id: \d+ is not a tok"
+    ):
+        open_model(str(base))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Several real processes on this machine train as one does; one that is lost ends the others, and
 the next start goes on."""
 
-import fcntl
 import itertools
 import os
 import pathlib
@@ -11,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import termios
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -106,22 +104,29 @@ def test_ctrl_c_to_one_process_saves_the_same_step_on_all(whole_run, small_recip
     agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
 
 
+# The launcher, with its input as the terminal that controls it.
+IN_A_TERMINAL = """
+import fcntl, sys, termios
+from scripts import launch_local
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+sys.exit(launch_local.main())
+"""
+
+
 @pytest.mark.slow
 def test_a_closed_terminal_saves_the_same_step_on_all(
     whole_run, small_recipe, tmp_path, repository
 ):
     """The launcher is what a user started in the terminal, of which nothing is left to write to."""
     run, (terminal, inside) = tmp_path / "run", pty.openpty()
-    command = [sys.executable, "-m", "scripts.launch_local", "--processes", "2"]
     flags = ["--config", str(small_recipe), "--run_dir", str(run)]
     launcher = subprocess.Popen(
-        [*command, *flags],
+        [sys.executable, "-c", IN_A_TERMINAL, "--processes", "2", *flags],
         cwd=repository,
         stdin=inside,
         stdout=inside,
         stderr=inside,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(inside, termios.TIOCSCTTY, 0),
     )
     os.close(inside)
     try:

@@ -181,11 +181,12 @@ def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
             ),
         )
         _check_patterns(content, adapter)
+        base = _base(content)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error} is missing or of another type; write it again") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return adapter, _base(content)
+    return adapter, base
 
 
 def _dropout(content: Mapping[str, Any]) -> float:

@@ -37,6 +37,8 @@ def change(folder, **fields):
         ({"target_modules": None}, "adapter.targets: found 'none'"),
         ({"modules_to_save": [None]}, "modules_to_save: found"),
         ({"peft_type": "IA3"}, "peft_type: found 'IA3'; only 'LORA' is read"),
+        ({"base_model_name_or_path": {"a": 1}}, "base_model_name_or_path: found {'a': 1}"),
+        ({"revision": 7}, "revision: found 7; needs text or null"),
     ],
 )
 def test_a_field_of_another_type_is_named(tmp_path, change, words):
