@@ -199,7 +199,17 @@ def work(args: Options) -> None:
         f"products {rates['flops'] / 1e12:.2f} TFLOP/s, memory {rates['bytes'] / 1e9:.1f} GB/s"
     )
     print(*table(rows), sep="\n")
-    names = ("model", "layers", "length", "documents", "dtype", "remat", "kernel", "steps")
+    names = (
+        "model",
+        "layers",
+        "length",
+        "documents",
+        "dtype",
+        "remat",
+        "kernel",
+        "backward",
+        "steps",
+    )
     result = {
         "settings": {name: getattr(args, name) for name in names},
         "devices": list(devices),

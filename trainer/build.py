@@ -68,7 +68,10 @@ def _options(config: RunConfig, model_config: TransformerConfig, mesh: Mesh) -> 
             attention.schedule, mesh.shape.get("sequence", 1), attention.layout
         ),
         "kernel": get_kernel(
-            attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile
+            attention.kernel,
+            query_tile=attention.query_tile,
+            key_tile=attention.key_tile,
+            backward=attention.backward,
         ),
         "dtype": jnp.dtype(config.model.compute_dtype),
         "memory": config.memory,

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
+# Whether a backward pass adds in an order of its own, so that it gives the same bits each time.
+BACKWARDS = ("repeatable", "any_order")
 HOPPER = (
     "H100",
     "H200",
@@ -47,6 +49,8 @@ class Limits:
       softcap, window, global_tokens: whether it serves them. head_dim: the largest head size.
       dtypes: of the operands. devices: parts of their names; devices_name: their common name.
       own_tiles: why options cannot set its tiles.
+      any_order: the largest head size for which its backward pass makes fewer products if the
+        order of its sums may vary; 0: it has one order in any case.
       slow: the version of JAX whose compiler makes it slower than the next kernel, and why.
     """
 
@@ -58,6 +62,7 @@ class Limits:
     devices: tuple[str, ...] = ()
     devices_name: str = ""
     own_tiles: str = ""
+    any_order: int = 0
     slow: tuple[tuple[int, ...], str] | None = None
 
     def refusal(self, request: Request) -> str:
@@ -84,6 +89,14 @@ class Limits:
             return f"JAX {'.'.join(map(str, request.jax))} as fast as others ({self.slow[1]})"
         return ""
 
+    def order_kept(self, head_dim: int) -> str:
+        """Returns why the backward pass has one order although any would do; "" if it has not."""
+        if not self.any_order:
+            return "one order"
+        if head_dim > self.any_order:
+            return f"one order for heads of {head_dim} (any for {self.any_order} at most)"
+        return ""
+
 
 LIMITS: Mapping[str, Limits] = {
     "tpu": Limits(global_tokens=False, head_dim=256),
@@ -98,6 +111,7 @@ LIMITS: Mapping[str, Limits] = {
         devices=HOPPER,
         devices_name="Hopper GPUs",
         own_tiles="its tiles follow from the head size",
+        any_order=128,
         slow=(
             (0, 12),
             "its compiler makes products wait for each other; jax[cuda13]<0.12 would be faster",
@@ -183,6 +197,17 @@ def require(kernel: str, request: Request, field: str = "kernel") -> None:
         raise ValueError(
             f"{field}: {kernel!r} does not serve {reason}; {', '.join(others[:-1])} and "
             f"{others[-1]} do"
+        )
+
+
+def require_order(kernel: str, backward: str, field: str = "backward") -> None:
+    """Raises ValueError, naming the field that says `backward` and kernels that would do, if it is
+    `any_order` and the named kernel has one order in any case."""
+    free = [name for name, limits in LIMITS.items() if limits.any_order]
+    if backward == "any_order" and kernel not in ("auto", *free):
+        raise ValueError(
+            f"{field} is 'any_order', but the kernel {kernel!r} has one order; leave "
+            f"'repeatable', or take the kernel auto or {' or '.join(free)}"
         )
 
 

@@ -3,13 +3,15 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
-from .choice import KERNELS, LIMITS, Request, require
+from .choice import BACKWARDS, KERNELS, LIMITS, Request, require, require_order
 from .names import LAYOUTS, SCHEDULES, Tokens
 
 if TYPE_CHECKING:
+    BackwardName = str
     KernelName = str
     LayoutName = str
 else:  # what the command line accepts and lists
+    BackwardName = Literal[BACKWARDS]
     KernelName, LayoutName = Literal[KERNELS], Literal[LAYOUTS]
 
 
@@ -30,6 +32,11 @@ class AttentionConfig:
     GPUs otherwise, and xla elsewhere. cudnn, on NVIDIA GPUs in bfloat16, uses cuDNN for full and
     causal blocks and auto for others; it has not run on a GPU yet. The schedule ring_self_attention
     uses no kernel and no tiles."""
+    backward: BackwardName = "repeatable"
+    """Whether the backward pass gives the same bits each time, as a run that resumes bitwise needs.
+    any_order: the kernel mosaic, with heads of 128 at most, makes five products a tile instead of
+    seven, and adds dq in float32 in whatever order tiles end, so that runs differ by rounding; it
+    has not run on a GPU yet."""
     query_tile: Tokens = 0
     """Queries in a tile; 0 leaves it to the kernel."""
     key_tile: Tokens = 0
@@ -58,6 +65,10 @@ class AttentionConfig:
             f"{own_tiles}; leave attention.query_tile and attention.key_tile 0",
         )
         _need(self.kernel in KERNELS, "kernel", self.kernel, f"valid: {', '.join(KERNELS)}")
+        _need(
+            self.backward in BACKWARDS, "backward", self.backward, f"valid: {', '.join(BACKWARDS)}"
+        )
+        require_order(self.kernel, self.backward, "attention.backward")
         require(self.kernel, Request(global_tokens=self.global_tokens), "attention.kernel")
         _need(
             self.schedule_name in SCHEDULES,

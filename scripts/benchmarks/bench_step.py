@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from data.outputs import output_files
+from model.attention.choice import BACKWARDS
 from scripts.benchmarks.commands import in_own_process, write_json
 from scripts.benchmarks.kernel_case import measure_products
 from scripts.benchmarks.torch_step import TorchOptions, torch_step
@@ -85,7 +86,7 @@ def make_builder(length: int, args: StepOptions):
     model = LanguageModel(
         preset(args.model, args.layers),
         mesh,
-        kernel=get_kernel(args.kernel),
+        kernel=get_kernel(args.kernel, backward=args.backward),
         dtype=jnp.dtype(args.dtype),
         memory=memory,
     )
@@ -293,6 +294,9 @@ class StepOptions:
     dtype: str = option("our compute precision", "float32", choices=("float32", "bfloat16"))
     remat: str = option("our policy", "everything")
     kernel: str = option("our attention kernel", "auto")
+    backward: str = option(
+        "the order of attention's backward pass", "repeatable", choices=BACKWARDS
+    )
     chunk: TokensOr0 = option("our tokens of a chunk of projections (default: the trainer's)", 0)
     loss_chunk: TokensOr0 = option("tokens of a chunk of the loss", 1024)
     moments_on_host: bool = option("keep AdamW's moments on the host")

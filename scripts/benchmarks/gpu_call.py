@@ -3,15 +3,18 @@
     python -m scripts.benchmarks.gpu_call                    # five minutes
     python -m scripts.benchmarks.gpu_call --call qlora       # another five
     python -m scripts.benchmarks.gpu_call --call mixtures    # another three
+    python -m scripts.benchmarks.gpu_call --call backward    # another four
     python -m scripts.benchmarks.gpu_call --tiny             # the same rows at tiny sizes, on a CPU
 
 The call `steps`: steps of Llama 3.2 1B's shape against transformers + Liger, of eight layers of 8B
 with their profile, and kernels against cuDNN and torch. The call `qlora`: Llama 3.1 8B's shape by
 QLoRA against transformers + peft + bitsandbytes. The call `mixtures`: three layers of Qwen3-30B-A3B
-against transformers, at 32K with Liger. A row that does not fit into what is left of the time is
-left out by name. OUTPUT/rows.jsonl gets a line after each row, and each row's folder what its
-command wrote. --wheels prints the command that downloads the peers' packages for a machine without
-network, which installs them by pip install --no-index --find-links WHEELS.
+against transformers, at 32K with Liger. The call `backward`: attention's backward pass in one
+kernel (`attention.backward: any_order`) beside the default, exactness first. A row that does not
+fit into what is left of the time is left out by name. OUTPUT/rows.jsonl gets a line after each row,
+and each row's folder what its command wrote. --wheels prints the command that downloads the peers'
+packages for a machine without network, which installs them by pip install --no-index --find-links
+WHEELS.
 """
 
 from __future__ import annotations
@@ -101,12 +104,36 @@ MIXTURES = (
     Row("mixture_32k", 90, f"{_MIXTURE} --torch-liger --lengths 32768", _TINY_MIXTURE),
     Row("mixture_8k", 75, f"{_MIXTURE} --lengths 8192", _TINY_MIXTURE),
 )
-CALLS = {"steps": STEPS, "qlora": QLORA, "mixtures": MIXTURES}
+_BACKWARDS = "--blocks diagonal packed --peers ours ours-any-order jax-cudnn"
+BACKWARD = (
+    Row(
+        "any_order_exactness",
+        60,
+        "kernel_exactness --kernels any_order --dtypes bfloat16 --head-dims 64 128",
+        "--head-dims 64",
+    ),
+    Row("any_order_128", 45, f"{KERNELS} --head-dim 128 --lengths 32768 {_BACKWARDS}", _KERNEL),
+    Row("any_order_64", 45, f"{KERNELS} --head-dim 64 --lengths 32768 {_BACKWARDS}", _KERNEL),
+    Row(
+        "any_order_8b_32k",
+        45,
+        f"profile_step {EIGHT_B} --length 32K --backward any_order",
+        "--model tiny --length 128",
+    ),
+    Row(
+        "any_order_1b_32k",
+        45,
+        f"{ONE_B} --side ours --lengths 32768 --backward any_order",
+        _STEP,
+    ),
+)
+CALLS = {"steps": STEPS, "qlora": QLORA, "mixtures": MIXTURES, "backward": BACKWARD}
 # What the peers need besides torch, transformers and peft.
 WHEELS = {
     "steps": "liger-kernel",
     "qlora": "liger-kernel bitsandbytes==0.50.2",
     "mixtures": "liger-kernel",
+    "backward": "",
 }
 
 
@@ -147,6 +174,9 @@ class Options:
 
 def work(args: Options) -> int:
     """Measures the rows; returns 1 if any failed or was left out."""
+    if args.wheels and not WHEELS[args.call]:
+        print("nothing to download: this call needs jax and torch alone")
+        return 0
     if args.wheels:
         print(
             "pip download --no-deps --only-binary :all: --python-version 3.12 --platform "

@@ -36,6 +36,7 @@ class Case:
       length: tokens of the block of queries and of the block of keys.
       backward: whether the gradients are computed as well.
       kernel, tile: our kernel's name and the tokens on its tiles' sides, 0 for its own.
+      order: of our backward pass: repeatable, or any_order.
       repeats: runs, of which the fastest counts.
     """
 
@@ -49,6 +50,7 @@ class Case:
     dtype: str = "float32"
     kernel: str = "auto"
     tile: int = 0
+    order: str = "repeatable"
     repeats: int = 3
 
     def document_lengths(self) -> Int[np.ndarray, " documents"]:

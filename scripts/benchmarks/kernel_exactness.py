@@ -29,6 +29,7 @@ import numpy as np
 
 from data.outputs import output_files
 from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, get_kernel
+from model.attention.kernels import Kernel
 from model.attention.layout import permutation
 from scripts.benchmarks.commands import write_json
 from trainer.options import TokensOr0, command, option
@@ -126,10 +127,15 @@ def dense(
     }
 
 
+def kernel_of(name: str) -> Kernel:
+    """Returns the kernel of a name; `any_order` is the device's own with that backward pass."""
+    return get_kernel(backward=name) if name == "any_order" else get_kernel(name)
+
+
 @functools.cache
 def compiled(kernel_name: str, mask_name: str, head_dim: int):
     """Returns the kernel's `extend` and `gradients`, jitted."""
-    kernel = get_kernel(kernel_name)
+    kernel = kernel_of(kernel_name)
     options = {"mask": MASKS[mask_name], "scale": head_dim**-0.5}
     return (
         jax.jit(lambda *blocks: kernel.extend(*blocks, **options)),
@@ -278,7 +284,7 @@ class LongRow(NamedTuple):
 def run_long(kernel_name: str, dtype: str, length: int) -> LongRow:
     """Runs both passes of a kernel on `length` random tokens in a window of LONG_WINDOW."""
     kernel, options = (
-        get_kernel(kernel_name),
+        kernel_of(kernel_name),
         {"mask": Mask(window=LONG_WINDOW), "scale": LONG_HEAD_DIM**-0.5},
     )
     shapes = [
@@ -348,7 +354,9 @@ def work(args: Options) -> None:
 class Options:
     """The command's options."""
 
-    kernels: tuple[str, ...] = option("names of kernels; auto: the device's own", ("auto",))
+    kernels: tuple[str, ...] = option(
+        "names of kernels; auto: the device's own; any_order: it with that backward pass", ("auto",)
+    )
     dtypes: tuple[str, ...] = option("of the operands", tuple(LIMITS), choices=LIMITS)
     head_dims: tuple[int, ...] = option("head sizes", HEAD_DIMS, choices=HEAD_DIMS)
     long: TokensOr0 = option("one long row, in a window, instead", 0, metavar="TOKENS")

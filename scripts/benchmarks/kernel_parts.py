@@ -1,10 +1,11 @@
-"""Times the three Mosaic kernels for Hopper GPUs separately: forward, dq, dk with dv.
+"""Times the Mosaic kernels for Hopper GPUs separately: forward, dq, dk with dv, all three in one.
 
     python -m scripts.benchmarks.kernel_parts [--length 32768] [--head-dims 64 128] [--output DIR]
 
 bench_kernels' times include the work around a kernel, rounding and the search for intervals; these
 include only the search. Prints a line for each and writes kernel_parts.json. TFLOP/s count the
-kernel's products of visible pairs: two forward, three for dq, four for dk and dv.
+kernel's products of visible pairs: two forward, three for dq, four for dk and dv, five in one
+kernel (`attention.backward: any_order`), for which dq starts from zeros that are written before it.
 """
 
 from __future__ import annotations
@@ -21,25 +22,27 @@ from data.errors import UserError
 from data.outputs import output_files
 from model.attention import BackwardInputs, Mask, TokenCoords
 from model.attention.choice import HOPPER
-from model.attention.kernels import mosaic_backward, mosaic_forward
+from model.attention.kernels import mosaic_backward, mosaic_forward, mosaic_one_pass
 from model.attention.kernels.intervals import intervals
 from scripts.benchmarks.commands import write_json
 from scripts.benchmarks.kernel_case import best_of
 from trainer.options import Tokens, command, option
 
 HEADS, KV_HEADS = 32, 8  # those of LLaMA-3.1-8B
-PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}
+PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4, "backward": 5}
 REPEATS = 5
 
 
 def run_kernel(kernel: str, q, k, v, saved: BackwardInputs, coords: TokenCoords):
     """Returns the result of one kernel; `forward` leaves `saved` alone."""
     options = {"scale": q.shape[-1] ** -0.5, "interpret": None}
-    seen = intervals(coords, coords, Mask(), transpose=kernel == "dkv")
+    seen = intervals(coords, coords, Mask(), transpose=kernel in ("dkv", "backward"))
     if kernel == "forward":
         return mosaic_forward.forward(None, q, (k, v), seen, **options)
     if kernel == "dq":
         return mosaic_backward.dq_pass(None, q, (k, v), saved, seen, **options)
+    if kernel == "backward":
+        return mosaic_one_pass.gradients(None, q, (k, v), saved, seen, **options)
     return mosaic_backward.dkv_pass(q, (k, v), saved, seen, **options)
 
 
@@ -80,7 +83,10 @@ def work(args: Options) -> None:
             f"kernel_parts: found {device}; these kernels run on Hopper GPUs ({', '.join(HOPPER)})"
         )
     rows = [
-        measure(kernel, head_dim, args.length) for head_dim in args.head_dims for kernel in PRODUCTS
+        measure(kernel, head_dim, args.length)
+        for head_dim in args.head_dims
+        for kernel in PRODUCTS
+        if kernel != "backward" or head_dim in mosaic_one_pass.HEAD_DIMS
     ]
     write_json(
         args.output / "kernel_parts.json", {"device": device, "jax": jax.__version__, "rows": rows}

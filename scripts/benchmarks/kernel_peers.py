@@ -59,7 +59,7 @@ def ours(case: Case, block: Block) -> Callable:
 
     from model.attention import AttentionOp, Keys, Queries, TokenCoords, attend, get_kernel
 
-    kernel = get_kernel(case.kernel, query_tile=case.tile, key_tile=case.tile)
+    kernel = get_kernel(case.kernel, query_tile=case.tile, key_tile=case.tile, backward=case.order)
     op = AttentionOp.create(
         block[0].shape[-1], schedule="local", kernel=kernel, axis="sequence", size=1
     )
@@ -84,6 +84,14 @@ def ours_triton(case: Case, block: Block) -> Callable:
     if jax.default_backend() != "gpu":
         raise LeftOut(f"the kernel gpu needs an NVIDIA GPU, found {jax.default_backend()}")
     return ours(dataclasses.replace(case, kernel="gpu"), block)
+
+
+def ours_any_order(case: Case, block: Block) -> Callable:
+    """Our kernel for Hopper GPUs, with one backward kernel, whose order of dq's sums is open."""
+    import jax
+
+    _refuse_but_hopper("any_order", case, jax.devices()[0].device_kind)
+    return ours(dataclasses.replace(case, kernel="mosaic", order="any_order"), block)
 
 
 def _refuse_but_hopper(peer: str, case: Case, device: str) -> None:
@@ -313,6 +321,7 @@ def splash(case: Case, block: Block, interpret: bool = False) -> Callable:
 PEERS: dict[str, Callable[[Case, Block], Callable]] = {
     "ours": ours,
     "ours-triton": ours_triton,
+    "ours-any-order": ours_any_order,
     "torch-sdpa": torch_sdpa,
     "flash-attn-3": flash_attention_3,
     "jax-xla": jax_xla,
@@ -322,6 +331,14 @@ PEERS: dict[str, Callable[[Case, Block], Callable]] = {
 # The peers that can run on each kind of device.
 ON_DEVICE = {
     "cpu": ("ours", "torch-sdpa", "jax-xla"),
-    "gpu": ("ours", "ours-triton", "flash-attn-3", "jax-cudnn", "torch-sdpa", "jax-xla"),
+    "gpu": (
+        "ours",
+        "ours-any-order",
+        "ours-triton",
+        "flash-attn-3",
+        "jax-cudnn",
+        "torch-sdpa",
+        "jax-xla",
+    ),
     "tpu": ("ours", "splash", "jax-xla"),
 }

@@ -61,6 +61,9 @@ CASES = [
     Case(*compiled, kernel, head_dim)
     for compiled, kernel, head_dim in itertools.product(COMPILED, KERNELS, HEAD_DIMS)
 ]
+# One kernel in place of dq and dkv, for `attention.backward: any_order`.
+CASES += [Case("mosaic", "h100", "backward", head_dim) for head_dim in (64, 128)]
+MAY_SPILL = ("dkv", "backward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +130,7 @@ def compile_mosaic(mesh, case: Case) -> None:
     import jax.numpy as jnp
 
     from model.attention import AttentionPartial, BackwardInputs
-    from model.attention.kernels import mosaic_backward, mosaic_forward
+    from model.attention.kernels import mosaic_backward, mosaic_forward, mosaic_one_pass
     from model.attention.kernels.intervals import Intervals
 
     q, statistics = (
@@ -142,6 +145,7 @@ def compile_mosaic(mesh, case: Case) -> None:
         "forward": (mosaic_forward.forward, (AttentionPartial(carry, statistics), q, keys, seen)),
         "dq": (mosaic_backward.dq_pass, (carry, q, keys, saved, seen)),
         "dkv": (mosaic_backward.dkv_pass, (q, keys, saved, seen)),
+        "backward": (mosaic_one_pass.gradients, (carry, q, keys, saved, seen)),
     }
     function, arguments = kernels[case.kernel]
     jax.jit(lambda *arrays: function(*arrays, **options)).lower(*arguments).compile()
@@ -278,7 +282,8 @@ def summarize(figures: dict[Case, Figures]) -> dict[str, dict[str, str]]:
     """Returns the result's rows: each kernel's spills, and whether it uses the matrix units."""
     rows = {}
     for case, figure in figures.items():
-        product, copy, may_spill = PRODUCTS[case.chip], COPIES[case.backend], case.kernel == "dkv"
+        product, copy = PRODUCTS[case.chip], COPIES[case.backend]
+        may_spill = case.kernel in MAY_SPILL
         needed = [
             product,
             *(["TMA"] if case.backend == "mosaic" else []),

@@ -21,7 +21,8 @@ _COLLECTIVE = re.compile(
     r"|(?:send|recv)(?:[-_.]|$)|memcpyp2p",
     re.IGNORECASE,
 )
-_ATTENTION_NAME = re.compile(r"attention|flash|fmha|sdpa|splash", re.IGNORECASE)
+# All our kernels of Mosaic's are attention's; JAX gives one of them another name.
+_ATTENTION_NAME = re.compile(r"attention|flash|fmha|sdpa|splash|mosaic_gpu", re.IGNORECASE)
 # nvjet: cuBLAS on Hopper; ynn and onednn: XLA's libraries of products on CPUs.
 _PRODUCT_NAME = re.compile(
     r"nvjet|gemm|cutlass|cublas|splitk|matmul|convolution|ynn|onednn|(?:^|[_.])dot(?:[_.]|$)",

@@ -119,6 +119,7 @@ def rows_of(profile, text=""):
         ("splitKreduce_kernel", PRODUCTS),
         ("ynn_fusion.19", PRODUCTS),
         ("attention_dkv_mosaic_gpu_kernel", ATTENTION),
+        ("new_body_mosaic_gpu_kernel", ATTENTION),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", ATTENTION),
         ("flash_attention_forward.3", ATTENTION),
         ("loop_add_multiply_fusion", ELEMENTWISE),

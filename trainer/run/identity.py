@@ -49,6 +49,7 @@ PLACEMENT = (
     "distributed",
     "memory",
     "attention.kernel",
+    "attention.backward",
     "attention.query_tile",
     "attention.key_tile",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 
-from ..choice import KERNELS, LIMITS
+from ..choice import BACKWARDS, KERNELS, LIMITS, require_order
 from .chosen import KINDS, ChosenKernel
 from .cudnn import CudnnKernel
 from .gpu import GpuKernel
@@ -30,7 +30,13 @@ __all__ = [
 
 
 @functools.cache
-def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) -> Kernel:
+def get_kernel(
+    name: str = "auto",
+    *,
+    query_tile: int = 0,
+    key_tile: int = 0,
+    backward: str = "repeatable",
+) -> Kernel:
     """The kernel of this name; the same arguments give the same object, so that nothing is compiled
     twice.
 
@@ -39,23 +45,29 @@ def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) ->
         serve what `mosaic` and `cudnn` do not.
       query_tile, key_tile: tokens in a tile; 0 leaves the choice to the kernel. `reference` has no
         tiles and reads neither.
+      backward: one of BACKWARDS. With `any_order`, `mosaic` makes fewer products in its backward
+        pass, and dq is rounded differently from run to run.
 
     Raises:
-      ValueError: an unknown name; a tile's size for `mosaic` or `cudnn`, which have their own.
+      ValueError: an unknown name; a tile's size for `mosaic` or `cudnn`, which have their own;
+        `any_order` for a kernel that has one order in any case.
     """
     if name not in KERNELS:
         raise ValueError(f"kernel: found {name!r}; known: {', '.join(KERNELS)}")
+    if backward not in BACKWARDS:
+        raise ValueError(f"backward: found {backward!r}; known: {', '.join(BACKWARDS)}")
+    require_order(name, backward)
     tiles = {
         option: size
         for option, size in (("query_tile", query_tile), ("key_tile", key_tile))
         if size
     }
     if name == "auto":
-        return ChosenKernel(name, tuple(tiles.items()))
+        return ChosenKernel(name, tuple(tiles.items()), backward == "any_order")
     if name in ("mosaic", "cudnn"):
         if tiles:
             raise ValueError(
                 f"kernel: {name!r}: {LIMITS[name].own_tiles}, found {tiles}; leave them 0"
             )
-        return ChosenKernel(name)
+        return ChosenKernel(name, any_order=backward == "any_order")
     return KINDS[name](**({} if LIMITS[name].own_tiles else tiles))

@@ -13,7 +13,7 @@ import jax
 from jax import lax
 
 from ..blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
-from ..choice import Choice, Request, select
+from ..choice import LIMITS, Choice, Request, select
 from ..coords import Mask
 from ..partial import AttentionPartial
 from .cudnn import CudnnKernel
@@ -48,11 +48,13 @@ class ChosenKernel(Kernel):
     Attributes:
       name: `auto`, or a kernel that is tried before those of `auto`.
       tiles: sizes of tiles by name, where they are given.
+      any_order: whether a backward pass may add in an order that changes from run to run.
       shards, rows_in_order: as in `over_shards` and `with_rows_in_order`.
     """
 
     name: str
     tiles: tuple[tuple[str, int], ...] = ()
+    any_order: bool = False
     shards: tuple[int, int] = (1, 1)
     rows_in_order: bool = False
 
@@ -115,25 +117,34 @@ class ChosenKernel(Kernel):
         )
         choice = select(self.name, request)
         if platform == _platform(device):
-            self._warn(choice)
+            self._warn(choice, request.head_dim)
         kernel = self._made(choice.name, request)
         return kernel.over_shards(*self.shards).with_rows_in_order(self.rows_in_order)
 
     def _made(self, name: str, request: Request) -> Kernel:
         """Returns the kernel of this name; cuDNN's has that of `auto` for what it leaves."""
         kernel = KINDS[name](**dict(self.tiles), softcap=self.softcap)
+        if isinstance(kernel, MosaicKernel) and self.any_order:
+            kept = LIMITS[name].order_kept(request.head_dim)
+            return dataclasses.replace(kernel, any_order=not kept)
         if isinstance(kernel, CudnnKernel):
             others = select("auto", request._replace(jax=jax.__version_info__)).name
             return dataclasses.replace(kernel, others=self._made(others, request))
         return kernel
 
-    def _warn(self, choice: Choice) -> None:
-        """Warns where a kernel that was named does not serve, or `auto` leaves an accelerator's
-        kernels."""
+    def _warn(self, choice: Choice, head_dim: int) -> None:
+        """Warns where a kernel that was named does not serve, `auto` leaves an accelerator's
+        kernels, or a backward pass keeps its order although it need not."""
         left = choice.name == "xla" and jax.default_backend() in ("tpu", "gpu")
         slow = any(reason.startswith("JAX") for reason in choice.refusals.values())
         if choice.refusals and (self.name != "auto" or left or slow):
             warnings.warn(f"attention kernel: {choice}", stacklevel=5)
+        if self.any_order and (kept := LIMITS[choice.name].order_kept(head_dim)):
+            warnings.warn(
+                f"attention backward: 'any_order' changes nothing here; the kernel {choice.name!r} "
+                f"has {kept}",
+                stacklevel=5,
+            )
 
     def _call(self, method: str, q: jax.Array, *blocks: Any, mask: Mask, scale: float) -> Any:
         device = mesh_device_kind()

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from ..blocks import BackwardInputs, Keys, Queries, StackedKeys
 from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
-from . import mosaic_backward, mosaic_forward
+from . import mosaic_backward, mosaic_forward, mosaic_one_pass
 from .intervals import in_row_order, intervals, row_order
 from .kernel import AccumulatingKernel
 from .mosaic_tiles import HEAD_DIMS, ROWS, WARPGROUPS
@@ -37,12 +37,15 @@ TILE = (
 
 @dataclasses.dataclass(frozen=True)
 class MosaicKernel(AccumulatingKernel):
-    """FlashAttention-3's forward, and FlashAttention-2's backward in two kernels, for what
-    `choice.LIMITS` says: bfloat16 or float16 on Hopper GPUs, without soft-caps and global tokens.
+    """FlashAttention-3's forward, and FlashAttention-2's backward in two kernels or
+    FlashAttention-3's in one, for what `choice.LIMITS` says: bfloat16 or float16 on Hopper GPUs,
+    without soft-caps and global tokens.
 
     Attributes:
       query_shards, key_shards: as in `over_shards`.
       rows_in_order: as in `with_rows_in_order`.
+      any_order: whether one kernel computes all gradients, of heads of 128 at most: dq's sums have
+        no order then, and two runs differ by rounding.
       interpret: parameters of Mosaic's interpreter (`InterpretGPUParams`), which runs the same
         kernels anywhere, slowly, for tests; None: compiled.
     """
@@ -50,6 +53,7 @@ class MosaicKernel(AccumulatingKernel):
     query_shards: int = 1
     key_shards: int = 1
     rows_in_order: bool = False
+    any_order: bool = False
     interpret: Any = None
 
     def over_shards(self, queries: int, keys: int) -> MosaicKernel:
@@ -172,10 +176,13 @@ class MosaicKernel(AccumulatingKernel):
         )
         so_far = None if so_far is None else q_side.tokens(so_far)
         options: dict[str, Any] = {"scale": scale, "interpret": self.interpret}
-        seen = intervals(q_side.coords, kv_side.coords, mask)
-        dq = mosaic_backward.dq_pass(so_far, q, arrays, saved, seen, **options)
         seeing = intervals(kv_side.coords, q_side.coords, mask, transpose=True)
-        dkv = mosaic_backward.dkv_pass(q, arrays, saved, seeing, **options)
+        if self.any_order:
+            dq, dkv = mosaic_one_pass.gradients(so_far, q, arrays, saved, seeing, **options)
+        else:
+            seen = intervals(q_side.coords, kv_side.coords, mask)
+            dq = mosaic_backward.dq_pass(so_far, q, arrays, saved, seen, **options)
+            dkv = mosaic_backward.dkv_pass(q, arrays, saved, seeing, **options)
         shape = keys.kv.shape[1:] if isinstance(keys, StackedKeys) else keys.k.shape
         return q_side.back(dq, queries.q.shape), jax.vmap(lambda x: kv_side.back(x, shape))(dkv)
 

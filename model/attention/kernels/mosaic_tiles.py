@@ -34,8 +34,8 @@ class Arithmetic:
     JAX.
 
     JAX 0.10's interpreter of Mosaic kernels knows no registers: neither their layouts nor wgmma
-    with operands in them. All else of a kernel, its copies, barriers, loops and stores, is the same
-    in both.
+    with operands in them; nor TMA's additions. All else of a kernel, its copies, barriers, loops
+    and stores, is the same in both.
     """
 
     interpret: bool
@@ -129,6 +129,53 @@ class Arithmetic:
                 plgpu.wgmma(accumulator, left, right)
 
         return tuple(pl.run_state(multiply)([plgpu.ACC.init(sums) for sums, *_ in products]))
+
+    def products_around(
+        self,
+        first: tuple[jax.Array, jax.Array, Any],
+        between: tuple[Any, Any],
+        last: tuple[jax.Array, jax.Array, Any],
+        *,
+        ready: Callable[[], None],
+        use: Callable[[jax.Array], None],
+    ) -> tuple[jax.Array, jax.Array]:
+        """sums + left @ right for `first` and `last`, as `add_products`, and between them use(a.T @
+        b) of two tiles (a, b) in shared memory; `use` runs while the matrix units are at the last.
+
+        Args:
+          ready: waits until a is complete, while the matrix units are at the first.
+        """
+        if self.interpret:
+            (first_sums,) = self.add_products(first)
+            ready()
+            left, right = between
+            use(_plain_product(_read(left).T, _read(right)))
+            (last_sums,) = self.add_products(last)
+            return first_sums, last_sums
+        lefts = [left.astype(right.dtype) for _, left, right in (first, last)]
+
+        def multiply(accumulators):
+            plgpu.wgmma(accumulators[0], lefts[0], first[2])
+            ready()
+
+            def multiply_between(accumulator):
+                plgpu.wgmma(accumulator, plgpu.transpose_ref(between[0], (1, 0)), between[1])
+                plgpu.wgmma(accumulators[1], lefts[1], last[2])
+                use(plgpu.wgmma_accumulator_load(accumulator, wait_n=1))
+
+            shape = between[0].shape[1], between[1].shape[1]
+            pl.run_scoped(multiply_between, plgpu.ACC(shape, jnp.float32))
+
+        return tuple(pl.run_state(multiply)([plgpu.ACC.init(sums) for sums, *_ in (first, last)]))
+
+    def add_into(self, memory: Any, tile: Any) -> None:
+        """Starts to add a tile of shared memory to a part of global memory that other blocks may be
+        adding to; the tile may change after `wait_smem_to_gmem`."""
+        plgpu.commit_smem()
+        if self.interpret:  # the interpreter knows no additions, and runs block after block
+            memory[...] = memory[...] + tile[...]
+        else:
+            plgpu.copy_smem_to_gmem(tile, memory, reduction_op="add")
 
     def _load(self, ref: Any, index: tuple[Any, ...], layout: Any) -> jax.Array:
         if self.interpret:

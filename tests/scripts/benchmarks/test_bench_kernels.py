@@ -132,6 +132,7 @@ def test_the_table_and_the_figures(tmp_path, capsys, monkeypatch):
     ("peer", "reason"),
     [
         ("ours-triton", "the kernel gpu needs an NVIDIA GPU, found cpu"),
+        ("ours-any-order", "any_order needs a Hopper GPU, found cpu"),
         ("flash-attn-3", "FlashAttention-3 needs a Hopper GPU, found cpu"),
         ("jax-cudnn", "cuDNN needs an NVIDIA GPU, found cpu"),
     ],

@@ -34,6 +34,10 @@ def test_each_kernel_takes_its_arguments(head_dim):
     results = {
         kernel: jax.eval_shape(functools.partial(run_kernel, kernel), *arguments)
         for kernel in PRODUCTS
+        if kernel != "backward" or head_dim <= 128
     }
     assert results["forward"].out.shape == results["dq"].shape == q.shape
     assert results["dkv"].shape == (2, *k.shape)
+    if head_dim <= 128:
+        dq, dkv = results["backward"]
+        assert (dq.shape, dkv.shape) == (q.shape, (2, *k.shape))

@@ -8,6 +8,7 @@ warpgroups at a time. Two things are the interpreter's own: products are plain o
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -16,7 +17,8 @@ import numpy as np
 import pytest
 
 from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, attention, get_kernel
-from model.attention.kernels import GpuKernel, MosaicKernel, XlaKernel, chosen
+from model.attention.choice import LIMITS
+from model.attention.kernels import GpuKernel, MosaicKernel, XlaKernel, chosen, mosaic_one_pass
 from model.attention.kernels.intervals import in_row_order
 from model.attention.layout import permutation
 from model.attention.names import LAYOUTS
@@ -58,6 +60,103 @@ def test_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
 
 def test_rows_that_see_nothing():
     check_nothing_to_see(KERNEL)
+
+
+ANY_ORDER = dataclasses.replace(KERNEL, any_order=True)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "limit"),
+    [
+        (128, jnp.float32, 1e-5),
+        pytest.param(128, jnp.bfloat16, 1e-2, marks=pytest.mark.slow),
+        pytest.param(64, jnp.float32, 1e-5, marks=pytest.mark.slow),
+    ],
+    ids=["128", "128 in 16 bits", "64"],
+)
+def test_one_backward_kernel_is_exact_and_adds_dq_to_what_was_there(head_dim, dtype, limit):
+    """Two documents and padding, two tiles of keys of one head that two query heads share: each
+    tile of dq is added to several times, and dk and dv are sums over heads."""
+    rng, length = np.random.default_rng(0), 256
+    q, k, v, dout = (
+        np.asarray(jnp.asarray(rng.standard_normal((1, length, heads, head_dim)), dtype))
+        for heads in (2, 1, 1, 2)
+    )
+    index = np.arange(length, dtype=np.int32)[None]
+    segments = np.repeat([1, 2, 0], [90, 150, 16]).astype(np.int32)[None]
+    out, lse, *expected = dense_attention(
+        *(x.astype(np.float64) for x in (q, k, v)), index, segments, dout.astype(np.float64)
+    )
+    delta = np.einsum("bthd,bthd->bht", out, dout.astype(np.float64)).astype(np.float32)
+    before = rng.standard_normal(q.shape, dtype=np.float32)
+    coords, kernel = TokenCoords(index, segments), ANY_ORDER.with_rows_in_order(True)
+    dq, (dk, dv) = jax.jit(
+        lambda *blocks: kernel.gradients(*blocks, mask=Mask(), scale=head_dim**-0.5)
+    )(
+        before,
+        Queries(q, coords),
+        Keys(k, v, coords),
+        BackwardInputs(dout, lse.astype(np.float32), delta),
+    )
+    for got, truth in zip((np.asarray(dq) - before, dk, dv), expected, strict=True):
+        assert np.linalg.norm(got - truth) <= limit * np.linalg.norm(truth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "layout", "kind"),
+    [
+        *itertools.product((64, 80, 128), MASKS, ("striped",), KINDS),
+        *itertools.product((128,), MASKS, ("contiguous", "zigzag"), KINDS),
+    ],
+    ids=str,
+)
+def test_one_backward_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
+    check_case(head_dim, mask, layout, kind, ANY_ORDER)
+
+
+@pytest.mark.slow
+def test_one_backward_kernel_of_rows_that_see_nothing():
+    check_nothing_to_see(ANY_ORDER)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kept"),
+    [(128, ""), (256, r"has one order for heads of 256 \(any for 128 at most\)")],
+)
+def test_any_order_is_taken_only_if_asked_for_and_named_where_it_changes_nothing(
+    head_dim, kept, monkeypatch, recwarn
+):
+    monkeypatch.setattr(chosen, "device_kind", lambda: "NVIDIA H200")
+    q = blocks(head_dim=head_dim)[0].q
+    assert get_kernel("mosaic").on("cuda", q, Mask()) == MosaicKernel()
+    assert get_kernel("auto", backward="repeatable").on("cuda", q, Mask()) == MosaicKernel()
+    for name in ("auto", "mosaic"):
+        taken = get_kernel(name, backward="any_order").on("cuda", q, Mask())
+        assert taken == MosaicKernel(any_order=not kept)
+    found = [str(warning.message) for warning in recwarn if "backward" in str(warning.message)]
+    assert bool(found) == bool(kept) and all(re.search(kept, message) for message in found)
+    assert LIMITS["mosaic"].any_order == max(mosaic_one_pass.HEAD_DIMS)
+
+
+def test_any_order_on_other_devices_is_named(monkeypatch):
+    monkeypatch.setattr(chosen, "device_kind", lambda: "NVIDIA A100-SXM4-80GB")
+    with pytest.warns(
+        UserWarning, match=r"'any_order' changes nothing here; the kernel 'gpu' has one order"
+    ):
+        kernel = get_kernel("auto", backward="any_order").on("cuda", blocks()[0].q, Mask())
+    assert kernel == GpuKernel()
+    with pytest.raises(
+        ValueError, match=r"backward is 'any_order', but the kernel 'gpu' has one order; leave"
+    ):
+        get_kernel("gpu", backward="any_order")
+    with pytest.raises(ValueError, match=r"backward: found 'fast'; known: repeatable, any_order"):
+        get_kernel("auto", backward="fast")
+    with pytest.raises(
+        ValueError, match=r"attention\.backward .* the kernel 'cudnn' has one order"
+    ):
+        AttentionConfig(kernel="cudnn", backward="any_order")
+    assert AttentionConfig(backward="any_order") and AttentionConfig().backward == "repeatable"
 
 
 @pytest.mark.slow
