@@ -169,7 +169,7 @@ def test_runs_that_answered_the_same_cases_have_their_differences(runs):
     )
     drawn = report.differences_of([report.read_run(runs / name) for name in ("before", "after")])
     low, high = paired_interval(np.array([1.0, 0, 0]), np.array([1.0, 0, 1]))
-    assert "after less before, over the same cases" in drawn and drawn.count("<tr>") == 2
+    assert "after minus before, over the same cases" in drawn and drawn.count("<tr>") == 2
     for cell in ("20 lines", "3", "0.333", "0.667", "+0.333", f"{low:+.2f} to {high:+.2f}"):
         assert f"<td>{cell}</td>" in drawn, cell
     assert report.differences_of([report.read_run(runs / "after")]) == ""
@@ -272,7 +272,7 @@ def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, 
         line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")
     ]
     assert warnings == [
-        f"warning: {run}/other/results.json: is of runs/a, which is not a checkpoint of {run}; the report shows it anyway"
+        f"warning: {run}/other/results.json: evaluates runs/a, which is not a checkpoint of {run}; the report shows it anyway"
     ]
     assert [foreign_run(about[name], run / "results" / name) for name in about] == [
         None,
@@ -288,7 +288,7 @@ def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, 
     )
     assert report.main([str(run), "--evaluations", *outside]) == 2
     assert (
-        f"--evaluations: {outside[3]}/results.json: is of runs/a, which is not a checkpoint of "
+        f"--evaluations: {outside[3]}/results.json: evaluates runs/a, which is not a checkpoint of "
         f"{run}; an evaluation of " in (capsys.readouterr().err)
     )
     evaluate(run / "other", 1)
@@ -297,7 +297,7 @@ def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, 
     card = model_card(newest, TransformerConfig.from_hf(newest / "assets"))
     assert "4,096 tokens: 0.500" in card and "4,096 tokens: 0.250" not in card
     assert (
-        f"warning: {path}: is of runs/a, not of {newest}; the card leaves it out"
+        f"warning: {path}: evaluates runs/a, not {newest}; the card leaves it out"
         in capsys.readouterr().err
     )
 
@@ -410,7 +410,7 @@ def test_a_curve_with_what_is_no_number_is_drawn_without_it():
         ),
         (
             lambda runs: (runs / "after" / "config.yaml").write_text("- 1"),
-            "config.yaml: holds no sections",
+            "config.yaml: has no sections",
         ),
         (
             lambda runs: (runs / "after" / "evaluation" / "ruler" / "results.json").write_text("{"),

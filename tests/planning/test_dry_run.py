@@ -186,7 +186,10 @@ def pretrained(small_recipe, hf_model, tmp_path_factory):
         (["--adapter.rank", "64"], "adapter.rank: found 64, needs at most 32"),
         (["--adapter.rank", "2", "--adapter.train", "[nothing]"], "adapter.train: found 'nothing'"),
         (["--memory.attention_groups", "3"], "memory.attention_groups: 3 does not divide the 1"),
-        (["--attention.global_tokens", "4"], "attention.global_tokens is 4; without"),
+        (
+            ["--attention.global_tokens", "4"],
+            "attention.global_tokens is 4; the model has no window",
+        ),
         (["--attention.schedule", "{name: attention2d, columns: 3}"], "attention2d.columns: 3"),
         (["--model.trainable", "nothing"], "model.trainable"),
         (["--logging.wandb", "project"], "logging.wandb"),
@@ -352,7 +355,9 @@ def test_what_local_checkpoints_take_of_a_host(monkeypatch):
         job = SimpleNamespace(run=SimpleNamespace(mesh=mesh, checkpoint=checkpoint), model=None)
         return list(_local_lines(job, count))
 
-    said = "local checkpoints: {} GiB a host, {}, two steps: {} GiB in /x of each of {}, and {} GiB"
+    said = (
+        "local checkpoints: {} GiB per host, {}, two steps: {} GiB in /x on each of {}, and {} GiB"
+    )
     both, memory = "its part and another host's", " of memory during a save"
     assert lines(1, 4) == [said.format("2.0", both, "8.0", "4 hosts", "2.0") + memory]
     assert lines(2, 4) == [said.format("4.0", both, "16.0", "4 hosts", "4.0") + memory]
