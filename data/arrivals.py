@@ -1,8 +1,8 @@
-"""Files that a hub sends into its cache: kept if their contents are those of the hub's digests.
+"""Files that a hub sends into its cache: kept if their contents match the hub's digests.
 
-While a download is under way a note in the cache names the files that were there before. Where the
-process was killed the next start finds the note, whose lock has gone with its process, and checks
-what has arrived since.
+During a download a note in the cache names the files that were there before. If the process is
+killed, the next start finds the note, whose lock is gone with its process, and checks what has
+arrived since.
 """
 
 import concurrent.futures
@@ -28,9 +28,9 @@ _PART = 1 << 20  # bytes
 
 @contextlib.contextmanager
 def checked(repository: Path) -> Iterator[None]:
-    """Checks the files that arrive within the context, also where it ends with an error.
+    """Checks the files that arrive within the context, even if it ends with an error.
 
-    It does not where the process is interrupted: the next start does.
+    If the process is interrupted, the next start checks them.
 
     Args:
       repository: its folder in the hub's cache, with `blobs` in it.
@@ -51,20 +51,20 @@ def checked(repository: Path) -> Iterator[None]:
         note.remove()
     if damaged:
         raise UserError(
-            f"{damaged[0]}: arrived with other contents than the hub's digest tells, and was "
-            "removed; the same command downloads it again"
+            f"{damaged[0]}: does not match the hub's digest, and was removed; the same command "
+            "downloads it again"
         )
     if failure is not None:
         raise failure
 
 
 def remove_damaged(repository: Path) -> None:
-    """Removes what killed downloads have left in a repository of the cache with other contents than
-    its digests tell, and says so."""
+    """Removes files of killed downloads in a repository of the cache that do not match their
+    digests, and says so."""
     for path in repository.parent.glob(f"{glob.escape(_prefix(repository))}*"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             if not _lock(file):
-                continue  # its download goes on
+                continue  # its download is still running
             before = _names(file)
             for blob in _damaged(_blobs(repository) - {repository / "blobs" / x for x in before}):
                 blob.unlink()
@@ -80,7 +80,7 @@ def remove_damaged(repository: Path) -> None:
 
 
 class _Note:
-    """A file that exists while a download is under way."""
+    """A file that exists during a download."""
 
     def __init__(self, path: Path | None):
         self._path = path
@@ -97,16 +97,16 @@ def _prefix(repository: Path) -> str:
 
 @contextlib.contextmanager
 def _note(repository: Path, before: set[Path]) -> Iterator[_Note]:
-    """Writes which files are there; its lock is held within the context, and by no process after.
+    """Writes which files are there; its lock is held within the context only.
 
-    Where the cache cannot be written, or its disk is full, there is none: nothing arrives either.
+    If the cache cannot be written, or its disk is full, there is none: nothing arrives either.
     """
     name = secrets.token_hex(8)
     whole = repository.parent / f"{_prefix(repository)}{name}"
     part = repository.parent / f".longstripe-{name}.part"
     with contextlib.ExitStack() as stack:
         try:
-            # Locked before it has its name, so that nobody takes it for one of a killed process.
+            # Locked before it gets its name, so that nobody takes it for a killed process's.
             file = stack.enter_context(part.open("wb"))
             _lock(file)
             file.write(json.dumps(sorted(blob.name for blob in before)).encode())
@@ -121,7 +121,7 @@ def _note(repository: Path, before: set[Path]) -> Iterator[_Note]:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Returns False where another process holds a file's lock, if the file system has locks."""
+    """Returns False if another process holds a file's lock, if the file system has locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -132,7 +132,7 @@ def _lock(file: BinaryIO) -> bool:
 
 
 def _names(file: BinaryIO) -> list[str]:
-    """Returns the files that a note names; none, and so all are checked, where it is damaged."""
+    """Returns the files that a note names; none, so that all are checked, if it is damaged."""
     try:
         names = json.loads(file.read(1 << 26))
     except (ValueError, RecursionError):
@@ -156,10 +156,10 @@ def _damaged(blobs: Iterable[Path]) -> list[Path]:
 
 
 def _is_damaged(blob: Path) -> bool:
-    """Returns whether a file's contents are other than its name tells.
+    """Returns whether a file's contents do not match its name.
 
-    Names are SHA-256 of large files and git's SHA-1 of small ones; of another length they are the
-    mark of a mirror, of which nothing can be told but that some give a plain SHA-1.
+    Names are SHA-256 of large files and git's SHA-1 of small ones; names of another length come
+    from a mirror, and tell nothing, except that some are a plain SHA-1.
     """
     digest = blob.name.lower()
     if not _DIGEST.fullmatch(digest):

@@ -14,7 +14,7 @@ class Batch(TypedDict):
     targets: Int32[np.ndarray, "*B L"]
     """The next token of the same document; 0 at its end."""
     loss_weights: Float32[np.ndarray, "*B L"]
-    """1 where the target is trained on, otherwise 0."""
+    """1 if the target is trained on, otherwise 0."""
     positions: Int32[np.ndarray, "*B L"]
     """Position for RoPE; restarts at 0 in each document."""
     index: Int32[np.ndarray, "*B L"]

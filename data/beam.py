@@ -17,7 +17,7 @@ from data.errors import TransientError, UserError, first_line, is_transient
 from data.printable import printable
 
 RUNNERS = {
-    # Not Beam's DirectRunner, which downloads another runner, Prism, where it can.
+    # Not Beam's DirectRunner, which downloads another runner, Prism, if it can.
     "direct": "apache_beam.runners.portability.fn_api_runner.FnApiRunner",
     "dask": "apache_beam.runners.dask.dask_runner.DaskRunner",
     "flink": "FlinkRunner",
@@ -31,8 +31,8 @@ _AT_A_STEP = re.compile(r" \[while running '[^']*'\]$")  # Beam adds it to messa
 
 @dataclass(frozen=True)
 class Beam:
-    """The workers of a runner of Beam. They need the sources, and the folder `data.prepared`, at
-    the same paths as this process."""
+    """The workers of a Beam runner. They need the sources, and the folder `data.prepared`, at the
+    same paths as this process."""
 
     runner: str = "direct"
     """One of RUNNERS."""
@@ -54,7 +54,7 @@ class Beam:
             [f"--runner={RUNNERS[self.runner]}", *_partitions(self, len(items)), *self.options]
         )
         try:
-            # The log has a worker's traceback, of an error that is raised here.
+            # The log has a worker's traceback of an error that is raised here.
             with _silent("apache_beam.runners.common"), _pipeline(options) as pipeline:
                 values = pipeline | beam.Create(list(items)) | beam.Reshuffle()
                 for number, step in enumerate(steps):
@@ -77,10 +77,10 @@ def _partitions(engine: Beam, items: int) -> list[str]:
 
 @contextlib.contextmanager
 def _pipeline(options: Any) -> Iterator[Any]:
-    """Yields a pipeline, which runs when the context ends, and lets go of its results.
+    """Yields a pipeline, which runs when the context ends, and releases its results.
 
-    Dask runs tasks again whose results a dead worker had, for as long as a client wants them: in a
-    later pass, or when the workers' folder is removed, which would then be made again.
+    Dask reruns tasks whose results were on a dead worker for as long as a client wants them: in a
+    later pass, or after the workers' folder is removed, which would recreate it.
     """
     pipeline = library().Pipeline(options=options)
     try:
@@ -104,7 +104,7 @@ def _silent(logger: str) -> Iterator[None]:
 
 
 def _failure(runner: str, error: Exception) -> UserError:
-    """Returns an error of one line for a runner's, whose text may hold a worker's traceback."""
+    """Returns a one-line error for a runner's, whose text may hold a worker's traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [first_line(error)]
     kind = TransientError if is_transient(error) else UserError
     return kind(f"Beam's {runner} runner failed: {printable(lines[-1].strip())}")

@@ -1,9 +1,10 @@
-"""The packing plan of very many documents: in blocks, so that memory does not grow with them.
+"""The packing plan of very many documents, in blocks, so that memory does not grow with their
+number.
 
 Every source is cut into equal chunks of consecutive documents. A block takes the same number of
-chunks of each source, in an order that (seed, epoch) shuffle, and is packed by itself. Rows are
-those of one block after another. So sources are mixed as in the whole, and while a block lasts only
-its chunks are read: a few shards.
+chunks from each source, in an order shuffled by (seed, epoch), and is packed separately. Rows are
+those of one block after another. So sources are mixed as in the whole, and during a block only its
+chunks, a few shards, are read.
 """
 
 import threading
@@ -17,7 +18,7 @@ from jaxtyping import Float64, Int, Int32, Int64
 from data import packing
 from data.packing import Piece, Plan
 
-RULES = "blocks-1"  # part of the loader's fingerprint: to be changed with every change to the plans
+RULES = "blocks-1"  # part of the loader's fingerprint: change it with every change to the plans
 # Up to these numbers, all documents are packed together.
 MOST_DOCUMENTS, MOST_TOKENS = 1 << 22, 1 << 32
 # In a block, before weights repeat documents: a few gigabytes on disk.
@@ -51,7 +52,7 @@ class BlockedPlan:
           context_length: number of tokens of a row.
           seed: seed of the order.
           epoch: number of the epoch, from 0.
-          weights: average number of times that a document of each source is used in an epoch.
+          weights: average number of times each source's documents are used in an epoch.
         """
         self.context_length = context_length
         self._lengths, self._starts, self._weights = lengths, source_starts, weights
@@ -92,7 +93,7 @@ class BlockedPlan:
         return np.concatenate([self.documents_of(block) for block in range(self._blocks)])
 
     def documents_of(self, block: int) -> Int64[np.ndarray, " N"]:
-        """Returns the documents of a block, as often as their weights say."""
+        """Returns the documents of a block, repeated by their weights."""
         return np.concatenate(list(self._document_chunks(block)))
 
     def _document_chunks(self, block: int) -> Iterator[Int64[np.ndarray, " n"]]:
@@ -123,8 +124,8 @@ class BlockedPlan:
 def count_rows(lengths: Int[np.ndarray, " N"], context_length: int) -> int:
     """Returns how many rows `packing.plan` makes of documents of these lengths.
 
-    Best fit fills one row after another with pieces of the same length, so that equal pieces and
-    rows with equal space are counted together.
+    Best fit fills one row after another with pieces of the same length, so equal pieces and rows
+    with equal space are counted together.
     """
     whole, rest = np.divmod(lengths, context_length)
     rows = int(whole.sum())
@@ -151,7 +152,7 @@ def count_rows(lengths: Int[np.ndarray, " N"], context_length: int) -> int:
 
 
 class _Space:
-    """How many rows have how much space left."""
+    """The number of rows by space left."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []  # sorted
@@ -165,7 +166,7 @@ class _Space:
         return self._sizes[place], self._rows[self._sizes[place]]
 
     def add(self, size: int, rows: int) -> None:
-        """Adds rows with this space, or removes as many."""
+        """Adds rows with this space, or removes them."""
         if not size or not rows:
             return
         if size not in self._rows:

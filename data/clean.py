@@ -62,36 +62,36 @@ _COMPANY = re.compile(
 
 @dataclass(frozen=True)
 class CleanConfig:
-    """How conversations are cleaned before training. Texts and tokens are used as they are, but for
-    near duplicates of texts.
+    """How conversations are cleaned before training.
 
-    By default only what is certain damage is touched. `data.clean: scraped` names the rules for
-    scrapes of web chats, see SETS.
+    Texts and tokens are unchanged, except that near-duplicate texts can be dropped. By default only
+    unambiguous damage is touched. `data.clean: scraped` names the rules for scraped web chats, see
+    SETS.
     """
 
     html: Literal["detect", "always", "never"] = "never"
     """Turns converted to markdown: those that are entirely HTML, in records of ShareGPT's shape;
     every turn that contains a tag, in any record (raw scrapes); or none."""
     rate_limits: bool = False
-    """End a conversation of ShareGPT's shape before the first reply that is only the service's
-    message that it is busy or has failed."""
+    """End a conversation of ShareGPT's shape before the first reply that is only a service's busy
+    or error message."""
     duplicates: bool = True
     """Drop a conversation whose turns equal those of an earlier one in the same source."""
     near_duplicates: float = 0.0
-    """Drop a record, also a text, of which the share of runs of five words in common with another
-    one of its source is at least this, from 0.5 to 1; the one of the smallest hash is kept. 0 keeps
+    """Drop a record (or text) that shares at least this fraction of its runs of five words with
+    another one of its source, from 0.5 to 1; the one with the smallest hash is kept. 0 keeps
     all."""
     split: bool = True
     """Split a conversation longer than context_length between exchanges and repeat the system turn
-    before each part; otherwise it is cut at any token. An exchange that is too long by itself is
-    always cut."""
+    before each part; otherwise it is cut at any token. A single exchange that is too long is always
+    cut."""
     refusals: bool = False
     """Drop conversations in which the assistant refuses or calls itself a model (in English)."""
     company_names: bool = False
     """Drop conversations that name a company that makes assistants, or its assistant."""
     replies: Literal["best", "all"] = "best"
-    """What a tree of messages becomes: `best` is one conversation, of the best ranked replies;
-    `all` is one conversation for each path to a message without replies."""
+    """What a message tree becomes: `best` is one conversation of the best ranked replies; `all` is
+    one conversation per path to a message without replies."""
     languages: tuple[str, ...] = ()
     """Keep only these languages, such as [en, de] (ISO 639-1, by py3langid); empty keeps all."""
 
@@ -103,9 +103,9 @@ class CleanConfig:
             )
 
 
-# The record's field of variables for its chat template, as TRL names it.
+# The record's field of chat template variables, by TRL's name.
 TEMPLATE_KWARGS = "chat_template_kwargs"
-# Named sets of these rules, which a recipe may give as `data.clean: NAME`.
+# Named sets of these rules, for `data.clean: NAME` in recipes.
 SETS: Mapping[str, Mapping[str, Any]] = {"scraped": {"html": "detect", "rate_limits": True}}
 
 
@@ -120,7 +120,7 @@ class Cleaned(NamedTuple):
     tools: tuple[dict[str, Any], ...] = ()
     """Descriptions of the tools that the assistant may call."""
     unread: frozenset[str] = frozenset()
-    """Fields that have a value and were not read, as the report names them."""
+    """Unread fields with a value, as named in the report."""
     template_kwargs: Mapping[str, Any] = {}
     """Variables for the chat template."""
 
@@ -135,7 +135,7 @@ class Cleaner:
     fields: Mapping[str, str] = field(default_factory=dict)
     """Maps the records' field names to those that are read, see `data.fields.FieldMap`."""
     seen: set[bytes] = field(default_factory=set)
-    """Hashes of the conversations that were read before, of which a repetition is dropped."""
+    """Hashes of conversations read before; repetitions are dropped."""
 
     def __post_init__(self):
         self._names = FieldMap(self.fields) if self.fields else None
@@ -205,7 +205,7 @@ class Cleaner:
         )
 
     def _as_dictionary(self, record: object) -> dict[str, Any]:
-        """Returns a record under the names that are read here; bare turns become a record's."""
+        """Returns a record under the names read here; bare turns become a record."""
         if isinstance(record, list) and record and all(isinstance(turn, dict) for turn in record):
             record = {"messages": record}
         if not isinstance(record, dict):
@@ -217,7 +217,7 @@ class Cleaner:
         return message if content is message.content else replace(message, content=content)
 
     def _filter(self, messages: Sequence[Message]) -> None:
-        """Raises Drop for what the user's optional filters leave out."""
+        """Raises Drop for records excluded by the user's optional filters."""
         config = self.config
         if config.refusals and any(
             m.role == "assistant" and _REFUSAL.search(m.content) for m in messages
@@ -240,7 +240,7 @@ class Cleaner:
 def _with_system(
     messages: list[Message], record: dict, replacement: str | None, findings: Findings
 ) -> tuple[list[Message], str | None]:
-    """Puts the record's system text first, unless the conversation has a system turn of its own.
+    """Puts the record's system text first, unless the conversation has a system turn.
 
     Returns:
       The turns, and the field that was read.
@@ -282,7 +282,7 @@ def own_id(record: dict) -> str | None:
 
 
 def _said(message: Message) -> tuple:
-    """Returns what makes two turns equal: role and text, and the calls of a turn that has some."""
+    """Returns what makes two turns equal: role, text, and calls if any."""
     calls = [call["function"] for call in message.tool_calls]
     more = ([calls] if calls else []) + (
         [{"reasoning": message.reasoning}] if message.reasoning else []

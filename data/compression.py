@@ -1,4 +1,4 @@
-"""Reads compressed files, up to what their size can hold of real text."""
+"""Reads compressed files, up to a plausible size of real text."""
 
 import bz2
 import gzip
@@ -11,8 +11,8 @@ from data.errors import UserError
 
 ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 MOST_TIMES = 200
-"""How many times the size of its file a text may have. gzip packs text some 3 to 30 times, and a
-file made to unpack to gigabytes 1,000 times."""
+"""How many times its file's size a text may have. gzip packs text some 3 to 30 times, and a file
+made to unpack to gigabytes 1,000 times."""
 _UNLIMITED = 1 << 24  # bytes that any file may unpack to
 _BUFFER = 1 << 18
 
@@ -23,7 +23,7 @@ def most_unpacked(size: int) -> int:
 
 
 def decompressed(file: BinaryIO, ending: str, name: str) -> BinaryIO:
-    """Returns a stream of what a compressed file holds.
+    """Returns a stream of a compressed file's content.
 
     Reading it raises UserError where that is more than MOST_TIMES the bytes read of the file.
 

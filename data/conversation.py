@@ -1,4 +1,4 @@
-"""The kinds of records that sources produce: conversations, plain texts, token ids, preferences and
+"""The kinds of records from sources: conversations, plain texts, token ids, preferences and
 labelled completions."""
 
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 ROLES = ("system", "user", "assistant", "tool")
-# What a template requires of the turns after a system turn: nothing, no answer before the first
+# A template's requirements for turns after a system turn: none, no answer before the first
 # question, or `user assistant (tool assistant)* user ...`.
 Order = Literal["any", "question first", "alternating"]
-# The chat template of recipes and sources that name none: the model's own.
+# The default chat template of recipes and sources: the model's.
 DEFAULT_TEMPLATE = "tokenizer"
 
 
@@ -32,12 +32,12 @@ class Message:
     name: str | None = None
     """In a tool's turn, the name of the tool."""
     reasoning: str | None = None
-    """An assistant's reasoning, if a record keeps it apart; `reasoning_content` in templates."""
+    """An assistant's reasoning, if a record separates it; `reasoning_content` in templates."""
     reasoning_field: str = "reasoning_content"
-    """The field of the record that the reasoning was in; some templates read `reasoning` alone."""
+    """The record's field with the reasoning; some templates read only `reasoning`."""
     fields: tuple[str, ...] = field(default=(), compare=False)
-    """The names of the turn's fields in the order of its record, if they are OpenAI's: a template
-    that writes a whole turn as JSON writes them so."""
+    """The names of the turn's fields in the record's order, if they are OpenAI's: a template that
+    writes a whole turn as JSON keeps this order."""
 
     def __post_init__(self):
         if self.role not in ROLES:
@@ -71,13 +71,13 @@ class Conversation:
     line: int = field(default=0, compare=False)
     """Its line, row or number in the file, from 1."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as {"enable_thinking": False}; they precede a
+    """Variables for the chat template, such as {"enable_thinking": False}; they override a
     recipe's."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A plain text, such as a book. Its first `prompt` characters are read but not trained on.
+    """A plain text, such as a book. Its first `prompt` characters are context, not trained on.
 
     Other fields are as in Conversation.
     """
@@ -94,7 +94,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A document that is already tokenized; other fields as in Conversation."""
+    """An already tokenized document; other fields as in Conversation."""
 
     id: str
     tokens: Int32[np.ndarray, " n"]
@@ -111,7 +111,7 @@ class Preference:
     """A prompt with a chosen and a rejected completion, each as the whole conversation; other
     fields as in Conversation.
 
-    The turns of the completions alone are trained on.
+    Only the turns of the completions are trained on.
     """
 
     id: str
@@ -125,8 +125,8 @@ class Preference:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A conversation whose last turns, the completion, are called desirable or not; other fields as
-    in Conversation."""
+    """A conversation whose last turns, the completion, are labelled desirable or not; other fields
+    as in Conversation."""
 
     id: str
     conversation: Conversation

@@ -18,8 +18,8 @@ from data.folders import named_errors, sync
 CHUNK = 1 << 20  # bytes
 TIMEOUT = 60  # seconds without a byte
 LONGEST_WAIT = 60  # seconds between two attempts
-_TEMPORARY = (408, 429, 500, 502, 503, 504)  # statuses of servers that may answer a later request
-# More digits are no size.
+_TEMPORARY = (408, 429, 500, 502, 503, 504)  # server statuses for which a later request may succeed
+# More digits cannot be a size.
 _SIZE = re.compile(r"\d{1,18}", re.ASCII)
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-\d{1,18}|\*)/(\d{1,18})", re.ASCII)
 
@@ -36,20 +36,19 @@ def download_file(
     on_progress: Callable[[int, int | None], object] = lambda done, size: None,
     on_failure: Callable[[str], object] = lambda message: None,
 ) -> None:
-    """Downloads a file to `path`, which appears when all of it has arrived.
+    """Downloads a file to `path`, which appears when complete.
 
-    What has arrived is kept in `path`.part, with the server's mark of the file's version in
-    `path`.part.json. A later call requests the rest. It starts again from the first byte where the
-    server does not send parts of files, or where the file has changed there.
+    Received bytes are kept in `path`.part, with the server's mark of the file's version in
+    `path`.part.json. A later call requests the rest. It starts over if the server does not send
+    parts of files, or if the file has changed there.
 
     Args:
       url: http:// or https://; the proxies of the environment are used.
-      attempts: number of failures without progress (a byte more than before) after which it gives
-        up.
+      attempts: consecutive failures without progress (a byte more than before) before giving up.
       first_wait: seconds before the second attempt; doubled after each further failure, up to a
         minute.
-      on_progress: called with the bytes on the disk and the size of the file, which is None where
-        the server does not tell.
+      on_progress: called with the bytes on disk and the file's size, or None if the server does not
+        say.
       on_failure: called with a sentence before each further attempt.
 
     Raises:
@@ -57,7 +56,7 @@ def download_file(
       TransientError: the server cannot be reached, or the disk is full.
     """
     if not url.startswith(("http://", "https://")):
-        raise UserError(f"{url}: is no address of a file; one that begins with https:// would work")
+        raise UserError(f"{url}: is not a file's address; one that begins with https:// would work")
     part = path.with_name(f"{path.name}.part")
     failures, most = 0, part.stat().st_size if part.exists() else 0
     while True:
@@ -90,15 +89,14 @@ def _fetch(url: str, part: Path, on_progress: Callable[[int, int | None], object
     """Appends the rest of the file to `part`.
 
     Raises:
-      _Interrupted: it did not arrive whole.
+      _Interrupted: it did not arrive completely.
       UserError: the server refuses it.
     """
     has = part.stat().st_size if part.exists() else 0
     version = _read_version(part) if has else None
     headers = {"Accept-Encoding": "identity"}
     if version is not None:
-        # If-Range: of a file that has changed in the meantime the server sends everything, not the
-        # rest.
+        # If-Range: if the file has changed, the server sends everything, not the rest.
         headers |= {"Range": f"bytes={has}-", "If-Range": version}
     try:
         with urllib.request.urlopen(
@@ -127,7 +125,7 @@ def _fetch(url: str, part: Path, on_progress: Callable[[int, int | None], object
             raise _Interrupted(f"the server answered {error.code} {error.reason}") from None
         raise UserError(f"{url}: the server answered {error.code} {error.reason}") from None
     except http.client.InvalidURL as error:
-        raise UserError(f"{url}: is no address ({error})") from None
+        raise UserError(f"{url}: is not an address ({error})") from None
     except (
         urllib.error.URLError,
         http.client.HTTPException,
@@ -144,7 +142,7 @@ def _fetch(url: str, part: Path, on_progress: Callable[[int, int | None], object
 
 
 def _extent(response: http.client.HTTPResponse) -> tuple[int, int | None]:
-    """Returns the offset of a response's first byte, and the file's size if it is known."""
+    """Returns the offset of a response's first byte, and the file's size if known."""
     if response.status == http.HTTPStatus.PARTIAL_CONTENT:
         match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if match is None or match.group(1) is None:
@@ -164,7 +162,7 @@ def _copy(
     """Writes the response to the file; returns the file's size; UserError beyond the told size."""
     arrived = start
     on_progress(arrived, size)
-    # read1 returns what has arrived, so that an interruption loses nothing.
+    # read1 returns what has arrived, so an interruption loses nothing.
     while chunk := response.read1(CHUNK):
         arrived += len(chunk)
         if size is not None and arrived > size:

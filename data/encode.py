@@ -42,22 +42,22 @@ BATCH = 64  # records that a process receives at a time
 
 
 class TokenDocument(NamedTuple):
-    """Token ids and which of them are trained on."""
+    """Token ids, and which of them are trained on."""
 
     tokens: Int32[np.ndarray, " n"]
     loss_mask: UInt8[np.ndarray, " n"]
     """1 where token i is trained on as a target."""
     chosen: int = 0
-    """Of two completions, each after their prompt, the number of tokens of the chosen one, which
-    stands first."""
+    """Of two completions, each after its prompt, the number of tokens of the first, the chosen
+    one."""
     label: int = -1
     """1 for a desirable completion, 0 for an undesirable one, -1 for what has no label."""
     shared: int = 0
-    """Tokens at the beginning of both completions' documents that rows hold once."""
+    """Tokens at the beginning of both completions' documents that a row holds only once."""
 
 
 class _Slices(Sequence):
-    """Consecutive documents of an array; a single remaining token has no target and is left out."""
+    """Consecutive documents of an array; a single remaining token has no target and is dropped."""
 
     def __init__(self, tokens: np.memmap, length: int):
         self._tokens, self._length = tokens, length
@@ -75,12 +75,12 @@ class _Slices(Sequence):
 
 @dataclass(frozen=True)
 class Encoded:
-    """What became of one record."""
+    """The outcome of encoding a record."""
 
     documents: Sequence[TokenDocument]
     """Each of at most context_length tokens, with a target; none if the record is dropped."""
     changes: frozenset[str] = frozenset()
-    """What was changed, as the report counts it."""
+    """Changes, as the report counts them."""
     drop_reason: str | None = None
     """Why there are no documents."""
 
@@ -105,14 +105,13 @@ class Encoder:
     """Whether conversations are split between exchanges (data.clean.CleanConfig.split)."""
     train_on: str = "all"
     """The assistant turns to train on: `all` of a conversation or only the `last`; parts without
-    one are left out."""
+    one are dropped."""
     cut_prompts: bool = False
-    """Whether a pair of completions that is too long loses the beginning of its prompt, or is
-    dropped."""
+    """Whether a pair that is too long loses the beginning of its prompt, or is dropped."""
     add_bos: tuple[bool, ...] = ()
     """Whether each source's texts begin with BOS; without an entry, as the tokenizer does."""
     unpaired: bool = False
-    """Whether the completions of a preference are documents of their own, with labels."""
+    """Whether the completions of a preference are separate documents with labels."""
     share_prompts: bool = False
     """Whether rows hold the prompt of two completions once."""
 
@@ -153,7 +152,7 @@ class Encoder:
         return Encoded(documents, frozenset(changes))
 
     def _encode_array(self, tokens: np.memmap) -> Encoded:
-        """Returns the documents of an array that stays on disk; each is read when it is indexed."""
+        """Returns the documents of an array that stays on disk; each is read when indexed."""
         if tokens.min() < 0 or tokens.max() >= self.tokenizer.vocab_size:
             return Encoded([], drop_reason=FOREIGN_ID)
         documents = _Slices(tokens, self.context_length)
@@ -202,7 +201,7 @@ class Encoder:
 
     def _encode_preference(self, record: Preference) -> Encoded:
         """Returns one document of both conversations, the chosen one first, each with its own
-        prompt; or two documents where completions are unpaired."""
+        prompt; or two documents if completions are unpaired."""
         conversations = (record.chosen, record.rejected)
         encoded = self._encode_completions(conversations, record.source)
         if encoded.drop_reason or self.unpaired:
@@ -241,7 +240,7 @@ class Encoder:
         )
 
     def _encode_completions(self, conversations: Sequence[Conversation], source: int) -> Encoded:
-        """Returns a document of each conversation, in whose loss is all that follows its prompt."""
+        """Returns a document per conversation, with everything after the prompt in the loss."""
         notes: set[str] = set()
         documents = []
         for conversation in conversations:
@@ -256,7 +255,8 @@ class Encoder:
         return Encoded(documents, frozenset(notes))
 
     def _encode_text(self, record: Text) -> TokenDocument:
-        """Returns a text with BOS and EOS as configured, in the loss after `prompt` characters.
+        """Returns a text with BOS and EOS as configured; the loss covers what follows `prompt`
+        characters.
 
         Without a prompt, every token is trained on.
         """
@@ -272,10 +272,10 @@ class Encoder:
 
 
 def shared_tokens(*documents: TokenDocument) -> int:
-    """Returns how many tokens two documents share at the beginning of their prompts.
+    """Returns how many tokens two documents share at the beginning of their prompts, without the
+    prompt's last token: each completion's first token is predicted from a separate copy.
 
-    The prompt's last token is not among them: each completion's first token is predicted from its
-    own.
+
     """
     prompt = min(int(document.loss_mask.argmax()) for document in documents) - 1
     first, second = (document.tokens[: max(prompt, 0)] for document in documents)
@@ -283,17 +283,16 @@ def shared_tokens(*documents: TokenDocument) -> int:
 
 
 def prompt_cut(excess: int, shared: int) -> int:
-    """Returns how many tokens to cut off both prompts, so that a row needs `excess` tokens less: a
-    shared
-    token is in it once."""
+    """Returns how many tokens to cut off both prompts so that a row needs `excess` tokens fewer: a
+    shared token counts once."""
     return excess if excess <= shared else shared - (shared - excess) // 2
 
 
 def _with_completion_whole(document: TokenDocument, messages: Sequence[Message]) -> TokenDocument:
-    """Returns a document in whose loss is all that follows the prompt, also what a template writes
-    after the last turn.
+    """Returns a document with everything after the prompt in the loss, including what a template
+    writes after the last turn.
 
-    TRL counts it too. A completion of which a flag leaves turns out keeps its mask.
+    TRL counts it too. A completion with turns excluded by a flag keeps its mask.
     """
     trained = [message.train for message in messages if message.role == "assistant"]
     first = int(document.loss_mask.argmax())
@@ -305,7 +304,7 @@ def _with_completion_whole(document: TokenDocument, messages: Sequence[Message])
 def encode_all(
     encoder: Encoder, records: Iterable[Record], processes: int = 1
 ) -> Iterator[tuple[Record, Encoded]]:
-    """Yields each record with its encoding, in the records' order whatever the number of processes.
+    """Yields each record with its encoding, in the records' order for any number of processes.
 
     Reads only a few batches of records ahead.
     """
@@ -317,7 +316,7 @@ def encode_all(
     # Forking a process in which JAX's threads run may deadlock.
     spawn = multiprocessing.get_context("spawn")
     with scratch_folder() as folder:
-        # Since not all objects of the tokenizer libraries can be pickled.
+        # Not all objects of the tokenizer libraries can be pickled.
         encoder.tokenizer.save(folder)
         tokenizer = encoder.tokenizer
         arguments = (

@@ -1,7 +1,7 @@
-"""What runs the work of preparing data: this machine's processes, or the workers of Apache Beam.
+"""Engines that prepare data: this machine's processes, or the workers of Apache Beam.
 
-An engine applies steps to items. What a step does is the same whatever runs it: reading, cleaning,
-tokenizing and writing are in `data.job` and `data.parts`.
+An engine applies steps to items. Steps do not depend on the engine: reading, cleaning, tokenizing
+and writing are in `data.job` and `data.parts`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 GROUP: Literal["group"] = "group"
-"""A step from pairs (key, value) to pairs (key, values). Keys are made of texts, bytes, numbers."""
+"""A step from pairs (key, value) to pairs (key, values). Keys consist of texts, bytes and
+numbers."""
 Step = Callable[[Any], Iterable[Any]] | Literal["group"]
-"""A function from an item to items, or GROUP. Functions can be pickled, may run twice, and must
-then do the same."""
+"""A function from an item to items, or GROUP. Functions can be pickled, may run twice, and must be
+repeatable."""
 
 
 class Engine(Protocol):
@@ -25,7 +26,7 @@ class Engine(Protocol):
     documents as it reads the sources."""
 
     def run(self, items: Sequence[Any], *steps: Step) -> None:
-        """Passes every item through the steps. Results are what the last step writes.
+        """Passes every item through the steps; the last step writes the results.
 
         Raises:
           UserError: a step fails.

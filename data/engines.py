@@ -9,15 +9,15 @@ from typing import Any, NamedTuple, Protocol
 from data.errors import UserError, first_line
 
 # Unicode noncharacters, which occur in no real text: data.tokenizer replaces them in its input.
-# Put before a text that continues a conversation, GUARD keeps the library from treating it as the
-# beginning of a text.
+# Before a text that continues a conversation, GUARD keeps the library from treating it as a
+# beginning.
 GUARD = "\ufdd0\ufdd1\ufdd0"
-# Characters that a tokenizer may make of one; those of published models make a few.
+# Characters that a tokenizer may make of one; published ones make a few.
 MOST_GROWTH = 1_000
 
 
 class Spans(NamedTuple):
-    """The tokens of a text and where each of them stands."""
+    """The tokens of a text and their positions."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
@@ -26,7 +26,7 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True)
 class ControlToken:
-    """A token that a template may write and text must not become."""
+    """A token that templates may write but text must not become."""
 
     text: str
     id: int
@@ -35,15 +35,15 @@ class ControlToken:
 
 
 class Engine(Protocol):
-    """What Tokenizer needs of a library."""
+    """The interface that Tokenizer needs from a library."""
 
     def __init__(self, files: dict[str, bytes]):
-        """Makes an engine of the contents of a tokenizer's files, by name."""
+        """Makes an engine from the contents of a tokenizer's files, by name."""
 
     controls: dict[str, ControlToken]
     """The control tokens by their text."""
     special_tokens: dict[str, str]
-    """Texts of bos_token, eos_token, ..., as far as the model file itself names them."""
+    """Texts of bos_token, eos_token, ..., if the model file names them."""
     vocab_size: int
     """1 + the highest id."""
 
@@ -61,7 +61,7 @@ class Engine(Protocol):
 
         Args:
           bos_id: its id.
-          flag: `add_bos_token` of its configuration, if that says it.
+          flag: `add_bos_token` of its configuration, if present.
         """
 
     def encode(self, text: str, beginning: bool) -> Spans:
@@ -81,8 +81,8 @@ class HuggingFace(Engine):
         for part in ("normalizer", "pre_tokenizer", "decoder"):
             if _growth(self._spec.get(part)) > MOST_GROWTH:
                 raise UserError(
-                    f"the {part} of its tokenizer.json makes more than {MOST_GROWTH:,} characters "
-                    "of one; a published tokenizer would work"
+                    f"the {part} of its tokenizer.json turns one character into more than "
+                    f"{MOST_GROWTH:,}; a published tokenizer would work"
                 )
         self._full = Library.from_str(
             json.dumps({**self._spec, "truncation": None, "padding": None})
@@ -120,8 +120,8 @@ class HuggingFace(Engine):
         spec.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
         _hide_control_tokens(spec["model"], control_ids)
         self._encoder = Library.from_str(json.dumps(spec))
-        # The encoder has fewer added tokens than the tokenizer, so that the library gives them
-        # other ids.
+        # The encoder has fewer added tokens than the tokenizer, so the library gives them other
+        # ids.
         self._original_ids: dict[int, int] = {}  # of those whose id differs
         for token in self._spec.get("added_tokens", []):
             if token["id"] not in control_ids:
@@ -133,8 +133,8 @@ class HuggingFace(Engine):
                 if encoder_id is not None and encoder_id != token["id"]:
                     self._original_ids[encoder_id] = token["id"]
         self._encoder.add_special_tokens([AddedToken(GUARD, normalized=False)])
-        # <unk> is the only control token that text may become: for characters that the vocabulary
-        # lacks, never by typing it.
+        # <unk> is the only control token that text may become: for characters the vocabulary lacks,
+        # never by typing it.
         unknown = spec["model"].get("unk_id", spec["model"].get("unk_token"))
         unknown_id = self._encoder.token_to_id(unknown) if isinstance(unknown, str) else unknown
         self._forbidden = control_ids - {unknown_id}
@@ -162,7 +162,7 @@ class HuggingFace(Engine):
 
 
 def _growth(part: Any) -> float:
-    """Returns a bound on the characters that a part of a tokenizer.json makes of each one."""
+    """Returns a bound on the characters that part of a tokenizer.json makes of each one."""
     if not isinstance(part, dict):
         return 1.0
     if part.get("type") == "Replace":
@@ -185,7 +185,7 @@ def _encoded(library: Any, text: str, **options: Any) -> Any:
     try:
         return library.encode(text, **options)
     except BaseException as error:
-        # What the library's Rust code raises is no Exception, and has no name to import.
+        # Panics of the library's Rust code are not Exceptions, and have no name to import.
         if type(error).__name__ != "PanicException":
             raise
         raise UserError(
@@ -253,12 +253,12 @@ class Sentencepiece(Engine):
             elif token_id not in control_ids and piece.type == self._types.CONTROL:
                 piece.type = (
                     self._types.USER_DEFINED
-                )  # one of Tokenizer.text_tokens: matched wherever it is typed
+                )  # in Tokenizer.text_tokens: matched wherever it is typed
         self._encoder = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
         self._forbidden = control_ids - {self._full.unk_id()}
 
     def encode(self, text: str, beginning: bool) -> Spans:
-        # sentencepiece puts its space before every text, as LLaMA's authors encode each turn
+        # sentencepiece puts a space before every text, as LLaMA's authors encode each turn
         # separately.
         del beginning
         pieces = self._encoder.encode(text, out_type="proto").pieces
@@ -298,7 +298,7 @@ def _tokens_beside_model(files: dict[str, bytes]) -> dict[int, str]:
 def _is_text(token: dict) -> bool:
     """Returns whether an added token of a tokenizer.json is text, such as white space or a letter.
 
-    Every other added token is a control token, which a user could type and must not get.
+    Every other added token is a control token, which typing must not produce.
     """
     return not token.get("special") and not set(token["content"]) & set(string.punctuation)
 

@@ -1,4 +1,4 @@
-"""Errors that end a command with one line: those that its user can correct, and Ctrl-C."""
+"""Errors that end a command with one line: those the user can correct, and Ctrl-C."""
 
 import difflib
 import errno
@@ -12,8 +12,8 @@ from types import TracebackType
 
 from data.signals import end_at_once
 
-# What the operating system says of mounts, connections and disks that may work a moment later.
-# EFBIG, a limit on the size of files, is not among them.
+# Errors of mounts, connections and disks that may work a moment later. EFBIG, a limit on file
+# sizes, is not among them.
 _TRANSIENT_CODES = frozenset(
     (
         errno.EIO,
@@ -41,17 +41,17 @@ _TRANSIENT_CODES = frozenset(
         errno.EPROTO,
         errno.ENOLCK,  # a network file system's lock server
         errno.EDEADLK,
-        errno.ENFILE,  # of all programs; one's own limit, EMFILE, would be met again
+        errno.ENFILE,  # of all programs; a process's own limit, EMFILE, would be hit again
         errno.ENOBUFS,
         errno.ETIME,
         errno.ECANCELED,
     )
 )
-# Libraries in C++ quote these words, and give no number.
+# C++ libraries quote these words without a number.
 _TRANSIENT_WORDS = tuple(
     sorted(os.strerror(code) for code in _TRANSIENT_CODES - {errno.EAGAIN, errno.EBUSY})
 )
-# How messages of XLA, TensorStore and gRPC begin.
+# Beginnings of messages of XLA, TensorStore and gRPC.
 _TRANSIENT_STATUSES = ("UNAVAILABLE:", "DEADLINE_EXCEEDED:", "ABORTED:", "CANCELLED:")
 # Of requests, urllib3, http.client, httpx, aiohttp, gcsfs, google.auth and botocore, whose errors
 # do not all derive from Python's; and two of ssl, whose numbers are not the system's.
@@ -113,8 +113,8 @@ class UserError(Exception):
 class TransientError(UserError):
     """An error that may be gone at the next start, such as a lost connection.
 
-    It is a `UserError` because it ends a command with one line too, and whoever handles that must
-    not let this one through. It differs in the exit code; see `is_transient`.
+    It is a `UserError` because it also ends a command with one line, and handlers of that must
+    catch it too. It differs in the exit code; see `is_transient`.
     """
 
 
@@ -132,9 +132,9 @@ def is_transient(error: BaseException) -> bool:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and those that it was raised for or while handling, the last one first.
+    """Yields an error and its causes and contexts, the last one first.
 
-    Each comes once, since the error that a library raised again may be one of its own causes.
+    Each comes once, since an error that a library re-raised may be among its own causes.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -147,10 +147,10 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_transient_alone(error: BaseException) -> bool:
-    """`is_transient` of one error, without those that it was raised for."""
+    """`is_transient` of one error, without its causes."""
     if isinstance(error, UserError):
         return isinstance(error, TransientError)
-    if isinstance(error, BrokenPipeError):  # whoever reads our output has gone
+    if isinstance(error, BrokenPipeError):  # the reader of our output is gone
         return False
     if isinstance(error, (TimeoutError, ConnectionError)):
         return True
@@ -187,14 +187,14 @@ def _http_status(error: BaseException) -> int | None:
 
 
 def _has_name(error: BaseException, names: frozenset[str]) -> bool:
-    """Returns whether an error's type, or one that it derives from, has one of these names."""
+    """Returns whether an error's type, or a base of it, has one of these names."""
     return any(kind.__name__ in names for kind in type(error).__mro__)
 
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, up to 200 characters, or else its type.
 
-    For errors of the operating system this is only their text, such as `No such file or directory`.
+    For operating system errors this is only their text, such as `No such file or directory`.
     """
     text = (isinstance(error, OSError) and error.strerror) or str(error)
     return (text.strip() or type(error).__name__).splitlines()[0][:200]
@@ -207,8 +207,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def install_ctrl_c_hook() -> None:
-    """Makes an uncaught Ctrl-C, such as one during a command's imports, print `stopped` and exit
-    with status 130; and SIGTERM end the command at once with 143.
+    """Makes an uncaught Ctrl-C, such as during a command's imports, print `stopped` and exit with
+    status 130; and SIGTERM end the command at once with 143.
 
     The packages that contain commands call this first. It takes effect under `python -m` only,
     recognised by sys.argv, which does not yet contain the command's name at that time.

@@ -1,4 +1,4 @@
-"""Fields of records and turns: which have values, which are renamed, which nothing reads."""
+"""Fields of records and turns: which have values, are renamed, or are not read."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ SHOWN_FIELDS = 12  # names of fields in a message
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
 # A record's verdict on its answer, as TRL and others name it.
 LABEL_FIELDS = ("label", "kto_tag")
-# A record's `reasoning` that says whether, not what, or is an unused column's.
+# Values of a record's `reasoning` that are flags or from an unused column.
 _NO_REASONING = ("", "on", "off", "yes", "no", "true", "false")
 
 
@@ -29,9 +29,9 @@ def reasoning_of(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def is_undesirable(record: Mapping[str, Any]) -> bool:
-    """Returns whether a record's `label` calls its answer bad, as data for KTO do.
+    """Returns whether a record's `label` calls its answer bad, as in KTO data.
 
-    Next to a `completion` a 0 does so too; elsewhere it is rather the number of a class.
+    Next to a `completion`, 0 does too; elsewhere 0 is more likely a class number.
     """
     labels = [record[name] for name in LABEL_FIELDS if name in record]
     is_kto = record.get("completion") is not None
@@ -40,7 +40,7 @@ def is_undesirable(record: Mapping[str, Any]) -> bool:
 
 def first_present(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     """Returns the first of these names whose field is not None."""
-    for name in names:  # a generator takes twice the time, and this runs for every turn
+    for name in names:  # a generator takes twice as long, and this runs for every turn
         if fields.get(name) is not None:
             return name
     return None
@@ -89,7 +89,7 @@ class FieldMap:
         }
 
     def record(self, record: dict) -> dict:
-        """Returns a record under the names that are read; fields mapped to roles are `messages`.
+        """Returns a record under the names that are read; fields mapped to roles become `messages`.
 
         Raises:
           Drop: a field that is mapped to a turn holds no text.
@@ -114,12 +114,12 @@ class FieldMap:
         return {**record, "messages": turns}
 
     def turn(self, turn: dict) -> dict:
-        """Returns a turn under the names that are read here."""
+        """Returns a turn under the names read here."""
         return renamed(turn, self._turns) if self._turns else turn
 
 
 def renamed(fields: dict, names: Mapping[str, str]) -> dict:
-    """Returns renamed fields; a field that already had one of the names is kept under another."""
+    """Returns renamed fields; a field that already had a target's name is kept under another."""
     moved = {
         names[name]: value for name, value in fields.items() if name in names and value is not None
     }

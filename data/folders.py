@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and files that survive a loss of power."""
+"""Folders that appear complete or not at all, and files that survive a power loss."""
 
 import contextlib
 import errno
@@ -21,11 +21,11 @@ from data.errors import TransientError, UserError, is_transient
 _LOCK = "lock"
 # Unfinished folders of prepared data, .HASH-RANDOM.
 _UNFINISHED = re.compile(r"\.(trajectories-)?[0-9a-f]{20}-\w+")
-_SCRATCH = "longstripe-scratch-"  # what the names of temporary folders begin with
+_SCRATCH = "longstripe-scratch-"  # prefix of temporary folders' names
 _ABANDONED_SECONDS = 7 * 24 * 3600  # after which one without a lock is removed
 HASHED_AT_START = (
     1 << 24
-)  # bytes; array_record has checksums of its own, which are compared when a record is read
+)  # bytes; array_record has checksums, which are verified when a record is read
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -50,10 +50,10 @@ def named_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive(path: Path, work: str) -> Iterator[None]:
-    """Holds a lock on `path`, a dedicated file that is made if it is missing, and stays.
+    """Holds a lock on `path`, a dedicated file, created if missing and never removed.
 
     Args:
-      work: what the holder does, for the message.
+      work: the holder's work, for the message.
 
     Raises:
       TransientError: another process holds it.
@@ -138,7 +138,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Returns whether a folder has the name of prepared data that `building` has not finished."""
+    """Returns whether a folder's name is that of unfinished prepared data of `building`."""
     return _UNFINISHED.fullmatch(folder.name) is not None
 
 
@@ -146,12 +146,12 @@ def is_unfinished(folder: Path) -> bool:
 def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
     """Yields a new folder that durably becomes `folder` when the context ends without an error.
 
-    Several processes may build the same folder: the first one's is kept. What killed processes left
-    of theirs is removed.
+    Several processes may build the same folder: the first one's is kept. Remains of killed
+    processes are removed.
 
     Args:
       folder: the folder to create.
-      is_whole: whether an existing folder can be used. One that cannot is replaced.
+      is_whole: whether an existing folder can be used; otherwise it is replaced.
 
     Raises:
       UserError: the parent of `folder` cannot be written to.
@@ -186,7 +186,7 @@ def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yields an empty temporary folder, and removes it; also those that killed processes left."""
+    """Yields an empty temporary folder, and removes it and those of killed processes."""
     place = Path(tempfile.gettempdir())
     _remove_unlocked(path for path in place.glob(f"{_SCRATCH}*") if _is_own_folder(path))
     outer = Path(tempfile.mkdtemp(prefix=_SCRATCH))
@@ -200,7 +200,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Whether a path is a folder that this user's `scratch_folder` made, and no link to one."""
+    """Whether a path is a folder made by this user's `scratch_folder`, not a link to one."""
     with contextlib.suppress(OSError):
         status = path.lstat()
         is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
@@ -217,13 +217,13 @@ def _publish(scratch: Path, folder: Path, is_whole: Callable[[Path], bool]) -> N
     try:
         os.rename(scratch, folder)
     except OSError:
-        if not is_whole(folder):  # if it is, another process has built the same
+        if not is_whole(folder):  # if not empty, another process has built the same
             raise
     sync(folder.parent)
 
 
 def _locked_file(scratch: Path) -> TextIO:
-    """Makes the file that is locked, from its first moment, while this process builds `scratch`."""
+    """Makes a file that is locked, from its first moment, while this process builds `scratch`."""
     file = open(scratch / f"{_LOCK}.new", "w", encoding="utf-8")  # noqa: SIM115 - closed by the caller
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -242,7 +242,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _remove_unlocked(folders: Iterable[Path]) -> None:
-    """Removes the folders that no process has locked, or long ago without a lock."""
+    """Removes folders that no process has locked, or old ones without a lock."""
     for path in folders:
         with contextlib.suppress(OSError):  # a process is at work, or another one was faster
             if (path / _LOCK).exists():

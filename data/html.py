@@ -1,12 +1,12 @@
-"""Converts turns that scrapers saved as HTML back to the markdown that the web page displayed."""
+"""Converts turns saved as HTML by scrapers back to the displayed markdown."""
 
 import re
 import warnings
 from functools import lru_cache
 
-# The <div> in which the chat's web page wraps an answer, or a turn that begins and ends with block
-# elements of prose. A turn *about* HTML (a page in a code fence, an answer that is an HTML file)
-# does not match and is left unchanged.
+# The <div> that wraps an answer on a chat's web page, or a turn that begins and ends with block
+# elements of prose. A turn *about* HTML (a page in a code fence, an HTML file as answer) does not
+# match and is left unchanged.
 _PAGE = re.compile(
     r"""<div\b[^>]*\bclass=["'][^"']*\b(?:markdown|prose|whitespace-pre-wrap)\b
     |   <(?P<tag>p|[ou]l|h[1-6]|pre|blockquote|table)\b[^>]*>.*
@@ -32,8 +32,7 @@ def to_markdown(text: str) -> str:
     """Converts HTML to markdown: code in fences, formulas as `$tex$`, without the page's buttons.
 
     Raises:
-      ValueError: the parser refuses the HTML, or its tags are nested beyond Python's recursion
-        limit.
+      ValueError: the parser refuses the HTML, or its nesting exceeds Python's recursion limit.
     """
     try:
         with warnings.catch_warnings():
@@ -70,7 +69,7 @@ def _converter():
             tex = element.find("annotation")
             return f"${tex.get_text()}$" if tex else text
 
-    # Underscores and asterisks stay as they are: a model reads the text, no markdown parser does.
+    # Underscores and asterisks stay unescaped: a model reads the text, not a markdown parser.
     return Converter(
         heading_style="ATX",
         bullets="-",

@@ -1,4 +1,4 @@
-"""What a prepared folder contains: the arguments that decide it, its name, and its documents."""
+"""A prepared folder's content: the arguments that decide it, its name, and its documents."""
 
 import hashlib
 import json
@@ -27,11 +27,11 @@ from data.templates.alternation import order_of
 from data.templates.sandbox import compile_template
 from data.tokenizer import Tokenizer
 
-# To be changed with every change to the documents, so that existing folders are not reused.
+# Change with every change to the documents, so that existing folders are not reused.
 RULES = "prepare-11"
 WORTH_PROCESSES = (
     1 << 23
-)  # bytes of a source from which on several processes, which take seconds to start, encode it
+)  # bytes of a source above which several processes, slow to start, encode it
 
 HASHED_AT_A_TIME = 8  # files
 
@@ -89,10 +89,10 @@ class Job:
         )
 
     def key(self) -> str:
-        """Returns the folder's name, a hash of contents, which moving a file does not change."""
+        """Returns the folder's name, a hash of contents that does not change if a file moves."""
         clean = asdict(self.clean)
         if not self.clean.near_duplicates:
-            del clean["near_duplicates"]  # as in the names of folders from before there were any
+            del clean["near_duplicates"]  # as in the names of folders older than this option
         parts = {
             "rules": RULES,
             "tokenizer": self.tokenizer.fingerprint,
@@ -120,7 +120,7 @@ class Job:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
     def _template_date(self) -> str | None:
-        """Returns the date that the templates write, or None if none writes one."""
+        """Returns the date written by the templates, or None if none writes one."""
         texts = [template_text(source, self.tokenizer) or "" for source in self.sources]
         return (
             self.tokenizer.template_date.date().isoformat()
@@ -134,11 +134,11 @@ class Job:
         return Unit(number, 0, files, len(files) > 1)
 
     def units(self) -> list[Unit]:
-        """Returns the files of all sources, in order; those that need each other are together."""
+        """Returns the files of all sources, in order, grouped if they need each other."""
         units = []
         for number in range(len(self.sources)):
             whole = self.whole(number)
-            # Completions for the KL term come from the record before, whatever its file is.
+            # Completions for the KL term come from the previous record, even in another file.
             if self.unpaired:
                 units.append(whole)
                 continue
@@ -149,7 +149,7 @@ class Job:
         return units
 
     def reader(self, unit: Unit, seen: set[bytes]) -> FileReader:
-        """Returns what reads a unit's records; `seen` has hashes of records that come before."""
+        """Returns a reader of a unit's records; `seen` has hashes of earlier records."""
         number = unit.source
         return FileReader(
             self.sources[number],
@@ -161,14 +161,14 @@ class Job:
         )
 
     def compared(self, units: Sequence[Unit]) -> list[Unit]:
-        """Returns the units in which near duplicates are looked for; none if they are kept."""
+        """Returns the units to search for near duplicates; none if they are kept."""
         wanted = bool(self.clean.near_duplicates)
         return [unit for unit in units if wanted and self.sources[unit.source].format != "tokens"]
 
     def sign(
         self, unit: Unit, seen: set[bytes], work: str, advance: Advance | None = None
     ) -> tuple[()]:
-        """Writes what near duplicates are found by, see `data.near_duplicates.sign`."""
+        """Writes a unit's near-duplicate signatures, see `data.near_duplicates.sign`."""
 
         def records() -> Iterator[Record]:
             try:
@@ -176,12 +176,12 @@ class Job:
             except TransientError:
                 raise
             except UserError:
-                pass  # `documents` meets it again
+                pass  # `documents` hits it again
 
         return near_duplicates.sign(records(), self.clean.near_duplicates, unit, work)
 
     def near_duplicates(self, work: str, unit: Unit) -> Dropped:
-        """Returns the near duplicates that were found in a unit."""
+        """Returns the near duplicates found in a unit."""
         return near_duplicates.dropped(work, unit) if self.compared([unit]) else NOTHING_DROPPED
 
     def is_held_out(self, source: int, record_id: str) -> bool:
@@ -208,9 +208,9 @@ class Job:
         Args:
           report: receives the counts of records.
           index: receives an entry for each document.
-          seen: hashes of the source's records before this unit, of which repetitions are dropped.
+          seen: hashes of the source's records before this unit; repetitions are dropped.
           advance: called with the number of bytes of each read.
-          processes: how many processes encode records.
+          processes: the number of processes that encode records.
           near: the unit's near duplicates.
         """
         records = self.reader(unit, seen).read(list(unit.files), report, advance)
@@ -266,7 +266,7 @@ class Job:
         )
 
     def finish_source(self, number: int, report: SourceReport) -> None:
-        """Checks the report of a whole source, and notes what it reads of other splits.
+        """Checks a whole source's report, and notes files read from other splits.
 
         Raises:
           UserError: no record can be used.
@@ -286,14 +286,14 @@ class Job:
         if all_held_out:
             raise UserError(
                 f"data.held_out_fraction: found {self.held_out_fraction}, which takes all of "
-                f"{report.kept} records and leaves nothing to train on; a smaller one would work"
+                f"{report.kept} records and leaves none to train on; a smaller one would work"
             )
 
 
 def _without_near_duplicates(
     records: Iterator[Record], near: Dropped, report: SourceReport
 ) -> Iterator[Record]:
-    """Yields the records of a unit that are no near duplicates, and counts the others."""
+    """Yields the records of a unit that are not near duplicates, and counts the others."""
     report.notes += [near.note] if near.note else []
     for row, record in enumerate(records):
         if kept := near.rows.get(row):
@@ -303,7 +303,7 @@ def _without_near_duplicates(
 
 
 def _content(record: Record) -> object:
-    """Returns a record for dropped.jsonl, without its place, which stands before it; None for token
+    """Returns a record for dropped.jsonl, without its location, which precedes it; None for token
     ids."""
     if isinstance(record, Tokens):
         return None
@@ -323,10 +323,10 @@ def _cores() -> int:
 
 
 def template_text(source: Source, tokenizer: Tokenizer) -> str | None:
-    """Returns the Jinja chat template of a source, or None if it has no conversations.
+    """Returns a source's Jinja chat template, or None if it has no conversations.
 
     Raises:
-      UserError: there is no such template, or it uses what is not allowed.
+      UserError: there is no such template, or it uses something not allowed.
     """
     if not source.has_turns:
         return None
@@ -336,7 +336,7 @@ def template_text(source: Source, tokenizer: Tokenizer) -> str | None:
 
 
 def check_arrays(source: Source, tokenizer: Tokenizer) -> None:
-    """Raises UserError early for an array of tokens that would be refused as a whole later."""
+    """Raises UserError early for an array of tokens that would later be refused entirely."""
     for file in source.files() if source.format == "tokens" else ():
         if file.suffix != ".npy" or paths.is_remote(file.path) or not file.exists():
             continue
@@ -355,7 +355,7 @@ def check_arrays(source: Source, tokenizer: Tokenizer) -> None:
 
 
 def _content_hash(source: Source) -> str:
-    """Returns a hash of the contents of the source's files, in their order, and of their kinds."""
+    """Returns a hash of the contents of the source's files, in order, and of their kinds."""
     files = source.files()
     if not all(file.exists() for file in files):
         next(source_readers.read(source, Report()), None)  # raises the error about the missing file
@@ -373,7 +373,7 @@ def _sha256(file: File) -> bytes:
 
 
 def _reader(file: File, source: Source) -> str:
-    """Returns what of a file's name decides how its bytes are read, where they do not say it.
+    """Returns the part of a file's name that decides how its bytes are read.
 
     A table's rows are cut at commas or at tabs, a text may be JSON or a data set's card.
     """

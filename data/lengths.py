@@ -12,7 +12,7 @@ def tokens_of(text: str) -> int:
     """Returns a number of tokens: 4096, 64K, 1M, 1_048_576. K and M are 2^10 and 2^20.
 
     Raises:
-        ValueError: no whole number.
+        ValueError: not a whole number.
     """
     plain = text.strip().replace(",", "").replace("_", "").lower()
     if (match := _WRITTEN.fullmatch(plain)) and len(plain) < 32:
@@ -23,8 +23,8 @@ def tokens_of(text: str) -> int:
 
 
 def with_lengths(fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Returns nested fields in which those of these names are numbers, also where they were written
-    64K. Other texts stay as they are, to be refused by those who know the fields."""
+    """Returns nested fields with these names' values as numbers, even if written 64K. Other texts
+    stay, to be refused by code that knows the fields."""
 
     def number(name: str, value: Any) -> Any:
         if isinstance(value, dict):

@@ -18,8 +18,8 @@ from data.errors import UserError
 from data.packing import Piece
 from data.prepared import Documents, Prepared
 
-LOOK_AHEAD = 16  # steps whose documents are copied from a store in advance
-RULES = "rows-1"  # part of the fingerprint: to be changed with every change to the rows of a plan
+LOOK_AHEAD = 16  # steps for which documents are copied from a store in advance
+RULES = "rows-1"  # part of the fingerprint: change it with every change to the rows of a plan
 
 
 class PlanRow(NamedTuple):
@@ -75,18 +75,17 @@ class Loader:
         self._dtypes = {**DTYPES, **({"source_ids": np.int32} if with_sources else {})}
         self._in_blocks = blocks.needed(documents.row_lengths)
         self._weights = self._weights_of(documents)
-        # Without weights, every epoch has the same number of rows, because best fit depends on the
-        # lengths only; not so in blocks, which differ from epoch to epoch.
+        # Without weights, every epoch has the same number of rows, because best fit depends only on
+        # lengths; not in blocks, which differ between epochs.
         self._same_size = self._weights is None and not self._in_blocks
-        # The training loop and the threads of grain, which read ahead, use the plans at the same
-        # time.
+        # The training loop and grain's read-ahead threads use the plans at the same time.
         self._lock = threading.RLock()
-        # Epoch 0, which gives the length of an epoch, and two more while reading ahead passes the
-        # end of one.
+        # Epoch 0, for the length of an epoch, and two more while reading ahead passes an epoch's
+        # end.
         self._plans = lru_cache(maxsize=3)(self._make_plan)
         self._epoch_ends: list[
             int
-        ] = []  # number of rows up to the end of each epoch so far; used only where they differ
+        ] = []  # number of rows up to the end of each epoch so far; used only if epochs differ
         self.fingerprint = self._make_fingerprint()
 
     def _weights_of(self, documents: Documents) -> Float64[np.ndarray, " N"] | None:
@@ -115,7 +114,7 @@ class Loader:
         return BlockedPlan(lengths, starts, length, self.seed, epoch, self._weights)
 
     def _plan(self, epoch: int) -> packing.Plan | BlockedPlan:
-        with self._lock:  # lru_cache would let several threads make the same plan
+        with self._lock:  # lru_cache would let several threads compute the same plan
             return self._plans(epoch)
 
     def __len__(self) -> int:
@@ -162,7 +161,7 @@ class Loader:
         Args:
           number: the row's number, counted over all epochs.
           indices: indices in the row of the tokens to return, ascending; all if None. Documents
-            that are entirely elsewhere are not read.
+            entirely elsewhere are not read.
         """
         return self._row_arrays(self._pieces(number), indices)
 
@@ -186,8 +185,7 @@ class Loader:
         return cast(Batch, row)
 
     def _documents(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
-        """Yields the pieces of a row that are documents of their own, which cannot attend to each
-        other."""
+        """Yields a row's pieces as separate documents, which cannot attend to each other."""
         yield from pieces
 
     def _piece_arrays(
@@ -212,7 +210,7 @@ class Loader:
     def lengths(self, step: int) -> Int64[np.ndarray, " D"]:
         """Returns the tokens of each document, or piece of one, in the rows of a step (from 0).
 
-        Reads the plan only, no document.
+        Reads only the plan, no document.
         """
         pieces = self._documents(list(self._step_pieces(step)))
         return np.array([piece.length for piece in pieces], np.int64)
@@ -260,7 +258,7 @@ class Loader:
         import grain
 
         self._prefetch(range(start, start + LOOK_AHEAD), rows)
-        # Mapped over step numbers, the dataset has no state but the step.
+        # Mapped over step numbers, the dataset's only state is the step.
         steps = grain.MapDataset.range(start, 2**31 - 1).map(
             partial(self._batch_and_prefetch, rows=rows, indices=indices)
         )
@@ -274,8 +272,8 @@ class Loader:
         return self.batch(step, rows, indices)
 
     def _prefetch(self, steps: Iterable[int], rows: Sequence[int] | None) -> None:
-        """Starts to copy the documents of some rows of steps to this machine, if a store has
-        them."""
+        """Starts copying the documents of some steps' rows to this machine, if they are in a
+        store."""
         if self.documents.cache is None:
             return
         chosen = range(self.batch_size) if rows is None else rows

@@ -18,16 +18,16 @@ from data.splitmix import splitmix64
 
 SHINGLE = 5  # words
 MOST_HASHES = 256
-FOUND = 0.99  # of the pairs that are exactly as similar as the threshold
+FOUND = 0.99  # share of pairs exactly at the threshold
 _BLOCK = 1 << 10  # shingles hashed at a time
-# Scripts that are written without spaces, in which each character is taken as a word: Thai, Lao,
-# Burmese, Khmer, Chinese and Japanese.
+# Scripts written without spaces, where each character counts as a word: Thai, Lao, Burmese, Khmer,
+# Chinese and Japanese.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
 
 
 class Bands(NamedTuple):
-    """How many keys a text has, and of how many hashes each is made."""
+    """The number of keys per text, and of hashes per key."""
 
     keys: int
     rows: int
@@ -36,7 +36,7 @@ class Bands(NamedTuple):
 def bands_for(threshold: float) -> Bands:
     """Returns the bands that find FOUND of the pairs at the threshold, with few other pairs.
 
-    The more rows, the fewer pairs below the threshold share a key. Pairs above it are found more
+    With more rows, fewer pairs below the threshold share a key. Pairs above it are found more
     often: at 0.8, 26 bands of 8 rows find 99.2 % of pairs at 0.8 and 99.99 % at 0.85.
     """
     best = Bands(1, 1)
@@ -51,7 +51,7 @@ def bands_for(threshold: float) -> Bands:
 
 
 def shingles(text: str) -> UInt32[np.ndarray, " n"]:
-    """Returns the hashes of a text's shingles, sorted, each once; of a shorter text, that of all
+    """Returns the sorted, distinct hashes of a text's shingles; for a shorter text, the hash of all
     its words; none without a word.
 
     Upper and lower case, punctuation and white space make no difference.
@@ -86,7 +86,7 @@ def band_keys(
 
 
 def shared_and_all(a: UInt32[np.ndarray, " n"], b: UInt32[np.ndarray, " m"]) -> tuple[int, int]:
-    """Returns how many shingles two texts share, and how many at least one has."""
+    """Returns the number of shingles that both texts have, and that at least one has."""
     shared = len(np.intersect1d(a, b, assume_unique=True))
     return shared, len(a) + len(b) - shared
 

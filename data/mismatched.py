@@ -1,8 +1,8 @@
 """Completions after the prompts of other records, from which KTO estimates its KL term.
 
-TRL's KTOTrainer gives each prompt the completion of the record before it, in blocks of a batch.
-Here the record before it is that of the whole source, and the first record gets the last one's
-completion, so that the pairs are the same whatever the batches are.
+TRL's KTOTrainer gives each prompt the previous record's completion, within a batch. Here it is the
+previous record of the whole source, and the first record gets the last one's completion, so the
+pairs do not depend on batches.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,14 +24,13 @@ def with_mismatched(
     cut_prompts: bool,
     share_prompts: bool,
 ) -> Iterator[tuple[Record, Encoded]]:
-    """Yields records with documents of a completion after its prompt, and then the prompt again
-    with the completion of the record before it in its split. The first records of the splits come
-    last.
+    """Yields records with documents of a completion after its prompt, followed by the prompt again
+    with the completion of the previous record in its split. The splits' first records come last.
 
     Args:
-      encoded: records with a document for each labelled completion, or why they are dropped.
+      encoded: records with a document per labelled completion, or why they are dropped.
       length: the most tokens that a document may have.
-      cut_prompts: whether a document that is too long loses the beginning of its prompt, or is
+      cut_prompts: whether documents that are too long lose the beginning of the prompt, or are
         dropped.
       share_prompts: whether a row holds the prompt once.
     """
@@ -77,8 +76,8 @@ def _with_completion(
     cut_prompts: bool,
     share_prompts: bool,
 ) -> tuple[TokenDocument, set[str]] | None:
-    """Returns a document and, after its prompt a second time, the completion of another one; and
-    what was cut. None where it does not fit."""
+    """Returns a document followed by its prompt again with another document's completion, and what
+    was cut. None if it does not fit."""
     notes = set()
     prompt, start = int(document.loss_mask.argmax()), int(other.loss_mask.argmax())
     shared = shared_tokens(document, document) if share_prompts else 0

@@ -1,14 +1,14 @@
-"""Finds near duplicates among the records of a source, the same whatever reads them in which order.
+"""Finds near duplicates among a source's records, independent of engine and reading order.
 
 Every record has a hash of its id and text. Pairs that share a key (data.minhash) are compared by
-all their shingles. In the order of the hashes, a record is dropped if one that is kept, of a
-smaller hash, is at least as similar as the threshold.
+all their shingles. In hash order, a record is dropped if a kept one with a smaller hash is at least
+as similar as the threshold.
 
 Three steps, for any engine; units and bands are independent of each other. In the work folder:
 
-    near/UNIT/shingles, keys, records   what `sign` finds in each record
-    near/pairs/...                      the similar pairs of one band of keys
-    near/UNIT/dropped.json              which records of a unit are dropped, and for which
+    near/UNIT/shingles, keys, records each record's signature, from `sign` near/pairs/... the
+    similar pairs of one band of keys near/UNIT/dropped.json which records of a unit are dropped,
+    and for which
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from data.paths import File
 
 NEAR_DUPLICATE = "near duplicate"
 MOST_KEYS = 1 << 23  # keys that a search has in memory, at some 40 bytes each
-MOST_COMPARED = 128  # unlike records with the same key that each further one is compared with
+MOST_COMPARED = 128  # dissimilar records with the same key to compare each further one with
 _RECORD = np.dtype(
     [
         ("hash", "<u8", 2),
@@ -62,7 +62,7 @@ class Unit(Protocol):
 
 
 class NearDuplicate(NamedTuple):
-    """What a dropped record is similar to: a record that is kept."""
+    """The kept record that a dropped one is similar to."""
 
     file: str
     line: int
@@ -70,7 +70,7 @@ class NearDuplicate(NamedTuple):
 
 
 class _Search(NamedTuple):
-    """The keys of a band, or those with the same remainder, to be searched for equal ones."""
+    """The keys of a band, or those with the same remainder, to search for equal ones."""
 
     units: tuple[str, ...]
     """Those of one source, in its order."""
@@ -96,7 +96,7 @@ def find(
     Args:
       units: all units of the sources, in order.
       threshold: the least similarity of near duplicates.
-      engine: what runs the work.
+      engine: runs the work.
       work: the work folder.
       sign_unit: calls `sign` for a unit.
     """
@@ -116,10 +116,11 @@ def find(
 
 
 def text_of(record: Record) -> tuple[str, int] | None:
-    """Returns the text by which a record is compared, and its kind, of which records are compared.
+    """Returns the text by which a record is compared, and its kind; only records of one kind are
+    compared.
 
-    Not system turns, which many records of a source may share, nor tools. A completion with a label
-    is of another kind than one with the other label. None for token ids.
+    The text excludes tools, and system turns, which many records may share. Completions with
+    different labels are of different kinds. None for token ids.
     """
     if isinstance(record, Text):
         return record.text, 0
@@ -148,9 +149,9 @@ def _said(conversation: Conversation) -> str:
 
 
 def sign(records: Iterable[Record], threshold: float, unit: Unit, work: str) -> tuple[()]:
-    """Writes the shingles, keys and hashes of a unit's records, unless it was done before.
+    """Writes the shingles, keys and hashes of a unit's records, unless done before.
 
-    Takes some 10 bytes of memory a record; on disk 4 bytes a word, and 250 a record at 0.8.
+    Takes some 10 bytes of memory per record; on disk 4 bytes per word, and 250 per record at 0.8.
     """
     target, bands = f"{work}/near/{unit.name}", minhash.bands_for(threshold)
     if File(f"{target}/records").exists():
@@ -240,7 +241,7 @@ class _Records:
         return np.frombuffer(file.read(_RECORD.itemsize), _RECORD)[0]
 
     def place(self, number: int) -> tuple[int, int, int]:
-        """Returns what orders records: the hash, then the place in the source."""
+        """Returns the records' sort key: the hash, then the position in the source."""
         high, low = self[number]["hash"].tolist()
         return high, low, number
 
@@ -257,7 +258,7 @@ class _Records:
 
 
 def _search(work: str, search: _Search) -> tuple[()]:
-    """Writes the similar pairs among records with an equal key, unless it was done before."""
+    """Writes the similar pairs among records with an equal key, unless done before."""
     target = f"{work}/near/pairs/{search.name}"
     if File(target).exists():
         return ()
@@ -297,9 +298,9 @@ def _similar_pairs(
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """Yields (first, other, shingles shared, all shingles, 0) of similar records, first by place.
 
-    A record that is similar to an earlier one is not compared with later ones, so that a thousand
-    copies are compared a thousand times, not half a million. A last tuple of zeros ends with the
-    number of records that were not compared with all earlier ones, since those were too many.
+    A record similar to an earlier one is not compared with later ones, so a thousand copies take a
+    thousand comparisons, not half a million. A last tuple of zeros ends with the number of records
+    that had too many earlier ones to be compared with all.
     """
     leaders: list[tuple[int, np.ndarray]] = []
     crowded = 0
@@ -320,8 +321,8 @@ def _similar_pairs(
 
 
 def _resolve(work: str, units: Sequence[Unit], searches: Sequence[_Search]) -> None:
-    """Decides which records of a source are dropped; takes 32 bytes of memory a pair, and some 200
-    a dropped record."""
+    """Decides which records of a source are dropped; takes 32 bytes of memory per pair, and some
+    200 per dropped record."""
     content = b"".join(
         work_folder.read_bytes(f"{work}/near/pairs/{search.name}") or b"" for search in searches
     )
@@ -355,7 +356,7 @@ class Dropped(NamedTuple):
     """The near duplicates of a unit."""
 
     rows: Mapping[int, NearDuplicate]
-    """By the number of the record among those that are read, from 0."""
+    """By the record's number among those read, from 0."""
     note: str | None = None
     """What the source's report says of the search."""
 

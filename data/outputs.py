@@ -1,4 +1,4 @@
-"""Where commands write: folders that can be written to, and files that are their own."""
+"""Where commands write: writable folders, and files of their own."""
 
 import os
 import tempfile
@@ -11,7 +11,7 @@ from data.within import check_within
 
 
 def output_folder(path: str | Path) -> Path:
-    """Makes the folder for a command's results and returns it; to be called before the work.
+    """Makes the folder for a command's results and returns it; call it before the work.
 
     Raises:
       UserError: the folder cannot be made or written to.
@@ -27,8 +27,8 @@ def output_folder(path: str | Path) -> Path:
     return Path(path)
 
 
-# What `savefig` is given as metadata, and what is in the header of such a PNG: a picture of the
-# user's own, by Matplotlib too, is known by not having it.
+# The metadata given to `savefig`, and the resulting bytes in a PNG's header: a user's own picture
+# lacks it, even one by Matplotlib.
 PICTURE_METADATA = {"Software": "Longstripe"}
 PICTURE = b"Software\0Longstripe"
 
@@ -38,7 +38,7 @@ def check_own(path: str | Path, marker: bytes) -> None:
 
     Args:
       path: the file.
-      marker: what all that the command writes to such a file has within its first 64 KiB, and
+      marker: bytes within the first 64 KiB of everything the command writes to such a file, and of
         hardly anything else.
 
     Raises:
@@ -62,14 +62,14 @@ def check_own(path: str | Path, marker: bytes) -> None:
 
 
 def output_file(path: str | Path, marker: bytes) -> Path:
-    """Makes the folder of a file that a command will write, and returns the file's path.
+    """Makes the folder of a command's output file, and returns the file's path.
 
     Args:
       path: the file.
       marker: as in `check_own`.
 
     Raises:
-      UserError: the path is a folder or a file that another wrote, or its folder cannot be made or
+      UserError: the path is a folder or someone else's file, or its folder cannot be made or
         written to.
     """
     if on_this_machine(path).is_dir():
@@ -84,7 +84,7 @@ def results_folder(path: str | Path, *pictures: str) -> Path:
 
     Args:
       path: the folder.
-      pictures: names of the PNG files that the evaluation will write.
+      pictures: names of the evaluation's PNG files.
 
     Raises:
       UserError: as `output_files`.
@@ -129,8 +129,8 @@ def new_folder(path: str | Path) -> Path:
 def checkpoint_path(path: str | Path, field: str) -> Path:
     """Returns the absolute path of a folder for checkpoints; it must contain no pattern characters.
 
-    Orbax finds what it has written by a glob pattern that begins with this path: with pattern
-    characters in the path it would find nothing, or another folder's files.
+    Orbax finds its files by a glob pattern that begins with this path: with pattern characters in
+    it, it would find nothing, or another folder's files.
 
     Args:
       path: the folder.

@@ -11,9 +11,7 @@ from jaxtyping import Float, Int, Int64, UInt64
 
 from data.splitmix import splitmix64
 
-RULES = (
-    "packing-1"  # part of the loader's fingerprint: to be changed with every change to the plans
-)
+RULES = "packing-1"  # part of the loader's fingerprint: change it with every change to the plans
 
 
 class Piece(NamedTuple):
@@ -67,19 +65,19 @@ def plan(
     epoch: int,
     weights: Sequence[float] | Float[np.ndarray, " D"] | None = None,
 ) -> Plan:
-    """Packs all tokens of the documents into rows of context_length, as often as their weights say.
+    """Packs all tokens of the documents into rows of context_length, repeated by their weights.
 
-    Documents that are longer than a row are cut into consecutive pieces. The pieces are packed best
-    fit decreasing, which leaves little padding. (seed, epoch) shuffle documents of equal length,
-    the pieces within a row, and the rows.
+    Documents longer than a row are cut into consecutive pieces, which are packed best fit
+    decreasing, leaving little padding. (seed, epoch) shuffle documents of equal length, the pieces
+    within a row, and the rows.
 
     Args:
       lengths: number of tokens of each of D documents; documents of 0 tokens are skipped.
       context_length: number of tokens of a row.
       seed: seed of the order.
       epoch: number of the epoch, from 0.
-      weights: average number of times that each document is used in an epoch; with 2.5, two or
-        three times.
+      weights: average number of times each document is used in an epoch; with 2.5, two or three
+        times.
 
     Raises:
       ValueError: context_length is below 1.
@@ -96,7 +94,7 @@ def plan(
 def repeated(
     documents: Int64[np.ndarray, " D"], weights: Float[np.ndarray, " D"], seed: int, epoch: int
 ) -> Int64[np.ndarray, " N"]:
-    """Returns documents as often as their weights say, on average over the epochs."""
+    """Returns documents repeated by their weights, on average over the epochs."""
     random = random_numbers(documents, seed, epoch, 3) / 2.0**64
     return np.repeat(documents, np.floor(weights + random).astype(np.int64))
 
@@ -139,7 +137,7 @@ def _cut(
 
 
 def _best_fit(lengths: list[int], context_length: int) -> tuple[list[int], int]:
-    """Puts each piece into the row in which it leaves the least space; among equals, the oldest.
+    """Puts each piece into the row where it leaves the least space; ties go to the oldest.
 
     Args:
       lengths: lengths of the pieces, in descending order.
@@ -168,8 +166,8 @@ def random_numbers(
 ) -> UInt64[np.ndarray, " N"]:
     """Returns a pseudorandom number for each number.
 
-    By splitmix64, and not by numpy: numpy does not promise the same random stream in all versions,
-    which a resumed run needs.
+    By splitmix64, not numpy, which does not promise the same random stream in all versions, as a
+    resumed run needs.
     """
     value = np.asarray(numbers).astype(np.uint64)
     for salt in (purpose, epoch, seed):

@@ -1,11 +1,10 @@
 """Rows of preference pairs: both completions of a pair in one row, each a document after its
 prompt.
 
-The prompt is in the row once where documents share it (`data.prepared.Documents.shared`): the
-second document
-begins with the prompt's last token, sees the beginning of the first one, and goes on counting
-positions there.
-Of a labelled completion the second document is its prompt with the completion of another record.
+If documents share the prompt (`data.prepared.Documents.shared`), the row has it once: the second
+document begins with the prompt's last token, sees the beginning of the first one, and continues its
+positions. For a labelled completion the second document is its prompt with another record's
+completion.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,29 +20,27 @@ from data.prepared import Documents
 
 
 class PairBatch(Batch):
-    """A batch with what is known of each row's P places for pairs; completion c of pair p is
-    document 2 p + c + 1."""
+    """A batch with arrays for each row's P places for pairs; completion c of pair p is document 2 p
+    + c + 1."""
 
     shared: NotRequired[Int32[np.ndarray, "*B L"]]
-    """Of prompts that are in the row once: the pair's number, from 1, for a prompt's tokens, minus
-    that for the second
-    document's, 0 for others; see `model.attention.TokenCoords`."""
+    """For shared prompts: the pair's number, from 1, for a prompt's tokens, minus that for the
+    second document's, 0 for others; see `model.attention.TokenCoords`."""
     pairs: Float32[np.ndarray, "*B P"]
-    """1 where there is a pair, otherwise 0."""
+    """1 if there is a pair, otherwise 0."""
     references: NotRequired[Float32[np.ndarray, "*B P 2"]]
-    """Log-likelihood of the chosen and of the rejected completion under the model that training
-    began with."""
+    """Log-likelihoods of the chosen and the rejected completion under the reference."""
     chosen_shares: NotRequired[Float32[np.ndarray, "*B P"]]
-    """Pairs over trained tokens of chosen completions, both of the whole batch: the weight with
-    which a sum over a completion's tokens becomes a mean over the batch's, where losses are divided
-    by the number of pairs."""
+    """The whole batch's pairs over its trained tokens of chosen completions: the weight that turns
+    a sum over a completion's tokens into a mean over the batch's tokens, given that losses are
+    divided by the number of pairs."""
 
     labels: NotRequired[Float32[np.ndarray, "*B P"]]
-    """1 where a labelled completion is desirable, otherwise 0."""
+    """1 if a labelled completion is desirable, otherwise 0."""
     label_shares: NotRequired[Float32[np.ndarray, "*B P 2"]]
-    """The weights with which values of labelled completions become a mean over the whole batch's
-    desirable ones, and over its undesirable ones, where sums are divided by the number of pairs;
-    not numbers where the batch has none."""
+    """The weights that turn values of labelled completions into means over the whole batch's
+    desirable, and undesirable, ones, given that sums are divided by the number of pairs; NaN if the
+    batch has none."""
 
 
 PAIR_ARRAYS = ("pairs", "references", "chosen_shares", "labels", "label_shares")
@@ -53,9 +50,9 @@ class PairLoader(Loader):
     """Loads pairs; see `Loader`. Its batches are of type `PairBatch`.
 
     Attributes:
-        places: P, the most pairs that a row may hold.
+        places: P, the most pairs per row.
         references: float32 [documents, 2], see `PairBatch.references`; None leaves the array out.
-        labelled: whether the documents are completions with labels.
+        labelled: whether the documents are labelled completions.
         shares: whether batches have `PairBatch.shared`.
     """
 
@@ -72,7 +69,7 @@ class PairLoader(Loader):
         """Makes a loader of pairs, which all fit a row; arguments as in `Loader`.
 
         Args:
-          shares: whether batches say which prompts are shared, as documents that share any need.
+          shares: whether batches say which prompts are shared, which documents that share any need.
         """
         super().__init__(documents, context_length, batch_size, seed)
         self.places = context_length // int(documents.row_lengths.min())
@@ -90,13 +87,12 @@ class PairLoader(Loader):
         self, piece: Piece, positions: Int[np.ndarray, " t"]
     ) -> dict[str, np.ndarray | int]:
         arrays = super()._piece_arrays(piece, positions)
-        # A second document goes on behind the prompt that it shares.
+        # A second document continues after the shared prompt.
         begins = int(self.documents.shared[piece.document]) if piece.start else 0
         return {**arrays, "positions": positions + begins}
 
     def shared_lengths(self, step: int) -> Int64[np.ndarray, " D"]:
-        """Returns how many tokens of an earlier document each document of `lengths` sees besides
-        its own."""
+        """Returns how many tokens of an earlier document each document of `lengths` also sees."""
         numbers = [piece.document for piece in self._step_pieces(step)]
         shared = np.zeros((len(numbers), 2), np.int64)
         shared[:, 1] = self.documents.shared[numbers]
@@ -157,7 +153,7 @@ class PairLoader(Loader):
         desirable = np.stack([batch["labels"], 1 - batch["labels"]], -1) * batch["pairs"][..., None]
         first = self.documents.labels[numbers].sum()
         counts = np.array([first, len(numbers) - first], np.float32)
-        with np.errstate(divide="ignore", invalid="ignore"):  # 0 x infinity is not a number
+        with np.errstate(divide="ignore", invalid="ignore"):  # 0 x infinity is NaN
             return desirable * (np.float32(len(numbers)) / counts)
 
     def epoch_batches(
@@ -166,8 +162,8 @@ class PairLoader(Loader):
         rows: Sequence[int] | None = None,
         indices: Int[np.ndarray, " T"] | None = None,
     ) -> Iterator[PairBatch]:
-        """Yields the rows of an epoch, see `Loader.epoch_batches`, with `chosen_shares`, all of the
-        whole epoch."""
+        """Yields the rows of an epoch, see `Loader.epoch_batches`, with `chosen_shares` computed
+        over the whole epoch."""
         numbers = self._plan(epoch).documents
         for batch in super().epoch_batches(epoch, rows, indices):
             yield self._with_shares(cast(PairBatch, batch), numbers)

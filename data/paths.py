@@ -47,11 +47,11 @@ STORES = (
 )
 
 _Result = TypeVar("_Result")
-_ATTEMPTS, _FIRST_WAIT = 7, 0.1  # of an access to a store; seconds, doubled each time
+_ATTEMPTS, _FIRST_WAIT = 7, 0.1  # between accesses to a store; seconds, doubled each time
 COPIED_BYTES = 1 << 22  # at a time
 LARGE_BYTES = 1 << 24
-"""Files of at least this size have their digest kept."""
-_SETTLED_SECONDS = 2.0  # file systems keep times to within that
+"""Digests of files of at least this size are cached."""
+_SETTLED_SECONDS = 2.0  # resolution of file system times
 # Caches that the library datasets keeps in a data folder, such as a filtered copy of the data.
 _CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(?:_\d+_of_\d+)?\.arrow")
 _STORE = re.compile(rf"({'|'.join(STORES)}):/", re.IGNORECASE)
@@ -63,7 +63,7 @@ def is_remote(path: str | Path) -> bool:
 
 
 def on_this_machine(path: str | Path) -> Path:
-    """Returns a path that must be a file or folder of this machine, or a mounted one.
+    """Returns a path that must be local or mounted.
 
     Without this, gs://bucket/folder would be written to as a local folder named `gs:`.
 
@@ -73,8 +73,8 @@ def on_this_machine(path: str | Path) -> Path:
     # pathlib has made one slash of two.
     if match := _STORE.match(str(path)):
         raise UserError(
-            f"{path}: {match[1]}:// is not read or written here; a local path, or the folder that "
-            "the bucket is mounted at, would work"
+            f"{path}: {match[1]}:// is not supported here; a local path, or the bucket's mount "
+            "point, would work"
         )
     return Path(path)
 
@@ -84,8 +84,8 @@ def _open_file_system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSys
     """Yields the file system of a path and the path within it.
 
     Raises:
-      UserError: an access to a remote store within the context fails, since the stores' libraries
-        raise errors of their own types for missing credentials or an unreachable network.
+      UserError: an access to a remote store within the context fails; the stores' libraries raise
+        their own types for missing credentials or an unreachable network.
     """
     if not is_remote(
         path
@@ -95,10 +95,8 @@ def _open_file_system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSys
     protocol = str(path).split("://", 1)[0]
     if (
         protocol not in STORES
-    ):  # fsspec knows others, such as github:// and data:, that read what no user named as a store
-        raise UserError(
-            f"{path}: {protocol}:// is no store that is read here; {', '.join(STORES)} are"
-        )
+    ):  # fsspec has others, such as github:// and data:, which are not stores
+        raise UserError(f"{path}: {protocol}:// is not a supported store; {', '.join(STORES)} are")
     try:
         store = fsspec.get_filesystem_class(protocol)  # not through url_to_fs, as above
         yield store(**store._get_kwargs_from_urls(str(path))), store._strip_protocol(str(path))
@@ -106,13 +104,13 @@ def _open_file_system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSys
         raise
     except (
         Exception
-    ) as error:  # also for a missing gcsfs or s3fs and an unknown protocol, which the message names
+    ) as error:  # also for a missing gcsfs or s3fs, or an unknown protocol; the message says which
         raise UserError(f"{path}: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)
 class File:
-    """A file that may or may not exist; str() returns its path as the user wrote it."""
+    """A file that may not exist; str() returns its path as the user wrote it."""
 
     path: str
 
@@ -121,13 +119,13 @@ class File:
 
     @property
     def suffix(self) -> str:
-        """The suffix in lower case, such as .json; that of x.json.gz is .json too."""
+        """The suffix in lower case, such as .json; also for x.json.gz."""
         path = PurePosixPath(self.path.lower())
         return (path.with_suffix("") if self.compression else path).suffix
 
     @property
     def compression(self) -> str:
-        """The one of ENDINGS that the name ends in, or ""."""
+        """The name's ending in ENDINGS, or ""."""
         suffix = PurePosixPath(self.path.lower()).suffix
         return suffix if suffix in ENDINGS else ""
 
@@ -144,8 +142,7 @@ class File:
         return self._asked(lambda file_system, path: file_system.open(path, "rb"))
 
     def _asked(self, question: Callable[[fsspec.AbstractFileSystem, str], _Result]) -> _Result:
-        """Returns a file system's answer about the file; a store is asked again if that may
-        help."""
+        """Returns a file system's answer about the file; asks a store again if that may help."""
 
         def ask() -> _Result:
             with _open_file_system(self.path) as (file_system, path):
@@ -177,14 +174,14 @@ class File:
 def on_disk(file: File) -> Iterator[Path]:
     """Yields a local path of a file within the context; a file in a store is copied to the cache.
 
-    Whoever has the copy open, or mapped into memory, keeps it beyond the context.
+    An open or memory-mapped copy stays usable beyond the context.
     """
     if not is_remote(file.path):
         yield Path(file.path).expanduser()
         return
     folder = cache_folder("downloads")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as copy:  # without a name: nothing is left of it
+    with tempfile.TemporaryFile(dir=folder) as copy:  # unlinked: nothing is left of it
         with file.open() as opened:
             shutil.copyfileobj(opened, copy, COPIED_BYTES)
         copy.flush()
@@ -196,9 +193,8 @@ def find_files(
 ) -> list[File]:
     """Returns the file at `path`, or all files of a tree with one of the suffixes, sorted.
 
-    Of a data set of the Hugging Face hub, these are files of this machine's cache, without those
-    that are about the data set. None is from a folder in `left_out`, nor from one that this project
-    has made for prepared data or a run.
+    For a Hugging Face data set, these are files in the local cache, without those about the data
+    set. None is from a folder in `left_out`, or a folder of prepared data or a run.
     """
     folders = [_whole_path(folder) for folder in left_out]
     not_records: Sequence[str] = ()
@@ -232,7 +228,7 @@ def find_files(
 
 
 def _whole_path(path: str | Path) -> str:
-    """Returns a path by which two names of the same file or folder are equal."""
+    """Returns a canonical path, equal for two names of the same file or folder."""
     return str(path).rstrip("/") if is_remote(path) else os.path.realpath(os.path.expanduser(path))
 
 
@@ -247,14 +243,14 @@ def _folders_between(path: str | Path, file: File) -> list[Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Returns whether a folder is one of prepared data, whole or being made, or a run's."""
+    """Returns whether a folder is of prepared data, complete or unfinished, or a run's."""
     if (folder / "lock").exists() and (is_unfinished(folder) or (folder / "config.yaml").exists()):
         return True
     return all((folder / name).exists() for name in ("documents", "index.npz", "report.json"))
 
 
 def cache_folder(name: str) -> Path:
-    """Returns a folder for what can be made again, in $LONGSTRIPE_CACHE or ~/.cache/longstripe.
+    """Returns a folder for reproducible files, in $LONGSTRIPE_CACHE or ~/.cache/longstripe.
 
     Raises:
       UserError: $LONGSTRIPE_CACHE names a store.
@@ -266,9 +262,9 @@ def cache_folder(name: str) -> Path:
 def file_digest(path: str | Path) -> str:
     """Returns the SHA-256 of a file's contents, in hexadecimal.
 
-    That of a large file is kept in this machine's cache, and taken from there while it is the same
-    file with the same size and times. `os.utime` sets one of them, not the time of the change. That
-    of a file which was changed a moment ago is not kept: a clock's tick may hold another change.
+    A large file's digest is cached locally, and reused while the file, its size and times are the
+    same. `os.utime` can set one of the times, but not the time of change. The digest of a
+    just-changed file is not cached: the same clock tick may hold another change.
     """
     path = Path(path).resolve()
     status = path.stat()
@@ -317,12 +313,12 @@ def download(
     is_whole: Callable[[Path], bool],
     left_out: str | None = None,
 ) -> None:
-    """Downloads a complete folder from a store; `local` appears at once, or not at all.
+    """Downloads a complete folder from a store; `local` appears complete, or not at all.
 
     Args:
       remote: the folder in the store.
       local: the folder to create.
-      last: name of the file that `upload` writes last; does nothing if the store lacks it.
+      last: the file that `upload` writes last; does nothing if the store lacks it.
       is_whole: whether an existing folder can be used; see `building`.
       left_out: files with this in their names are not downloaded.
     """
@@ -356,7 +352,7 @@ def upload(local: Path, remote: str, last: str) -> None:
 
 
 def retried(action: Callable[[], _Result]) -> _Result:
-    """Returns what an access to a store returns; it is tried again if that may help."""
+    """Returns the result of an access to a store, retried if that may help."""
     for attempt in range(_ATTEMPTS):
         try:
             return action()
@@ -369,7 +365,7 @@ def retried(action: Callable[[], _Result]) -> _Result:
 
 
 def put_file(local: Path, target: str) -> None:
-    """Copies a file to a folder of this machine or a store, where it appears whole."""
+    """Copies a file to a local folder or a store, where it appears complete."""
 
     def put() -> None:
         with _open_file_system(target) as (file_system, path):
@@ -389,7 +385,7 @@ def put_file(local: Path, target: str) -> None:
 
 
 def get_file(source: str, local: Path) -> None:
-    """Copies a file of this machine or a store to `local`."""
+    """Copies a local or stored file to `local`."""
 
     def get() -> None:
         with _open_file_system(source) as (file_system, path):
@@ -399,7 +395,7 @@ def get_file(source: str, local: Path) -> None:
 
 
 def remove_tree(path: str | Path) -> None:
-    """Removes a folder on this machine or in a store, if it is there."""
+    """Removes a local folder or one in a store, if it exists."""
 
     def remove() -> None:
         with _open_file_system(path) as (file_system, name):

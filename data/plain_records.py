@@ -15,12 +15,12 @@ EMPTY_TEXT = "empty text"
 NO_TEXT = "no `text`, nor `prompt` and `completion`"
 NO_TOKENS = "no list of integers in `tokens` or `input_ids`"
 BAD_MASK = "`loss_mask` or `labels` do not match the tokens"
-_PART = 1 << 22  # tokens of an array that are in memory at a time
+_PART = 1 << 22  # tokens of an array in memory at a time
 IGNORED_LABEL = -100  # transformers' label for a token that is not trained on
 
 
 def parse_text(raw: object, source: int, number: int) -> tuple[Text, set[str]]:
-    """Reads a text, or a prompt and its completion; also returns the fields that were not read."""
+    """Reads a text, or a prompt and its completion; also returns unread fields."""
     fields: dict[str, Any] = raw if isinstance(raw, dict) else {"text": raw}
     text, prompt, read = fields.get("text"), "", {"text"}
     if (
@@ -44,12 +44,12 @@ def parse_text(raw: object, source: int, number: int) -> tuple[Text, set[str]]:
 
 
 def _unicode(text: str) -> str:
-    """Returns a text with halves of surrogate pairs, which no tokenizer accepts, replaced."""
+    """Returns a text with lone surrogates, which no tokenizer accepts, replaced."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def parse_tokens(raw: object, source: int, number: int) -> tuple[Tokens, set[str]]:
-    """Reads token ids with loss mask or labels; also returns the fields that were not read."""
+    """Reads token ids with loss mask or labels; also returns unread fields."""
     if isinstance(raw, np.memmap):
         return _parse_array(raw, source, number), set()
     fields = raw if isinstance(raw, dict) else {"tokens": raw}
@@ -93,7 +93,7 @@ def _parse_array(array: np.memmap, source: int, number: int) -> Tokens:
 
 
 def _unread(raw: object, read: set[str]) -> set[str]:
-    """Returns a record's fields that were not read; `id` is, where it is an id."""
+    """Returns a record's unread fields; `id` is read if it is an id."""
     if not isinstance(raw, dict):
         return set()
     return unread_of(raw, read | ({"id"} if own_id(raw) is not None else set()), "record")
@@ -126,7 +126,7 @@ def _is_int32(array: np.ndarray, allow_bool: bool = False) -> bool:
 
 
 def _record_id(raw: object, content: bytes) -> str:
-    """Returns the record's own id or a hash of its content; never a path, since files may move."""
+    """Returns the record's id or a hash of its content; never a path, since files may move."""
     return (own_id(raw) if isinstance(raw, dict) else None) or hashlib.sha256(content).hexdigest()[
         :16
     ]

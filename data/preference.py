@@ -1,9 +1,9 @@
 """Records of preferences: a prompt with a chosen and a rejected completion, or with one and its
 label.
 
-The shapes are TRL's: an explicit `prompt` next to completions, or completions that are whole
-conversations and share their first turns; or `completion` and `label`. Texts become turns of user
-and assistant, dialogues of `Human:` and `Assistant:` several.
+The shapes are TRL's: an explicit `prompt` with completions, or completions that are whole
+conversations with common first turns; or `completion` and `label`. Texts become user and assistant
+turns; dialogues of `Human:` and `Assistant:` become several.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ PROMPTS = ("prompt", "question", "instruction", "query", *shapes.TURN_LISTS)
 COMPLETIONS = ("completion", "response")
 LABEL = "label"
 TARGETS = ("prompt", "chosen", "rejected", "completion", LABEL, "system", "tools", "id")
-"""What a source's `fields` may stand for."""
+"""Targets of a source's `fields`."""
 _CONTEXT = (*shapes.SYSTEM_FIELDS, *shapes.TOOL_FIELDS, TEMPLATE_KWARGS)
 NO_PREFERENCE = "no `chosen` and `rejected`, and no `completion` and `label`: it has "
 NO_LABEL = "a `label` that is neither true nor false"
@@ -45,8 +45,8 @@ class PreferenceReader:
     Attributes:
         clean: the cleaning rules, which both conversations of a record pass.
         order: see `data.clean.Cleaner`.
-        fields: what the records' names of fields stand for, out of TARGETS.
-        seen: hashes of the records that were read before, of which a repetition is dropped.
+        fields: maps the records' field names to TARGETS.
+      seen: hashes of records read before; repetitions are dropped.
     """
 
     clean: CleanConfig = CleanConfig()
@@ -55,8 +55,7 @@ class PreferenceReader:
     seen: set[bytes] = field(default_factory=set)
 
     def read(self, raw: object) -> tuple[Preference | Labelled, set[str], set[str]]:
-        """Returns a record, what was changed in it, and its fields that have a value and were not
-        read.
+        """Returns a record, its changes, and its unread fields with a value.
 
         Raises:
             Drop: it cannot be used.
@@ -103,7 +102,7 @@ class PreferenceReader:
         return preference, changes, set(unread)
 
     def _read_labelled(self, record: dict) -> tuple[Labelled, set[str], set[str]]:
-        """Returns what `read` does of a record with one completion and its label."""
+        """Returns what `read` does, for a record with one labelled completion."""
         name, label = first_present(record, COMPLETIONS), record.get(LABEL)
         if name is None or label is None:
             raise Drop(NO_PREFERENCE + shown_fields(record))
@@ -135,7 +134,7 @@ class PreferenceReader:
         return labelled, cleaned.changes, set(unread)
 
     def _digest(self, said: list) -> bytes:
-        """Returns a hash of what a record says; raises Drop where an earlier one said it."""
+        """Returns a hash of a record's content; raises Drop for a repetition."""
         digest = hashlib.sha256(json.dumps(said).encode()).digest()[:16]
         if self.clean.duplicates and digest in self.seen:
             raise Drop(DUPLICATE)
@@ -143,7 +142,7 @@ class PreferenceReader:
         return digest
 
     def _clean(self, record: Mapping, turns: list, name: str) -> Cleaned:
-        """Returns the turns of the conversation with one completion, cleaned as any other."""
+        """Returns the cleaned turns of the conversation with one completion."""
         context = {key: record[key] for key in _CONTEXT if key in record}
         cleaner = Cleaner(replace(self.clean, duplicates=False), self.order)
         try:
@@ -169,8 +168,7 @@ def _completion_turns(value: object, name: str) -> tuple[list[Any], bool]:
 
 
 def _turns_of(value: object, role: str) -> list[Any] | None:
-    """Returns the turns of a text, of one turn, or of a list of turns in a shape that conversations
-    have."""
+    """Returns the turns of a text, a turn, or a list of turns in any shape of conversations."""
     if isinstance(value, dict) and _role(value):
         return [value]
     if turns := shapes.dialogue_turns(value):
@@ -203,11 +201,11 @@ def _text(turn: Any) -> Any:
 
 
 def _with_completion_trained(conversations: Sequence[Cleaned], number: int) -> list[Message]:
-    """Returns the turns of one conversation of a pair, of which those after the common prompt are
-    trained on.
+    """Returns the turns of one conversation of a pair; those after the common prompt are trained
+    on.
 
     Raises:
-        Drop: the pair says nothing, or its prompts differ.
+        Drop: the pair has no content, or its prompts differ.
     """
     chosen, rejected = (conversation.messages for conversation in conversations)
     pairs: Iterable[tuple[Message, Message]] = zip(chosen, rejected, strict=False)
@@ -224,7 +222,7 @@ def _with_completion_trained(conversations: Sequence[Cleaned], number: int) -> l
 
 
 def _trained_from(messages: Sequence[Message], start: int) -> list[Message]:
-    """Returns turns of which none before `start` is trained on."""
+    """Returns the turns, with those before `start` excluded from training."""
     return [
         replace(message, train=message.train and index >= start)
         for index, message in enumerate(messages)

@@ -42,19 +42,18 @@ def prepare(
     """Tokenizes all sources into a folder, or opens the folder if they have been tokenized before.
 
     The folder's name is a hash of the contents, templates, tokenizer and rules. Besides the
-    documents it contains dropped.jsonl, with the file, line and reason of every record that was not
-    used (of the first 100,000 such records). Conversations longer than context_length are split
-    between exchanges (`clean.split`); what is still longer is cut into consecutive pieces, and
-    pieces without a trained token are left out. Several processes may prepare the same folder at
-    the same time.
+    documents it contains dropped.jsonl, with the file, line and reason of the first 100,000 unused
+    records. Conversations longer than context_length are split between exchanges (`clean.split`);
+    parts that are still longer are cut into consecutive pieces, and pieces without a trained token
+    are dropped. Several processes may prepare the same folder at the same time.
 
     Args:
       sources: the sources to train on.
       tokenizer: the tokenizer.
       context_length: how many tokens a document has at most.
       folder: parent of the prepared folders. If it is in a store (gs://, s3://), the prepared
-        folder is made in the cache on this machine and copied to the store; of one that the store
-        has, shards are copied here when they are read.
+        folder is made in the local cache and copied to the store; if the store has it already,
+        shards are copied here when read.
       held_out_fraction: the fraction of records, chosen by a hash of their ids, for the split
         held_out.
       held_out_sources: sources that belong to the split held_out entirely; numbered after
@@ -63,15 +62,14 @@ def prepare(
       train_on: train on `all` assistant turns, or only on the `last` one.
       cut_prompts: whether a preference pair that is too long loses the beginning of its
         prompt, or is dropped.
-      unpaired: whether each completion of a preference is a document of its own, with a label and
-        the completion of another record after the same prompt, as KTO needs them.
-      share_prompts: whether a row holds the prompt of two completions once, which decides what
-      fits.
+      unpaired: whether each completion of a preference is a separate document, with a label and
+        another record's completion after the same prompt, as KTO needs.
+      share_prompts: whether a row holds the prompt of two completions once, which affects what
+        fits.
       progress: whether to show a progress bar.
       key: the folder's name, if another process has prepared it: then no source is read.
-      engine: what runs the work. The result does not depend on it.
-      cache_gib: GiB of this machine's disk for shards, where `folder` is in a store that holds the
-        prepared folder.
+      engine: what prepares the data; does not affect the result.
+      cache_gib: GiB of this machine's disk for shards, if the prepared folder is in a store.
 
     Returns:
       The two splits. In held_out every document counts once, whatever its source's weight.
@@ -96,7 +94,7 @@ def prepare(
         replace(source, left_out=(str(folder),)) for source in (*sources, *held_out_sources)
     ]
     for source in all_sources:
-        template_text(source, tokenizer)  # so that a wrong name fails before an hour of reading
+        template_text(source, tokenizer)  # so that wrong names fail before an hour of reading
         check_arrays(source, tokenizer)
     job = Job(
         all_sources,
@@ -156,7 +154,7 @@ def _build(job: Job, folder: Path, progress: bool, engine: Engine) -> None:
 
 
 def _build_in_one_pass(job: Job, folder: Path, progress: bool) -> None:
-    """Writes the documents while the sources are read, one after another."""
+    """Writes the documents while reading the sources, one after another."""
     index, report = prepared.Index(), Report()
     size = sum(file.size() for source in job.sources for file in source.files())
     work = str(folder / "near-duplicates")

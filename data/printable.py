@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Marks that reorder the text around them, with which a line can be made to read as another; and
-# ends of lines that are not \n.
+# Marks that reorder the text around them, which can make a line read as another; and line ends
+# other than \n.
 _REORDERING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 _REPLACED = frozenset(_REORDERING + "\u2028\u2029")
 
@@ -24,8 +24,8 @@ def printable(text: str) -> str:
 
     These are control characters other than line ends and tabs (escape sequences begin with one),
     marks that change the direction of writing, and halves of surrogate pairs, which cannot be
-    written at all. Everything that is printed and is not ours goes through this function: data,
-    names of files and fields, a hub's messages, what another process says.
+    written at all. All foreign text is printed through this function: data, file and field names, a
+    hub's messages, other processes' messages.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -57,7 +57,7 @@ class _Output:
             self.write(line)
 
     def flush(self) -> None:
-        """Passes on what has been written."""
+        """Flushes what has been written."""
         with self._dropped_where_nobody_reads():
             self.stream.flush()
 
@@ -69,7 +69,7 @@ class _Output:
             # A pipe without a reader, or a terminal that was closed.
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
-            # Python would complain of what is left in the stream's buffer when it exits.
+            # Python would complain at exit about data left in the stream's buffer.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.stream.fileno())
             os.close(nowhere)
@@ -79,11 +79,11 @@ class _Output:
 
 
 class _PrintableOutput(_Output):
-    """Such a stream, through which nothing comes that a terminal would obey."""
+    """Such a stream that also lets nothing through that a terminal would obey."""
 
     def write(self, text: str) -> int:
-        # Bars of libraries go back to the line's beginning first; from there nothing but the bar
-        # itself can be hidden.
+        # Libraries' bars first return to the line's beginning; from there they can only overwrite
+        # themselves.
         start = "\r" if text.startswith("\r") else ""
         super().write(start + printable(text[len(start) :]))
         return len(text)
@@ -93,10 +93,10 @@ class _PrintableOutput(_Output):
 def printable_output() -> Iterator[None]:
     """Makes everything printed in the context printable and encodable, even if nobody reads it.
 
-    Whatever prints colours or moves the cursor on purpose uses `console` or `unfiltered`.
+    To print colours or move the cursor, use `console` or `unfiltered`.
     """
     before = sys.stdout, sys.stderr
-    # A stream is None where a process was started without it.
+    # A stream is None if the process was started without it.
     out, err = (
         stream
         if stream is None or isinstance(stream, _Output)
@@ -110,8 +110,8 @@ def printable_output() -> Iterator[None]:
         for stream in (out, err):
             if stream is not None:
                 stream.flush()
-        # Not where something else, such as a bar, has taken the stream meanwhile and will give it
-        # back.
+        # Not if something else, such as a bar, has replaced the stream meanwhile and will restore
+        # it.
         if sys.stdout is out:
             sys.stdout = before[0]
         if sys.stderr is err:

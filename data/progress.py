@@ -1,4 +1,4 @@
-"""The progress of long work: a bar on a terminal, elsewhere a line each half minute."""
+"""The progress of long work: a bar on a terminal, elsewhere a line every half minute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from data.printable import console
 
-SECONDS = 30  # between two lines where there is no terminal
+SECONDS = 30  # between lines without a terminal
 
 
 class ProgressBar:

@@ -14,11 +14,11 @@ from jaxtyping import Int64
 from data.errors import TransientError, UserError, first_line
 from data.shard_cache import ShardCache
 
-# A shard ends with the record with which it reaches one of these.
+# A shard ends with the record that reaches one of these.
 RECORDS_IN_A_FILE = 1 << 20
 BYTES_IN_A_FILE = 1 << 28  # of serialized records, which are stored compressed
 _NAME = "longstripe"
-_OPENINGS = 100  # of a shard that other processes keep removing
+_OPENINGS = 100  # tries for a shard that other processes keep removing
 
 Features = Callable[[ModuleType], dict[str, Any]]
 """Returns the fields of a record, from the module tensorflow_datasets."""
@@ -39,7 +39,7 @@ def write_records(
     records: Callable[[], Iterator[dict]],
     name: str = _NAME,
 ) -> None:
-    """Writes records to the folder `folder`/`split`, in their order; few are in memory at a time.
+    """Writes records to the folder `folder`/`split`, in order, with few in memory at a time.
 
     Args:
       folder: a folder to work in, such as that of `data.folders.building`.
@@ -70,7 +70,7 @@ def _one_shard(serialized: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def shard_ends(sizes: Int64[np.ndarray, " N"]) -> list[int]:
-    """Returns where the shards of records of these sizes end, as `write_records` makes them."""
+    """Returns the ends of shards, as in `write_records`, for records of these sizes."""
     ends, before = [0], 0
     total = np.cumsum(sizes)
     while ends[-1] < len(sizes):
@@ -89,7 +89,7 @@ def serialize(features: Features, records: Iterable[dict]) -> Iterator[bytes]:
     serializer = ExampleSerializer(fields.get_serialized_info())
     for record in records:
         example = serializer.get_tf_example(fields.encode_example(record))
-        # Otherwise each process has its own order of fields.
+        # Otherwise the order of fields differs between processes.
         yield example.SerializeToString(deterministic=True)
 
 
@@ -103,7 +103,7 @@ def write_shard(path: Path, serialized: Iterable[bytes]) -> ShardSize:
     from array_record.python.array_record_module import ArrayRecordWriter
 
     count = size = 0
-    # As tensorflow-datasets writes them: each record can be read by itself.
+    # As tensorflow-datasets writes them: each record can be read separately.
     writer = ArrayRecordWriter(str(path), "group_size:1")
     try:
         for record in serialized:
@@ -129,11 +129,11 @@ def read_shard(path: Path, start: int, stop: int) -> Iterator[bytes]:
 def write_metadata(
     folder: Path, split: str, features: Features, shards: Sequence[ShardSize], name: str = _NAME
 ) -> None:
-    """Writes the files with which tensorflow-datasets opens the shards in `folder`/`split`.
+    """Writes the files tensorflow-datasets needs to open the shards in `folder`/`split`.
 
-    Not by a builder of tensorflow-datasets: that keeps a gigabyte of records in memory, and needs
-    tensorflow for more; its sink for Beam cannot write array_record. The format is the only one
-    that it reads without tensorflow.
+    A tensorflow-datasets builder would keep a gigabyte of records in memory, and needs tensorflow
+    for more; its Beam sink cannot write array_record, the only format that it reads without
+    tensorflow.
     """
     import tensorflow_datasets as tfds
 
@@ -169,20 +169,21 @@ def write_metadata(
 
 
 def open_records(folder: Path, split: str) -> Sequence[dict]:
-    """Opens what `write_records` wrote; a record is read when it is indexed."""
+    """Opens what `write_records` wrote; records are read when indexed."""
     import tensorflow_datasets as tfds
 
     return tfds.builder_from_directory(str(folder / split)).as_data_source(split=split)
 
 
 class StoreRecords(Sequence[dict]):
-    """Records that `write_records` wrote and a store holds; shards are copied here when needed."""
+    """Records written by `write_records` and kept in a store; shards are copied here when
+    needed."""
 
     def __init__(self, folder: Path, split: str, cache: ShardCache):
         """Opens them.
 
         Args:
-          folder: the local copy of all but the shards.
+          folder: the local copy of everything except shards.
           split: name of the split.
           cache: the shards.
         """
@@ -222,7 +223,7 @@ class StoreRecords(Sequence[dict]):
                 reader = ArrayRecordReader(str(path))
                 opened = reader.num_records()  # opens the file; 0 if it is not there
             except FileNotFoundError:
-                continue  # removed by another thread or process at this moment
+                continue  # just removed by another thread or process
             if not opened and not path.exists():
                 continue
             for other in [*self._readers]:  # evicted ones leave the disk

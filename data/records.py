@@ -12,11 +12,11 @@ from data.report import SourceReport
 CHUNK = 1 << 20  # bytes read at a time
 WHITE_SPACE = " \t\r\n"
 CUT_OFF = "cut off or malformed JSON"
-MAX_BYTES = 1 << 30  # of one record, or text file; a small .gz may hold far more than memory does
+MAX_BYTES = 1 << 30  # of one record or text file; a small .gz may exceed memory
 LONG_NUMBER = "a number with more digits than Python reads"
 WOULD_WORK = "a JSON list of records, or one JSON record a line, would work"
 
-# What files that are no text begin with.
+# Beginnings of files that are not text.
 _KINDS = {
     b"\x1f\x8b": "compressed with gzip; its name must end in .gz",
     b"\x28\xb5\x2f\xfd": "compressed with zstd; its name must end in .zst",
@@ -33,11 +33,11 @@ _KINDS = {
 }
 
 Advance = Callable[[int], object]
-"""Called with the number of bytes that were just read, to advance a progress bar."""
+"""Called with the number of bytes just read, to advance a progress bar."""
 
 
 def would_fit(parts: str) -> str:
-    """Returns what would work for a text that is too large to be a document."""
+    """Returns advice for a text too large to be a document."""
     return f"{parts}, each of which becomes a document, would work"
 
 
@@ -67,8 +67,8 @@ class _Window:
             return False
         self._first_bytes = self._first_bytes or block[:16]
         try:
-            # Of a character that is split at the end of the file, the bytes stay in the decoder:
-            # such a file is truncated, and not in another encoding.
+            # The bytes of a character split at the file's end stay in the decoder: such a file is
+            # truncated, not in another encoding.
             self.text = self.text[self.offset :] + self._decoder.decode(block)
         except UnicodeDecodeError as error:
             kind = next(
@@ -109,10 +109,10 @@ class _MalformedJson(Exception):
         self.offset = offset
 
     def is_cut_off(self, text: str) -> bool:
-        """Returns whether the value is malformed only because the text ends within it.
+        """Returns whether the value is malformed only because the text ends within it: within a
+        string, or at most an escape or a word such as `false` after the problem's offset.
 
-        That is so within a string, or if at most an escape or a word such as `false` follows the
-        offset of the problem.
+
         """
         longest_word = len("-Infinity")
         return self.problem.startswith("Unterminated string") or (
@@ -125,8 +125,8 @@ def read_records(
 ) -> Iterator[object]:
     """Yields every complete JSON value of the file's list or lines.
 
-    A malformed line, and the record within which a list ends, are dropped; the records before that
-    one are used.
+    A malformed line, and a record cut off by the end of a list, are dropped; earlier records are
+    used.
 
     Args:
       path: the file.
@@ -135,8 +135,8 @@ def read_records(
 
     Raises:
       UserError: the file is missing or empty, not UTF-8, or neither a list nor lines of JSON; a
-        record within a list is malformed: where the next one begins is unknown, so that all records
-        after it would be lost; or text follows a list.
+        record within a list is malformed, so that all later records would be lost; or text follows
+        a list.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file; {WOULD_WORK}")
@@ -182,7 +182,7 @@ def _spans_lines(window: _Window) -> bool:
 
 
 def _read_values(window: _Window, report: SourceReport) -> Iterator[object]:
-    """Yields the JSON objects of a file, one after the other, each of as many lines as it takes."""
+    """Yields the JSON objects of a file, each spanning any number of lines."""
     count = 0
     while window.peek():
         report.line = count + 1
@@ -261,7 +261,7 @@ def _check_end(window: _Window, count: int) -> None:
 
 
 class _LongNumber:
-    """Stands for a record with an integer of over 4,300 digits, which Python does not convert."""
+    """Represents a record with an integer of over 4,300 digits, which Python does not convert."""
 
 
 _DECODER = json.JSONDecoder()
@@ -281,17 +281,18 @@ def _decode(text: str, offset: int) -> tuple[object, int]:
         raise
     except (
         ValueError
-    ):  # an integer that is too long; the record is read once more, without integers, for its end
+    ):  # an integer that is too long; reads the record again, without integers, to find its end
         _, end = _WITHOUT_INTEGERS.raw_decode(text, offset)
         return _LongNumber(), end
 
 
 def _read_value(window: _Window, advance: bool = True) -> object:
-    """Parses the JSON value at the window's offset; grows the window until it has the whole value.
+    """Parses the JSON value at the window's offset, growing the window until it has the whole
+    value.
 
     Args:
-      window: the window; its offset is moved behind the value.
-      advance: whether it is.
+      window: the window.
+      advance: whether to move its offset past the value.
 
     Raises:
       _MalformedJson: the value is malformed, or not complete at the end of the file.
@@ -309,9 +310,9 @@ def _read_value(window: _Window, advance: bool = True) -> object:
             window.text
         ):  # more of the file, which may be large, would not help
             raise malformed
-        # A value that ends where the window ends may be a number that continues in the next chunk.
+        # A value that ends with the window may be a number that continues in the next chunk.
         if end == len(window.text) and window.grow(size):
-            size *= 2  # so that the work for a very long record is linear in its length
+            size *= 2  # so that work is linear in a long record's length
             continue
         if malformed:
             raise malformed

@@ -1,4 +1,4 @@
-"""Counts records per source: kept, dropped, repaired; and fields that were not read."""
+"""Counts records per source: kept, dropped, repaired; and unread fields."""
 
 import json
 import re
@@ -13,12 +13,12 @@ from data.conversation import Record
 
 MOST_DROPPED = 100_000  # records that dropped.jsonl lists
 LONGEST_CONTENT = 100_000  # characters of a record's JSON in it
-MOST_NAMES = 200  # reasons, changes and fields that a report counts by themselves
+MOST_NAMES = 200  # reasons, changes and fields that a report counts separately
 OTHER_FIELDS = "other fields"
 
 
 class DroppedRecord(NamedTuple):
-    """A record that is not used; a line of dropped.jsonl holds these fields."""
+    """An unused record; a line of dropped.jsonl holds these fields."""
 
     source: int
     """Number of the source in the recipe."""
@@ -26,13 +26,13 @@ class DroppedRecord(NamedTuple):
     """Number of the record in the source, from 1."""
     reason: str
     content: object
-    """The record as far as it could be read; None for token ids. Long ones are cut to a text."""
+    """The record as far as it could be read, cut to a text if long; None for token ids."""
     file: str = ""
     """The file that it was read from."""
     line: int = 0
     """Its line in JSON lines, its row in a table, or its number in a list, from 1."""
     near_duplicate_of: Mapping[str, Any] | None = None
-    """Of a near duplicate: `file` and `line` of the record that is kept, and their similarity."""
+    """For a near duplicate: `file` and `line` of the kept record, and their similarity."""
 
     def to_json(self) -> str:
         """Returns the line of dropped.jsonl; values that JSON lacks, such as dates, become text."""
@@ -44,7 +44,7 @@ class DroppedRecord(NamedTuple):
             if len(content) <= LONGEST_CONTENT:
                 return json.dumps(fields, default=_as_text)
             cut: str | None = f"{content[:LONGEST_CONTENT]} ... (cut, {len(content)} characters)"
-        except RecursionError:  # nested almost as deeply as Python can read
+        except RecursionError:  # nested almost as deeply as Python reads
             cut = None
         return json.dumps({**fields, "content": cut})
 
@@ -54,15 +54,15 @@ def _as_text(value: object) -> str:
 
 
 OnDrop = Callable[[DroppedRecord], object]
-_NUMBERS = re.compile(r'\{"source": (\d+), "record": (\d+)')  # how to_json begins
+_NUMBERS = re.compile(r'\{"source": (\d+), "record": (\d+)')  # the beginning of to_json's result
 
 
 @contextmanager
 def dropped_file(path: Path) -> Iterator[OnDrop]:
-    """Yields a function that adds a record to a file of JSON lines, the first MOST_DROPPED.
+    """Yields a function that adds a record to a file of JSON lines, up to MOST_DROPPED.
 
-    At the end the lines are sorted by source and record: reading is ahead of encoding, by a number
-    of records that depends on the number of processes.
+    At the end the lines are sorted by source and record, since reading is ahead of encoding by a
+    number of records that depends on the number of processes.
     """
     places: list[tuple[int, int, int]] = []  # source, record, offset of the line
     with path.open("w+", encoding="ascii") as file:
@@ -99,9 +99,9 @@ class SourceReport:
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of dropped records for each reason."""
     repaired: Counter[str] = field(default_factory=Counter)
-    """Number of records that were kept after each kind of change; a record may have several."""
+    """Number of records kept after each kind of change; a record may have several."""
     unread: Counter[str] = field(default_factory=Counter)
-    """Number of kept records with each field that was not read, such as "record field `source`"."""
+    """Number of kept records with each unread field, such as "record field `source`"."""
     notes: list[str] = field(default_factory=list)
     """Warnings, such as for a file that ends within a record."""
     source: int = 0
@@ -111,9 +111,9 @@ class SourceReport:
     file: str = field(default="", repr=False, compare=False)
     """The file that is being read."""
     line: int = field(default=0, repr=False, compare=False)
-    """Line, row or number in the file of the record that was read last; see DroppedRecord.line."""
+    """Line, row or number in the file of the last record read; see DroppedRecord.line."""
     most_names: int = field(default=MOST_NAMES, repr=False, compare=False)
-    """Reasons, changes and fields that are counted by themselves."""
+    """Reasons, changes and fields counted separately."""
 
     def keep(self) -> None:
         """Counts the next record as kept."""
@@ -134,8 +134,8 @@ class SourceReport:
         content: object = None,
         near_duplicate_of: Mapping[str, Any] | None = None,
     ) -> None:
-        """Counts a record as dropped that was counted as kept before: it could not be encoded, or
-        is a near duplicate."""
+        """Counts as dropped a record previously counted as kept: it could not be encoded, or is a
+        near duplicate."""
         self.kept -= 1
         place = (record.file, record.line)
         self._count_dropped(
@@ -143,15 +143,15 @@ class SourceReport:
         )
 
     def count_kept(self, changes: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
-        """Counts what was changed in a record that is kept, and its fields that are not read."""
-        # Sorted, since only the first names are counted by themselves.
+        """Counts the changes and unread fields of a kept record."""
+        # Sorted, since only the first names are counted separately.
         for change in sorted(changes):
             self._count(self.repaired, change, change.split(":")[0])
         for name in sorted(unread):
             self._count(self.unread, name, OTHER_FIELDS)
 
     def add(self, part: "SourceReport") -> None:
-        """Adds the counts of the source's next files, in which every name is counted by itself."""
+        """Adds the counts of the source's next files, which count every name separately."""
         self.records += part.records
         self.kept += part.kept
         self.notes += part.notes
@@ -208,7 +208,7 @@ class SourceReport:
         """Returns the report that `to_dict` was called on, without `source` and `on_drop`."""
         counters = {
             name: Counter(state.get(name, {})) for name in ("dropped", "repaired", "unread")
-        }  # earlier ones lack some
+        }  # earlier reports lack some
         return cls(**{**state, **counters})
 
 

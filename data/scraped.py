@@ -7,7 +7,7 @@ from data import html
 from data.conversation import Message
 from data.reasons import BAD_HTML, CUT_AT_RATE_LIMIT, FROM_HTML, RATE_LIMITED, Drop
 
-# A reply that is not the model's but a message of the service; from real dumps.
+# Replies that are a service's messages, not the model's; from real dumps.
 _BUSY = re.compile(
     r"!?\s*(?:too many requests in 1 hour|network error"
     r"|(?:chatgpt|the (?:model|server)) is (?:at capacity|overloaded)"
@@ -23,7 +23,7 @@ _BUSY_MAX_LENGTH = 400  # characters; a longer reply that begins like this is *a
 
 
 def from_html(content: str, which: Literal["detect", "always", "never"], changes: set[str]) -> str:
-    """Returns a turn's text, as markdown if it is HTML of the kind that `which` says.
+    """Returns a turn's text, as markdown if it is HTML of the kind `which`.
 
     Raises:
       Drop: the HTML cannot be read.

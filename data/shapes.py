@@ -1,7 +1,7 @@
 """Shapes of conversations in public data sets; a record becomes raw turns with roles and texts.
 
-SHAPES is the one table of them: docs/data.md shows it, and a record is read in the first shape
-whose fields it has.
+SHAPES is their only table: docs/data.md shows it, and a record is read as the first shape whose
+fields it has.
 """
 
 import ast
@@ -35,8 +35,8 @@ ROLE_FIELDS = ("from", "role", "speaker", "author", "sender")
 TEXT_FIELDS = ("value", "content", "text", "message", "utterance", "parts")
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "systemInstruction")
 TOOL_FIELDS = ("tools", "functions")
-# Fields of a question and its answer, in a record or in an entry of a list of exchanges; the first
-# pair that is there is read.
+# Fields of a question and its answer, in a record or an entry of a list of exchanges; the first
+# pair present is read.
 PAIRS = (
     ("prompt", "completion"),
     ("instruction", "output"),
@@ -62,7 +62,7 @@ PAIRS = (
     ("user", "bot"),
     ("context", "response"),
 )
-# What is joined to a question with an empty line between.
+# Fields appended to a question after an empty line.
 _JOINED = {"instruction": ("input", "context"), "question": ("context",)}
 _KNOWN = frozenset(
     (
@@ -76,16 +76,16 @@ _KNOWN = frozenset(
     )
 )
 _SPEAKERS = re.compile(r"(?:\A|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):\s*")
-# A dialogue as a text, as Anthropic's HH-RLHF has it.
+# A dialogue as text, as in Anthropic's HH-RLHF.
 _DIALOGUE = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _DIALOGUE_ROLES = {"Human": "user", "Assistant": "assistant"}
-_LONGEST_PRINTED = 1 << 20  # characters, which Python's parser takes without running out of stack
+_LONGEST_PRINTED = 1 << 20  # characters that Python's parser takes without running out of stack
 _END_OF_TEXT = "<|endoftext|>"
 _CALL = re.compile(  # the arguments are JSON, between single quotes or none
     r"""<functioncall>\s*\{\s*"name":\s*"(?P<name>[^"]+)",\s*"arguments":\s*(?P<quote>'?)(?P<arguments>.*?)(?P=quote)\s*\}\s*\Z""",
     re.DOTALL,
 )
-CONTEXT = object()  # the key of a turn that is not trained on, since it is part of a prompt
+CONTEXT = object()  # the key of a turn that is part of a prompt, so not trained on
 
 
 class RawTurns(NamedTuple):
@@ -102,7 +102,7 @@ class RawTurns(NamedTuple):
     tools: list[Any] | None = None
     """Descriptions of tools that replace the record's `tools`."""
     id: str | None = None
-    """The record's id, where its `id` has none."""
+    """The record's id, if not in its `id`."""
 
 
 class Shape(NamedTuple):
@@ -172,7 +172,8 @@ def _turn_list(record: dict) -> RawTurns | None:
 
 
 def _as_list(value: object) -> list | None:
-    """Returns the list in a field, be it JSON, Python's text or columns; None if there is none."""
+    """Returns the list in a field, given as JSON, Python's text or columns; None if there is
+    none."""
     if isinstance(value, str):
         value = _parsed(value) if _is_json(value) else None
     if isinstance(value, dict):
@@ -192,7 +193,7 @@ def _is_text_pair(entry: object) -> bool:
 
 
 def _alternating(texts: list) -> list[Any]:
-    """Returns turns of user and assistant, one after the other."""
+    """Returns alternating turns of user and assistant."""
     return [
         {"role": ("user", "assistant")[number % 2], "content": text}
         for number, text in enumerate(texts)
@@ -227,7 +228,7 @@ def _from_columns(columns: dict) -> object:
 
 
 def _entry_turns(entry: object) -> list[Any]:
-    """Returns the turn that an entry of a list is, or both turns if it is a whole exchange."""
+    """Returns the turn in an entry of a list, or both turns of an exchange."""
     if not isinstance(entry, dict) or (
         first_present(entry, ROLE_FIELDS) is not None
         and first_present(entry, TEXT_FIELDS) is not None
@@ -309,7 +310,7 @@ def _preferred(record: dict) -> RawTurns | None:
 
 
 def dialogue_turns(value: object) -> list[dict[str, str]]:
-    """Returns the turns of a text of `Human:` and `Assistant:`, empty if it is none."""
+    """Returns the turns of a text of `Human:` and `Assistant:`; empty for other texts."""
     if not isinstance(value, str) or not _DIALOGUE.match(value.strip()):
         return []
     _, *parts = _DIALOGUE.split(value.strip())
@@ -337,7 +338,7 @@ def _history(history: object) -> list[dict]:
 
 
 def _tree(record: dict) -> RawTurns | None:
-    """A tree of messages, of which the path of the best ranked replies is read."""
+    """A tree of messages; the path of the best ranked replies is read."""
     root = trees.root_of(record)
     if root is None:
         if trees.is_row(record):

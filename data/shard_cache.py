@@ -1,8 +1,8 @@
-"""Shards of prepared data in a store, copied to this machine when they are needed.
+"""Shards of prepared data in a store, copied to this machine when needed.
 
-A folder of the cache holds the shards that were used last, up to a size, for all processes of this
-machine. A process that reads a shard while another one removes it goes on reading, and leaves the
-disk to others when it opens its next one.
+A cache folder holds the most recently used shards, up to a size, for all processes of this machine.
+A process reading a shard that another one removes continues reading, and frees the disk when it
+opens its next one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from data import paths
 from data.errors import UserError
 from data.folders import file_hash, named_errors
 
-DOWNLOADS = 2  # at a time, of shards that are needed soon
+DOWNLOADS = 2  # concurrent downloads of shards needed soon
 _WAIT = 0.02  # seconds
 
 
@@ -36,7 +36,7 @@ class ShardCache:
     folder: Path
     """Where the copies are."""
     most_bytes: int
-    """What the copies may take."""
+    """Bytes the copies may take."""
 
     def __post_init__(self) -> None:
         largest = max((size for size, _ in self.files.values()), default=0)
@@ -57,10 +57,10 @@ class ShardCache:
         self.__post_init__()
 
     def local(self, name: str) -> Path:
-        """Returns the local copy of a shard, which is downloaded if it is missing.
+        """Returns the local copy of a shard, downloading it if missing.
 
         Raises:
-          UserError: the store does not have it as it was written.
+          UserError: the store's shard is missing or has changed.
           TransientError: the store cannot be reached, or this machine's disk is full.
         """
         path = self.folder / name
@@ -75,7 +75,7 @@ class ShardCache:
         return path
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Downloads shards in the background; what fails is tried again when it is needed."""
+        """Downloads shards in the background; failures are retried when needed."""
         with self._lock:
             missing = [
                 name
@@ -122,12 +122,12 @@ class ShardCache:
                 _beside(path, "room").unlink(missing_ok=True)
 
     def _counted(self) -> contextlib.AbstractContextManager[None]:
-        """Holds the lock under which copies and reserved room are counted and change."""
+        """Holds the lock for counting and changing copies and reserved room."""
         return _locked(self.folder / ".count.lock")
 
     def _has_room(self, wanted: Path, size: int) -> bool:
-        """Reserves room for a shard, for which those used least recently are removed; returns
-        False while other downloads take it."""
+        """Reserves room for a shard, removing the least recently used; returns False while other
+        downloads take it."""
         with self._counted():
             copies, reserved = [], 0
             for path in self.folder.rglob("*.array_record-*"):
@@ -155,7 +155,7 @@ def _beside(path: Path, kind: str) -> Path:
 
 
 def _is_held(lock: Path) -> bool:
-    """Returns whether a download holds its lock; that of a process that was killed does not."""
+    """Returns whether a download holds its lock; a killed process's does not."""
     with lock.open("a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,9 @@
-"""SIGTERM, SIGHUP and Ctrl-C end a command at once, also as PID 1 and while it compiles.
+"""SIGTERM, SIGHUP and Ctrl-C end a command at once, even as PID 1 or while it compiles.
 
-Python runs a signal's handler only when the running call returns to the interpreter, which takes
-half an hour in a compiler; and the system ignores SIGTERM for PID 1, as which a container starts
-its command, unless there is a handler. Training has its own handlers while there is something to
-save; see `trainer.run.preemption`.
+Python runs a signal handler only when the running call returns to the interpreter, which may take
+half an hour in a compiler; and without a handler the system ignores SIGTERM for PID 1, which is
+what a container's command is. Training has its own handlers while there is something to save; see
+`trainer.run.preemption`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ _before_the_end: list[Callable[[int, str], object]] = []
 
 
 def end_at_once() -> None:
-    """Installs the handlers; to be called by a command in its first lines, in the main thread."""
-    if (
-        signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-    ):  # ignored by who started it, or done already
+    """Installs the handlers; commands call it in their first lines, in the main thread."""
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # ignored by the parent, or done already
         return
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -40,8 +38,7 @@ def end_at_once() -> None:
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     threading.Thread(target=_listen, args=(read_end,), name="signals at once", daemon=True).start()
-    # A child's own SIGTERM must not end its parent through the pipe that they share, not even while
-    # the child is being made.
+    # A child's SIGTERM must not end its parent through the shared pipe, not even during the fork.
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_reset)
 
 

@@ -30,7 +30,7 @@ from data.report import Report, SourceReport
 from data.templates.alternation import order_of
 from data.trees import Forest, is_row
 
-# Reasons to drop what is no record at all.
+# Reasons to drop what is not a record.
 _NO_RECORD = (NO_SHAPE, NO_TEXT, NO_TOKENS, preference.NO_PREFERENCE)
 # Targets of `fields` in sources of other formats than sharegpt.
 _FIELDS = {
@@ -50,13 +50,13 @@ class Format(NamedTuple):
     suffixes: tuple[str, ...]
     """Suffixes of the files that are read from a folder."""
     would_work: str
-    """For messages about a file that is not in this format: what would work."""
+    """What would work, for messages about a file not in this format."""
 
 
 JSON = (".json", ".jsonl", ".ndjson")
-"""Suffixes of files that are read alike, as JSON or JSON lines."""
+"""Suffixes of files read as JSON or JSON lines."""
 CARD = "README.md"
-"""A file that is about a data set, if it begins as the hub's do."""
+"""A file about a data set, if it begins like the hub's."""
 FORMATS = {
     "sharegpt": Format(
         (*JSON, *tables.SUFFIXES),
@@ -100,11 +100,11 @@ class Source:
     template: str = DEFAULT_TEMPLATE
     """Name of the conversations' chat template, one of data.templates.NAMES."""
     weight: float = 1.0
-    """How often each document is seen per epoch, on average; 0.5 takes turns between halves."""
+    """How often each document is seen per epoch, on average; 0.5 alternates between halves."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Maps the records' field names to a role or a field that is read, see `data.fields`."""
+    """Maps the records' field names to roles or fields that are read, see `data.fields`."""
     add_bos: bool | None = None
-    """Whether a text begins with BOS; None does as the tokenizer does by itself."""
+    """Whether a text begins with BOS; None follows the tokenizer's default."""
     left_out: tuple[str, ...] = ()
     """Folders in which no file is read, such as that of prepared data."""
 
@@ -136,12 +136,12 @@ class Source:
 
     @property
     def has_turns(self) -> bool:
-        """Whether its records are made of turns, which a chat template renders."""
+        """Whether its records consist of turns, rendered by a chat template."""
         return self.format in TURN_FORMATS
 
     @property
     def would_work(self) -> str:
-        """For messages about a file that is not in the source's format: what would work."""
+        """What would work, for messages about a file not in the source's format."""
         return FORMATS[self.format].would_work
 
     def files(self) -> list[File]:
@@ -161,9 +161,9 @@ class Source:
         return files
 
     def other_splits(self) -> list[str]:
-        """Returns files named as a split to measure on, if the data set has several splits.
+        """Returns files named like an evaluation split, if the data set has several splits.
 
-        Other folders of the user hold what they hold for a purpose, whatever the files' names.
+        The user's other folders are read completely, whatever the files' names.
         """
         has_splits = (
             hub.is_hub_dataset(self.path) or File(f"{self.path}/dataset_dict.json").exists()
@@ -187,8 +187,7 @@ def read(
       number: number of the source in the recipe.
       advance: called with the number of bytes of each read.
       clean: the cleaning rules for conversations.
-      order: the order of turns that the template requires; a tokenizer's own template is taken to
-        write any, unless given.
+      order: the order of turns that the template requires; by default any.
 
     Raises:
       UserError: a file is missing, empty or not in the source's format; at the end, if no record
@@ -213,7 +212,7 @@ class FileReader:
     among_others: bool | None = None
     """Whether the source has several files; by default whether several are read."""
     seen: set[bytes] = field(default_factory=set)
-    """Hashes of records in files before these; those of the records that are read are added."""
+    """Hashes of records in earlier files; those of the records read are added."""
     has_tree_rows: bool = False
     """Whether rows of trees of messages were among the records; they need all files at once."""
 
@@ -256,9 +255,9 @@ Parse = Callable[[object, int, int], Record]
 def _parsed_records(
     raw: object, parse: Parse, number: int, report: SourceReport, forest: Forest
 ) -> Iterator[Record]:
-    """Yields the records that a raw one stands for: itself, those of its tree, or a list within it.
+    """Yields a raw record's records: itself, those of its tree, or of a list within it.
 
-    Counts what is dropped.
+    Counts drops.
     """
     for record in forest.records(raw):
         yield from _parsed_record(record, parse, number, report, forest)
@@ -303,7 +302,7 @@ def _wrapped_list(raw: object, parse: Parse) -> str | None:
 
 
 def _is_record(raw: object, parse: Parse) -> bool:
-    """Returns whether an object is meant as a record, whatever may be wrong with it."""
+    """Returns whether an object is meant as a record, even a faulty one."""
     try:
         parse(raw, -1, 0)
     except Drop as drop:
@@ -314,7 +313,8 @@ def _is_record(raw: object, parse: Parse) -> bool:
 def _without_metadata(
     raw_records: Iterator[object], parse: Parse, report: SourceReport
 ) -> Iterator[object]:
-    """Yields the records of one file among others, unless it is a single object, no record."""
+    """Yields the records of one file among others, unless it is a single object that is not a
+    record."""
     first = list(itertools.islice(raw_records, 1))
     line = report.line
     first += itertools.islice(raw_records, 1)
@@ -382,9 +382,9 @@ def _read_text(file: File, source: Source) -> str:
 def _parser(
     source: Source, clean: CleanConfig, order: Order, report: SourceReport, seen: set[bytes]
 ) -> Parse:
-    """Returns what parses the records of a source, and counts what it changes or does not read.
+    """Returns a parser of a source's records, which counts changes and unread fields.
 
-    A source's number below 0 only asks whether a record is one: then nothing is counted or
+    With a source number below 0 it only tests whether records are valid: nothing is counted or
     remembered.
     """
     if source.format == "preference":

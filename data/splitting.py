@@ -21,7 +21,7 @@ def split(
     """Splits a conversation between exchanges; yields parts of at most `max_length`, rendered.
 
     Each part has as many exchanges as fit, and at least one, even if that is longer; the system
-    turn opens each part. Every exchange is in one part, also the last one, which FastChat's own
+    turn opens each part. Every exchange is in one part, including the last one, which FastChat's
     splitting sometimes loses.
 
     Args:
@@ -29,7 +29,7 @@ def split(
       render: renders a conversation.
       length: the length of a rendered conversation.
       max_length: how long a part should be at most.
-      whole: the conversation rendered, if it has been already.
+      whole: the rendered conversation, if available.
     """
     whole = render(messages) if whole is None else whole
     if length(whole) <= max_length:
@@ -73,7 +73,7 @@ def _exchange_starts(messages: Sequence[Message], first: int) -> Iterator[int]:
             if answered:
                 yield index
             asked, answered = True, False
-        # An answer that opens the conversation belongs to the exchange after it.
+        # An opening answer belongs to the exchange after it.
         answered = answered or (role == "assistant" and asked)
 
 

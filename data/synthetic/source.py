@@ -1,8 +1,8 @@
 """Generated exercises as a data source: the path is `synthetic:TASK?count=N&seed=S`, or tokens=N.
 
-Each exercise is a conversation of a question with its text, and the answer. Texts are of all sizes
-up to the context length, evenly. No key has a value that evaluation gives it, and reserved keys and
-numbers do not occur (`split`).
+Each exercise is a conversation of a question with its text, and the answer. Text sizes are uniform
+up to the context length. Evaluation's key-value pairs, and reserved keys and numbers, do not occur
+(`split`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from data.synthetic.wording import Wording, wording_like
 from data.within import read_bytes
 
 PREFIX = "synthetic:"
-RULES = "synthetic-4"  # to be changed with every change to the exercises
+RULES = "synthetic-4"  # change with every change to the exercises
 TASKS: dict[str, Callable[..., Exercise]] = {
     "lines": tasks.lines,
     "needles": tasks.needles,
@@ -37,19 +37,19 @@ TASKS: dict[str, Callable[..., Exercise]] = {
     "variables": tasks.variables,
     "copying": tasks.copying,
 }
-# Tokens of a context that are left for the template's first turns and for texts with longer words.
+# Tokens of a context reserved for the template's first turns and for texts with longer words.
 MARGIN = 48
-FURTHER_MARGIN = 16  # for the headings and the ends of the two turns of a further question
+FURTHER_MARGIN = 16  # for headings and ends of the two turns of another question
 
 
 class Spec(NamedTuple):
     """What a source of exercises generates.
 
     Attributes:
-      like: the file whose wording lines take; None for our own.
-      tokens: of all exercises together, about, from which their number follows; 0 where `count` is
+      like: the file whose wording lines take; None for ours.
+      tokens: approximate total of all exercises, which determines their number; 0 if `count` is
         given.
-      share: of a text's lines that are asked for in a further question.
+      share: of a text's lines to ask for in another question.
     """
 
     task: str
@@ -121,7 +121,7 @@ def generate(path: str, context_length: int, count: Callable[[str], int]) -> lis
 
     Args:
       path: see `Spec.parse`.
-      context_length: tokens that an exercise has at most.
+      context_length: most tokens of an exercise.
       count: tokens of a text.
 
     Raises:
@@ -167,7 +167,7 @@ def generate(path: str, context_length: int, count: Callable[[str], int]) -> lis
 
 
 def write(path: str, context_length: int, count: Callable[[str], int], tokenizer: str) -> Path:
-    """Returns a file in the cache with the conversations of a source; writes it if it is missing.
+    """Returns a cached file with the conversations of a source, writing it if missing.
 
     Args:
       path, context_length, count: see `generate`.
@@ -187,7 +187,7 @@ def write(path: str, context_length: int, count: Callable[[str], int], tokenizer
         folder.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(
             f".{secrets.token_hex(4)}"
-        )  # hosts that share the cache may have processes of one number
+        )  # hosts that share the cache may have equal process ids
         try:
             scratch.write_text(
                 "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"

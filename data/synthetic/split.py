@@ -1,8 +1,8 @@
 """Which keys, values and pairs of both belong to evaluation.
 
-Training texts never hold the two of an evaluation pair together, and no reserved key or value at
-all. An evaluation takes evaluation pairs, of any keys and values; or reserved keys and values
-alone, of which there are fewer.
+Training texts never hold both parts of an evaluation pair together, and no reserved key or value at
+all. An evaluation takes evaluation pairs, of any keys and values; or only reserved keys and values,
+of which there are fewer.
 """
 
 import functools
@@ -23,7 +23,7 @@ def is_evaluation(key: str, value: object) -> bool:
 
 
 def is_reserved(text: object) -> bool:
-    """Returns whether a key or a value is one that no training text has, with whatever partner."""
+    """Returns whether a key or value occurs in no training text, with any partner."""
     return _hash(str(text)) < EVALUATION_SHARE * 2**32
 
 
@@ -33,7 +33,7 @@ def _hash(text: str) -> int:
 
 
 def draw_keys(rng: np.random.Generator, kind: str, count: int, reserved: bool) -> list[str]:
-    """Returns `count` different keys of words, in random order: reserved ones, or none of these.
+    """Returns `count` different word keys, in random order: all reserved, or none.
 
     Raises:
       ValueError: there are fewer reserved keys of two words.
@@ -53,7 +53,7 @@ def _reserved(kind: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _unreserved(kind: str, count: int) -> Sequence[str]:
-    """Returns at least `count` keys that training texts may have, of two words if these suffice."""
+    """Returns at least `count` keys allowed in training texts, of two words if these suffice."""
     pairs = _unreserved_pairs(kind)
     if count <= len(pairs):
         return pairs
@@ -77,12 +77,11 @@ def draw_values(
     evaluation: bool,
     reserved: bool = False,
 ) -> list[int]:
-    """Returns distinct numbers for keys, lowest .. highest - 1; each pair is of one split.
+    """Returns distinct numbers for keys, lowest .. highest - 1, with all pairs in one split.
 
     Args:
-      evaluation: to that of evaluation, else to that of training, which has no reserved number
-        either.
-      reserved: for evaluation, take only reserved numbers, whose partners may be any.
+      evaluation: whether pairs are of evaluation, else of training, which has no reserved number.
+      reserved: for evaluation, take only reserved numbers, with any partners.
 
     Raises:
       ValueError: there are fewer than 10 / 9 numbers for each key, too few to be found by drawing.
@@ -105,13 +104,13 @@ def draw_values(
 
 
 def most_keys(lowest: int, highest: int, evaluation: bool, reserved: bool = False) -> int:
-    """Returns for how many keys `draw_values` finds numbers: nine for ten numbers of the split."""
+    """Returns how many keys `draw_values` can serve: nine per ten numbers of the split."""
     share = EVALUATION_SHARE if reserved else 1 if evaluation else 1 - EVALUATION_SHARE
     return int(0.9 * share * (highest - lowest))
 
 
 def _belongs(key: str, value: int, evaluation: bool, reserved: bool) -> bool:
-    """Returns whether a pair is one of those that `draw_values` is asked for."""
+    """Returns whether a pair is of the kind requested from `draw_values`."""
     if reserved:
         return is_reserved(value)
     return (

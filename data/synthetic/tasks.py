@@ -1,8 +1,8 @@
 """Exercises in a long text, made from random numbers: retrieval, tracking, counting, copying.
 
-Several are tasks of RULER (Hsieh et al. 2024, table 2 and appendix B), in its wording and with
-words of our own. Keys and values are of training or of evaluation, as the caller says, never of
-both (`split`).
+Several are tasks of RULER (Hsieh et al. 2024, table 2 and appendix B), in its wording but with our
+own words. Keys and values belong to training or to evaluation, as requested, never to both
+(`split`).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Exercise(NamedTuple):
     Attributes:
       text: both.
       prefix: the answer's beginning, which an evaluation writes itself, as RULER does.
-      expected: texts that the answer must have.
-      rest: what follows `prefix` in the answer that is trained on.
+      expected: texts that the answer must contain.
+      rest: what follows `prefix` in the answer to train on.
       further: another question about the same text and its answer, for training; both empty unless
-        asked for.
+        requested.
     """
 
     text: str
@@ -62,9 +62,9 @@ class Haystack:
     """Text that needles are hidden in.
 
     Attributes:
-      name: "noise" repeats five sentences, "needles" is of needles that are not asked for, "text"
-        takes `sentences`.
-      sentences: of a book or essay; begun again at its end.
+      name: "noise" repeats five sentences, "needles" consists of unasked needles, "text" takes
+        `sentences`.
+      sentences: of a book or essay, repeated from the start at its end.
     """
 
     name: str = "noise"
@@ -82,7 +82,7 @@ class Haystack:
         return " " if self.name == "text" else "\n"
 
     def take(self, units: int) -> list[str]:
-        """Returns `count` sentences; of the haystack "needles" none, since these need keys."""
+        """Returns `count` sentences; none for the haystack "needles", which needs keys."""
         if self.name == "noise":
             return [NOISE] * units
         return (
@@ -134,7 +134,7 @@ def needles(
 
     Args:
       units: sentences of the haystack (of the noise, groups of five).
-      keys: number of keys with needles; values: needles of each; queries: keys that are asked for.
+      keys: number of keys with needles; values: needles per key; queries: keys to ask for.
       depths: where the needles are, as shares of the haystack; drawn unless given.
     """
     keys = max(keys, queries)
@@ -253,8 +253,8 @@ def _numbered(items: Sequence[str]) -> str:
 def frequent_words(
     rng: np.random.Generator, units: int, evaluation: bool, *, vocabulary: int = 0
 ) -> Exercise:
-    """Writes coded words whose numbers fall with the square of their rank, and asks for the three
-    most frequent but for the first, which is dots (RULER's fwe).
+    """Writes coded words whose counts fall with the square of their rank, and asks for the three
+    most frequent except the first, which is dots (RULER's fwe).
 
     Args:
       units: words of the text.
@@ -295,8 +295,8 @@ def lines(
     """Lists lines with a key and a number, and asks for one number (LongChat's line retrieval).
 
     Args:
-      wording: of the head, the lines and the question; our own unless given.
-      share: of the lines that a further question asks for, whose answer repeats each. One text thus
+      wording: of the head, the lines and the question; ours unless given.
+      share: of the lines that another question asks for, whose answer repeats each. One text thus
         teaches many look-ups.
     """
     names = _names(rng, units, "words", evaluation)
@@ -336,7 +336,7 @@ def key_values(rng: np.random.Generator, units: int, evaluation: bool) -> Exerci
 
 
 def copying(rng: np.random.Generator, units: int, evaluation: bool) -> Exercise:
-    """Writes numbered paragraphs of random words and asks to repeat one to the letter."""
+    """Writes numbered paragraphs of random words and asks to repeat one verbatim."""
     numbers = draw_values(
         rng, [f"paragraph {i + 1}" for i in range(units)], 10**6, 10**7, evaluation
     )

@@ -1,4 +1,4 @@
-"""The wording of line retrieval, taken from a file in LongChat's form."""
+"""The wording of line retrieval, taken from a file in LongChat's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Wording:
 
     Attributes:
       head: before the lines; line: of one {key} and {number}; tail: the question about a {key}.
-      name: of what the wording is taken from; accuracies of different wordings are not comparable.
+      name: the wording's source; accuracies of different wordings are not comparable.
     """
 
     head: str

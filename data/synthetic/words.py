@@ -1,4 +1,4 @@
-"""Words of generated cases, and the keys that are made from them."""
+"""Words of generated cases, and keys made from them."""
 
 import functools
 import itertools

@@ -88,7 +88,7 @@ def test_a_download_that_goes_on_is_left_alone(repository):
 
 @pytest.mark.parametrize("error", [None, OSError])
 def test_what_arrives_damaged_is_removed_with_the_error(repository, error):
-    arrived = pytest.raises(UserError, match=f"{SHA256}: arrived with other contents")
+    arrived = pytest.raises(UserError, match=f"{SHA256}: does not match the hub's digest")
     with arrived, checked(repository):
         (repository / "blobs" / SHA256).write_bytes(WHOLE[1:])
         if error:

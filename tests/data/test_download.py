@@ -137,5 +137,5 @@ def test_nobody_answers(tmp_path):
     "address", ["file:///etc/passwd", "dl.fbaipublicfiles.com/x", "http://a b/c"]
 )
 def test_no_address(tmp_path, address):
-    with pytest.raises(UserError, match=f"{address}: is no address"):
+    with pytest.raises(UserError, match=rf"{address}: is not an? "):
         download_file(address, tmp_path / "file")

@@ -295,7 +295,7 @@ def test_contents_are_those_of_the_digest(hub, tmp_path, mark):
     if mark == "of-a-mirror":
         assert answers(path)[1] == "Answer 9."
         return
-    with pytest.raises(UserError, match="arrived with other contents than the hub's digest tells"):
+    with pytest.raises(UserError, match="does not match the hub's digest"):
         answers(path)
     hub.content = None
     assert answers(path) == ["Answer 0.", "Answer 1.", "Answer 2."]

@@ -491,7 +491,7 @@ def test_no_data_is_an_error(small, tokenizer, tmp_path):
         (
             64,
             0.9999,
-            r"data\.held_out_fraction: found 0\.9999, which takes all of 1 records and leaves nothing to train on",
+            r"data\.held_out_fraction: found 0\.9999, which takes all of 1 records and leaves none to train on",
         ),
     ],
 )

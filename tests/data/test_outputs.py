@@ -95,7 +95,7 @@ def test_an_output_in_a_store_is_refused_by_name(take, path, tmp_path, monkeypat
     """Also after pathlib has made one slash of two; a folder of this machine may have a colon in
     its name."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"^\w+:/.*(gs|s3|GS|hf):// is not read or written here"):
+    with pytest.raises(UserError, match=r"^\w+:/.*(gs|s3|GS|hf):// is not supported here"):
         take(path)
     assert not list(tmp_path.iterdir())
     assert outputs.on_this_machine("run:/2").name == "2"

@@ -182,7 +182,7 @@ def test_a_store_that_cannot_be_reached_is_told_in_one_line(monkeypatch):
     ["github://org:repo@/a.txt", "data:,https://a", "zip://a.txt::memory://a.zip", "reference://a"],
 )
 def test_only_stores_are_read(path):
-    with pytest.raises(UserError, match=r"is no store that is read here; gs, .* are$"):
+    with pytest.raises(UserError, match=r"is not a supported store; gs, .* are$"):
         Source(path, "text").files()
 
 
