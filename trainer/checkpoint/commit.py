@@ -141,7 +141,7 @@ def clear(scratch: Path) -> None:
     if in_bucket(scratch):
         remove(scratch)
     else:
-        shutil.rmtree(scratch, ignore_errors=True)
+        _remove_tree(scratch)
 
 
 def remove_leftovers(target: Path) -> None:
@@ -157,7 +157,7 @@ def remove_leftovers(target: Path) -> None:
     elif target.parent.is_dir():
         for path in target.parent.iterdir():
             if _LEFTOVER.fullmatch(path.name) and path != scratch_of(target):
-                shutil.rmtree(path, ignore_errors=True)
+                _remove_tree(path)
 
 
 def publish(target: Path, manifest: bytes) -> None:
@@ -174,6 +174,14 @@ def publish(target: Path, manifest: bytes) -> None:
     sync(target.parent)  # makes the name durable before an older checkpoint is removed
 
 
+def _remove_tree(path: Path) -> None:
+    """Removes a folder as far as it can; of a link, the link alone."""
+    if path.is_symlink():  # or its target would be written to, or stay
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def remove(folder: Path) -> None:
     """Deletes a checkpoint. A kill in the middle leaves no partial one that counts."""
     if in_bucket(folder):
@@ -181,6 +189,6 @@ def remove(folder: Path) -> None:
         Bucket(str(folder.parent)).remove(f"{folder.name}/")
         return
     renamed = folder.with_name(folder.name + ".tmp-removed")
-    shutil.rmtree(renamed, ignore_errors=True)
+    _remove_tree(renamed)
     folder.rename(renamed)
-    shutil.rmtree(renamed, ignore_errors=True)
+    _remove_tree(renamed)

@@ -146,6 +146,9 @@ def _require_writable(run: RunDirectory) -> None:
             if os.path.lexists(path):
                 check_within(run.folder, path)
                 path.open("ab").close()
+        # What is written beside them and renamed, or moved aside, goes through no link either.
+        for path in (*run.folder.glob("*.tmp"), *run.folder.glob("*.unreadable")):
+            check_within(run.folder, path)
         path = folder
         _try_to_rename(folder)
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Tests of trainer/checkpoint/commit.py in buckets: a checkpoint counts when its manifest is there,
-and not before."""
+"""Tests of trainer/checkpoint/commit.py: in buckets a checkpoint counts when its manifest is there,
+and not before; what a kill left goes."""
 
 import json
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from data.errors import UserError
+from trainer.checkpoint import commit
 from trainer.checkpoint.fetch import local_copy
 from trainer.checkpoint.manifest import ForeignError
 from trainer.checkpoint.readers import restore_model, stored_parameters
@@ -123,3 +124,17 @@ def test_of_large_ones_names_are_compared_first(server, store, monkeypatch, caps
     assert store.latest_good(meanwhile=True) == 1
     assert "/2: optimizer/manifest.ocdbt is missing" in capsys.readouterr().err
     store.finish_digests()
+
+
+@pytest.mark.parametrize("leftover", ["7.tmp", "5.tmp", "6.tmp-removed"])
+def test_a_link_in_place_of_what_a_kill_left_goes_and_its_target_stays(tmp_path, leftover):
+    """Of a run that somebody else made: a save would write through it."""
+    own, target = tmp_path / "own", tmp_path / "checkpoints" / "7"
+    own.mkdir()
+    (own / "manifest.json").write_text("the user's own")
+    target.parent.mkdir()
+    (target.parent / leftover).symlink_to(own)
+    commit.clear(commit.scratch_of(target))
+    commit.remove_leftovers(target)
+    assert list(target.parent.iterdir()) == []
+    assert (own / "manifest.json").read_text() == "the user's own"

