@@ -9,7 +9,6 @@ is that of paired differences: narrower than the two scores' intervals suggest.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import json
@@ -25,6 +24,7 @@ from data.outputs import output_file
 from data.within import parse_json, read_text
 from eval.scoring import paired_interval
 from trainer import entry
+from trainer.options import command, option
 
 # Fields of a line of cases.jsonl that depend on the model; the others identify the case.
 OF_THE_MODEL = ("answer", "right", "generated", "score", "prompt_tokens", "beyond_trained_length")
@@ -176,7 +176,7 @@ def print_table(rows: Sequence[Difference]) -> None:
         console.print(table)
 
 
-def compare(args: argparse.Namespace) -> None:
+def compare(args: Options) -> None:
     """Prints the table, and writes it as JSON to --output."""
     output = output_file(args.output, b'"differences"') if args.output else None
     before, after = read(args.before), read(args.after)
@@ -206,28 +206,20 @@ def compare(args: argparse.Namespace) -> None:
         print(f"wrote {output}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    parser = entry.CommandParser(
-        prog="python -m eval.compare", description=__doc__.splitlines()[0], allow_abbrev=False
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    before: Path = option(
+        "folder written by an evaluation of the first checkpoint", positional=True, metavar="BEFORE"
     )
-    parser.add_argument(
-        "before",
-        metavar="BEFORE",
-        type=Path,
-        help="folder written by an evaluation of the first checkpoint",
+    after: Path = option(
+        "folder written by the same evaluation of the second one", positional=True, metavar="AFTER"
     )
-    parser.add_argument(
-        "after",
-        metavar="AFTER",
-        type=Path,
-        help="folder written by the same evaluation of the second one",
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="also write the table to this file, as JSON"
-    )
-    args = parser.parse_args(argv)
-    return entry.run(lambda: compare(args), args.output)
+    output: Path | None = option("also write the table to this file, as JSON", None, metavar="FILE")
+
+
+main = command(Options, compare, output="output")
 
 
 if __name__ == "__main__":

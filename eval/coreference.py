@@ -24,6 +24,7 @@ from data.synthetic.words import ADJECTIVES, NOUNS
 from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
 from trainer import entry
+from trainer.options import AtLeastOne, Tokens, option, parser_of
 
 FORMS = ("poem", "riddle", "letter", "story", "speech", "song", "recipe", "prayer")
 NEW_TOKENS = 160
@@ -113,34 +114,22 @@ class LiveCoreference(LiveTest):
         return make_cases(count, lengths, each=self.count)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's own options."""
+
+    tokens: tuple[Tokens, ...] = option("lengths, answers included, such as 16K")
+    alike: tuple[int, ...] = option(
+        "numbers of equal requests", (2, 4, 8), choices=range(2, len(ORDINALS) + 1)
+    )
+    count: AtLeastOne = option("cases of each length and number", 20)
+    seed: int = option("seed of the cases", 0)
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(
-        prog="python -m eval.coreference", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    parser = parser_of(Options)
     runner.add_flags(parser, new_tokens=None)
-    parser.add_argument(
-        "--tokens",
-        nargs="+",
-        type=entry.tokens,
-        required=True,
-        help="lengths, answers included, such as 16K",
-    )
-    parser.add_argument(
-        "--alike",
-        nargs="+",
-        type=int,
-        default=[2, 4, 8],
-        choices=range(2, len(ORDINALS) + 1),
-        help="numbers of equal requests (default 2 4 8)",
-    )
-    parser.add_argument(
-        "--count",
-        type=entry.at_least_one,
-        default=20,
-        help="cases of each length and number (default 20)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the cases")
     return runner.parse(parser, argv)
 
 

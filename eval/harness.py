@@ -30,6 +30,7 @@ from data.templates import render
 from eval import adapters, runner
 from eval.scoring import Z95
 from trainer import entry
+from trainer.options import Tokens, option, parser_of
 
 if TYPE_CHECKING:
     from model.decode import Generator, Scores
@@ -38,32 +39,29 @@ LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 """Tasks' names for the most tokens of an answer; lm-eval takes the first one given."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's own options."""
+
+    max_new_tokens: Tokens = option(
+        "tokens of the longest answer in a task that does not set max_gen_toks", 256
+    )
+    tasks: str = option("task names, separated by commas")
+    include_path: str | None = option("folder with your own tasks", None, metavar="DIR")
+    few_shot: int | None = option(
+        "number of examples before a question (default: the task's)", None
+    )
+    limit: int | None = option("only the first N questions of each task", None)
+    length: Tokens | None = option(
+        "tokens of the longest prompt with its answer (default: the trained length)", None
+    )
+    chat: bool = option("ask in the model's chat template")
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(
-        prog="python -m eval.harness", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    parser = parser_of(Options)
     runner.add_flags(parser, new_tokens=None, continues=False)
-    parser.add_argument(
-        "--max-new-tokens",
-        type=entry.tokens,
-        default=256,
-        help="tokens of the longest answer in a task that does not set max_gen_toks (default 256)",
-    )
-    parser.add_argument("--tasks", required=True, help="task names, separated by commas")
-    parser.add_argument("--include-path", metavar="DIR", help="folder with your own tasks")
-    parser.add_argument(
-        "--few-shot",
-        type=int,
-        help="number of examples before a question (default: the task's)",
-    )
-    parser.add_argument("--limit", type=int, help="only the first N questions of each task")
-    parser.add_argument(
-        "--length",
-        type=entry.tokens,
-        help="tokens of the longest prompt with its answer (default: the trained length)",
-    )
-    parser.add_argument("--chat", action="store_true", help="ask in the model's chat template")
     return runner.parse(parser, argv)
 
 

@@ -29,65 +29,34 @@ from data.trajectories.rows import ACTION, RETURN_TO_GO, REWARD, STATE, Scales
 from data.within import read_json
 from eval.scoring import bootstrap
 from trainer import entry
+from trainer.options import AtLeastOne, StorePath, option, parser_of
 
 VIDEO = b"Longstripe"  # the comment of a GIF
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    checkpoint: StorePath = option("checkpoint or run folder of a trajectory model")
+    episodes: AtLeastOne = option(
+        "number of consecutive episodes (default 8); a new context begins after as many as in "
+        "training",
+        8,
+    )
+    seeds: AtLeastOne = option("number of parallel environments, with different seeds", 5)
+    first_seed: int = option("seed of the first environment", 1000)
+    target: float | None = option("requested return (default: the best in the data)", None)
+    output: str = option("folder for results.json and in_context.png")
+    video: bool = option("also record the last episode of the first environment, as a GIF")
+    fsdp: AtLeastOne = option("number of devices along fsdp; divides --seeds", 1)
+    sequence: AtLeastOne = option("number of devices along sequence", 1)
+    simulate: int = option("simulate this many devices on the CPU; 0 uses the machine's", 0)
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(
-        prog="python -m eval.in_context", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        type=entry.store_path,
-        help="checkpoint or run folder of a trajectory model",
-    )
-    parser.add_argument(
-        "--episodes",
-        type=entry.at_least_one,
-        default=8,
-        help=(
-            "number of consecutive episodes (default 8); a new context begins after as many as in "
-            "training"
-        ),
-    )
-    parser.add_argument(
-        "--seeds",
-        type=entry.at_least_one,
-        default=5,
-        help="number of parallel environments, with different seeds (default 5)",
-    )
-    parser.add_argument(
-        "--first-seed", type=int, default=1000, help="seed of the first environment (default 1000)"
-    )
-    parser.add_argument(
-        "--target", type=float, help="requested return (default: the best in the data)"
-    )
-    parser.add_argument(
-        "--output", required=True, help="folder for results.json and in_context.png"
-    )
-    parser.add_argument(
-        "--video",
-        action="store_true",
-        help="also record the last episode of the first environment, as a GIF",
-    )
-    parser.add_argument(
-        "--fsdp",
-        type=entry.at_least_one,
-        default=1,
-        help="number of devices along fsdp; divides --seeds",
-    )
-    parser.add_argument(
-        "--sequence", type=entry.at_least_one, default=1, help="number of devices along sequence"
-    )
-    parser.add_argument(
-        "--simulate",
-        type=int,
-        default=0,
-        help="simulate this many devices on the CPU; 0 uses the machine's",
-    )
+    parser = parser_of(Options)
     args = parser.parse_args(argv)
     if args.seeds % args.fsdp:
         parser.error(f"--seeds: {args.seeds} is not a multiple of --fsdp {args.fsdp}")

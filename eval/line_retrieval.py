@@ -23,83 +23,49 @@ from data.outputs import results_folder
 from eval import adapters, line_cases, line_report, runner, scoring, suite
 from eval.live_test import Count, LiveTest
 from model.attention.names import Tokens
-from trainer import entry
+from trainer import entry, options
 from trainer.config.require import require
+from trainer.options import option, parser_of
 
 MOST_TOKENS = 1_100_000  # in a generated case
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's own options."""
+
+    cases: tuple[str, ...] = option("case files in LongChat's format", (), metavar="FILE.jsonl")
+    lines: tuple[int, ...] = option("generate cases with this many lines", ())
+    tokens: tuple[options.Tokens, ...] = option(
+        "generate cases that fill this many of the model's tokens, including the answer", ()
+    )
+    count: int = option("number of generated cases for each number of lines", 50)
+    questions: int = option(
+        "number of generated cases about the same lines, which are then processed once", 1
+    )
+    limit: int = option("use only the first N cases of each file; 0 uses all", 0)
+    keys: str = option(
+        "style of the keys of generated cases", "adjective_noun", choices=line_cases.KEY_STYLES
+    )
+    unseen: bool = option(
+        "use only keys and numbers that are reserved for evaluation; by default both may occur in "
+        "generated training data, but never together"
+    )
+    like: str | None = option(
+        "use this file's wording for generated cases: its header, lines and question",
+        None,
+        metavar="FILE.jsonl",
+    )
+    seed: int = option("seed of the generated cases", 0)
+    beside: tuple[str, ...] = option(
+        "folders of other evaluations, drawn in the same plot", (), metavar="DIR"
+    )
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(
-        prog="python -m eval.line_retrieval",
-        description=__doc__.splitlines()[0],
-        allow_abbrev=False,
-    )
+    parser = parser_of(Options)
     runner.add_flags(parser)
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        default=[],
-        metavar="FILE.jsonl",
-        help="case files in LongChat's format",
-    )
-    parser.add_argument(
-        "--lines", nargs="+", type=int, default=[], help="generate cases with this many lines"
-    )
-    parser.add_argument(
-        "--tokens",
-        nargs="+",
-        type=entry.tokens,
-        default=[],
-        help="generate cases that fill this many of the model's tokens, including the answer",
-    )
-    parser.add_argument(
-        "--count",
-        type=int,
-        default=50,
-        help="number of generated cases for each number of lines (default 50)",
-    )
-    parser.add_argument(
-        "--questions",
-        type=int,
-        default=1,
-        help=(
-            "number of generated cases about the same lines, which are then processed once "
-            "(default 1)"
-        ),
-    )
-    parser.add_argument(
-        "--limit",
-        type=int,
-        default=0,
-        help="use only the first N cases of each file; 0 uses all",
-    )
-    parser.add_argument(
-        "--keys",
-        default="adjective_noun",
-        choices=line_cases.KEY_STYLES,
-        help="style of the keys of generated cases",
-    )
-    parser.add_argument(
-        "--unseen",
-        action="store_true",
-        help="use only keys and numbers that are reserved for evaluation; by "
-        "default both may occur in generated training data, but never together",
-    )
-    parser.add_argument(
-        "--like",
-        metavar="FILE.jsonl",
-        help="use this file's wording for generated cases: its header, lines and question",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the generated cases")
-    parser.add_argument(
-        "--beside",
-        nargs="+",
-        default=[],
-        metavar="DIR",
-        help="folders of other evaluations, drawn in the same plot",
-    )
     return runner.parse(parser, argv)
 
 

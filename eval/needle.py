@@ -24,6 +24,7 @@ from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
 from trainer import entry
 from trainer.config.require import require
+from trainer.options import AtLeastOne, Tokens, option, parser_of
 
 NEW_TOKENS = 64
 
@@ -116,43 +117,24 @@ class LiveNeedles(LiveTest):
         return make_cases(count, lengths, self.depths, each=self.count)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's own options."""
+
+    tokens: tuple[Tokens, ...] = option("lengths, answers included, such as 16K")
+    depths: tuple[float, ...] = option("depths, from 0 to 1", (0, 0.25, 0.5, 0.75, 1))
+    needles: tuple[AtLeastOne, ...] = option("numbers of needles", (1,))
+    count: AtLeastOne = option("cases of each length and depth", 5)
+    text: str | None = option(
+        "a text to hide the needles in, instead of noise", None, metavar="FILE"
+    )
+    seed: int = option("seed of the cases", 0)
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(
-        prog="python -m eval.needle", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    parser = parser_of(Options)
     runner.add_flags(parser, new_tokens=None)
-    parser.add_argument(
-        "--tokens",
-        nargs="+",
-        type=entry.tokens,
-        required=True,
-        help="lengths, answers included, such as 16K",
-    )
-    parser.add_argument(
-        "--depths",
-        nargs="+",
-        type=float,
-        default=[0, 0.25, 0.5, 0.75, 1],
-        help="depths, from 0 to 1",
-    )
-    parser.add_argument(
-        "--needles",
-        nargs="+",
-        type=entry.at_least_one,
-        default=[1],
-        help="numbers of needles (default 1)",
-    )
-    parser.add_argument(
-        "--count",
-        type=entry.at_least_one,
-        default=5,
-        help="cases of each length and depth (default 5)",
-    )
-    parser.add_argument(
-        "--text", metavar="FILE", help="a text to hide the needles in, instead of noise"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the cases")
     args = runner.parse(parser, argv)
     if not all(0 <= depth <= 1 for depth in args.depths):
         parser.error(f"argument --depths: found {args.depths}; each needs to be from 0 to 1")

@@ -27,6 +27,7 @@ from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
 from eval.needle import read_haystack
 from trainer import entry
+from trainer.options import AtLeastOne, Tokens, option, parser_of
 
 NEEDLES = Haystack("needles")
 TEXT = Haystack("text")  # stands for the text of --text
@@ -202,35 +203,24 @@ class LiveRuler(LiveTest):
         return make_cases(count, lengths, self.tasks, self.count)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's own options."""
+
+    tokens: tuple[Tokens, ...] = option("lengths, answers included, such as 16K")
+    tasks: tuple[str, ...] = option("tasks (default: all)", tuple(TASKS), choices=list(TASKS))
+    count: AtLeastOne = option("cases of each task and length", 20)
+    text: str | None = option(
+        "the text for tasks that RULER hides in essays (default: its noise)", None, metavar="FILE"
+    )
+    qa: str | None = option(f"questions about documents; {QA_FORM}", None, metavar="FILE.jsonl")
+    seed: int = option("seed of the cases", 0)
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(
-        prog="python -m eval.ruler", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    parser = parser_of(Options)
     runner.add_flags(parser, new_tokens=None)
-    parser.add_argument(
-        "--tokens",
-        nargs="+",
-        type=entry.tokens,
-        required=True,
-        help="lengths, answers included, such as 16K",
-    )
-    parser.add_argument(
-        "--tasks", nargs="+", default=list(TASKS), choices=list(TASKS), help="tasks (default: all)"
-    )
-    parser.add_argument(
-        "--count",
-        type=entry.at_least_one,
-        default=20,
-        help="cases of each task and length (default 20)",
-    )
-    parser.add_argument(
-        "--text",
-        metavar="FILE",
-        help="the text for tasks that RULER hides in essays (default: its noise)",
-    )
-    parser.add_argument("--qa", metavar="FILE.jsonl", help=f"questions about documents; {QA_FORM}")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the cases")
     return runner.parse(parser, argv)
 
 

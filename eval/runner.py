@@ -23,12 +23,54 @@ from model.attention.names import SCHEDULES
 from model.config import TransformerConfig
 from trainer import entry
 from trainer.host import host_bytes
+from trainer.options import AtLeastOne, StorePath, Tokens, add_options, option
 from trainer.run.results import evaluated, foreign_run
 
 if TYPE_CHECKING:
     from model.decode import Generator, Sampling
     from model.language_model import LanguageModel
     from trainer.inference import InferenceModel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The options that all evaluations share."""
+
+    checkpoint: StorePath = option("checkpoint, run folder, Hugging Face folder or org/name")
+    rows: int = option("number of prompts in a batch", 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asking:
+    """The options shared by question-answering commands."""
+
+    template: str | None = option(
+        "chat template of the question (default: the model's; plain text if it has none)",
+        None,
+        choices=NAMES,
+    )
+    fsdp: AtLeastOne = option("number of devices along fsdp", 1)
+    tensor: AtLeastOne = option("number of devices along tensor", 1)
+    sequence: AtLeastOne = option("number of devices along sequence", 1)
+    simulate: int = option("simulate this many devices on the CPU; 0 uses the machine's", 0)
+    compute_dtype: str | None = option(
+        "dtype of the computation (default: bfloat16; on a CPU float32, which is several times "
+        "faster there)",
+        None,
+        choices=("bfloat16", "float32"),
+    )
+    schedule: str = option("attention schedule of the prefill", "ring", choices=sorted(SCHEDULES))
+    chunk: Tokens = option("prompt tokens computed at a time, over all devices", 4096)
+    memory_gib: float | None = option("usable memory per device (default: all)", None)
+    temperature: float = option(
+        "0 takes the most likely token (default); above 0, tokens are sampled", 0.0
+    )
+    top_p: float = option("sample from the most likely tokens with this total probability", 1.0)
+    sample_seed: int = option("seed of the sampling", 0)
+    replicate: bool = option(
+        "keep a copy of all weights on every device; much faster if the model fits, since decoding "
+        "gathers no weights"
+    )
 
 
 def add_flags(
@@ -45,27 +87,10 @@ def add_flags(
       continues: whether answers are kept in a journal; the help for --output then says so.
     """
     if evaluation:
-        parser.add_argument(
-            "--checkpoint",
-            required=True,
-            type=entry.store_path,
-            help="checkpoint, run folder, Hugging Face folder or org/name",
-        )
-        parser.add_argument(
-            "--output",
-            required=True,
-            help="folder for the results"
-            + ("; repeat the command to continue an interrupted evaluation" if continues else ""),
-        )
-        parser.add_argument(
-            "--rows", type=int, default=1, help="number of prompts in a batch (default 1)"
-        )
+        add_options(parser, Evaluation)
+        more = "; repeat the command to continue an interrupted evaluation" if continues else ""
+        parser.add_argument("--output", required=True, help=f"folder for the results{more}")
     adapters.add_flags(parser, several=evaluation)
-    parser.add_argument(
-        "--template",
-        choices=NAMES,
-        help="chat template of the question (default: the model's; plain text if it has none)",
-    )
     if new_tokens is not None:
         parser.add_argument(
             "--max-new-tokens",
@@ -73,62 +98,7 @@ def add_flags(
             default=new_tokens,
             help=f"most tokens of an answer (default {new_tokens})",
         )
-    for axis in ("fsdp", "tensor", "sequence"):
-        parser.add_argument(
-            f"--{axis}", type=entry.at_least_one, default=1, help=f"number of devices along {axis}"
-        )
-    parser.add_argument(
-        "--simulate",
-        type=int,
-        default=0,
-        help="simulate this many devices on the CPU; 0 uses the machine's",
-    )
-    parser.add_argument(
-        "--compute-dtype",
-        choices=["bfloat16", "float32"],
-        help=(
-            "dtype of the computation (default: bfloat16; on a CPU float32, which is several "
-            "times faster there)"
-        ),
-    )
-    parser.add_argument(
-        "--schedule",
-        default="ring",
-        choices=sorted(SCHEDULES),
-        help="attention schedule of the prefill",
-    )
-    parser.add_argument(
-        "--chunk",
-        type=entry.tokens,
-        default=4096,
-        help="prompt tokens computed at a time, over all devices (default 4096)",
-    )
-    parser.add_argument(
-        "--memory-gib",
-        type=float,
-        help="usable memory per device (default: all)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        help="0 takes the most likely token (default); above 0, tokens are sampled",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the most likely tokens with this total probability",
-    )
-    parser.add_argument("--sample-seed", type=int, default=0, help="seed of the sampling")
-    parser.add_argument(
-        "--replicate",
-        action="store_true",
-        help=(
-            "keep a copy of all weights on every device; much faster if the model fits, since "
-            "decoding gathers no weights"
-        ),
-    )
+    add_options(parser, Asking)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
