@@ -47,12 +47,14 @@ slow: $(VENV)/.requirements-test.stamp
 # A minute: what fails first, of every room.
 CHECKED := tests/test_rooms.py tests/test_dependencies.py tests/data/test_packing.py tests/data/test_clean.py \
 	tests/data/templates tests/model/attention/test_coords.py tests/model/attention/test_partial.py tests/model/test_rope.py \
-	tests/trainer/config tests/trainer/test_optimizer.py tests/planning/test_machines.py tests/eval/test_scoring.py \
+	tests/trainer/config tests/trainer/test_options.py tests/trainer/test_saves.py tests/trainer/run/test_opening.py \
+	tests/trainer/run/test_directory.py tests/planning/test_machines.py tests/eval/test_scoring.py \
 	tests/scripts/test_mistyped_commands.py tests/docs/test_pages.py
 # Of these files, what takes longest is left to make test.
 UNCHECKED := tests/trainer/config/test_load.py::test_every_recipe_loads_and_opens_with_its_command \
 	tests/trainer/config/test_load.py::test_a_run_that_began_with_another_default_template \
-	tests/trainer/config/test_numbers.py::test_any_number_in_any_field tests/data/templates/test_random.py \
+	tests/trainer/config/test_numbers.py::test_any_number_in_any_field tests/trainer/config/test_golden.py \
+	tests/data/templates/test_random.py tests/data/templates/test_published.py tests/model/test_rope.py::test_equal_to_transformers \
 	tests/test_dependencies.py::test_every_import_is_declared
 check: $(VENV)/.requirements-test.stamp
 	$(RUN) -m ruff check .
