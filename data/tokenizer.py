@@ -18,7 +18,7 @@ from data.errors import UserError, first_line
 from data.within import check_within, file_within
 
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # used with `tools`
-# The files of a tokenizer. A saved tokenizer has those of them that the original had.
+# The files of a tokenizer. A saved tokenizer has those that the original had.
 FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -33,13 +33,12 @@ WOULD_WORK = (
     "a folder with tokenizer.json, tokenizer.model, or vocab.json and merges.txt, or a "
     "sentencepiece .model file, would work"
 )
-# The date that chat templates write, unless a recipe has another: one of its own, so that the same
-# data gives the same ids.
+# The default date that chat templates write: fixed, so that the same data gives the same ids.
 TEMPLATE_DATE = datetime(2025, 1, 1)
 SHORT = 24
-"""Characters of a text whose ids are remembered, such as a heading's "user" and the line ends
+"""Most characters of a text whose ids are cached, such as a heading's "user" and the line ends
 around it."""
-# What no text has: our own marks, and halves of surrogate pairs, which no encoder takes.
+# Characters that no text has: our own marks, and lone surrogates, which no encoder takes.
 _NOT_IN_TEXT = re.compile("[\ufdd0\ufdd1\ud800-\udfff]")
 
 
@@ -53,17 +52,17 @@ class Tokenizer:
     eos_id: int | None
     pad_id: int | None
     special_tokens: dict[str, str]
-    """The texts that chat templates know by a name, such as bos_token and unk_token."""
+    """Texts that chat templates know by name, such as bos_token and unk_token."""
     controls: dict[str, ControlToken]
     """The control tokens by their text."""
     vocab_size: int
     """1 + the highest id."""
     adds_bos: bool
-    """Whether the tokenizer puts BOS before a text on its own, as in transformers."""
+    """Whether the tokenizer puts BOS before a text by default, as in transformers."""
     chat_template: str | None
     """The tokenizer's own chat template, in Jinja."""
     text_tokens: tuple[str, ...]
-    """Added tokens that would be control tokens, but may be typed in a text."""
+    """Added tokens that may be typed in a text instead of being control tokens."""
     template_date: datetime
     """What strftime_now writes in a chat template."""
     template_kwargs: Mapping[str, Any]
@@ -72,14 +71,14 @@ class Tokenizer:
     def __init__(
         self, files: dict[str, bytes], engine: Engine, path: str, text_tokens: tuple[str, ...] = ()
     ):
-        """Makes a tokenizer of the contents of its `files`; `path` names it in messages."""
+        """Makes a tokenizer from the contents of its `files`; `path` names it in messages."""
         self._files = files
         self._engine = engine
         self.controls = engine.controls
         self.vocab_size = engine.vocab_size
         config = _parse_json(files, "tokenizer_config.json", path)
         named = [_parse_json(files, "special_tokens_map.json", path), config]
-        if "added_tokens_decoder" not in config:  # transformers prefers the older file then
+        if "added_tokens_decoder" not in config:  # then transformers prefers the older file
             named.reverse()
         self._set_special_tokens(
             {**engine.special_tokens, **_named(named[0]), **_named(named[1])}, path
@@ -97,8 +96,8 @@ class Tokenizer:
             if text not in self.controls or text in special:
                 valid = ", ".join(sorted(self.controls.keys() - special)) or "none"
                 raise UserError(
-                    f"data.text_tokens: {text!r} is no added token of the tokenizer; {valid} would "
-                    "work"
+                    f"data.text_tokens: {text!r} is not an added token of the tokenizer; {valid} "
+                    "would work"
                 )
             del self.controls[text]
         engine.forbid({control.id for control in self.controls.values()})
@@ -123,7 +122,7 @@ class Tokenizer:
             if token_id is None:
                 raise UserError(f"{path}: its {name}_token {text!r} is not in its vocabulary")
             if text not in self.controls:
-                # Named in the config only, it is a control token all the same.
+                # Even if named only in the config, it is a control token.
                 self.controls[text] = ControlToken(text, token_id)
         extra = config.get("extra_special_tokens")
         named = {**config, **(extra if isinstance(extra, dict) else {})}
@@ -230,13 +229,11 @@ class Tokenizer:
         """Returns the ids of a text, and the offsets (start, end) of every token in `text`.
 
         Args:
-          text: the text.
           beginning: whether the text begins a document. Otherwise it follows a control token, which
             matters to tokenizers that put a space only at the beginning of a document.
 
         Returns:
-          The tokens in order; start equals end for a token that stands for no character of the
-            text.
+          The tokens in order; start equals end for a token without characters.
         """
         if not text:
             return Spans([], [])
@@ -279,7 +276,7 @@ class Tokenizer:
 
     @cached_property
     def typed_pattern(self) -> re.Pattern[str]:
-        """Matches the texts of control tokens; where several match, the longest one does."""
+        """Matches the texts of control tokens; the longest match wins."""
         longest_first = sorted(self.controls, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -298,7 +295,7 @@ class Tokenizer:
         The original files are copied byte for byte. A sentencepiece model is written as
         tokenizer.model, with a tokenizer_config.json that names LlamaTokenizer; transformers 5
         converts it to its own fast tokenizer, which differs: it applies no sentencepiece
-        normalisation (such as nfkc), merges runs of spaces in its own way, and turns typed control
+        normalisation (such as nfkc), merges runs of spaces differently, and turns typed control
         tokens into control ids.
 
         Args:
@@ -357,7 +354,7 @@ def _from_bpe_files(folder: Path) -> bytes:
             .backend_tokenizer.to_str()
             .encode()
         )
-    except Exception as error:  # transformers and tokenizers raise what they like
+    except Exception as error:  # transformers and tokenizers raise any kind of error
         raise UserError(
             f"{folder}: vocab.json and merges.txt cannot be read as a tokenizer "
             f"({first_line(error)}); {WOULD_WORK}"
@@ -365,14 +362,15 @@ def _from_bpe_files(folder: Path) -> bytes:
 
 
 def _named(config: dict) -> dict:
-    """Returns settings without empty texts, which LLaMA's first conversions have for bos_token."""
+    """Returns settings without empty texts, which the first LLaMA conversions have for
+    bos_token."""
     return {name: value for name, value in config.items() if value != ""}
 
 
 def _chat_template(files: dict[str, bytes], config: dict, path: str) -> str | None:
     """Returns the chat template in chat_template.jinja, or otherwise in tokenizer_config.json.
 
-    Where there is another one for conversations with tools, the two become one.
+    If there is a separate one for conversations with tools, the two are combined.
     """
     template = config.get("chat_template")
     named: dict[object, object] = {"default": template}
@@ -396,18 +394,18 @@ def _chat_template(files: dict[str, bytes], config: dict, path: str) -> str | No
             )
     if not (isinstance(default, str) and isinstance(tool_use, str)):
         return default if isinstance(default, str) else None
-    # Jinja drops a line's end after a tag, and the last one of a template.
+    # Jinja drops a newline after a tag, and a template's last one.
     first, second = tool_use.removesuffix("\n"), default.removesuffix("\n")
     return f"{{% if tools %}}{{{{ '' }}}}{first}{{% else %}}{{{{ '' }}}}{second}{{% endif %}}"
 
 
 def _token_text(value: object) -> object:
-    """Returns the text of a special token that is written as a text or as its properties."""
+    """Returns the text of a special token given as a text or as its properties."""
     return value.get("content") if isinstance(value, dict) else value
 
 
 def _is_text(value: object) -> bool:
-    """Returns whether a value of a JSON file is a text, and one without half a surrogate pair."""
+    """Returns whether a JSON value is a text without lone surrogates."""
     try:
         return isinstance(value, str) and bool(value.encode() or True)
     except UnicodeEncodeError:

@@ -14,7 +14,8 @@ def parse_calls(value: object) -> tuple[dict[str, Any], ...]:
     """Returns the calls in `tool_calls` or one `function_call`, with arguments as JSON values.
 
     Raises:
-      ValueError: a call has no name, or its arguments are no JSON object; the message says which.
+      ValueError: a call has no name, or its arguments are not a JSON object; the message says
+        which.
     """
     return tuple(map(_parse_call, value if isinstance(value, list) else [value]))
 
@@ -82,7 +83,7 @@ def parse_tools(value: object) -> tuple[dict[str, Any], ...] | None:
 
 
 def new_id(turn: int, number: int, call: dict[str, Any]) -> str:
-    """Returns a call's id: nine letters and digits that depend on the call and its position."""
+    """Returns a call's id: nine letters and digits derived from the call and its position."""
     content = json.dumps([turn, number, call["function"]], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:ID_LENGTH]
 
@@ -91,7 +92,7 @@ def _unicode(value: Any) -> Any:
     """Returns a JSON value with lone surrogates, which no tokenizer accepts, replaced.
 
     Raises:
-      ValueError: a value does not exist in JSON, such as a table's bytes.
+      ValueError: a value that JSON lacks, such as a table's bytes.
     """
     try:
         text = json.dumps(value, ensure_ascii=False)
@@ -101,7 +102,7 @@ def _unicode(value: Any) -> Any:
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a JSON value with every text in it, keys too, replaced by `change` of it."""
+    """Returns a JSON value with `change` applied to every text in it, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Trees of messages, as OpenAssistant publishes them: nested in a record, or one row per message.
+"""Message trees, as published by OpenAssistant: nested in a record, or one row per message.
 
-A tree becomes one conversation, of the best ranked replies, or one for each path from its first
-message to a last one.
+A tree becomes one conversation of the best ranked replies, or one per path from its first message
+to a last one.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from data.records import MAX_BYTES, would_fit
 from data.report import SourceReport
 
 _ROW = frozenset({"message_id", "parent_id", "role", "text"})
-# Fields that give a message's place in its tree; they are read, and are not part of its turn.
+# Fields for a message's position in its tree; they are read, but not part of its turn.
 _PLACE = frozenset({"message_id", "parent_id", "message_tree_id", "rank", "replies"})
 
 
@@ -73,7 +73,7 @@ def _turn(node: object) -> object:
 
 
 def _rank(reply: object) -> float:
-    """Returns a reply's rank, 0 for the best; those without one come last, in their order."""
+    """Returns a reply's rank, 0 for the best; unranked ones come last, in order."""
     rank = reply.get("rank") if isinstance(reply, dict) else None
     return float("inf") if not isinstance(rank, int | float) or rank != rank else rank
 
@@ -105,7 +105,7 @@ class Forest:
             return
         others = {name: raw[name] for name in raw if name not in ("prompt", "message_tree_id")}
         for turns in paths(root):
-            # All have one id, so that none is held out while others are trained on.
+            # All share an id, so that none is held out while others are trained on.
             yield {"id": tree_id(raw), **others, "messages": turns}
 
     def add(self, row: dict[str, Any], report: SourceReport) -> None:

@@ -1,4 +1,4 @@
-"""Turns: raw turns become messages, in an order that a template can write."""
+"""Turns raw turns into messages, in an order that a template can write."""
 
 import json
 import re
@@ -41,7 +41,7 @@ from data.reasons import (
 from data.shapes import CONTEXT, ROLE_FIELDS, TEXT_FIELDS
 from data.tool_calls import new_id, parse_call_text, parse_calls, unread_call_fields
 
-# The names of roles in public dumps, in lower case and with _ for a hyphen or space.
+# Role names in public dumps, in lower case and with _ for a hyphen or space.
 _ROLES = {
     **dict.fromkeys(["human", "user", "prompter", "person", "customer", "client", "usr"], "user"),
     **dict.fromkeys(
@@ -75,7 +75,7 @@ _ROLES = {
     ),
     **dict.fromkeys(["thinking", "reasoning", "thought", "think"], "thought"),
 }
-# The names of models, with whatever version behind: gpt, gpt-4o, chatgpt, claude-3-opus.
+# Model names, with any version: gpt, gpt-4o, chatgpt, claude-3-opus.
 _MODELS = re.compile(
     r"(?:chat_?)?gpt|bing|bard|claude|gemini|gemma|llama|vicuna|alpaca|mistral|mixtral|qwen|deepseek|command_r|grok|phi|palm|kimi|o\d"
 )
@@ -93,16 +93,16 @@ _USUAL_FIELDS = 2  # a role and a text
 
 @dataclass
 class Findings:
-    """What was found in a record apart from its text, as the report counts it."""
+    """Findings in a record apart from its text, as the report counts them."""
 
     changes: set[str] = field(default_factory=set)
     unread: set[str] = field(default_factory=set)
-    """Fields that have a value and are not read."""
+    """Unread fields with a value."""
 
 
 @lru_cache(maxsize=1024)
 def role_of(name: str) -> str | None:
-    """Returns the role that a name stands for, `thought` for reasoning, or None."""
+    """Returns the role for a name, `thought` for reasoning, or None."""
     role = _ROLES.get(name)
     if role is None:
         normal = re.sub(r"[\s-]+", "_", name.strip().lower())
@@ -114,7 +114,7 @@ def role_of(name: str) -> str | None:
 
 
 def read_messages(turns: Sequence[object], findings: Findings) -> list[Message]:
-    """Returns raw turns as messages; turns of reasoning become that of the answer after them.
+    """Returns raw turns as messages; reasoning turns become part of the answer after them.
 
     Raises:
       Drop: a turn cannot be used.
@@ -148,8 +148,7 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
     Args:
       turn: a turn as a data set has it, such as {"from": "gpt", "value": "Hello."}; anything else
         raises Drop.
-      findings: receives what is changed in the turn, and the names of its fields that nothing
-        reads.
+      findings: receives the turn's changes and unread fields.
 
     Raises:
       Drop: the turn cannot be used; the argument is the reason.
@@ -216,8 +215,8 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
 
 
 def _written_fields(turn: dict, reasoning_fields: list[str]) -> tuple[str, ...]:
-    """Returns the names of a turn's fields that templates are given, in order; none where they are
-    a role and a content in this order, or have names that no template reads."""
+    """Returns the names of a turn's fields passed to templates, in order; none if they are just
+    role and content in this order, or have names that no template reads."""
     names = tuple(turn)
     if names == ("role", "content") or not {"role", "content"} <= turn.keys():
         return ()
@@ -244,7 +243,7 @@ def _joined(parts: list, role: str | None, thoughts: list[str], findings: Findin
     """Joins the parts of a content; texts of an assistant's reasoning are appended to `thoughts`.
 
     Returns:
-      The text; for a tool's turn whose parts are no texts, the parts as they are.
+      The text; for a tool's turn with non-text parts, the parts unchanged.
     """
     texts = []
     for part in parts:
@@ -272,9 +271,9 @@ def _joined(parts: list, role: str | None, thoughts: list[str], findings: Findin
 
 
 def _add_reasoning(turn: dict, thoughts: list[str]) -> list[str]:
-    """Appends an answer's reasoning to `thoughts`; returns the fields it was in, equal ones too.
+    """Appends an answer's reasoning to `thoughts`; returns all fields it was in.
 
-    An empty text is reasoning too, which some templates write as an empty block.
+    An empty text counts too: some templates write it as an empty block.
     """
     read: list[str] = []
     for name in REASONING_FIELDS:
@@ -286,7 +285,8 @@ def _add_reasoning(turn: dict, thoughts: list[str]) -> list[str]:
 
 
 def _unicode(text: str, findings: Findings) -> str:
-    """Replaces halves of surrogate pairs such as \\ud83d\\ude00, which no tokenizer accepts."""
+    """Replaces lone surrogates, halves of pairs such as \\ud83d\\ude00, which no tokenizer
+    accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -296,12 +296,12 @@ def _unicode(text: str, findings: Findings) -> str:
 
 
 def _trained(turn: dict, role: str, read: set, findings: Findings) -> bool:
-    """Returns whether no flag leaves a turn out of the loss; adds the flags to `read`."""
+    """Returns whether no flag excludes a turn from the loss; adds the flags to `read`."""
     trained = CONTEXT not in turn
     for name in _FLAGS & turn.keys():
         value = _yes_or_no(turn[name])
         if value is None:
-            continue  # None, or something that is reported as unread
+            continue  # None, or something reported as unread
         read.add(name)
         if name == "weight" and turn[name] not in (0, 1) and value:
             findings.changes.add(FRACTION)
@@ -315,7 +315,7 @@ def _trained(turn: dict, role: str, read: set, findings: Findings) -> bool:
 
 
 def _yes_or_no(value: object) -> bool | None:
-    """Returns the truth value of a flag; None unless it is a boolean, a number or such a word."""
+    """Returns a flag's truth value; None unless it is a boolean, a number or such a word."""
     if isinstance(value, str):
         return _WORDS.get(value.strip().lower())
     return bool(value) if isinstance(value, bool | int | float) and value == value else None
@@ -331,10 +331,10 @@ def _text_field(fields: dict, name: str, read: set) -> str | None:
 
 
 def with_loss_mask(messages: list[Message], mask: object, findings: Findings) -> list[Message]:
-    """Takes turns out of the loss by a record's `loss_mask`: an entry per turn, or per answer.
+    """Excludes turns from the loss by a record's `loss_mask`: an entry per turn, or per answer.
 
     Raises:
-      Drop: it is no such list.
+      Drop: it is not such a list.
     """
     answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
     flags = [_yes_or_no(flag) for flag in mask] if isinstance(mask, list) else []
@@ -351,9 +351,9 @@ def with_loss_mask(messages: list[Message], mask: object, findings: Findings) ->
 
 
 def with_call_ids(messages: list[Message], changes: set[str]) -> list[Message]:
-    """Gives ids to calls, and to tools' turns the ids of the calls that they answer, in order.
+    """Gives ids to calls, and to tools' turns the ids of the calls they answer, in order.
 
-    `changes` receives what was changed.
+    `changes` receives the changes.
     """
     result: list[Message] = []
     unanswered: list[str] = []
@@ -381,14 +381,14 @@ def in_order(messages: list[Message], order: Order, changes: set[str]) -> list[M
 
     Args:
       messages: the turns.
-      order: what the template requires. Where it takes any order, answers before the first
-        question are kept as context; otherwise they are left out. An empty system turn, of which a
-        model's own template makes what it will, is left out where turns must alternate.
+      order: the template's requirement. If it takes any order, answers before the first question
+        are kept as context; otherwise they are left out. An empty system turn, which a model's
+        template may treat in any way, is left out if turns must alternate.
       changes: receives what was changed.
 
     Raises:
-      Drop: an empty turn that is no tool's, no answer or no question, or another order than an
-        alternating template takes.
+      Drop: an empty turn other than a tool's, no answer or no question, or an order that an
+        alternating template does not take.
     """
     system: list[Message] = []
     if messages[0].role == "system":

@@ -1,5 +1,5 @@
-"""Files that somebody else may have made: read only if they are plain files, inside the folder that
-the user named."""
+"""Files that somebody else may have made: read only if they are plain files inside the folder the
+user named."""
 
 import json
 import os
@@ -13,15 +13,15 @@ from data.printable import printable
 
 MAX_TEXT_BYTES = 4 << 30
 MAX_JSON_BYTES = 256 << 20
-# A snapshot in the Hugging Face cache, whose files are links to the blobs of the same repository.
+# A snapshot in the Hugging Face cache; its files are links to the repository's blobs.
 _SNAPSHOT = re.compile(r"(?P<repository>.*/(?:models|datasets)--[^/]+)/snapshots/[^/]+(?:/.*)?")
 
 
 def file_within(folder: str | Path, name: str) -> Path | None:
-    """Returns the path of a file in a folder, or None where the folder has none of this name.
+    """Returns the path of a file in a folder, or None if there is none.
 
-    A link that a stranger put into a model, an adapter or a data set would otherwise carry any file
-    of this machine into a checkpoint, an export and the hub.
+    A stranger's link in a model, adapter or data set could otherwise carry any local file into a
+    checkpoint, an export and the hub.
 
     Raises:
       UserError: as `check_within`.
@@ -34,7 +34,7 @@ def file_within(folder: str | Path, name: str) -> Path | None:
 
 
 def check_within(folder: str | Path, path: str | Path) -> None:
-    """Raises UserError unless a path leads into a folder, or from the hub's cache to its blobs.
+    """Raises UserError unless a path stays in a folder, or leads from the hub cache to its blobs.
 
     Args:
       folder: as the user named it; it may be a link itself.
@@ -56,11 +56,11 @@ def check_within(folder: str | Path, path: str | Path) -> None:
 
 
 def check_tree(folder: str | Path, root: str | Path | None = None) -> None:
-    """Raises UserError unless every file and folder below a folder stays inside, as `check_within`.
+    """Raises UserError unless everything below a folder stays inside, as in `check_within`.
 
     Args:
       folder: as the user named it, or one inside.
-      root: as the user named it, where `folder` is inside.
+      root: as the user named it, if `folder` is inside.
     """
     root = folder if root is None else root
     with os.scandir(folder) as entries:
@@ -78,11 +78,11 @@ def read_bytes(
 
     Args:
       path: the file.
-      folder: in which it must be, as in `check_within`; None for a file that the user names.
+      folder: that must contain it, as in `check_within`; None for a file named by the user.
       most: bytes.
 
     Raises:
-      UserError: it is another kind of file, is larger, or leads out of the folder.
+      UserError: it is not a plain file, is larger, or leads out of the folder.
       OSError: it cannot be read.
     """
     if folder is not None:
@@ -115,7 +115,7 @@ def read_json(path: str | Path, folder: str | Path | None = None) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value of a JSON text; ValueError also for one that is nested too deeply."""
+    """Returns the value of a JSON text; ValueError also for too deep nesting."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Small files of a folder that workers share, on a file system or in a store: whole, or absent."""
+"""Small files of a folder shared by workers, on a file system or in a store: complete or absent."""
 
 import contextlib
 import json
@@ -16,10 +16,10 @@ from data.paths import File
 
 @contextlib.contextmanager
 def worker_scratch(what: str) -> Iterator[Path]:
-    """Yields an empty folder on the worker's own disk, and removes it.
+    """Yields an empty folder on the worker's disk, and removes it.
 
     Raises:
-      TransientError: that disk is full, or the one that a file is copied to; names it.
+      TransientError: that disk, or a file's destination, is full; the message says which.
     """
     with tempfile.TemporaryDirectory(prefix=f"longstripe-{what}-") as name:
         try:
@@ -37,7 +37,7 @@ def worker_scratch(what: str) -> Iterator[Path]:
 
 
 def write_bytes(path: str, content: bytes) -> None:
-    """Writes a file, which appears whole."""
+    """Writes a file, which appears complete."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(content)
         file.flush()
@@ -57,7 +57,7 @@ def read_bytes(path: str) -> bytes | None:
 
 
 def read_json(path: str) -> Any:
-    """Returns what a file holds; None if it is missing or not whole."""
+    """Returns a file's value; None if it is missing or incomplete."""
     try:
         return json.loads(read_bytes(path) or b"null")
     except ValueError:

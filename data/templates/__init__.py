@@ -1,9 +1,9 @@
-"""Chat templates: which ids a conversation has, and which of them are trained on.
+"""Chat templates: a conversation's ids, and which of them are trained on.
 
 `rendering` runs a Jinja template in the `sandbox` with the real contents, as strings that know
-where their characters came from (`tracked`). Control tokens are looked for in the template's own
-text, and in turns only where the template looks for them (`encoder`); `loss` says what is trained
-on. `built_in` has the templates that every tokenizer can use.
+where their characters came from (`tracked`). Control tokens are recognised in the template's own
+text, and in turns only if the template looks for them (`encoder`); `loss` finds what is trained on.
+`built_in` has templates for any tokenizer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ _FIELD = "data.template, or the template of one of data.sources"  # for messages
 
 
 def jinja_template(template: str, tokenizer: Tokenizer) -> str:
-    """Returns the chat template of this name in Jinja, as an exported model needs it.
+    """Returns the chat template of this name in Jinja, as needed by an exported model.
 
     Raises:
-      UserError: the name is unknown; the tokenizer has no chat template of its own (for the name
-        `tokenizer`), or lacks the EOS token or the control tokens that the template writes.
+      UserError: the name is unknown; the tokenizer has no chat template (for the name `tokenizer`),
+        or lacks the EOS token or control tokens that the template writes.
     """
     if template == "tokenizer":
         if not tokenizer.chat_template:
@@ -82,11 +82,11 @@ def end_ids(template: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 class Encoding(NamedTuple):
-    """What becomes of a conversation."""
+    """The outcome for a conversation."""
 
     segments: list[Segment]
     notes: frozenset[str]
-    """What was changed or left out, such as reasoning, as the report counts it."""
+    """Changes and omissions, such as reasoning, as the report counts them."""
 
 
 def render(
@@ -110,13 +110,12 @@ def encode_conversation(
 ) -> Encoding:
     """Returns the ids of a conversation in segments with and without loss, and what was left out.
 
-    The text is that of transformers' apply_chat_template, and so are the ids, but for control
-    tokens that are typed in a turn: these remain text, except for tags that the template itself
-    looks for, such as Qwen 3's </think>. BOS is added only where the template writes it.
-
-    Trained on are the {% generation %} blocks of a template that has them. Without them: all that
-    the template writes between the generation prompt and the end token of an assistant's turn, with
-    calls, reasoning and their marks. Turns whose Message.train is False are not.
+    Text and ids equal those of transformers' apply_chat_template, except that control tokens typed
+    in a turn remain text, unless they are tags that the template itself looks for, such as Qwen 3's
+    </think>. BOS is added only if the template writes it. The loss covers a template's {%
+    generation %} blocks if it has any; otherwise everything between the generation prompt and the
+    end token of an assistant's turn, including calls, reasoning and their marks. Turns whose
+    Message.train is False are excluded.
 
     Args:
       messages: the turns.
@@ -124,11 +123,11 @@ def encode_conversation(
       tokenizer: the tokenizer; its `template_date` is what strftime_now writes.
       add_generation_prompt: whether the heading of an assistant's turn follows the conversation.
       tools: descriptions of tools for the template.
-      template_kwargs: variables for the template, which precede the tokenizer's `template_kwargs`.
+      template_kwargs: variables for the template, overriding the tokenizer's `template_kwargs`.
 
     Raises:
-      TemplateError: the conversation does not fit the template, such as one with tool calls that it
-        does not write.
+      TemplateError: the conversation does not fit the template, such as one with unsupported tool
+        calls.
       UserError: see `jinja_template`.
     """
     if not messages:

@@ -1,4 +1,4 @@
-"""What chat templates may use. What is on no list here is refused by its name."""
+"""What chat templates may use. Anything not listed here is refused by name."""
 
 from typing import NoReturn
 

@@ -13,12 +13,12 @@ _OPENING_ANSWER = [Message("assistant", "a"), Message("user", "b"), Message("ass
 def order_of(template: str, tokenizer: Tokenizer | None = None) -> Order:
     """Returns the order of turns that a chat template requires.
 
-    A tokenizer's own template is asked for an answer before the first question only: any other
-    order that it does not take, it refuses by itself.
+    A tokenizer's own template is only tested with an answer before the first question: it refuses
+    other unsupported orders itself.
 
     Args:
       template: name of the template.
-      tokenizer: the tokenizer; without it, its own template is taken for one that writes any order.
+      tokenizer: the tokenizer; without it, its own template is assumed to write any order.
     """
     if template != "tokenizer" or tokenizer is None:
         return "alternating" if template in ALTERNATING else "any"

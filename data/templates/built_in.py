@@ -29,7 +29,7 @@ def _two_role_template(
       system: the system text of a conversation without a system turn.
       user: heading of a user's turn.
       answer: heading of an assistant's turn.
-      before_first: what stands between the system text and the first turn.
+      before_first: the text between the system text and the first turn.
     """
     return (
         "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set "
@@ -59,9 +59,9 @@ def _control_token_template(bos: str, heading: str, end: str) -> str:
     """Returns a template in which control tokens mark the heading and end of each turn.
 
     Args:
-      bos: what the conversation begins with, in Jinja.
-      heading: heading of a turn, in which ROLE stands for its role.
-      end: what ends a turn; begins with a control token.
+      bos: the conversation's beginning, in Jinja.
+      heading: heading of a turn, with ROLE for its role.
+      end: the end of a turn; begins with a control token.
     """
     before, after = (_literal(part) for part in heading.split("ROLE"))
     return (

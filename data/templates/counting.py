@@ -1,6 +1,6 @@
 """The filters, tests and operations of chat templates that count their work.
 
-`data.templates.environment` puts them in the place of Jinja's own.
+`data.templates.environment` substitutes them for Jinja's.
 """
 
 import operator
@@ -45,7 +45,7 @@ _COMPARING_TESTS = {
 
 
 def counted(values: Iterable[Any], steps: int = 1) -> Iterator[Any]:
-    """Yields the values, and counts each: what every loop of a template runs over."""
+    """Yields the values, and counts each; every loop of a template runs over this."""
     for value in Tracked(values) if type(values) is str else values:
         meter.spend(steps)
         yield value
@@ -83,7 +83,7 @@ def _hashable(value: Any) -> Any:
 
 
 def compared(left: Any, sign: str, right: Any) -> Any:
-    """Returns the result of a comparison, and counts what Python goes through for it."""
+    """Returns the result of a comparison, and counts the values Python visits for it."""
     if sign in ("in", "notin"):
         if isinstance(right, str):
             meter.spend(1 + len(right) // 100)
@@ -105,12 +105,12 @@ def _comparing_test(sign: str) -> Callable[[Any, Any], Any]:
 
 
 def comparing_tests() -> dict[str, Callable[[Any, Any], Any]]:
-    """Returns the tests that compare, by their names in templates, counted as comparisons are."""
+    """Returns the comparing tests, by their names in templates, counted like comparisons."""
     return {name: _comparing_test(sign) for name, sign in _COMPARING_TESTS.items()}
 
 
 def _soft(value: Any) -> Tracked:
-    """Returns a text itself, and of other values what they print."""
+    """Returns a text unchanged, and other values as printed."""
     text = value if isinstance(value, str) else text_of(value)
     return text if isinstance(text, Tracked) else Tracked(text)
 
@@ -134,7 +134,7 @@ def _indented(
     if isinstance(width, int):
         meter.spend(max(width, 0) // 10)
         width = " " * width
-    # An end of line is added, so that a last empty line is one, as in Jinja's filter.
+    # A line end is added, so that a last empty line counts, as in Jinja's filter.
     lines = (value + Tracked("\n")).splitlines()
     between = Tracked("\n" + width) if blank else Tracked("\n")
     rest = lines[1:] if blank else [Tracked(width) + line if line else line for line in lines[1:]]
@@ -152,7 +152,7 @@ def _items(value: Any) -> Iterator[Any]:
 
 
 def _eager(name: str) -> Callable[..., Any]:
-    """Returns a filter of Jinja's that yields, as one that counts, and does its work at once."""
+    """Returns a counting, eager version of a generator filter of Jinja's."""
     function = FILTERS[name]
 
     @pass_context
@@ -163,7 +163,7 @@ def _eager(name: str) -> Callable[..., Any]:
 
 
 def _walking(name: str) -> Callable[..., Any]:
-    """Returns a filter of Jinja's that compares values, as one that counts them."""
+    """Returns a counting version of a comparing filter of Jinja's."""
     function = FILTERS[name]
 
     def walking(environment: Any, value: Any, *arguments: Any, **options: Any) -> Any:
@@ -203,10 +203,9 @@ def _replaced(value: Any, old: Any, new: Any, count: int | None = None) -> Track
 
 
 def counting_filters() -> dict[str, Callable[..., Any]]:
-    """Returns the filters that count their work, in place of Jinja's, and those that the compiler
-    puts in."""
+    """Returns counting filters in place of Jinja's, and those the compiler inserts."""
     return {
-        # What the compiler puts in: see `environment`.
+        # Inserted by the compiler: see `environment`.
         "counted": counted,
         "spent": _spent,
         "tilde": _tilde,

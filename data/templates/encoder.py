@@ -26,7 +26,7 @@ class Control(NamedTuple):
     """A control token in a text."""
 
     start: int
-    """Where it begins, with the white space before it that the tokenizer removes."""
+    """Where it begins, including white space before it that the tokenizer removes."""
     end: int
     token_start: int
     token_end: int
@@ -38,14 +38,14 @@ class Controls(NamedTuple):
 
     controls: list[Control]
     typed: frozenset[str]
-    """The texts of control tokens that turns contain and that remain text."""
+    """Texts of control tokens in turns that remain text."""
 
 
 def find_controls(rendered: Rendered, tokenizer: Tokenizer) -> Controls:
     """Returns the control tokens of the template, and those in turns that the template looks for.
 
-    A control token that is typed in a turn remains text, but for tags that a template handles
-    itself, as Qwen 3's looks for </think> in an answer; never BOS, EOS or padding.
+    A control token typed in a turn remains text, except for tags that a template handles itself, as
+    Qwen 3's looks for </think> in an answer; never BOS, EOS or padding.
     """
     text = rendered.text
     found = [(match.start(), match.end()) for match in tokenizer.typed_pattern.finditer(text)]
@@ -129,10 +129,10 @@ def _template_ranges(rendered: Rendered, tokenizer: Tokenizer) -> list[tuple[int
 def _handled(
     source: "Source", needles: frozenset[str], tokenizer: Tokenizer
 ) -> list[tuple[int, int]]:
-    """Returns the ranges of a text in which the template found a text with a control token in it.
+    """Returns the ranges of a text where the template found a text containing a control token.
 
-    Where it looks for one such tag, it means the others that it knows too: Nemotron's looks for
-    <think> in an answer, and only in one without it for </think>.
+    If it looks for one such tag, its other known tags count too: Nemotron's looks for <think> in an
+    answer, and for </think> only in one without it.
     """
     looked_for = {needle for needle in source.needles if tokenizer.typed_pattern.search(needle)}
     if looked_for:
@@ -198,7 +198,7 @@ def _add_text(
 def _overlapping(
     ranges: Sequence[tuple[int, int]], start: int, end: int
 ) -> Sequence[tuple[int, int]]:
-    """Returns those of some ranges, which are in order, that overlap start:end."""
+    """Returns the ranges, given in order, that overlap start:end."""
     first = bisect_right(ranges, start, key=lambda part: part[1])
     return ranges[first : bisect_left(ranges, end, lo=first, key=lambda part: part[0])]
 
@@ -212,7 +212,7 @@ def _add_range(ranges: list[tuple[int, int]], start: int, end: int) -> None:
 
 
 def _segments(ids: list[int], ranges: Sequence[tuple[int, int]]) -> list[Segment]:
-    """Returns ids in segments, of which those in the ranges are trained on."""
+    """Returns ids in segments; those in the ranges are trained on."""
     segments: list[Segment] = []
     at = 0
     for start, end in ranges:

@@ -1,7 +1,7 @@
-"""The Jinja environment of chat templates: its texts are tracked and its work is counted.
+"""The Jinja environment of chat templates, with tracked texts and counted work.
 
-A template is compiled without evaluating anything. What it uses beyond the lists of `allowed` is
-refused by its name.
+A template is compiled without evaluating anything. Anything beyond the lists of `allowed` is
+refused by name.
 """
 
 import re
@@ -37,11 +37,11 @@ class Environment(ImmutableSandboxedEnvironment):
     """transformers' environment for chat templates, with tracked texts and counted work."""
 
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
-    concat = staticmethod(concat)  # Jinja joins with it what macros and blocks print
+    concat = staticmethod(concat)  # Jinja joins the output of macros and blocks with it
     needles: frozenset[str] = frozenset()
     """Texts that the template looks for in others."""
     only_writes = False
-    """Whether the template does nothing with contents but write them."""
+    """Whether the template only writes contents."""
 
     def __init__(self, **options: Any):
         super().__init__(
@@ -75,7 +75,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return Counting(found).visit(template)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Returns `obj.attribute` of a template: an attribute, an item or a tracked method."""
+        """Returns a template's `obj.attribute`: an attribute, an item or a tracked method."""
         if isinstance(obj, LoopContext) and attribute in LOOP_ATTRIBUTES:
             return getattr(obj, attribute)
         for kind, methods in METHODS:
@@ -114,7 +114,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return self.undefined(obj=obj, name=argument)
 
     def call(self, context: Any, function: Any, *arguments: Any, **options: Any) -> Any:
-        meter.spend(20)  # a macro's call takes as long as many iterations
+        meter.spend(20)  # calling a macro takes as long as many iterations
         if not isinstance(function, Macro):
             for argument in (*arguments, *options.values()):
                 if isinstance(argument, list | tuple | dict):
@@ -170,7 +170,7 @@ def _printed(context: Any, value: Any) -> str:
 
 
 class TemplateDict:
-    """The function `dict`, as transformers gives it to templates."""
+    """The function `dict`, as provided to templates by transformers."""
 
     def __call__(self, *arguments: Any, **options: Any) -> dict:
         return dict(*arguments, **options)
@@ -197,7 +197,7 @@ def _check_name(name: Any) -> None:
 
 
 def raise_exception(message: str) -> NoReturn:
-    """Raises TemplateError; templates call it for conversations that they do not take."""
+    """Raises TemplateError; templates call it to refuse a conversation."""
     raise TemplateError(f"the chat template refuses: {str(message)[:1000]}")
 
 
@@ -213,7 +213,7 @@ _DATE_FORMAT = re.compile(r"(?:%-?[A-Za-z%]|[^%])*")
 
 
 def strftime(date: datetime, form: str) -> str:
-    """Returns a date in a form as transformers' strftime_now does, without widths in it."""
+    """Returns a formatted date like transformers' strftime_now, without widths in the format."""
     if len(form) > 200 or not _DATE_FORMAT.fullmatch(form):
         raise TemplateError(
             "the chat template writes the date in a form with a width, or of more than 200 "

@@ -1,4 +1,4 @@
-"""What is wrong with a conversation, for the template that it is to be written in."""
+"""Errors of conversations that do not fit their template."""
 
 from data.errors import UserError
 

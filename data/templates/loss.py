@@ -12,17 +12,15 @@ from data.templates.errors import TemplateError
 from data.templates.rendering import Rendered, Template
 from data.tokenizer import Tokenizer
 
-MAX_CALL_TURNS = (
-    1_000  # turns of a conversation with calls, which is rendered once more for each of them
-)
+MAX_CALL_TURNS = 1_000  # most turns of a conversation with calls, which is rendered again for each
 
 Range = tuple[int, int]
 
 
 class _Part(NamedTuple):
-    """Where a turn's text is, or a part of it between texts of other turns.
+    """The position of a turn's text, or of a part of it between texts of other turns.
 
-    Gemma 4's template writes what an answer says beside its calls after their results.
+    Gemma 4's template writes an answer's text after the results of its calls.
     """
 
     start: int
@@ -45,9 +43,9 @@ def trained_ranges(
 ) -> list[Range]:
     """Returns the ranges of the text that are trained on, in order.
 
-    With {% generation %} blocks in the template these are the blocks. Without them, they are all
-    that the assistant has to write in its turns: from where the generation prompt ends to the token
-    that ends the turn. Turns whose `train` is False are left out.
+    With {% generation %} blocks in the template these are the blocks. Otherwise they are everything
+    the assistant has to write in its turns: from the end of the generation prompt to the token that
+    ends the turn. Turns whose `train` is False are excluded.
     """
     answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
     trained = {number for number in answers if messages[number].train}
@@ -86,15 +84,15 @@ def _block_is_trained(
 
 
 def _turns(rendered: Rendered) -> dict[int, list[_Part]]:
-    """Returns where turns are in the text, by number; turns without text are absent.
+    """Returns the turns' positions in the text, by number; turns without text are absent.
 
-    What a template writes of a call once more after it, such as its name in the heading of the
-    result, is not the assistant's.
+    Repeated parts of a call after it, such as its name in the heading of the result, are not the
+    assistant's.
     """
     places: list[tuple[int, int, str]] = []  # (start, end, field) of turns' texts, in order
     parts: list[tuple[int, list[int]]] = []  # turn, numbers of consecutive places of it
-    written: set[tuple] = set()  # what of calls has been written
-    repeated: set[int] = set()  # places of what has been written before
+    written: set[tuple] = set()  # parts of calls written so far
+    repeated: set[int] = set()  # positions of text written before
     at = 0
     for length, source, offset in rendered.runs:
         if source is not None:
@@ -143,9 +141,9 @@ class _Borders:
         )
         self._before: Sequence[Message] = ()
         self._prompt: Rendered | None = None
-        """What the template writes before the first answer, with the generation prompt."""
+        """The template's text before the first answer, with the generation prompt."""
         self._prompt_tail = ""
-        """Of that, what follows the text of the last turn."""
+        """The part of it after the text of the last turn."""
         self._heading: _Heading | None = None
         self._number = 0  # of the first control token that may follow an answer
         self._ending = _ending_of(template, tokenizer)
@@ -155,7 +153,8 @@ class _Borders:
             )
 
     def start_of(self, number: int, turn: _Part) -> int:
-        """Returns where the generation prompt before a turn ends, or the turn's own text begins."""
+        """Returns where the generation prompt before a turn ends, or else where the turn's text
+        begins."""
         gap = self._text[turn.previous_end : turn.start]
         if not number or not gap:
             return turn.start
@@ -186,8 +185,8 @@ class _Borders:
         self._before = self._messages[:number]
         try:
             self._prompt = self._template.render(self._before, self._tools, True)
-            # Where just this stands before an answer, the generation prompt ends where the answer
-            # begins: the usual case, for which nothing else has to be rendered.
+            # If just this precedes an answer, the generation prompt ends where the answer begins:
+            # the usual case, which needs no other rendering.
             self._prompt_tail = _tail(self._prompt)
         except TemplateError:  # the template accepts complete conversations only
             self._heading = _Heading("")
@@ -204,8 +203,7 @@ class _Borders:
         if heading:
             controls = find_controls(_plain(heading), self._tokenizer).controls
             return _Heading(heading, [control.end for control in controls])
-        # The template has no generation prompt: what stands before any answer is not the
-        # assistant's.
+        # The template has no generation prompt: the text before any answer is not the assistant's.
         tail = self._prompt_tail
         try:
             answer = self._template.render([*before, Message("assistant", "a")], self._tools)
@@ -217,7 +215,7 @@ class _Borders:
         return _Heading("", tail=tail, usual=usual if usual.strip() else "")
 
     def end_of(self, number: int, turn: _Part) -> int:
-        """Returns where the token that ends a turn ends, or the turn's own text."""
+        """Returns the end of the token that ends a turn, or else of the turn's text."""
         text, controls = self._text, self._controls
         if turn.last_field == "content":
             if (end := self.usual_end_of(turn)) > turn.end:
@@ -242,7 +240,7 @@ class _Borders:
             rest = alone.text[turn.end if same else parts[-1].end :] if parts else ""
             after = after[: _common_length(after, rest)]
         # The turn ends with a control token, after which the template may write more, such as a
-        # line's end.
+        # newline.
         end = turn.end + len(after)
         after_it = [
             control.token_end
@@ -252,16 +250,16 @@ class _Borders:
         return after_it[-1] if after_it else end
 
     def usual_end_of(self, turn: _Part) -> int:
-        """Returns where what follows every answer ends, or the turn's own text."""
+        """Returns the end of the text that follows every answer, or else of the turn's text."""
         follows = self._text.startswith(self._ending, turn.end, turn.next_start)
         return turn.end + len(self._ending) if follows else turn.end
 
 
 def _ending_of(template: Template, tokenizer: Tokenizer) -> str:
-    """Returns what a template writes after every answer, up to its last control token.
+    """Returns a template's text after every answer, up to its last control token.
 
-    Command R7B's writes two end tokens, others a text before theirs. It is empty where an answer in
-    the middle ends in another way than the last one, as in Harmony.
+    Command R7B's writes two end tokens, others a text before theirs. Empty if answers in the middle
+    end differently from the last one, as in Harmony.
     """
     variables = json.dumps(template.variables, sort_keys=True, default=str)
     before, common, last = _around_answers(
@@ -285,7 +283,7 @@ def _ending_of(template: Template, tokenizer: Tokenizer) -> str:
 def _around_answers(
     source: str, specials: tuple[tuple[str, str], ...], date: datetime, variables: str
 ) -> tuple[str, str, str]:
-    """Returns what a template writes before the first turn, after any answer, and after the last.
+    """Returns a template's texts before the first turn, after any answer, and after the last.
 
     They are empty if it refuses a conversation of two questions and answers.
     """
@@ -305,7 +303,7 @@ def _around_answers(
 
 
 class _Heading:
-    """What a template writes before the assistant's part of a turn."""
+    """A template's text before the assistant's part of a turn."""
 
     def __init__(self, text: str, ends: Sequence[int] = (), tail: str = "", usual: str = ""):
         """Args:
@@ -316,7 +314,7 @@ class _Heading:
         self._text, self._ends, self._tail, self._usual = text, ends, tail, usual
 
     def length_in(self, gap: str) -> int | None:
-        """Returns where the heading ends in the text before a turn; None if it is not there."""
+        """Returns where the heading ends in the text before a turn; None if absent."""
         if not self._text:
             if not self._tail or not gap.startswith(self._tail):
                 return None
@@ -324,7 +322,7 @@ class _Heading:
         place = gap.rfind(self._text)
         if place >= 0:
             return place + len(self._text)
-        # Earlier answers may lack a part of the prompt, such as an empty block of reasoning.
+        # Earlier answers may lack part of the prompt, such as an empty block of reasoning.
         if not self._ends or (place := gap.rfind(self._text[: self._ends[0]])) < 0:
             return None
         common = _common_length(gap[place:], self._text)
@@ -333,7 +331,7 @@ class _Heading:
 
 
 def _common_length(first: str, second: str) -> int:
-    """Returns how many characters two texts have in common at their beginning."""
+    """Returns the length of two texts' common prefix."""
     if first.startswith(second):
         return len(second)
     pairs = enumerate(zip(first, second, strict=False))
@@ -345,7 +343,7 @@ def _plain(text: str) -> Rendered:
 
 
 def _tail(rendered: Rendered) -> str:
-    """Returns what follows the last text of a turn."""
+    """Returns the text after a turn's last text."""
     length = 0
     for run_length, source, _ in reversed(rendered.runs):
         if source is not None:

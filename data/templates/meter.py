@@ -1,4 +1,4 @@
-"""How much work a chat template has done, and what it has printed."""
+"""A chat template's work and output so far."""
 
 import threading
 from typing import Any
@@ -10,14 +10,14 @@ class Meter(threading.local):
     """Counts the work and the output of the template that is rendered in this thread."""
 
     left = limit = 0
-    """Steps that are left, and that there were."""
+    """Steps left, and the initial number."""
     printed = 0
     """Number of characters."""
     generated: list[tuple[int, int]]
     """Ranges of the text in {% generation %} blocks."""
 
     def spend(self, steps: int) -> None:
-        """Counts steps of work; raises TemplateError where none are left."""
+        """Counts steps of work; raises TemplateError if none are left."""
         self.left -= steps
         if self.left < 0:
             raise TemplateError(
@@ -30,7 +30,7 @@ meter = Meter()
 
 
 def walk(value: Any) -> None:
-    """Counts a step for every value in a nested one, which Python is about to go through."""
+    """Counts a step for every value in a nested one that Python is about to visit."""
     waiting = [value]
     while waiting:
         value = waiting.pop()

@@ -1,4 +1,4 @@
-"""Says what a rendered conversation does not contain of what it was given."""
+"""Reports input that a rendered conversation does not contain."""
 
 import re
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ TEXT_LEFT_OUT = "text of a turn left out by the template"
 def notes_of(
     rendered: Rendered, messages: Sequence[Message], tools: Sequence[dict[str, Any]], template: str
 ) -> frozenset[str]:
-    """Returns what the template has left out, as the report counts it.
+    """Returns the template's omissions, as the report counts them.
 
     Raises:
-      TemplateError: it writes no turn at all, or does not write a turn's calls.
+      TemplateError: it writes no turn at all, or omits a turn's calls.
     """
     notes: set[str] = set()
     written: dict[int, list[tuple[int, int]]] = {}  # by the id of a source, ranges of it

@@ -1,8 +1,8 @@
-"""Finds out whether a chat template only writes contents, or looks at them too.
+"""Finds out whether a chat template only writes contents, or also looks at them.
 
-What a template that only writes them makes of a conversation follows from its roles alone, so that
-it has to run once for conversations of the same roles: `data.templates.rendering` remembers the
-result. The check is an allow-list: of what is not known here, a template is taken to look.
+The output of a template that only writes them depends only on the roles, so it has to run once for
+conversations with the same roles: `data.templates.rendering` remembers the result. The check is an
+allow-list: unknown constructs count as looking.
 """
 
 from typing import Literal
@@ -10,15 +10,14 @@ from typing import Literal
 from jinja2 import nodes
 
 Kind = Literal["plain", "text", "turns"]
-"""What an expression's value holds: nothing of contents; text with contents in it; or a turn or
-several."""
+"""What an expression's value holds: no contents; text with contents in it; or one or more turns."""
 _LOOP = ("first", "last", "index", "index0", "revindex", "revindex0", "length")
 _FIELDS = ("role", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
 _MARKS = (nodes.Template, nodes.If, nodes.Output, nodes.Scope, nodes.ExprStmt)
 
 
-MAX_OUTLINED = 10_000  # characters of a template; longer ones look at contents
-_PASSES = 8  # a loop may read a variable that is set after it
+MAX_OUTLINED = 10_000  # characters of a template; longer ones count as looking at contents
+_PASSES = 8  # a loop may read a variable set after it
 
 
 class _LooksError(Exception):
@@ -26,7 +25,7 @@ class _LooksError(Exception):
 
 
 def only_writes_contents(template: nodes.Template) -> bool:
-    """Returns whether a template does nothing with contents but write them, whole or trimmed."""
+    """Returns whether a template only writes contents, whole or trimmed."""
     names: dict[str, Kind] = {"messages": "turns"}
     try:
         for _ in range(_PASSES):
@@ -64,7 +63,7 @@ def _statement(node: nodes.Node, names: dict[str, Kind]) -> None:
 
 
 def _bind(name: str, kind: Kind, names: dict[str, Kind]) -> None:
-    """Notes what a variable holds; it may be set at several places, to texts or to turns."""
+    """Notes what a variable holds; it may be set in several places, to texts or turns."""
     known = names.get(name, kind)
     _require((known == "turns") == (kind == "turns"))
     names[name] = "text" if "text" in (known, kind) else kind
@@ -87,7 +86,7 @@ def _kind(node: nodes.Node, names: dict[str, Kind]) -> Kind:
         return _joined([part for part in (node.expr1, node.expr2) if part is not None], names)
     if isinstance(node, nodes.Add | nodes.Concat):
         return _joined(list(node.iter_child_nodes()), names)
-    # An operation, a test, a filter, a call: of values that have nothing of contents.
+    # An operation, a test, a filter, a call: of values without contents.
     _require(isinstance(node, nodes.Expr | nodes.Operand | nodes.Pair | nodes.Keyword))
     _require(all(_kind(part, names) == "plain" for part in node.iter_child_nodes()))
     return "plain"
@@ -114,7 +113,7 @@ def _kind_of_part(node: nodes.Getattr | nodes.Getitem, names: dict[str, Kind]) -
 
 
 def _constant(node: nodes.Node) -> object:
-    """Returns the value of a constant, of a number with a sign too; None for what is none."""
+    """Returns the value of a constant, or signed number; None for anything else."""
     if isinstance(node, nodes.Neg):
         value = _constant(node.node)
         return -value if isinstance(value, int) else None

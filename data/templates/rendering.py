@@ -1,4 +1,4 @@
-"""Renders a chat template with real contents; says which characters come from which turn."""
+"""Renders a chat template with real contents, tracking which characters come from which turn."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,13 +12,13 @@ from data.fields import REASONING_FIELDS
 from data.templates.errors import TemplateError
 from data.templates.sandbox import STEPS, STEPS_PER_VALUE, compile_template, variables_of
 
-# What a conversation gives to its template by fields of its own.
+# Template variables that come from a conversation's own fields.
 RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"}
 )
-# The order of a turn's fields where its record has another form.
+# The order of a turn's fields if its record has another form.
 _FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name")
-# Turns of a conversation whose roles are remembered; longer ones are rarely alike.
+# Most turns of a conversation whose roles are remembered; longer ones rarely repeat.
 MOST_ALIKE = 64
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -30,7 +30,7 @@ class Rendered(NamedTuple):
     runs: Sequence[tuple]
     """Where the characters come from, see data.templates.tracked.Run."""
     sources: list
-    """The texts that the template was given, as data.templates.tracked.Source."""
+    """The template's input texts, as data.templates.tracked.Source."""
     generated: list[tuple[int, int]] | None = None
     """Ranges in {% generation %} blocks; None if the template has no such block."""
     needles: frozenset[str] = frozenset()
@@ -38,7 +38,7 @@ class Rendered(NamedTuple):
 
 
 class Template(NamedTuple):
-    """A chat template and all that it is given apart from conversations."""
+    """A chat template and its inputs apart from conversations."""
 
     source: str
     """The template in Jinja."""
@@ -63,7 +63,7 @@ class Template(NamedTuple):
           add_generation_prompt: whether the heading of an assistant's turn follows.
 
         Raises:
-          TemplateError: the template refuses the conversation, or does what is not allowed.
+          TemplateError: the template refuses the conversation, or does something not allowed.
         """
         if (
             compile_template(self.source).only_writes
@@ -121,7 +121,7 @@ class Template(NamedTuple):
             text = concat(pieces)
         except UserError:
             raise
-        except Exception as error:  # Jinja's own errors and whatever a template's expressions raise
+        except Exception as error:  # Jinja's errors and anything a template's expressions raise
             roles = [message.role for message in messages]
             names = ", ".join(roles[:8]) + ", ..." * (len(roles) > 8)
             raise TemplateError(
@@ -146,11 +146,11 @@ class _Content(NamedTuple):
 
     turn: int
     trimmed: bool
-    """Whether it stands there without white space at its ends."""
+    """Whether it is stripped of white space."""
 
 
 class _Outline(NamedTuple):
-    """What a template that only writes contents makes of conversations of the same roles."""
+    """The output of a template that only writes contents, for conversations of the same roles."""
 
     pieces: tuple[str | _Content, ...]
     steps: int
@@ -217,7 +217,7 @@ def _outline(
 
 
 def _set_limit(sources: list, turns: int) -> None:
-    """Sets how much work a template may do for a conversation."""
+    """Sets a template's work limit for a conversation."""
     from data.templates.meter import meter
 
     characters = sum(len(source.text) for source in sources)
@@ -225,7 +225,7 @@ def _set_limit(sources: list, turns: int) -> None:
 
 
 def _has_only_content(message: Message) -> bool:
-    """Returns whether a turn has nothing for the template but its role and content."""
+    """Returns whether a turn has only a role and content for the template."""
     others = (message.reasoning, message.tool_call_id, message.name)
     return not message.tool_calls and others == (None, None, None)
 
@@ -255,6 +255,6 @@ def _fields(message: Message, turn: int, sources: list) -> dict[str, Any]:
         text = getattr(message, name)
         if text is not None:
             fields[name] = track(text, turn, name, sources)
-    # The names that transformers adds stand at the two ends.
+    # The names that transformers adds come first and last.
     order = ("thinking", *given, *_FIELDS, "reasoning_content")
     return {name: fields[name] for name in order if name in fields}

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 
 class Source:
-    """A text that a conversation gives to the template, such as a turn's content."""
+    """A text that a conversation passes to the template, such as a turn's content."""
 
     __slots__ = ("field", "found", "needles", "text", "turn")
 
@@ -12,9 +12,10 @@ class Source:
         """Args: the turn's number (-1 for descriptions of tools), its field, and the text."""
         self.turn, self.field, self.text = turn, field, text
         self.needles: set[str] = set()
-        """Texts of the template's own that it looked for in any place of this one."""
+        """The template's texts that it looked for anywhere in this one."""
         self.found: list[tuple[int, int]] = []
-        """Ranges in which it found what it looked for at one place only, such as the beginning."""
+        """Ranges where it found texts that it looked for only in one place, such as the
+        beginning."""
 
 
 Run = tuple[int, Source | None, int | None]
@@ -24,12 +25,12 @@ The offset is None where characters were escaped on the way."""
 
 
 def of_turns(runs: Iterable[Run]) -> bool:
-    """Returns whether any character is a turn's, rather than the template's own."""
+    """Returns whether any character is a turn's rather than the template's."""
     return any(source for _, source, _ in runs)
 
 
 def joined(texts: Iterable[Sequence[Run]]) -> list[Run]:
-    """Returns the runs of texts that are written one after the other."""
+    """Returns the runs of concatenated texts."""
     runs: list[Run] = []
     last: Run | None = None
     for text in texts:
@@ -52,7 +53,7 @@ def _continues(before: Run, run: Run) -> bool:
 def cut(runs: Sequence[Run], ranges: Iterable[tuple[int, int]]) -> list[list[Run]]:
     """Returns the runs of each range (start, end). Ranges are in order and do not overlap."""
     cuts = []
-    number = at = 0  # the first run that may reach into the range, and where it begins
+    number = at = 0  # the first run that may overlap the range, and its start
     for start, end in ranges:
         within: list[Run] = []
         while number < len(runs) and at + runs[number][0] <= start:

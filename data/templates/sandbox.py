@@ -1,4 +1,4 @@
-"""Jinja as transformers runs it, bounded in the work that a template may do."""
+"""Jinja as transformers runs it, with a limit on a template's work."""
 
 import warnings
 from functools import lru_cache
@@ -9,22 +9,22 @@ from data.errors import UserError
 if TYPE_CHECKING:
     from jinja2 import Template
 
-# Work that a template may do for one conversation: a fixed amount, plus an amount for each turn or
-# other value in it and for each character. A step is about four parts of an expression, or 100
-# characters of a text. Published models' templates take some hundred steps for a turn.
+# A template's work limit for one conversation: a fixed amount, plus an amount per turn or other
+# value in it and per character. A step is about four parts of an expression, or 100 characters of a
+# text. Published models' templates take some hundred steps per turn.
 STEPS = 200_000
 STEPS_PER_VALUE = 5_000
 MAX_SOURCE = 50_000  # characters of a template; the longest of published models have 20,000
 
 
 class Compiled(NamedTuple):
-    """A compiled chat template, and what is known of its text."""
+    """A compiled chat template, and facts about its text."""
 
     template: "Template"
     needles: frozenset[str]
     """Texts that it looks for in others."""
     only_writes: bool
-    """Whether it does nothing with contents but write them, see data.templates.outline."""
+    """Whether it only writes contents, see data.templates.outline."""
 
 
 @lru_cache(maxsize=32)
@@ -32,7 +32,7 @@ def compile_template(source: str) -> Compiled:
     """Compiles a template in the same Jinja environment as transformers'.
 
     Raises:
-      UserError: it is not Jinja, too large to be compiled, or uses what is not allowed.
+      UserError: it is not Jinja, too large to compile, or uses something not allowed.
     """
     from jinja2 import TemplateSyntaxError
 
@@ -69,7 +69,7 @@ def compile_template(source: str) -> Compiled:
 
 @lru_cache(maxsize=32)
 def variables_of(source: str) -> frozenset[str]:
-    """Returns the variables that a template reads, one that `compile_template` takes."""
+    """Returns the variables read by a template that `compile_template` accepts."""
     from jinja2.meta import find_undeclared_variables
 
     from data.templates.environment import Environment

@@ -1,4 +1,4 @@
-"""A template's tree: refused where it uses what is on no list, and changed so that loops, macros,
+"""A template's tree: refused if it uses anything not listed, and changed so that loops, macros,
 comparisons, slices and `~` run through the functions of `counting`."""
 
 from collections.abc import Callable, Iterator
@@ -42,14 +42,14 @@ def nodes_of(template: nodes.Template) -> list[nodes.Node]:
 
 
 def require_allowed(found: list[nodes.Node]) -> None:
-    """Raises TemplateError where a template's nodes use what is on no list.
+    """Raises TemplateError if a template's nodes use anything not listed.
 
     Args:
       found: all nodes, each before its parts.
     """
     depths: dict[nodes.Node, int] = {found[0]: 0}
     for node in found:
-        # Jinja's compiler goes through the inner tags again for each outer one.
+        # Jinja's compiler revisits the inner tags for each outer one.
         if depths[node] > MOST_NESTED:
             raise TemplateError(f"the chat template nests more than {MOST_NESTED} tags")
         for part in node.iter_child_nodes():
@@ -81,7 +81,7 @@ def _filter(node: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.Filter
 
 
 class Counting(NodeTransformer):
-    """Puts the functions that count into a template."""
+    """Inserts the counting functions into a template."""
 
     def __init__(self, found: list[nodes.Node]):
         """Takes all nodes of the template, each before its parts."""
@@ -92,7 +92,7 @@ class Counting(NodeTransformer):
             self._sizes[node] = 25 + text + parts
 
     def _steps(self, body: list[nodes.Node]) -> int:
-        """Returns how many steps a body takes at most once, without more rounds of loops in it."""
+        """Returns the most steps of one run of a body, without repeats of its loops."""
         return 1 + sum(self._sizes[part] for part in body) // 100
 
     def visit_For(self, node: nodes.For) -> nodes.For:

@@ -25,7 +25,7 @@ ADDRESS = "https://dl.fbaipublicfiles.com/exorl"
 ALGORITHMS = ("aps", "diayn", "disagreement", "icm", "icm_apt", "proto", "random", "rnd", "smm")
 DOMAINS = tuple(dict.fromkeys(task.domain for task in TASKS.values()))
 RECORD = "downloaded.json"
-"""File next to the buffer that says where the episodes are from."""
+"""File next to the buffer that gives the episodes' origin."""
 
 
 def archive_folder(root: Path, domain: str, algorithm: str) -> Path:
@@ -46,18 +46,18 @@ def download_archive(
 ) -> int | None:
     """Downloads episodes into {root}/{domain}/{algorithm}/buffer, unless they are there.
 
-    Interrupted at any moment, it resumes where it was: the download with the bytes that have
-    arrived, unpacking from its beginning. The folder appears whole; the archive is removed then.
+    Interrupted at any moment, it resumes: the download after the received bytes, unpacking from the
+    beginning. The folder appears complete; then the archive is removed.
 
     Args:
-      address: what {domain}/{algorithm}.zip is appended to.
+      address: the prefix of {domain}/{algorithm}.zip.
       options: of `data.download.download_file`.
 
     Returns:
       The number of episodes; None if the folder existed.
 
     Raises:
-      UserError: no such archive, no connection, no room, or an archive that is damaged.
+      UserError: no such archive, no connection, no room, or a damaged archive.
     """
     folder = archive_folder(root, domain, algorithm)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -82,15 +82,14 @@ def unpack_archive(archive: Path, folder: Path, about: dict[str, object]) -> int
     """Unpacks an archive's episodes, not its videos, into `folder`/buffer; returns their number.
 
     Args:
-      folder: appears whole, or not at all.
-      about: is written to `folder`/downloaded.json, with the number of episodes.
+      folder: appears complete, or not at all.
+      about: written to `folder`/downloaded.json, with the number of episodes.
 
     Raises:
-      UserError: the archive is damaged, has no episodes, has a path that leads out of it, or
-        the disk is too small.
+      UserError: the archive is damaged, has no episodes or a path that leads out of it, or the disk
+        is too small.
     """
-    # A level deeper than the buffers that `episode_files` looks for, so that no half folder is
-    # read.
+    # A level deeper than the buffers `episode_files` looks for, so that no partial folder is read.
     scratch = folder.with_name(f"{folder.name}.unpacking")
     shutil.rmtree(scratch, ignore_errors=True)
     inner = scratch / "whole"
@@ -128,14 +127,14 @@ def unpack_archive(archive: Path, folder: Path, about: dict[str, object]) -> int
 
 
 def _episodes(archive: Path, opened: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    """Returns the archive's episodes by their files' names.
+    """Returns the archive's episodes by file name.
 
     Raises:
       UserError: there are none, two have one name, or a path leads out of the archive.
       zipfile.BadZipFile: the end of the archive is missing.
     """
-    # Episodes are zip files themselves: in half an archive zipfile finds the directory of the last
-    # whole one.
+    # Episodes are zip files too: in half an archive zipfile finds the directory of the last
+    # complete one.
     if min((member.header_offset for member in opened.infolist()), default=0) > 0:
         raise zipfile.BadZipFile("its directory is missing")
     members: dict[str, zipfile.ZipInfo] = {}

@@ -27,7 +27,7 @@ from .tasks import Task, get_task, relabel
 INDEX = "index.npz"
 EPISODES = "episodes"
 RULES = 1
-"""Number of the rules that episodes are prepared by; a new one prepares them anew."""
+"""Version of the preparation rules; a new one prepares episodes again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +35,9 @@ class PreparedTrajectories:
     """The episodes of a task, read at random.
 
     Attributes:
-      folder: what holds them; key: a hash of the files' contents and the task, which names the
-        folder.
+      folder: holds them; key: a hash of the files' contents and the task, which names the folder.
       returns: of each episode; lengths: its simulator steps.
-      dropped: the reason why a file was left out, for each that was.
+      dropped: the reason for each file left out.
     """
 
     folder: Path
@@ -62,7 +61,7 @@ class PreparedTrajectories:
         """Returns an episode, from 0.
 
         Raises:
-          UserError: the folder was damaged since it was opened.
+          UserError: the folder was damaged after it was opened.
         """
         with readable(self.folder, "an episode"):
             steps = self._records[number]["steps"]
@@ -91,14 +90,14 @@ def prepare_trajectories(
     progress: bool = False,
     key: str | None = None,
 ) -> PreparedTrajectories:
-    """Returns the episodes below `path`, which are prepared into `prepared` unless they are there.
+    """Returns the episodes below `path`, preparing them into `prepared` if necessary.
 
-    Rewards are those of the task: computed anew from the stored states unless the folder says that
-    they are the task's own.
+    Rewards are the task's: recomputed from the stored states unless the folder says that they are
+    this task's.
 
     Args:
       prepared: parent of the prepared folders. If it is in a store (gs://, s3://), the folder is
-        made and read in the cache on this machine, and copied to or from the store.
+        made and read in the local cache, and copied to or from the store.
       progress: shows a progress bar.
       key: the folder's name, if another process has prepared it: then no episode is read.
 
@@ -138,7 +137,7 @@ def _read_or_warn(folder: Path) -> PreparedTrajectories | None:
 
 
 def _read(folder: Path) -> PreparedTrajectories:
-    """Reads a prepared folder; raises UserError if it looks damaged without reading all of it."""
+    """Reads a prepared folder, not all of it; raises UserError if it looks damaged."""
     try:
         check_tree(folder)
         with np.load(folder / INDEX) as index:
@@ -173,8 +172,8 @@ def _key(files: list[Path], task: Task) -> str:
 
 
 def read_with_rewards(file: Path, task: Task) -> Episode:
-    """Reads an episode with the rewards of the task: those of the file if its folder says that they
-    are the task's, or else computed anew from the stored states.
+    """Reads an episode with the task's rewards: the file's if its folder says that they are this
+    task's, or else recomputed from the stored states.
 
     Raises:
       UserError: see `read_episode`.
@@ -186,7 +185,7 @@ def read_with_rewards(file: Path, task: Task) -> Episode:
 
 
 def _recorded_task(file: Path) -> str:
-    """Returns the task whose rewards a file's folder says it has; "" if that is not known."""
+    """Returns the task of a file's rewards, according to its folder; "" if unknown."""
     about = file.parent.parent / "collected.json"
     try:
         return str(read_json(about, about.parent)["task"])
@@ -235,7 +234,7 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
 
 
 def _borders(episode: Episode) -> dict[str, Bool[np.ndarray, " T+1"]]:
-    """Returns RLDS's flags; the last step is terminal if its discount is 0, not out of time."""
+    """Returns RLDS's flags; the last step is terminal if its discount is 0, not by time-out."""
     number = np.arange(len(episode.reward))
     is_last = number == number[-1]
     return {
@@ -246,12 +245,11 @@ def _borders(episode: Episode) -> dict[str, Bool[np.ndarray, " T+1"]]:
 
 
 def _features(task: Task, tfds: ModuleType) -> dict[str, Any]:
-    """Fields of a stored episode in RLDS: each field of `steps` has a leading dimension of time.
+    """Fields of a stored episode in RLDS: each field of `steps` has a leading time dimension.
 
     As in ExoRL's files a step's action, reward and discount are those that led to its observation;
-    RLDS itself has those that follow. Folders that were prepared before the flags is_first, is_last
-    and is_terminal were stored lack them, under the same key; `PreparedTrajectories` needs none of
-    the three.
+    RLDS itself has those that follow. Older folders under the same key lack the flags is_first,
+    is_last and is_terminal, which `PreparedTrajectories` does not need.
     """
 
     def array(dtype, *shape, **options):

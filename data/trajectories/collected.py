@@ -1,4 +1,4 @@
-"""What a folder of collected episodes says of itself: collected.json next to the buffer."""
+"""The description of a folder of collected episodes: collected.json next to the buffer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .tasks import Task
 def describe(
     task: Task, seed: int, action_repeat: int, packages: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns what all collected folders say, with the versions of the simulator and `packages`."""
+    """Returns the common description of collected folders, with the versions of the simulator and
+    `packages`."""
     names = ("dm_control", "mujoco", "numpy", *packages)
     return {
         "collected with": "dm_control",
@@ -31,7 +32,7 @@ def describe(
 
 
 def claim(path: Path, description: dict[str, Any]) -> None:
-    """Writes or checks what a folder holds; only the number of episodes may grow.
+    """Writes or checks a folder's description; only the number of episodes may grow.
 
     Raises:
       UserError: it was begun with other options.
@@ -59,7 +60,7 @@ def claim(path: Path, description: dict[str, Any]) -> None:
 
 
 def stored_episodes(folder: Path, count: int, state: Path) -> list[Path]:
-    """Returns the files of the first `count` episodes, which `state` has learned from.
+    """Returns the files of the first `count` episodes, from which `state` has learned.
 
     Raises:
       UserError: one is missing.
@@ -74,7 +75,7 @@ def stored_episodes(folder: Path, count: int, state: Path) -> list[Path]:
 
 
 def record(path: Path, **fields: Any) -> None:
-    """Adds fields to what a folder says of itself."""
+    """Adds fields to a folder's description."""
     _write(path, read_json(path, path.parent) | fields)
 
 

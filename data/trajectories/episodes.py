@@ -15,8 +15,7 @@ from data.within import check_within
 
 from .tasks import Task
 
-# What numpy and zipfile raise for damaged files; the last, for a compression method that no zip
-# file has.
+# Errors of numpy and zipfile for damaged files; the last is for an unknown compression method.
 DAMAGE = (
     OSError,
     ValueError,
@@ -30,8 +29,8 @@ DAMAGE = (
 
 
 class Episode(NamedTuple):
-    """An episode of T simulator steps. Row 0 is the reset, whose action and reward mean nothing;
-    row t has the action that led to its observation, and the reward for it.
+    """An episode of T simulator steps. Row 0 is the reset, with meaningless action and reward; row
+    t has the action that led to its observation, and its reward.
 
     Attributes:
       physics: the simulator's state, from which rewards of other tasks can be computed.
@@ -53,11 +52,11 @@ def read_episode(path: Path, task: Task) -> Episode:
     """Reads an episode of the task's domain.
 
     Raises:
-      UserError: the file is damaged, or its arrays are not such an episode's.
+      UserError: the file is damaged, or its arrays do not form such an episode.
     """
     try:
         with np.load(path, allow_pickle=False) as stored:
-            # Of what unpacks to more than memory holds, nothing is read.
+            # Nothing is read from a file that unpacks to more than memory.
             unpacked = sum(member.file_size for member in stored.zip.infolist())
             if unpacked > most_unpacked(path.stat().st_size):
                 raise UserError(
@@ -99,7 +98,7 @@ def read_episode(path: Path, task: Task) -> Episode:
             1 if name in ("action", "reward", "discount") else 0
         )  # those of the reset mean nothing
         if array.dtype.kind not in "fiu" or not np.isfinite(array[first:]).all():
-            raise UserError(f"{path}: {name} holds what is no finite number")
+            raise UserError(f"{path}: {name} holds values that are not finite numbers")
     return Episode(
         *(
             arrays[name].astype(np.float64 if name == "physics" else np.float32)
@@ -113,7 +112,7 @@ def write_episode(folder: Path, name: str, index: int, episode: Episode) -> Path
     path = folder / f"{name}_{index}_{len(episode.reward) - 1}.npz"
     partial = (
         folder / f".{path.name}.part"
-    )  # of one name, so that what a killed process left is written over
+    )  # always the same name, so that a killed process's file is overwritten
     with partial.open("wb") as file:
         np.savez_compressed(file, **episode._asdict())
         file.flush()
@@ -126,7 +125,7 @@ def episode_files(root: Path, task: Task) -> list[Path]:
     """Returns the files below a folder that may be episodes of the task's domain, in a fixed order.
 
     Args:
-      root: has {domain}/{algorithm}/buffer below it, or is such a buffer itself.
+      root: contains {domain}/{algorithm}/buffer, or is such a buffer.
 
     Raises:
       UserError: there are none, or one leads out of the folder.

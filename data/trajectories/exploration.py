@@ -1,4 +1,4 @@
-"""Collects the episodes of an explorer into a folder, and goes on where it was interrupted."""
+"""Collects an explorer's episodes into a folder, and resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Exploration:
         updates: int,
         seed: int,
     ) -> None:
-        """Makes the folder, or reads what is in it.
+        """Makes the folder, or reads its contents.
 
         Args:
-          name: the explorer's; task: whose rewards the files get, which the explorer never sees.
+          name: the explorer's; task: gives the files' rewards, which the explorer never sees.
           updates: optimizer steps per decision.
 
         Raises:
@@ -70,8 +70,8 @@ class Exploration:
 
         Args:
           seed_of: an episode's number to its seed.
-          on_episodes: is told how many more are there; on_report: a line, every REPORTED episodes
-            and at the end.
+          on_episodes: called with the number of new episodes; on_report: with a line, every
+            REPORTED episodes and at the end.
         """
         explorer, returns = self.explorer, []
         on_episodes(explorer.episodes)

@@ -1,8 +1,8 @@
-"""Explores a body without a task: Stable-Baselines3's TD3, rewarded by an intrinsic reward alone.
+"""Explores a body without a task: Stable-Baselines3's TD3 with only an intrinsic reward.
 
 TD3 is what the unsupervised RL benchmark, whose agents collected ExoRL's data, calls DDPG: two
-critics, smoothed targets, Gaussian noise on the actions. Rewards are computed anew for each batch,
-by what the intrinsic reward has learned so far.
+critics, smoothed targets, Gaussian noise on the actions. Rewards are recomputed for each batch by
+the intrinsic reward learned so far.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class IntrinsicReplay(ReplayBuffer):
     """A replay buffer whose rewards are an intrinsic reward's, learned batch by batch.
 
     Attributes:
-      mean, std: [O] of the states, which are stored as they are and sampled normalised.
+      mean, std: [O] of the states, which are stored raw and sampled normalised.
       mean_reward: of the last batch.
     """
 
@@ -57,7 +57,7 @@ class IntrinsicReplay(ReplayBuffer):
         self.mean_reward = 0.0
 
     def normalise_by_contents(self) -> None:
-        """Takes mean and deviation from the states that are in the buffer now."""
+        """Takes mean and deviation from the states in the buffer."""
         states = self.observations[: self.pos, 0].astype(np.float64)
         std = states.std(0)
         self.mean = torch.from_numpy(states.mean(0)).float()
@@ -83,7 +83,7 @@ class IntrinsicReplay(ReplayBuffer):
 
 
 class _Spaces(gymnasium.Env):
-    """The sizes of a task's states and actions, which the learner asks an environment for."""
+    """The sizes of a task's states and actions, in the learner's environment interface."""
 
     def __init__(self, task: Task) -> None:
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (task.observation_size,))
@@ -93,11 +93,11 @@ class _Spaces(gymnasium.Env):
 class Explorer:
     """A learner that plays and learns an episode at a time.
 
-    All its randomness is drawn from (seed, episode), so what it saves after an episode is its
-    parameters and its optimizers' states; its replay is filled again from the stored episodes.
+    All its randomness is drawn from (seed, episode), so after an episode it saves only parameters
+    and optimizer states; its replay is refilled from the stored episodes.
 
     Attributes:
-      episodes: that it has learned from; cpu_seconds: that these took, in all processes.
+      episodes: learned from so far; cpu_seconds: their CPU time, in all processes.
       replay: the episodes' decisions.
     """
 
@@ -105,10 +105,10 @@ class Explorer:
         """Draws the parameters.
 
         Args:
-          reward: a name out of REWARDS.
-          capacity: decisions that the replay has room for; rate: batches per decision.
+          reward: a name in REWARDS.
+          capacity: the replay's size in decisions; rate: batches per decision.
         """
-        torch.set_num_threads(1)  # sums of one thread are in one order
+        torch.set_num_threads(1)  # one thread, for a fixed order of sums
         torch.manual_seed(seed)
         self.seed, self.rate = seed, rate
         self.episodes, self.cpu_seconds, self._since = 0, 0.0, time.process_time()
@@ -147,11 +147,11 @@ class Explorer:
         """Adds an episode to the replay.
 
         Args:
-          last_state: what the last decision led to.
+          last_state: the state after the last decision.
         """
         after = np.concatenate([decisions.state[1:], last_state[None]])
         for step, action in enumerate(decisions.action):
-            # Episodes end by time alone, so what follows the last decision has a value too.
+            # Episodes only end by time, so the state after the last decision has a value too.
             self.replay.add(decisions.state[step], after[step], action, 0.0, False, [{}])
 
     def learn(self, decisions: int) -> None:
@@ -161,7 +161,7 @@ class Explorer:
             self.replay.normalise_by_contents()
         if self.episodes >= UNGUIDED:
             seeds = np.random.SeedSequence((self.seed, 2, self.episodes)).generate_state(2)
-            np.random.seed(int(seeds[0]))  # what the library draws batches by
+            np.random.seed(int(seeds[0]))  # the library's source of randomness for batches
             torch.manual_seed(int(seeds[1]))
             self.learner.train(decisions * self.rate, BATCH)
             self.learner.policy.set_training_mode(False)

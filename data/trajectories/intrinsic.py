@@ -1,4 +1,4 @@
-"""Intrinsic rewards: what an explorer is rewarded by in place of a task.
+"""Intrinsic rewards: an explorer's rewards in place of a task's.
 
 RND: Burda et al., Exploration by Random Network Distillation. ICM-APT: Liu and Abbeel, Behavior
 From the Void, in the features of Pathak et al., Curiosity-driven Exploration. Proto: Yarats et al.,
@@ -29,11 +29,11 @@ class Transitions(NamedTuple):
 
 
 class IntrinsicReward(nn.Module, abc.ABC):
-    """A reward that is learned from the transitions that it rewards."""
+    """A reward learned from the transitions that it rewards."""
 
     @abc.abstractmethod
     def loss(self, batch: Transitions) -> Tensor:
-        """Returns what the optimizer minimizes, a scalar."""
+        """Returns the scalar to minimize."""
 
     @abc.abstractmethod
     def reward(self, batch: Transitions) -> Tensor:
@@ -85,7 +85,7 @@ class RandomNetworkDistillation(IntrinsicReward):
 
 
 class CuriousParticles(IntrinsicReward):
-    """Distance from the nearest other next states, in features that tell states' actions (ICM)."""
+    """Distance from the nearest other next states, in action-predicting features (ICM)."""
 
     NEIGHBOURS = 12
 

@@ -9,32 +9,32 @@ class TrajectoryConfig:
     """Learning from trajectories instead of text: which episodes, and how they form a context."""
 
     path: str | None = None
-    """Folder of episodes, {domain}/{algorithm}/buffer/*.npz below it; where it is given, the run
-    learns actions from them, and of the section data only context_length, prepared,
-    held_out_fraction and seed are read."""
+    """Folder of episodes, {domain}/{algorithm}/buffer/*.npz below it; if given, the run learns
+    their actions, and reads only context_length, prepared, held_out_fraction and seed of the
+    section data."""
     task: str = ""
-    """Task whose rewards are learned from, such as walker_walk."""
+    """Task whose rewards to learn from, such as walker_walk."""
     in_context: int = 1
     """Episodes in a row, by ascending return (Agentic Transformer); 1 is Decision Transformer."""
     conditioning: Literal["return", "none"] = "return"
     """What comes with states and actions: return and reward, or nothing (behaviour cloning)."""
     best: float = 1.0
-    """Share of the episodes that is trained on, those of the highest returns: 0.1 with conditioning
-    none is the 10% behaviour cloning of the papers."""
+    """Share of the episodes to train on, those with the highest returns: 0.1 with conditioning none
+    is the papers' 10% behaviour cloning."""
     see_actions: bool = True
-    """Whether the model sees the actions that were taken. Where episodes come from policies without
-    noise, it learns to repeat what its own actions say of a policy, whatever return is asked for;
-    false prevents that."""
+    """Whether the model sees the actions taken. If episodes come from noiseless policies, it learns
+    to continue the policy that its own actions suggest, whatever return is requested; false
+    prevents that."""
     components: int = 1
-    """Actions that are predicted at a state: one, by squared error, or a mixture of several, by
-    likelihood, of which the most probable is acted by."""
+    """Actions predicted at a state: one, by squared error, or a mixture of several, by likelihood,
+    acting by the most probable."""
     loss_on: Literal["all", "last"] = "all"
     """Episodes of a row whose actions are trained on: all, or only the last, best one."""
     action_repeat: int = 1
-    """Simulator steps that are one decision: its state and action are the first step's, its reward
-    the sum. Exact for data that were collected with actions held as long."""
+    """Simulator steps per decision: its state and action are the first step's, its reward the sum.
+    Exact for data collected with actions held as long."""
     decisions: int = 0
-    """Successive decisions of an episode in a row, from a random one; 0 takes the whole."""
+    """Successive decisions per episode in a row, from a random start; 0 takes the whole episode."""
 
     def __post_init__(self) -> None:
         for name, minimum in (

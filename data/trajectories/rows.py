@@ -3,7 +3,7 @@
 The order and the relabelling are Agentic Transformer's (Liu and Abbeel, Emergent Agentic
 Transformer from Chain of Hindsight Experience, section 3): several trajectories of a task in a row,
 by ascending return, each with the best one's return as its target, and a flag on the last reward of
-those that reach it. With a single trajectory this is Decision Transformer.
+trajectories that reach it. With a single trajectory this is Decision Transformer.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,11 @@ class Decisions(NamedTuple):
     """A trajectory as its T decisions.
 
     Attributes:
-      state: what is observed before each decision; action: what is done; reward: the sum over the
-        decision's simulator steps.
-      target: the return that the trajectory is relabelled with; reached: whether its own return is
-        at least that.
-      earned: rewards before the first of these, of a cut.
-      ends: whether the trajectory ends with the last of these.
+      state: observed before each decision; action: taken; reward: the sum over the decision's
+        simulator steps.
+      target: the return it is relabelled with; reached: whether its return is at least that.
+      earned: in a cut, rewards before the first decision.
+      ends: whether the trajectory ends with the last decision.
     """
 
     state: Float32[np.ndarray, "T O"]
@@ -41,7 +40,7 @@ class Decisions(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What inputs are divided by, so that numbers of all kinds are of about the same size.
+    """The divisors of inputs, so that all kinds have about the same scale.
 
     Attributes:
       mean, std: of each number of a state, over the data; return_scale: of returns to go.
@@ -59,13 +58,13 @@ class Scales(NamedTuple):
     def of(cls, states: Float32[np.ndarray, "n O"], largest_return: float) -> "Scales":
         """Returns the scales of some states, and of returns up to a largest one."""
         values = states.astype(np.float64)
-        # A number that never changes stays what it is, less its mean.
+        # A constant number is only centred.
         std = values.std(0)
         return cls(values.mean(0), np.where(std < 1e-6, 1.0, std), max(abs(largest_return), 1e-6))
 
 
 def decisions(episode: Episode, action_repeat: int = 1) -> Decisions:
-    """Returns an episode as decisions of `action_repeat` steps; a remainder is left out."""
+    """Returns an episode as decisions of `action_repeat` steps, without a remainder."""
     count = (len(episode.reward) - 1) // action_repeat
     steps = count * action_repeat
     reward = episode.reward[1 : steps + 1].astype(np.float64).reshape(count, action_repeat).sum(1)

@@ -22,11 +22,11 @@ class SearchConfig:
     """Augmented random search.
 
     Attributes:
-      directions: tried in an iteration, each on both sides of the policy; best: how many of them
-        are followed.
-      step: length of a step; noise: how far from the policy is tried.
-      paired: whether both episodes of a direction start from the same state. Folders that do not
-        say so are not paired.
+      directions: tried per iteration, each on both sides of the policy; best: how many of them to
+        follow.
+      step: length of a step; noise: distance of the tries from the policy.
+      paired: whether both episodes of a direction start from the same state; false for folders that
+        do not say.
     """
 
     directions: int = 16
@@ -44,12 +44,12 @@ class SearchConfig:
 class Search:
     """Augmented random search over linear policies, with the statistics of all states seen.
 
-    Its state is saved after each iteration; an iteration that was interrupted is played again, with
-    the same seeds.
+    Its state is saved after each iteration; an interrupted iteration is replayed with the same
+    seeds.
     """
 
     def __init__(self, config: SearchConfig, shape: tuple[int, int], seed: int, path: Path) -> None:
-        """Reads the state if it was saved. Raises UserError if it is damaged."""
+        """Reads the state if saved. Raises UserError if it is damaged."""
         self.config, self.seed, self.path = config, seed, path
         self.iteration = 0
         self.weights = np.zeros(shape)
@@ -72,7 +72,7 @@ class Search:
 
     @property
     def std(self) -> Float[np.ndarray, " O"]:
-        """The deviation of all states seen; 1 before the first, and for what hardly changes."""
+        """The deviation of all states seen; 1 before the first, and for almost constant numbers."""
         variance = self.sums[1] / max(self.count, 1) - np.square(self.mean)
         return np.where(variance > 1e-6, np.sqrt(np.maximum(variance, 1e-6)), 1.0)
 

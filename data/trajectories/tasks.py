@@ -1,6 +1,6 @@
 """Tasks of the papers' in-context reinforcement learning: simulators, and rewards from states.
 
-dm_control is imported where it is needed: learning from prepared trajectories does without it.
+dm_control is imported where needed: learning from prepared trajectories works without it.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ class Task:
     """A task of a simulated body.
 
     Attributes:
-      name: {domain}_{task}; domain: the body, whose states and actions all of its tasks share.
+      name: {domain}_{task}; domain: the body; its tasks share states and actions.
       observation_size, action_size: numbers in a state and in an action; actions are in -1 .. 1.
-      physics_size: numbers that the simulator is set to a state by.
+      physics_size: numbers in the simulator's state.
       episode_steps: simulator steps of an episode.
     """
 
@@ -75,7 +75,7 @@ def make_environment(task: Task, seed: int) -> Any:
     Raises:
       UserError: dm_control is not installed.
     """
-    os.environ.setdefault("MUJOCO_GL", "disabled")  # nothing is drawn unless the user says by what
+    os.environ.setdefault("MUJOCO_GL", "disabled")  # render only if the user chooses a backend
     try:
         from dm_control import suite
     except ImportError:
@@ -88,10 +88,10 @@ def make_environment(task: Task, seed: int) -> Any:
 
 
 def _reach_environment(task: Task, seed: int) -> Any:
-    """Returns the Jaco arm, rewarded for a hand at the brick, which always is at REACH_CORNER.
+    """Returns the Jaco arm, rewarded for a hand at the brick, which is always at REACH_CORNER.
 
-    dm_control's own reach_duplo_features draws the brick's place anew in each episode; the tasks of
-    ExoRL, which are not in dm_control's suite, fix it at a corner.
+    dm_control's reach_duplo_features redraws the brick's position in each episode; ExoRL's tasks,
+    which are not in dm_control's suite, fix it at a corner.
     """
     import types
 
@@ -134,7 +134,7 @@ def flatten_observation(observation: Mapping[str, Any]) -> Float32[np.ndarray, "
 
 
 def physics_state(environment: Any) -> Float64[np.ndarray, " P"]:
-    """Returns what the simulator can be set to again: positions, velocities and activations."""
+    """Returns the restorable state: positions, velocities and activations."""
     return np.array(environment.physics.get_state(), np.float64)
 
 
@@ -163,14 +163,14 @@ def relabel(
 
 @functools.cache
 def _relabelling_environment(task: Task) -> Any:
-    """Returns a simulator whose states can be set; making one is slower than its use."""
+    """Returns a simulator whose states can be set; cached, since making one is slow."""
     environment = make_environment(task, seed=0)
     environment.reset()
     return environment
 
 
 def _control(environment: Any, action: Float32[np.ndarray, " A"]) -> np.ndarray:
-    """Returns an action as the simulator takes it, which may have other bounds than -1 .. 1."""
+    """Returns an action in the simulator's bounds, which may differ from -1 .. 1."""
     bounds = getattr(environment, "_env", environment).action_spec()
     middle, half = (bounds.maximum + bounds.minimum) / 2, (bounds.maximum - bounds.minimum) / 2
     return middle + half * np.asarray(action, np.float64)

@@ -128,7 +128,7 @@ def test_text_tokens_are_tokens_where_they_are_typed(tmp_path, kind):
     for wrong in ("<thin>", "</s>"):
         with pytest.raises(
             UserError,
-            match=f"text_tokens: '{wrong}' is no added token.*</think>, <think> would work",
+            match=f"text_tokens: '{wrong}' is not an added token.*</think>, <think> would work",
         ):
             bare.with_text_tokens([wrong])
 

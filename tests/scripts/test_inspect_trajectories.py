@@ -57,7 +57,7 @@ def test_the_table_the_numbers_and_the_picture(folder, tmp_path, capsys):
     assert "4 files left out:" in printed and len(result["left_out"]) == 4
     for name, reason in (
         ("half_30_20", "damaged"),
-        ("nan_31_20", "reward holds what is no finite number"),
+        ("nan_31_20", "reward holds values that are not finite numbers"),
         ("walker_32_20", "cartpole's is (5,)"),
         ("mixed_33_20", "lengths are observation 21"),
     ):

@@ -91,7 +91,7 @@ def test_every_kind_of_bad_file_is_named_and_counted(tmp_path):
         ("half_9", "damaged"),
         ("folder_7", "damaged"),
         ("mixed_0", "lengths are"),
-        ("nan_1", "reward holds what is no finite number"),
+        ("nan_1", "reward holds values that are not finite numbers"),
         ("walker_2", r"observation has shape (24,); cartpole's is (5,)"),
         ("strange_3", "physics has shape"),
     ):

@@ -39,7 +39,10 @@ def test_the_first_rows_reward_does_not_count():
     ("change", "message"),
     [
         ({"reward": np.zeros(3, np.float32)}, "lengths are observation 21, action 21, reward 3"),
-        ({"reward": np.full(21, np.nan, np.float32)}, "reward holds what is no finite number"),
+        (
+            {"reward": np.full(21, np.nan, np.float32)},
+            "reward holds values that are not finite numbers",
+        ),
         (
             {"observation": np.zeros((21, 24), np.float32)},
             r"observation has shape \(24,\); cartpole's is \(5,\)",
@@ -48,11 +51,11 @@ def test_the_first_rows_reward_does_not_count():
             {"action": np.zeros((21, 6), np.float32)},
             r"action has shape \(6,\); cartpole's is \(1,\)",
         ),
-        ({"reward": np.array(["a"] * 21)}, "reward holds what is no finite number"),
+        ({"reward": np.array(["a"] * 21)}, "reward holds values that are not finite numbers"),
         ({"physics": np.zeros((21, 3))}, r"physics has shape \(3,\); cartpole's is \(4,\)"),
         (
             {"observation": np.full((21, 5), np.inf, np.float32)},
-            "observation holds what is no finite number",
+            "observation holds values that are not finite numbers",
         ),
     ],
 )
