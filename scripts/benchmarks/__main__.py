@@ -1,11 +1,11 @@
-"""Measures stale results, writes docs/results and makes BENCHMARKS.md: `make bench`.
+"""Measures stale results and writes docs/results and BENCHMARKS.md: `make bench`.
 
     python -m scripts.benchmarks                       # stale ones; continues an interrupted start
     python -m scripts.benchmarks --only step kernels   # these, fresh or not
     python -m scripts.benchmarks --stale               # lists stale results, measures nothing
     python -m scripts.benchmarks --fresh step          # fails where one of these is stale
 
-A result is fresh while the programs that it depends on are unchanged since its measurement: see
+A result is fresh while the programs it depends on are unchanged since its measurement: see
 `freshness`. Results carried over from the previous page count by the programs of the commit that
 recorded them.
 """
@@ -51,7 +51,7 @@ def report_stale() -> None:
 
 
 def report_fresh(names: tuple[str, ...]) -> int:
-    """Prints for each result whether it is fresh; returns 1 where one is not.
+    """Prints whether each result is fresh; returns 1 if one is not.
 
     Raises:
       UserError: there is no such result.
@@ -73,7 +73,7 @@ def run_commands(name: str, folder: Path, conversations: Path) -> float:
 
     Raises:
       subprocess.CalledProcessError: a command failed.
-      UserError: the folder has files of others.
+      UserError: the folder has other files.
     """
     inputs = {pattern: fingerprint(pattern) for pattern in load(name).depends_on}
     out = folder / name
@@ -109,7 +109,7 @@ def measure(name: str, folder: Path, conversations: Path) -> Result:
     result = renew(name, rows, command=measurement.command(name), seconds=seconds)
     for fact in result.facts:
         print(f"kept in docs/results/{name}.json; is it still true? {fact}")
-    # Complete: the next start measures anew, in the same folder.
+    # Complete: the next start measures again, in the same folder.
     write_json(out / "progress.json", {"inputs": {}, "seconds": []})
     return result
 
@@ -126,10 +126,10 @@ class Options:
     )
     stale: bool = option("only list results whose code has changed")
     fresh: tuple[str, ...] = option(
-        "only tell whether these are fresh: 1 if one is not", (), metavar="NAME"
+        "only print whether these are fresh: 1 if one is not", (), metavar="NAME"
     )
     conversations: Path = option("identity conversations", CONVERSATIONS)
-    output: Path = option("folder for what the commands write", Path("runs/bench"))
+    output: Path = option("folder for the commands' output", Path("runs/bench"))
 
 
 def work(args: Options) -> int:
@@ -156,7 +156,7 @@ def work(args: Options) -> int:
             print(f"{name}: failed with {error.returncode}", file=sys.stderr)
             failed.append(name)
         page.write()
-    page.write()  # also where everything was fresh
+    page.write()  # even if everything was fresh
     return int(bool(failed))
 
 

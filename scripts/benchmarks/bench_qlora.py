@@ -6,9 +6,9 @@
 Both sides begin from the same weights: random, stored once as a model of one layer, which every
 layer of the measured model copies. The base is in NF4 with double quantization; adapters of all
 projections, their moments and AdamW are in float32. A row holds documents of about
---document-tokens, and every step trains on the same row. Layers are recomputed on both sides, as
-peft's prepare_model_for_kbit_training has it. Sides run in processes of their own; each adds its
-row to OUTPUT/qlora.jsonl when it ends.
+--document-tokens, and every step trains on the same row. Layers are recomputed on both sides, as in
+peft's prepare_model_for_kbit_training. Sides run in separate processes; each adds its row to
+OUTPUT/qlora.jsonl when it ends.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LAYER = "model.layers.0."
 
 
 def adapter(args: Options) -> AdapterConfig:
-    """Returns the adapters of both sides, as the shipped recipes have them."""
+    """Returns the adapters of both sides, as in the shipped recipes."""
     return AdapterConfig(rank=args.rank, alpha=2.0 * args.rank, quantize="nf4")
 
 
@@ -170,7 +170,7 @@ def _params(model, folder: Path) -> dict[str, Any]:
 
 
 def _is_part(name: str) -> bool:
-    """Whether a parameter is a part of a quantized weight or of an adapter."""
+    """Whether a parameter is part of a quantized weight or an adapter."""
     from model.adapter import ADAPTER_PARTS
     from model.quantized_weights import weight_of
 
@@ -273,7 +273,7 @@ def _peft_model(args: Options, weights: Path, device: str):
 
 
 def _documents(length: int, args: Options) -> int:
-    """Returns how many documents the row has."""
+    """Returns the row's number of documents."""
     return max(1, length // args.document_tokens) if args.document_tokens else 1
 
 
@@ -300,7 +300,7 @@ def measure(side: str, length: int, weights: Path, args: Options) -> dict:
 
 
 def report(args: Options) -> int:
-    """Measures, prints rows and writes each as it comes; returns 1 if one failed."""
+    """Measures, prints and writes each row; returns 1 if one failed."""
     output_files(args.output, {"qlora.jsonl": b'"side"'})
     rows: dict[tuple[str, int], dict] = {}
     with TemporaryDirectory(dir=args.output) as scratch:
@@ -344,12 +344,12 @@ class Options:
     layers: int = option("number of layers; 0 for all", 0)
     lengths: tuple[Tokens, ...] = option("tokens in the row", (8192, 32768))
     document_tokens: TokensOr0 = option("mean tokens of a document; 0: one document", 2048)
-    steps: AtLeastOne = option("steps, of which the fastest after the second counts", 10)
+    steps: AtLeastOne = option("steps; the fastest after the second counts", 10)
     rank: AtLeastOne = option("of the adapters", 16)
     dtype: str = option("compute precision", "bfloat16", choices=("float32", "bfloat16"))
     remat: str = option("our policy", "save_attention")
     kernel: str = option("our attention kernel", "auto")
-    loss_chunk: TokensOr0 = option("our tokens of a chunk of the loss", 4096)
+    loss_chunk: TokensOr0 = option("tokens per chunk of our loss", 4096)
     side: tuple[str, ...] = option("whose step", SIDES, choices=SIDES)
     torch_attention: str = option("their attention: sdpa, flex_attention", "sdpa")
     torch_liger: bool = option("they use Liger's kernels (pip install liger-kernel)")

@@ -44,8 +44,8 @@ from trainer.config.schema import MeshConfig
 from trainer.options import Tokens, add_options, option
 from trainer.xla_flags import FLAGS
 
-# Pods with twice as many chips as ranks: as in training, another mesh axis than the sequence.
-# (The TPU's compiler may turn a reduce-scatter over all chips of a pod into an all-reduce.)
+# Pods with twice as many chips as ranks: as in training, there is a second mesh axis. (The TPU's
+# compiler may turn a reduce-scatter over all chips of a pod into an all-reduce.)
 PODS = {4: "v4:2x2x2", 8: "v4:2x2x4", 16: "v4:4x4x2", 64: "v4:4x4x8", 256: "v4:8x8x8"}
 # Name in the table: schedule, layout, and the window in blocks if there is one. The layout matters
 # to windows and `balanced`.
@@ -281,7 +281,7 @@ def overlap_table(schedules, topology: str, tokens: int) -> list[dict]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """The option of every table."""
+    """The option that all tables share."""
 
     output: Path | None = option("also write this JSON file", None)
 
@@ -297,7 +297,7 @@ class BytesOptions(Output):
         "another pod, such as v5e:16x16: as many chips as ranks, or a multiple", ""
     )
     kernel: str = option(
-        "it moves nothing; `reference` compiles fastest, with few tokens",
+        "has no effect on transfers; `reference` compiles fastest, with few tokens",
         "xla",
         choices=("xla", "reference"),
     )
@@ -322,11 +322,11 @@ class OverlapOptions(Output):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeOptions(Output):
-    """What balance is worth in seconds, on two devices of one CPU thread each."""
+    """The seconds gained by balance, on two devices of one CPU thread each."""
 
     lengths: tuple[Tokens, ...] = option("tokens in all", (2048, 4096, 8192, 16384, 32768))
     tiles: int = option("on a side of each device's block", 16)
-    repeats: int = option("times each case is run; the median counts", 5)
+    repeats: int = option("runs of each case; the median counts", 5)
     heads: int = option("number of heads", 2)
     head_dim: int = option("size of a head", 64)
 

@@ -99,7 +99,7 @@ def random_row(vocabulary: int, length: int) -> np.ndarray:
 
 
 def make_batch(builder, length: int, documents: int) -> dict[str, Any]:
-    """Returns a row of random tokens in `documents` documents, placed as the step takes it."""
+    """Returns a row of random tokens in `documents` documents, placed for the step."""
     import jax
 
     tokens = random_row(builder.model.config.vocab_size, length)
@@ -166,7 +166,7 @@ def device_facts() -> dict:
 
 
 def jax_matmul_rate(dtype: str) -> float:
-    """Returns the FLOP/s of matrix products, on a CPU as `matmul_rate` has it."""
+    """Returns the FLOP/s of matrix products, on a CPU by `matmul_rate`."""
     import jax
     import jax.numpy as jnp
 
@@ -287,7 +287,7 @@ def _percent(share: float | None) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """The options of our step, which `make_builder` reads, and how many documents a row has."""
+    """The options of our step, read by `make_builder`, and a row's number of documents."""
 
     model: str = option("a preset", "smollm2-135m")
     layers: int = option("number of layers; 0 for all", 0)
@@ -297,8 +297,8 @@ class StepOptions:
     backward: str = option(
         "the order of attention's backward pass", "repeatable", choices=BACKWARDS
     )
-    chunk: TokensOr0 = option("our tokens of a chunk of projections (default: the trainer's)", 0)
-    loss_chunk: TokensOr0 = option("tokens of a chunk of the loss", 1024)
+    chunk: TokensOr0 = option("tokens per chunk of our projections (default: the trainer's)", 0)
+    loss_chunk: TokensOr0 = option("tokens per chunk of the loss", 1024)
     moments_on_host: bool = option("keep AdamW's moments on the host")
     documents: AtLeastOne = option("documents in the row", 1)
 
@@ -308,7 +308,7 @@ class Options(StepOptions):
     """The command's options."""
 
     lengths: tuple[Tokens, ...] = option("tokens in the row", (2048, 4096))
-    steps: int = option("timed steps per turn, after an untimed one; 0 times that one", 3)
+    steps: int = option("timed steps per turn, after an untimed one; 0 times the first step", 3)
     turns: int = option("processes of each side, in turns", 2)
     side: tuple[str, ...] = option("whose step", ("theirs", "ours"), choices=("theirs", "ours"))
     torch_attention: str = option("their attention: sdpa, flex_attention", "sdpa")
@@ -316,7 +316,7 @@ class Options(StepOptions):
     torch_liger: bool = option("they use Liger's kernels (pip install liger-kernel)")
     torch_compile: bool = option("their model goes through torch.compile")
     torch_weights: str = option(
-        "their weights and moments; products on a GPU are bfloat16 anyhow",
+        "their weights and moments; products on a GPU are always bfloat16",
         "float32",
         choices=("float32", "bfloat16"),
     )

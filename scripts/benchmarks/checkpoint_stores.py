@@ -1,9 +1,9 @@
-"""Prints how long a checkpoint takes to save and restore on a disk and in buckets, and its bytes.
+"""Prints a checkpoint's size, and its saving and restoring times on a disk and in buckets.
 
     python -m scripts.benchmarks.checkpoint_stores /tmp/here gs://BUCKET/there [--mib 256]
 
-Each folder gets a checkpoint of float32 arrays and their two moments, as a run saves them, which is
-verified, restored, and removed again.
+A checkpoint of float32 arrays and their two moments, as saved by a run, is written to each folder,
+verified, restored and removed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(folder: str, mib: int) -> dict[str, float]:
         restored = store.restore(1, abstract, {"mu": abstract, "nu": abstract})
         ended = time.monotonic()
         if not np.array_equal(restored.model["layers.w"], model["layers.w"]):
-            raise ValueError(f"{folder}: what was restored is not what was saved")
+            raise ValueError(f"{folder}: the restored arrays differ from the saved ones")
         files = read_manifest(store.path(1))["files"].values()
     finally:
         remove(store.path(1))

@@ -69,9 +69,9 @@ def run_for(
 
     Args:
       words: Python's arguments.
-      log: the file that its output goes to.
+      log: the file for its output.
       environment: of the process; None for this one's.
-      grace: seconds that it has after SIGTERM.
+      grace: seconds until it is killed after SIGTERM.
 
     Returns:
       "exit STATUS", or "out of time".
@@ -92,7 +92,7 @@ def run_for(
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(grace)
-            with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+            with contextlib.suppress(ProcessLookupError):  # the group has already ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return "out of time"

@@ -4,7 +4,7 @@
 
 Trains configs/extension/lines_16k.yaml, and for comparison the same model only on its last stage's
 rows, for the same time. Both answer questions about records up to the trained length, with keys and
-numbers that no training text has, and about longer ones. The same command continues after an
+numbers absent from all training texts, and about longer ones. The same command continues after an
 interruption. Writes docs/results/curriculum.json and docs/curriculum.png.
 """
 
@@ -40,7 +40,7 @@ def recipe() -> dict:
 
 
 def train_staged(folder: Path) -> Path:
-    """Trains the recipe, unless that is done; returns the run's folder."""
+    """Trains the recipe, unless done; returns the run's folder."""
     python("train.py --config {recipe} --run_dir {run}", recipe=RECIPE, run=folder)
     return folder
 
@@ -64,7 +64,7 @@ def train_alone(folder: Path, staged: Path) -> Path:
 
 
 def evaluate(checkpoint: Path) -> list[Score]:
-    """Answers the questions, unless that is done; returns the scores, by the number of lines."""
+    """Answers the questions, unless done; returns the scores by number of lines."""
     scores: list[Score] = []
     for name, lines, cases, flag in (
         ("lines", LINES, CASES, "--unseen"),

@@ -3,7 +3,7 @@
     make evidence, or
     python -m scripts.benchmarks.evidence            # plans that other versions or flags made
     python -m scripts.benchmarks.evidence --only h100 1m   # those whose name has all of these words
-    python -m scripts.benchmarks.evidence --again    # also those of these versions
+    python -m scripts.benchmarks.evidence --again    # also plans of these versions
     python -m scripts.benchmarks.evidence --list     # lists versions, makes none
     python -m scripts.benchmarks.evidence --times    # estimates times again, compiles nothing
 
@@ -80,12 +80,12 @@ def flags_of(plan: dict[str, Any]) -> dict[str, str]:
 
 
 def stored_flags(plan: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Returns `flags_of` as `made_with` holds it: nothing if there were no flags."""
+    """Returns `flags_of` in the form of `made_with`: nothing without flags."""
     return {"flags": flags_of(plan)} if flags_of(plan) else {}
 
 
 def versions_of(plan: dict[str, Any]) -> str:
-    """Returns what a plan was made with, in one line."""
+    """Returns a plan's versions and flags, in one line."""
     made = plan.get("made_with", {"jax": plan.get("jax", "not recorded")})
     return ", ".join(f"{name} {version}" for name, version in made.items() if name != "flags")
 
@@ -116,7 +116,7 @@ def make(name: str, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def estimated_again(name: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """Returns a plan with the times that today's cost model estimates."""
+    """Returns a plan with today's estimates of its times."""
     args = parser().parse_args(command_of(name, plan))
     return plan | estimates(plan, job_of(args), args)
 

@@ -1,12 +1,12 @@
-"""Trains and evaluates in-context reinforcement learning on episodes of an explorer.
+"""Trains and evaluates in-context reinforcement learning on an explorer's episodes.
 
     python -m scripts.benchmarks.exploration --data trajectories/exploration
 
-A cell is a task, a protocol, a method and a training seed. Finished cells are skipped, an
-interrupted one continues, and one that another such command works on is passed over, so that any
-number of them may share a folder, one pinned to each core. A task waits until its body has 1,000
-episodes. Writes docs/results/exploration.json after each cell, also half of the table; cells that
-it has, from any machine, are not measured again.
+A cell is a task, a protocol, a method and a training seed. Finished cells and cells that another
+such command works on are skipped, and interrupted ones continue, so any number of these commands
+may share a folder, one pinned to each core. A task waits until its body has 1,000 episodes. Writes
+docs/results/exploration.json after each cell, even if the table is incomplete; cells that are in
+it, from any machine, are not measured again.
 
 What follows was chosen before any result was seen. CPU hours of a cell, estimated from short runs
 of cartpole on one busy core of an AMD EPYC: BC-10% 0.2, DT 0.5, AT N = 4 0.4, N = 16 0.6, N = 32
@@ -45,7 +45,7 @@ from trainer.options import AtLeastOne, command, option
 
 
 def action_repeat(data: Path, task: Task) -> int:
-    """Returns the action repeat that a body's episodes were collected with.
+    """Returns the action repeat of a body's episodes.
 
     Raises:
       UserError: its folders differ.
@@ -79,8 +79,8 @@ def is_measured(cell: Cell, args: Options) -> bool:
 
 
 def measure(cell: Cell, args: Options) -> bool:
-    """Trains and evaluates a cell; returns False if its episodes or a training that it begins with
-    are not there yet, or another process works on it."""
+    """Trains and evaluates a cell; returns False if its episodes or its initial training are still
+    missing, or another process works on it."""
     if not has_episodes(Path(args.data), get_task(cell.task)):
         return False
     try:
@@ -95,7 +95,7 @@ def measure(cell: Cell, args: Options) -> bool:
 
 @contextlib.contextmanager
 def locked(cell: Cell, args: Options) -> Iterator[Path]:
-    """Yields the folder of a cell's run, which no other process measures meanwhile.
+    """Yields the folder of a cell's run, locked against other processes.
 
     Raises:
       TransientError: another process does.
@@ -107,7 +107,7 @@ def locked(cell: Cell, args: Options) -> Iterator[Path]:
 
 
 def train(cell: Cell, args: Options) -> Path:
-    """Trains a cell unless done, after the training that it begins with; returns its folder."""
+    """Trains a cell unless done, after its initial training; returns its folder."""
     training, task, data = TRAININGS[cell.method], get_task(cell.task), Path(args.data)
     fields = [*PROTOCOLS[cell.protocol], *training.options]
     repeat = action_repeat(data, task)
@@ -149,7 +149,7 @@ def steps(training: Training, args: Options) -> int:
 
 
 def evaluate(cell: Cell, number: int, args: Options) -> None:
-    """Plays a cell's model, asked for its return of this number in `requests`, unless done."""
+    """Plays a cell's model unless done, asking for the return with this index in `requests`."""
     folder = run_folder(cell, args)
     answer = folder / f"in_context_{number}"
     if (answer / "cpu.json").exists():
@@ -169,7 +169,7 @@ def timed(folder: Path, text: str, **values: object) -> float:
     """Runs a command as `python`; returns its CPU seconds, with those of interrupted tries.
 
     Args:
-      folder: keeps the seconds of tries that failed beside it.
+      folder: the seconds of failed tries are stored next to it.
     """
     spent = folder.with_name(f"{folder.name}.spent.json")
     before = json.loads(spent.read_text(encoding="utf-8")) if spent.exists() else 0.0
@@ -188,7 +188,7 @@ def _children_seconds() -> float:
 
 
 def work(args: Options) -> None:
-    """Measures cell by cell, and saves after each, until none can be measured here and now."""
+    """Measures cell by cell, and saves after each, until no cell can be measured now."""
     text = f"python -m scripts.benchmarks.exploration --data {args.data}"
     progress = True
     while progress:
@@ -220,7 +220,7 @@ def unmeasured(args: Options) -> list[Cell]:
 
 
 def answers_of(cell: Cell, args: Options) -> list[Answer]:
-    """Returns what a finished cell's evaluations found."""
+    """Returns the results of a finished cell's evaluations."""
     folder = run_folder(cell, args)
     trained = json.loads((folder / "trained.json").read_text(encoding="utf-8"))["cpu_seconds"]
     answers = []

@@ -1,4 +1,4 @@
-"""What scripts.benchmarks.exploration trains: its cells, chosen before any result was seen.
+"""The cells of scripts.benchmarks.exploration, chosen before any result was seen.
 
 A cell is a task, a protocol, a method and a training seed.
 """
@@ -23,7 +23,7 @@ class Training:
 
     Attributes:
       in_context: episodes in a row; rows: of a step.
-      start: the training whose parameters it begins with; None draws them.
+      start: the training whose final parameters it starts from; None for random ones.
       devices: simulated ones along sequence, in the striped layout.
       options: further fields of the section trajectories.
     """

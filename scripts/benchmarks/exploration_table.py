@@ -50,10 +50,10 @@ DEPENDS_ON = (
 
 
 class Answer(NamedTuple):
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
-      requested: the return that the model was asked for, in words; found: eval.in_context's result;
+      requested: the return requested from the model, in words; found: eval.in_context's result;
       cpu_hours: of the training and the evaluation.
     """
 

@@ -31,7 +31,7 @@ GOALS = {"as it is": FALLS_NOT, "RoPE rescaled": "", "rescaled and trained": FAL
 
 
 def train(args: Options) -> Path:
-    """Trains the recipe on the text, unless that is done; returns the run's folder."""
+    """Trains the recipe on the text, unless done; returns the run's folder."""
     folder = Path(args.output) / "run"
     source = yaml.safe_load((ROOT / RECIPE).read_text(encoding="utf-8"))["data"]["sources"][0]
     python(
@@ -48,8 +48,8 @@ def losses(checkpoint: str, args: Options, name: str, options: str = "") -> dict
     """Predicts the book unless done; returns the losses of targets beyond KNOWN tokens.
 
     Args:
-      checkpoint: a run or a Hugging Face folder; name: of the folder within --output; options:
-        further flags of the recipe.
+      checkpoint: a run or a Hugging Face folder; name: its folder within --output; options: further
+        flags of the recipe.
 
     Returns:
       Two dictionaries of Buckets.rows, in nats: `losses` by the length of pieces in tokens (LENGTH
@@ -112,7 +112,7 @@ def save_result(models: dict[str, dict], took: float) -> None:
 
 
 def work(args: Options) -> None:
-    """Measures the model as it is and rescaled, trains, measures again, and saves."""
+    """Measures the model unchanged and rescaled, trains, measures again, and saves."""
     before = (
         losses(args.model, args, "as_it_is", "--model.overrides {{}}"),
         losses(args.model, args, "rescaled"),

@@ -2,9 +2,9 @@
 
 For Python files the digest covers what runs: without comments, docstrings, annotations, imports and
 the words of messages, and with every name that the files define replaced by its number in the
-statement. Names of libraries stay, since exp is not log. So new names, formatting, moved or
-reordered functions age nothing. A function split in two counts as changed, though it computes the
-same. For other files the digest covers their bytes.
+statement. Names of libraries stay, since exp is not log. So renaming, formatting, and moving or
+reordering functions keep results fresh. A function split in two counts as changed, though it
+computes the same. For other files the digest covers their bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures on one GPU what a short loan of it allows: rows by importance, each in its own process.
+"""Measures what a few minutes of one GPU allow: rows by importance, each in a separate process.
 
     python -m scripts.benchmarks.gpu_call                    # five minutes
     python -m scripts.benchmarks.gpu_call --call qlora       # another five
@@ -11,8 +11,8 @@ with their profile, and kernels against cuDNN and torch. The call `qlora`: Llama
 QLoRA against transformers + peft + bitsandbytes. The call `mixtures`: three layers of Qwen3-30B-A3B
 against transformers, at 32K with Liger. The call `backward`: attention's backward pass in one
 kernel (`attention.backward: any_order`) beside the default, exactness first. A row that does not
-fit into what is left of the time is left out by name. OUTPUT/rows.jsonl gets a line after each row,
-and each row's folder what its command wrote. --wheels prints the command that downloads the peers'
+fit into the remaining time is left out by name. OUTPUT/rows.jsonl gets a line after each row; each
+row's folder has its command's output. --wheels prints the command that downloads the peers'
 packages for a machine without network, which installs them by pip install --no-index --find-links
 WHEELS.
 """
@@ -41,8 +41,9 @@ class Row(NamedTuple):
     """One measurement.
 
     Attributes:
-      least: seconds that it takes, its start and compiling included; it is not begun with fewer.
-      words: of its command, without --output; tiny: what replaces its sizes with --tiny.
+      least: seconds it takes, including its start and compilation; it is not started with less
+        time.
+      words: its command, without --output; tiny: replaces its sizes with --tiny.
     """
 
     name: str
@@ -145,7 +146,7 @@ def module(words: str) -> list[str]:
 
 
 def measure(row: Row, args: Options, seconds: float) -> dict:
-    """Runs a row for at most `seconds`; returns what became of it."""
+    """Runs a row for at most `seconds`; returns its outcome."""
     words = module(row.words)
     if args.tiny:  # Liger needs a GPU
         words = [*(word for word in words if word != "--torch-liger"), *row.tiny.split()]
@@ -162,13 +163,15 @@ def measure(row: Row, args: Options, seconds: float) -> dict:
 class Options:
     """The command's options."""
 
-    seconds: AtLeastOne = option("that all rows may take together", 290)
+    seconds: AtLeastOne = option("for all rows together", 290)
     call: str = option("which rows", "steps", choices=tuple(CALLS))
     only: tuple[str, ...] = option(
         "rows", (), choices=tuple(row.name for rows in CALLS.values() for row in rows)
     )
-    wheels: bool = option("print how the peers' packages are downloaded, and measure nothing")
-    tiny: bool = option("at tiny sizes on a CPU, to see that each row runs")
+    wheels: bool = option(
+        "print the command that downloads the peers' packages, and measure nothing"
+    )
+    tiny: bool = option("at tiny sizes on a CPU, to check that each row runs")
     output: Path = option("folder for results", Path("runs/gpu_call"))
 
 

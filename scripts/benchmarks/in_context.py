@@ -46,7 +46,7 @@ BASELINES, LONGEST = ("BC-10%", "DT"), "AT, N = 8"
 SCORES = "returns, mean over evaluation seeds, and 95% bootstrap intervals"
 EPISODES = "return of each episode, mean over evaluation seeds"
 SEEDS = "last of 8 episodes, three training seeds"
-LINE = ["task", "method", "steps"]  # what identifies a line of a table
+LINE = ["task", "method", "steps"]  # identify a line of a table
 TABLES = {
     SCORES: [
         *LINE,
@@ -145,10 +145,10 @@ def take_first_stage(folder: Path, seed: int) -> None:
 
 
 def save_result(results: dict[tuple[str, str, int], list[dict]], command: str) -> None:
-    """Stores the results of some methods, and keeps the others.
+    """Stores the results of some methods, and keeps other methods' results.
 
     Args:
-      results: (task, method, steps) -> what eval.in_context wrote, for each training seed.
+      results: (task, method, steps) -> eval.in_context's result for each training seed.
     """
     stored, stored_rows = load(NAME).tables, load(NAME).rows
     measured_now = {(task, method, str(steps)) for task, method, steps in results}

@@ -3,10 +3,10 @@
     python -m scripts.benchmarks.retrieval --model HF_DIR --like LINES.jsonl --text TEXT --book BOOK
 
 Trains configs/extension/smollm2_lines_4k.yaml, with lines in the file's wording, also on the
-beginning of a text. Evaluates generated records in that wording with pairs of key and number that
-no training text has (data/synthetic/split.py), the file's cases, the loss on another book, and two
-short tasks of that book (scripts.make_short_tasks; needs requirements-eval.txt). The same command
-continues after an interruption. Writes docs/results/retrieval.json and docs/retrieval.png.
+beginning of a text. Evaluates generated records in that wording with (key, number) pairs absent
+from all training texts (data/synthetic/split.py), the file's cases, the loss on another book, and
+two short tasks from that book (scripts.make_short_tasks; needs requirements-eval.txt). The same
+command continues after an interruption. Writes docs/results/retrieval.json and docs/retrieval.png.
 """
 
 from __future__ import annotations
@@ -74,11 +74,12 @@ def train(args: Options) -> Path:
 
 
 def book_losses(run_folder: Path, model: str, book: str, folder: Path) -> list[float]:
-    """Returns the mean loss on a book before and after, nats per token: is text forgotten?
+    """Returns the mean loss on a book before and after, in nats per token, to see whether text is
+    forgotten.
 
     Args:
-      model: the folder of the model that training began with.
-      folder: keeps what was measured, in `book`.
+      model: the folder of the initial model.
+      folder: keeps the measurements, in `book`.
     """
     table = folder / "book" / "loss_by_position.json"
     if not table.exists():
@@ -105,7 +106,8 @@ def book_losses(run_folder: Path, model: str, book: str, folder: Path) -> list[f
 
 
 def short_tasks(checkpoint: str, args: Options, name: str) -> dict[str, dict]:
-    """Returns lm-eval's result of each short task of the book, made and answered unless done."""
+    """Returns lm-eval's result of each short task from the book; makes and answers them unless
+    done."""
     tasks, folder = Path(args.output) / "short_tasks", Path(args.output) / f"{name}_short"
     if not (folder / "results.json").exists():
         python("-m scripts.make_short_tasks {book} --output {tasks}", book=args.book, tasks=tasks)
@@ -157,7 +159,7 @@ def save_result(
     """Writes the result: a row for each number of lines, for the book, and for each short task.
 
     Args:
-      short: of before and after, the result of each short task.
+      short: results of the short tasks before and after.
     """
     rows = {}
     for old, new in zip(before, after, strict=True):
@@ -218,8 +220,8 @@ class Options:
 
     model: str = option("SmolLM2's folder, such as scripts.make_smollm2 makes")
     like: str = option("LongChat's file of 200 lines", metavar="FILE.jsonl")
-    text: str = option("a text to train on in addition to the exercises", metavar="TEXT.txt")
-    book: str = option("another, for the loss before and after", metavar="BOOK.txt")
+    text: str = option("a text to train on, in addition to the exercises", metavar="TEXT.txt")
+    book: str = option("another text, for the loss before and after", metavar="BOOK.txt")
     limit: int = option("cases of the file", 48)
     output: str = option("folder of the run and the evaluations", "runs/retrieval")
 

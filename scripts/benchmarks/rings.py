@@ -68,7 +68,8 @@ def their_ring() -> Callable:
 def compiled_rings(
     length: int, heads: int, head_dim: int
 ) -> dict[str, tuple[jax.stages.Compiled, tuple]]:
-    """Returns each ring's compiled attention with gradients and its arguments, in its order."""
+    """Returns each ring's compiled attention with gradients, and its arguments in its token
+    order."""
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -116,7 +117,8 @@ def compiled_rings(
 
 
 def largest_difference(rings: dict[str, tuple], length: int) -> float:
-    """Returns the largest difference from their results, over each result's largest value."""
+    """Returns the largest difference from their results, relative to each result's largest
+    value."""
     import jax
 
     from model.attention.layout import permutation
@@ -166,7 +168,7 @@ def work(args: Options) -> None:
     from trainer.mesh import simulate
 
     os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"  # a thread a device
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"  # a thread each
     )
     simulate(RANKS)
     rows = {}
@@ -208,7 +210,7 @@ class Options:
     lengths: tuple[Tokens, ...] = option("tokens over both devices", (4096, 8192, 16384, 32768))
     heads: int = option("number of heads", 4)
     head_dim: int = option("size of a head", 64)
-    repeats: int = option("runs of each, of which the median counts", 5)
+    repeats: int = option("runs of each; the median counts", 5)
 
 
 main = command(Options, work)

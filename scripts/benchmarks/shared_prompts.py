@@ -1,10 +1,9 @@
-"""Prints what a preference step saves where both completions of a pair share their prompt.
+"""Prints a preference step's savings if both completions of a pair share their prompt.
 
     python -m scripts.benchmarks.shared_prompts [--prompt 3072] [--completion 256] [--output FILE]
 
-FLOPs are those of LLaMA-3.1-8B by the formula that MFU is counted with. Bytes are those of a small
-model's step, compiled for four simulated devices in a ring: the temporaries of a device, and what
-it receives.
+FLOPs are LLaMA-3.1-8B's by MFU's formula. Bytes are those of a small model's step, compiled for
+four simulated devices in a ring: a device's temporaries, and the bytes it receives.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ DEVICES = 4
 
 
 def flops(prompt: int, completion: int, shared: int) -> float:
-    """Returns the FLOPs of a step on one pair of documents of which the second shares so many
-    tokens."""
+    """Returns the FLOPs of a step on one pair of documents that share so many tokens."""
     import numpy as np
 
     from model.config import TransformerConfig
@@ -36,8 +34,8 @@ def flops(prompt: int, completion: int, shared: int) -> float:
 
 
 def compiled_bytes(tokens: int, share: bool) -> tuple[float, float]:
-    """Returns the bytes of a device's temporaries, and those that it receives, in a DPO step on a
-    row of so many tokens."""
+    """Returns a device's bytes of temporaries and of received data in a DPO step on a row of so
+    many tokens."""
     import jax
 
     from model.config import TransformerConfig
@@ -75,14 +73,14 @@ def compiled_bytes(tokens: int, share: bool) -> tuple[float, float]:
 
 
 def figures(prompt: int, completion: int) -> dict[str, tuple[float, float]]:
-    """Returns what a pair takes whose prompt is computed twice, and once: its tokens, FLOPs, memory
-    and bytes received.
+    """Returns tokens, FLOPs, memory and received bytes of a pair with its prompt computed twice,
+    and once.
 
     Args:
       prompt: tokens of the prompt.
       completion: tokens of each completion.
     """
-    both, shared = 2 * (prompt + completion), prompt - 1  # the prompt's last token is there twice
+    both, shared = 2 * (prompt + completion), prompt - 1  # the prompt's last token occurs twice
     tokens = [-(-count // DEVICES) * DEVICES for count in (both, both - shared)]
     twice, once = (
         compiled_bytes(row, share) for row, share in zip(tokens, (False, True), strict=True)

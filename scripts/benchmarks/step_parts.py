@@ -1,7 +1,8 @@
-"""Which part of a step a kernel belongs to, and the bytes that a part has to move.
+"""Which part of a step a kernel belongs to, and the bytes a part has to move.
 
-The compiled step's text says it best: scopes (`attention`, `optimizer`), products inside fusions,
-fusions that only move. A GPU's libraries and a trace without that text leave the kernels' names.
+The compiled step's text tells it best: scopes (`attention`, `optimizer`), products inside fusions,
+fusions that only move. For a GPU's libraries, or without that text, only the kernels' names are
+known.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ _PRODUCT_NAME = re.compile(
     r"nvjet|gemm|cutlass|cublas|splitk|matmul|convolution|ynn|onednn|(?:^|[_.])dot(?:[_.]|$)",
     re.IGNORECASE,
 )
-# Words of the names that XLA gives to fusions, from the opcodes in them.
+# Words in XLA's names of fusions, from their opcodes.
 _MOVES = {
     *("convert", "copy", "transpose", "broadcast", "slice", "dynamic", "update", "concatenate"),
     *("pad", "bitcast", "reshape", "reverse", "gather", "iota"),
 }
 _NO_WORK = {"loop", "input", "wrapped", "fusion", "start", "done", "computation", "clone"}
-# Opcodes that move or convert numbers and compute none.
+# Opcodes that only move or convert numbers.
 _MOVING_OPCODES = {
     *("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "copy", "convert"),
     *("transpose", "broadcast", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate"),
     *("pad", "reshape", "reverse", "gather", "iota", "copy-start", "copy-done"),
 }
-# What takes no time of its own: views, and instructions that run others.
+# Opcodes that take no time themselves: views, and instructions that run others.
 _NO_KERNEL = {
     *("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "while", "conditional"),
     *("call", "after-all", "partition-id", "opt-barrier"),
@@ -54,7 +55,7 @@ def is_communication(kernel: str) -> bool:
 
 
 def part_of_name(kernel: str) -> str:
-    """Returns a kernel's part by its name alone; the optimizer's are taken for elementwise."""
+    """Returns a kernel's part by its name alone; the optimizer's kernels count as elementwise."""
     if is_communication(kernel):
         return COMMUNICATION
     if _ATTENTION_NAME.search(kernel):
@@ -71,7 +72,7 @@ class CompiledParts:
     """The parts of a compiled step's instructions.
 
     Args:
-      text: of the compiled step (`compiled.as_text()`); "" leaves the kernels' names.
+      text: the compiled step (`compiled.as_text()`); with "", only kernels' names are used.
     """
 
     def __init__(self, text: str = "") -> None:
@@ -79,7 +80,7 @@ class CompiledParts:
 
     @functools.cached_property
     def instructions(self) -> dict[str, Instruction]:
-        """The instructions by the name of their kernel: a GPU's has _ for . and -."""
+        """The instructions by kernel name: on a GPU, _ replaces . and -."""
         return {
             _kernel_name(instruction.name): instruction
             for name in self._running
@@ -88,7 +89,7 @@ class CompiledParts:
 
     @functools.cached_property
     def _running(self) -> list[str]:
-        """The computations whose instructions are kernels: not those inside of fusions."""
+        """The computations whose instructions are kernels, without those inside fusions."""
         fused = {
             called
             for instructions in self.module.computations.values()
@@ -119,7 +120,7 @@ class CompiledParts:
         return COPIES if opcodes <= _MOVING_OPCODES else ELEMENTWISE
 
     def _opcodes(self, instruction: Instruction) -> set[str]:
-        """The opcodes of an instruction, or of all that its fusion holds."""
+        """The opcodes of an instruction, or of all in its fusion."""
         called = [name for name in instruction.called if name in self.module.computations]
         if instruction.opcode != "fusion" or not called:
             return {instruction.opcode}
@@ -130,8 +131,8 @@ class CompiledParts:
     def bytes_moved(self) -> dict[str, float]:
         """Returns the bytes that each part's instructions read and write in a step.
 
-        Each operand is read and each result written once. Of an operand that is only sliced the
-        slices count, and of one that is updated in place the update.
+        Each operand is read and each result written once. For an operand that is only sliced, the
+        slices count; for one that is updated in place, the update.
         """
         total: dict[str, float] = collections.defaultdict(float)
         for name in self._running:

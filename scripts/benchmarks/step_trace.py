@@ -1,6 +1,6 @@
-"""Reads a trace that jax.profiler wrote: the time of a device by kernel, each instant counted once.
+"""Reads a trace of jax.profiler: a device's time by kernel, with each instant counted once.
 
-Kernels of CPUs, GPUs and TPUs have their places in a trace, and are read from there:
+Kernels of CPUs, GPUs and TPUs are in different places of a trace:
 
     GPU   plane /device:GPU:n, lines "Stream #..."
     TPU   plane /device:TPU:n, lines "XLA Ops" and "Async XLA Ops"
@@ -20,7 +20,7 @@ from jax.profiler import ProfileData
 
 from data.errors import UserError
 
-# What runs other instructions, and so is no kernel.
+# Instructions that run others, and so are not kernels.
 CONTROL = re.compile(r"(while|conditional|call|async-(start|done|update))([.\d]*)$")
 
 
@@ -37,8 +37,8 @@ class DeviceTrace:
     """What one device did: its nanoseconds by kernel, the kernels' runs, and the traced span.
 
     Attributes:
-      nanoseconds: the sum over all kernels is the time in which the device was busy. Where several
-        run at once they share the instant; communication has only what nothing else ran beside.
+      nanoseconds: the sum over all kernels is the device's busy time. Concurrent kernels share the
+        instant; communication counts only while nothing else runs.
       span: nanoseconds from the first kernel's beginning to the last one's end.
     """
 
@@ -114,7 +114,7 @@ def summarize(lines: list[list[Event]], is_communication: Callable[[str], bool])
 
 
 def innermost(line: list[Event]) -> list[Event]:
-    """Returns the pieces of a line's events in which no other event of the line runs inside."""
+    """Returns the pieces of a line's events without other events of the line inside."""
     pieces: list[Event] = []
     open_events: list[Event] = []
     now = 0.0
@@ -139,7 +139,7 @@ def innermost(line: list[Event]) -> list[Event]:
 
 
 def shared_time(pieces: list[Event], is_communication: Callable[[str], bool]) -> dict[str, float]:
-    """Returns nanoseconds by name: what runs at once shares the instant; communication yields."""
+    """Returns nanoseconds by name: concurrent kernels share the instant; communication yields."""
     changes = sorted(
         [(piece.start, 1, piece.name) for piece in pieces]
         + [(piece.end, -1, piece.name) for piece in pieces]

@@ -31,7 +31,7 @@ TRL_GB = {
     "qwen3_30b_a3b_1m_h100": 46.0,
     "qwen3_32b_1m_h100": 60.8,
 }
-PODS = "pods/"  # the beginning of their names
+PODS = "pods/"  # prefix of their names
 # Row -> plan, GPUs, goal in tokens, goal in words. The 8M goal was set without query chunks; 16M
 # had no separate goal.
 CONTEXTS = {
@@ -180,7 +180,7 @@ class Options:
     """The command's options."""
 
     add: tuple[str, ...] = option(
-        "store the plan of a file under this name, and stop", (), nargs=2, metavar=("NAME", "FILE")
+        "store a file's plan under this name, and stop", (), nargs=2, metavar=("NAME", "FILE")
     )
 
 

@@ -1,6 +1,7 @@
-"""Makes results' rows from the commands' files: a function for each result.
+"""Makes results' rows from the commands' files: one function per result, which takes the folder of
+a measurement's files.
 
-Each takes the folder of a measurement's files.
+
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Rows = dict[str, dict[str, str]]
 
 
 def identifier(text: str) -> str:
-    """Returns a text as a row id: lower case, with _ for what is neither a letter nor a digit."""
+    """Returns a text as a row id: lower case, with _ for anything but letters and digits."""
     return "".join(letter if letter.isalnum() else "_" for letter in text.lower())
 
 
@@ -210,8 +211,8 @@ def overlap(out: Path) -> Rows:
 
 
 def papers(out: Path) -> Rows:
-    """For each paper, the numbers that the cost model claims to reproduce, and how near it comes to
-    the others that are printed; the papers' note explains the misses."""
+    """For each paper, the numbers that the cost model claims to reproduce, and its errors for other
+    printed ones; the papers' note explains the misses."""
     measured, rows = read_json(out / "papers" / "papers.json"), {}
     set_later = {entry["source"] for entry in measured["rows"] if entry["set_afterwards"]}
     for source, counts in measured["summary"].items():
@@ -259,7 +260,7 @@ def measured_steps(out: Path) -> Rows:
     return rows
 
 
-# What `bench_data --baseline` runs, and how many times the baseline's CPU time it may take.
+# The tasks of `bench_data --baseline`, and the largest allowed ratio of CPU times.
 AGAINST_BASELINE = {
     "dump": ("preparing the first 4 MiB of the dirty dump", 1.5),
     "fixtures": ("preparing the quickstart's data", 1.05),
@@ -324,7 +325,7 @@ def dirty_data(out: Path) -> Rows:
 
 
 def quickstart(out: Path) -> Rows:
-    """Reads the run's losses and evaluation, and how long the command took."""
+    """Reads the run's losses and evaluation, and the command's duration."""
     run = out / "run"
     lines = (run / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
     before, after = (
@@ -356,7 +357,7 @@ def quickstart(out: Path) -> Rows:
 
 
 def shared_prompts(out: Path) -> Rows:
-    """Reads what a pair takes whose prompt is computed twice, and once."""
+    """Reads the figures of a pair with its prompt computed twice, and once."""
     ids = {
         "tokens of the row": "tokens",
         "TFLOPs of a step": "flops",
@@ -375,7 +376,7 @@ def shared_prompts(out: Path) -> Rows:
 
 
 def identity(out: Path) -> Rows:
-    """Reads what the full recipe, LoRA and QLoRA logged and answered."""
+    """Reads the logs and answers of the full recipe, LoRA and QLoRA."""
 
     def named(name: str) -> int:
         return read_json(out / f"{name}.json")["named"]
@@ -413,7 +414,7 @@ def exactness(out: Path) -> Rows:
 def _errors_of(command: str, file: Path) -> dict:
     """Returns a pytest command's errors, and whether all its tests passed.
 
-    Reads them where an interrupted measurement has written them.
+    Reuses those written by an interrupted measurement.
     """
     if file.exists():
         return read_json(file)
