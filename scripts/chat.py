@@ -50,7 +50,7 @@ class Options:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the options of the command line, with those that all commands share that ask."""
+    """Returns the command's options, including those shared by all commands that ask."""
     parser = parser_of(Options)
     runner.add_flags(parser, new_tokens=256, evaluation=False)
     return runner.parse(parser, argv)
@@ -81,7 +81,7 @@ class Talk:
 
     Attributes:
       turns: the messages so far.
-      generator: continues them, and keeps what it has read.
+      generator: continues them, and keeps its keys and values.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Talk:
 def pieces(ids: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
     """Yields the text of tokens as they arrive, without surrounding white space.
 
-    White space at the end waits for what follows, as does U+FFFD: it stands for a character of
+    White space at the end waits for the next text, as does U+FFFD, which stands for a character of
     which only the first bytes have arrived.
     """
     generated: list[int] = []

@@ -4,9 +4,9 @@
 
 A tenth of the episodes acts at random, a tenth by Ornstein-Uhlenbeck noise, and the others come
 from an augmented random search (Mania et al., Simple random search of static linear policies is
-competitive for reinforcement learning, Algorithm 2). All of them are kept, so returns range from
-nothing to a linear policy's best. With --policy some of the three are collected, in the same
-proportion. With --explorer a learner plays that never sees the task's rewards.
+competitive for reinforcement learning, Algorithm 2). All are kept, so returns range from nothing to
+a linear policy's best. --policy collects some of the three, in the same proportion. With --explorer
+a learner that never sees the task's rewards plays.
 
 After an interruption the same command continues and ends with the same files; with a larger number
 of episodes it adds to them. The number of episodes may leave the search's last iteration
@@ -47,9 +47,9 @@ from trainer.options import AtLeastOne, command, option
 ALGORITHMS = {"random": "random", "ou": "ou_noise", "search": "augmented_random_search"}
 """Policy -> its name in commands and folders. Seeds depend on the order."""
 SHARES = {"random": 1, "ou": 1, "search": 8}
-"""Policy -> how many of ten episodes it plays."""
+"""Policy -> its share of ten episodes."""
 EXPLORERS = ("rnd", "icm_apt", "proto")
-"""Explorers that learn, which are named as ExoRL's archives. Seeds depend on the order."""
+"""Explorers that learn, named like ExoRL's archives. Seeds depend on the order."""
 UPDATES = 1  # optimizer steps of an explorer per decision
 WORKERS = 2
 
@@ -181,7 +181,7 @@ class Collection:
         on_episode: Callable[[int], object],
         on_iteration: Callable[[str], object],
     ) -> None:
-        """Plays the search's missing iterations, and the rest of an incomplete last one.
+        """Plays the search's missing iterations, and the rest of an incomplete final one.
 
         Raises:
           UserError: an earlier iteration's episode is missing, whose policy is no longer known.
@@ -210,7 +210,7 @@ class Collection:
                 f"{returns.max():.1f}, mean {returns.mean():.1f}"
             )
         if search.iteration == iterations:
-            # Nothing is learned from a part of an iteration; with more episodes it is replayed
+            # Nothing is learned from part of an iteration; with more episodes it is replayed
             # identically.
             for _ in executor.map(collect, self._search_orders(search)[:rest]):
                 on_episode(1)

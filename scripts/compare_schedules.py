@@ -1,4 +1,4 @@
-"""`scripts.plan --compare`: every schedule and layout, by the cost model's step time."""
+"""`scripts.plan --compare`: every schedule and layout by the cost model's step time."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ PALETTE = "332288 88ccee 117733 ddcc77 cc6677 44aa99 882255 999933"
 COLOURS = np.array([list(bytes.fromhex(colour)) for colour in PALETTE.split()]) / 255
 # Colours of tiles that are skipped, or not in this round.
 SKIPPED, IDLE = np.array([0.86] * 3), np.array([0.975] * 3)
-WIDTH, HEIGHT = 12.0, 9.0  # inches: a picture of at most this size fits on a screen
-PITCH = 2.2  # inches from a panel to the next, at most
+WIDTH, HEIGHT = 12.0, 9.0  # inches: pictures up to this size fit on a screen
+PITCH = 2.2  # most inches from one panel to the next
 LETTERS = 15  # in an inch below a panel
 MAX_COLUMNS = 8  # rounds side by side
 
@@ -146,7 +146,7 @@ class DescribedRound(NamedTuple):
 
     round: Round
     sends: list[str]
-    """What is sent before, during and after the round."""
+    """The transfers before, during and after the round."""
 
 
 def with_sends(rounds: tuple[Round, ...], size: int) -> list[DescribedRound]:
@@ -173,7 +173,7 @@ class Panel:
 
     number: int
     label: str
-    """The layout and its balance, left of the first of its panels."""
+    """The layout and its balance, left of its first panel."""
     image: Float[np.ndarray, "height width 3"]
     tiles: Float[np.ndarray, " P"]
     """Number of tiles that each rank computes."""
@@ -190,7 +190,7 @@ def panel_rows(name: str, size: int) -> list[list[Panel]]:
         size: number of ranks.
     """
     block = Block(batch=1, tokens=TILES * TOKENS, query_heads=size, kv_heads=size, head_dim=8)
-    # Computes whole blocks by matrix products, the same under every layout.
+    # Computes whole blocks by matrix products, in the same way for every layout.
     dense = name == "ring_self_attention"
     rows = []
     for layout in LAYOUTS[:1] if dense else LAYOUTS:

@@ -35,8 +35,8 @@ def _check_quantized(quantize: str, arguments: Options) -> None:
 class Options:
     """Writes a Hugging Face folder from a checkpoint, in the dtype of the original model.
 
-    It holds safetensors, config, generation config, tokenizer and chat template; for a run with
-    adapters it is one that peft loads. Needs no accelerator.
+    It holds safetensors, config, generation config, tokenizer and chat template; a run with
+    adapters gives a folder for peft. Needs no accelerator.
     """
 
     checkpoint: StorePath = option(

@@ -41,7 +41,7 @@ def row_text(row: Batch, tokenizer: Tokenizer, max_tokens: int, brackets: bool =
     Args:
         row: a row of the loader, arrays [L].
         tokenizer: the tokenizer; control tokens are shown as their text.
-        max_tokens: how many tokens to show at most.
+        max_tokens: the most tokens to show.
         brackets: whether to mark trained tokens by ⟦ ⟧, for output without colours.
     """
     text = Text()

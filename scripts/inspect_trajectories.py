@@ -46,11 +46,11 @@ def spread(returns: Float[np.ndarray, " n"]) -> dict[str, float]:
 
 
 class Contents(NamedTuple):
-    """What is read of a folder.
+    """A folder's episodes.
 
     Attributes:
       returns: of each algorithm's episodes; states: its states, every EVERYth.
-      left_out: why each unusable file is.
+      left_out: the reason for each unusable file.
     """
 
     returns: dict[str, Float[np.ndarray, " n"]]
@@ -231,7 +231,7 @@ class Options:
     """The command's options."""
 
     path: str = option(
-        "folder with {domain}/{algorithm}/buffer/*.npz, or one of these buffers", positional=True
+        "folder with {domain}/{algorithm}/buffer/*.npz, or one such buffer", positional=True
     )
     task: str = option(f"out of {', '.join(TASKS)}")
     plot: str | None = option(

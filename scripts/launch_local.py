@@ -5,7 +5,7 @@
 All flags but --processes are train.py's. When a process fails or is killed, the launcher ends the
 others. It forwards SIGTERM and Ctrl-C to all processes, which save a checkpoint and end; the exit
 status is then 143 or 130. The same command resumes from the last checkpoint. With --restarts N the
-launcher repeats it if another start may pass (scripts/restarts.py).
+launcher repeats it if another start may succeed (scripts/restarts.py).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def wait(processes: list[subprocess.Popen], received: Sequence[int] = ()) -> int
 
     Args:
         processes: the processes.
-        received: the signals forwarded to them; after one, all get the time that they need to end.
+        received: the signals forwarded to them; after one, all get the time they need to end.
 
     Returns:
         0, or the exit status of the first failed process, as in a shell.
@@ -157,8 +157,8 @@ def _first_failure(statuses: Sequence[int | None]) -> Failure | None:
 def forwarding_signals(processes: list[subprocess.Popen]) -> Iterator[list[int]]:
     """Forwards SIGINT, SIGTERM and SIGHUP to the processes; yields the received signals.
 
-    Not those that this process was started to ignore, as nohup makes it ignore SIGHUP: then the
-    processes, which inherit that, ignore them too.
+    Signals that this process was started to ignore, such as SIGHUP under nohup, are not forwarded:
+    the processes inherit that and ignore them too.
     """
     received: list[int] = []
 
@@ -172,7 +172,8 @@ def forwarding_signals(processes: list[subprocess.Popen]) -> Iterator[list[int]]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) != signal.SIG_IGN
     }
-    # Through which `data.signals` would end the launcher at once, while the processes still save.
+    # Otherwise `data.signals` would end the launcher by them at once, while the processes still
+    # save.
     at_once = signal.set_wakeup_fd(-1)
     try:
         yield received
@@ -231,8 +232,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _reached(flags: Sequence[str]) -> int | None:
-    """Returns the newest checkpoint's step; None also where the store does not answer just now, so
-    that the start counts as one without a checkpoint."""
+    """Returns the newest checkpoint's step; also None if the store does not answer, so that the
+    start counts as one without a checkpoint."""
     try:
         return read_status(run_folder(list(flags))).reached
     except Exception as error:
@@ -253,7 +254,7 @@ def _run_once(count: int, flags: Sequence[str]) -> tuple[int, list[int]]:
         status = wait(processes, received)
     for thread in threading.enumerate():
         if thread.name == _forward_stderr.__name__:
-            # Not for longer: a child of a killed process may hold the pipe open.
+            # No longer: a child of a killed process may hold the pipe open.
             thread.join(GRACE_SECONDS)
     return status, received
 

@@ -50,11 +50,11 @@ from .tpu.slices import GroupSlices, QueuedSlices, Request, Slices, Worker
 
 VERBS = ("run", "create", "install", "start", "follow", "status", "stop", "delete")
 INSTALL_TRIES = 5
-SETTLE_SECONDS = 60  # of waiting for the other workers of an ended job
+SETTLE_SECONDS = 60  # to wait for the other workers of an ended job
 
 
 class WorkerJob(NamedTuple):
-    """What one worker says of its job."""
+    """One worker's report of its job."""
 
     host: str
     id: int

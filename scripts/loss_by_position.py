@@ -116,7 +116,7 @@ class Options:
         choices=("train", "held_out"),
     )
     skip: int = option(
-        "number of batches at the beginning of the split's first epoch to leave out, since the "
+        "number of batches to skip at the beginning of the split's first epoch, since the "
         "model was trained on them",
         0,
     )

@@ -3,8 +3,8 @@
 python -m scripts.make_preferences FOLDER
 
 The two files ask about different things. A model that learns these preferences answers briefly. A
-rejected answer has the sentence that instruction models give by themselves, so that it is their own
-manner that becomes unlikely, not just words that they would never say.
+rejected answer is the kind of sentence that instruction models give unprompted, so that their usual
+manner becomes unlikely, not just words they would never say.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """Makes two short lm-eval tasks from a book: python -m scripts.make_short_tasks BOOK.txt
 
-`book_next_sentence` asks which of four sentences of like length follows three (as HellaSwag does);
-`book_last_word` asks for a passage's last word, which it has earlier already (as LAMBADA does,
-Paperno et al. 2016). They test, without a download, whether training for long contexts has kept a
-model's earlier abilities:
+`book_next_sentence` asks which of four sentences of similar length follows three (like HellaSwag);
+`book_last_word` asks for a passage's last word, which also occurs earlier in it (like LAMBADA,
+Paperno et al. 2016). They test, without a download, whether a model keeps its earlier abilities in
+training for long contexts:
 
     python -m eval.harness --checkpoint DIR --tasks book_last_word --include-path DIR --output OUT
 

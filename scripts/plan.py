@@ -9,10 +9,10 @@
         --output plan
 
 The answer is an estimate, in seconds. With --compile the machine's real compiler compiles
-train.py's step: memory and communication are then its figures. --config plans a recipe; other
-options take precedence. Without a recipe, mesh, schedule or memory option, the estimates choose the
-fastest that fits. --best chooses in any case. --search doubles the context until nothing fits.
---compare prints every schedule and layout.
+train.py's step, and gives memory and communication. --config plans a recipe; other options take
+precedence. Without a recipe, mesh, schedule or memory option, the estimates choose the fastest that
+fits. --best chooses in any case. --search doubles the context until nothing fits. --compare prints
+every schedule and layout.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from trainer.config.yaml_text import MAX_BYTES, parse
 if TYPE_CHECKING:
     from planning.plan import DoesNotFit, Job
 
-PLAN = b'"topology"'  # within every JSON file that is written here
+PLAN = b'"topology"'  # in every JSON file written here
 RECIPE = b"python -m scripts.plan"
 
 
 def estimates(plan: dict[str, Any], job: Job, args: argparse.Namespace) -> dict[str, float]:
     """The cost model's estimates of a planned job; empty for unlisted hardware.
 
-    `_low` and `_high` are the ends of ranges by the steps that others measured.
+    `_low` and `_high` are the ends of ranges from others' measured steps.
     """
     estimate, seconds = job.estimate(), job.time_range()
     if estimate is None or seconds is None:
@@ -93,7 +93,7 @@ def show(plan: dict[str, Any]) -> None:
 
 
 def draw(tries: list[dict[str, Any]], plan: dict[str, Any], path: Path) -> None:
-    """Plots memory against context, a line per policy; hollow marks did not fit."""
+    """Plots memory over context, a line per policy; hollow marks did not fit."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
@@ -131,7 +131,8 @@ def draw(tries: list[dict[str, Any]], plan: dict[str, Any], path: Path) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answers, and with --compile makes the compiler's plan too; returns the exit status."""
+    """Prints the answer, and with --compile makes the compiler's plan too; returns the exit
+    status."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -150,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
-    """Answers about one job; returns 1 if it does not fit, else 0.
+    """Prints the answer for one job; returns 1 if it does not fit, else 0.
 
     Args:
       suffix: of the output file's name, for a recipe with stages.
@@ -172,7 +173,7 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
         job = answer.longest(job, choose_mesh=chooses(args)) or job
     elif chooses(args):
         job = answer.choose(job) or job
-    # Refuses what training would refuse.
+    # Refuses jobs that training would refuse.
     whole = changed(job.run, memory=job.memory)
     build_language_model(whole, job.model, abstract_mesh(job.run.mesh))
     memory = estimate_memory(job)
@@ -217,7 +218,7 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
 
 
 def write(job: Job, args: argparse.Namespace) -> None:
-    """Writes the job as a recipe, and checks that train.py would take it."""
+    """Writes the job as a recipe, and checks that train.py accepts it."""
     from planning.recipe import names_model, recipe_of, recipe_text
     from trainer.config.load import load
 
@@ -237,10 +238,10 @@ def write(job: Job, args: argparse.Namespace) -> None:
 
 
 def _require_template(recipe: Mapping[str, Any]) -> None:
-    """Raises UserError where the model's own chat template is to be used, and it has none.
+    """Raises UserError if the model's own chat template is to be used but it has none.
 
-    Of a preset, and of a folder without a tokenizer, that is not known: the recipe's head says then
-    what a base model needs.
+    For a preset or a folder without a tokenizer this is unknown; then the recipe's head says what a
+    base model needs.
     """
     from data.conversation import DEFAULT_TEMPLATE
     from data.errors import UserError
@@ -270,7 +271,7 @@ def compile_job(job: Job, args: argparse.Namespace, suffix: str) -> Job | None:
     """Compiles the job, prints its plan and writes it to --output.
 
     Returns:
-      The compiled job, with --search and --best the chosen one; None if nothing fits.
+      The compiled job, with --search or --best the chosen one; None if nothing fits.
     """
     from planning.plan import DoesNotFit, plan
     from planning.topology import compiling
@@ -300,7 +301,7 @@ def compile_job(job: Job, args: argparse.Namespace, suffix: str) -> Job | None:
 
 
 def check_outputs(args: argparse.Namespace, jobs: int) -> None:
-    """Makes the folders of what --output names. Raises UserError for a file that another wrote."""
+    """Makes the folders of --output. Raises UserError for a file of another program."""
     for suffix in _suffixes(jobs):
         path = _with_suffix(args.output, suffix)
         if args.search and args.compile:
@@ -310,7 +311,7 @@ def check_outputs(args: argparse.Namespace, jobs: int) -> None:
 
 
 def _suffixes(jobs: int) -> list[str]:
-    """Of the outputs of a recipe's stages."""
+    """Suffix of a stage's output."""
     return [f"_{number}" for number in range(1, jobs + 1)] if jobs > 1 else [""]
 
 

@@ -44,7 +44,7 @@ def _checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options besides the machine, the mesh's axes and those of memory."""
+    """The options other than machine, mesh axes and memory."""
 
     config: str | None = option("a recipe", None)
     model: str | None = option(
@@ -72,11 +72,11 @@ class Options:
         choices=typing.get_args(typing.get_type_hints(AttentionConfig)["layout"]),
     )
     lora: AtLeastOne | None = option(
-        "plan low-rank adapters of this rank, such as 16, in place of a full fine-tune",
+        "plan low-rank adapters of this rank, such as 16, instead of a full fine-tune",
         None,
         metavar="RANK",
     )
-    qlora: AtLeastOne | None = option("the same with a base in NF4", None, metavar="RANK")
+    qlora: AtLeastOne | None = option("the same, with a base in NF4", None, metavar="RANK")
     host_gib: float | None = option(
         "each device's share of host memory in GiB; plans that need more do not fit (default: what "
         "such hosts have)",
@@ -92,7 +92,7 @@ class Options:
     )
     compare: bool = option("print the time of every schedule and layout")
     hardware: str | None = option(
-        "compares them on this machine of the cost model, such as v4 or a100-ethernet", None
+        "compare on this machine of the cost model, such as v4 or a100-ethernet", None
     )
     tokens: Tokens | None = option("tokens to train on, such as 100M: adds hours", None)
     price_per_device_hour: float | None = option("adds money", None)
@@ -163,9 +163,9 @@ def _add_memory_options(options: argparse.ArgumentParser) -> None:
 
 
 def resolve_machine(args: argparse.Namespace) -> None:
-    """Replaces the machine's name by its topology; with its memory given any GPU has one.
+    """Replaces the machine's name by its topology; any GPU with a given memory has one.
 
-    Raises ValueError for what is no machine.
+    Raises ValueError for an unknown machine.
     """
     if args.topology:
         args.topology = topology_of(args.topology, any_gpu=args.gpu_memory is not None)

@@ -30,7 +30,7 @@ def prepare(recipe: str, flags: Sequence[str], engine: Engine) -> None:
     Args:
         recipe: path of the recipe.
         flags: fields of the recipe as command-line flags.
-        engine: what runs the work.
+        engine: runs the work.
 
     Raises:
         UserError: the recipe or the data are wrong.
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _engine(args: Options, own: tuple[str, ...]) -> Engine:
-    """Returns what runs the work, with the runner's own flags."""
+    """Returns the engine, with the runner's own flags."""
     if args.engine == "beam":
         return Beam(args.runner or "direct", own)
     if args.runner or own:

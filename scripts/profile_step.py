@@ -1,15 +1,15 @@
-"""Prints where a training step's time goes: by part, next to the least that each part can take.
+"""Prints where a training step's time goes: by part, next to each part's least possible time.
 
     python -m scripts.profile_step --model llama-3.2-1b --dtype bfloat16 --length 32768   # on a GPU
     python -m scripts.profile_step --length 2048 --steps 2            # on a CPU: SmolLM2 135M
     python -m scripts.profile_step --trace RUN/profile       # a trace of a run (profile_steps)
 
 Compiles the step of bench_step, traces some steps with jax.profiler, reads the trace, and measures
-this device's rates of products and of memory. The floor of products and attention is their FLOPs,
-recomputation included, over the rate of products; the optimizer's is its state read and written
-and the gradient read twice, over the rate of memory; that of the others is the bytes that their
-compiled instructions read and write. Writes OUTPUT/profile.json, the trace,
-and the compiled text; with --picture also OUTPUT/profile.png. On a CPU with libtpu installed set
+this device's rates of products and memory. The floor of products and attention is their FLOPs,
+recomputation included, over the rate of products; the optimizer's is its state read and written and
+the gradient read twice, over the rate of memory; the others' is the bytes that their compiled
+instructions read and write, over the same rate. Writes OUTPUT/profile.json, the trace, and the
+compiled text; with --picture also OUTPUT/profile.png. On a CPU with libtpu installed set
 JAX_PLATFORMS=cpu.
 """
 
@@ -47,11 +47,11 @@ from trainer.options import AtLeastOne, Tokens, command, option
 
 TRACE, TEXT, RESULT, PICTURE_NAME = "trace", "compiled.txt", "profile.json", "profile.png"
 MARK = b'"floor_ms"'
-LISTED = 3  # kernels that are named for each part
+LISTED = 3  # kernels named for each part
 
 
 def trace_steps(args: Options) -> dict[str, Any]:
-    """Traces the step, and returns what the floors need: rates, FLOPs and bytes by part."""
+    """Traces the step, and returns the floors' inputs: rates, FLOPs and bytes by part."""
     import jax
 
     builder = make_builder(args.length, args)
@@ -62,7 +62,8 @@ def trace_steps(args: Options) -> dict[str, Any]:
     params = builder.model.init(0)
     moments = builder.init_optimizer(params)
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # it slows the host, whose waiting would count as idle
+    # It slows the host, and the device's waiting would count as idle.
+    options.python_tracer_level = 0
     for number in range(args.steps + 1):
         if number == 1:  # the first step warms up
             jax.profiler.start_trace(str(args.output / TRACE), profiler_options=options)
@@ -83,8 +84,8 @@ def trace_steps(args: Options) -> dict[str, Any]:
 
 
 def step_flops(args: Options) -> dict[str, float]:
-    """Returns the FLOPs of a step's matrix products, and of its attention: what the remat policy
-    computes again counts; attention's backward pass has five products."""
+    """Returns the FLOPs of a step's matrix products, and of its attention: recomputation by the
+    remat policy counts; attention's backward pass has five products."""
     from planning.costs.step import REMAT
     from trainer.flops import head_weights, layer_weights
 
@@ -122,7 +123,7 @@ def part_rows(
     parts: CompiledParts,
     measured: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns a row for each part: milliseconds of a step, mean of the devices, share and floor."""
+    """Returns a row for each part: milliseconds per step (mean of the devices), share and floor."""
     share = 1e-6 / steps / len(devices)
     by_part: dict[str, dict[str, float]] = {part: {} for part in PARTS}
     for device in devices.values():
@@ -224,7 +225,7 @@ def work(args: Options) -> None:
 
 
 def report_trace(args: Options, trace: Path) -> None:
-    """Prints the table of a trace that is there; a compiled text next to it names parts better."""
+    """Prints the table of an existing trace; a compiled text next to it names parts better."""
     if not trace.is_dir():
         raise UserError(f"--trace: found no folder {trace}; give RUN/profile of a run")
     texts = [folder / TEXT for folder in (trace, trace.parent)]
@@ -240,7 +241,9 @@ class Options(StepOptions):
     """The command's options."""
 
     length: Tokens = option("tokens in the row", 2048)
-    steps: AtLeastOne = option("traced steps, after an untraced one; of --trace, those in it", 3)
+    steps: AtLeastOne = option(
+        "traced steps, after an untraced one; for --trace, the steps in it", 3
+    )
     trace: Path | None = option("read this folder's trace instead of running", None)
     picture: bool = option("draw the table too")
     output: Path = option("folder for results", Path("runs/profile_step"))

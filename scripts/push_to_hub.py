@@ -49,7 +49,7 @@ def export_files(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def listing(folder: Path, repository: str) -> str:
-    """Lists what would be sent, with sizes, and what would not; raises as `export_files`."""
+    """Lists the files to send, with sizes, and those left out; raises as `export_files`."""
     files, others = export_files(folder)
     lines = [f"{folder}: to be sent to {repository}:"]
     lines += [f"  {file.name}  {file.stat().st_size:,} bytes" for file in files]
@@ -133,7 +133,7 @@ class Options:
         "the repository; created if it does not exist", positional=True, metavar="OWNER/NAME"
     )
     public: bool = option("make a new repository public")
-    dry_run: bool = option("only list what would be sent; needs no token")
+    dry_run: bool = option("only list the files to send; needs no token")
     message: FreeText = option("the commit's message", "Upload by Longstripe")
 
 

@@ -1,4 +1,4 @@
-"""Writes a model in NF4, as bitsandbytes stores it: python -m scripts.quantize_hf MODEL HF_DIR"""
+"""Writes a model in bitsandbytes' NF4: python -m scripts.quantize_hf MODEL HF_DIR"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Options:
     """Writes a Hugging Face folder whose layers' projections are in NF4 with double quantization.
 
     transformers loads it with bitsandbytes, and training adapters (adapter.quantize nf4) reads the
-    codes directly, without quantizing at its start. Needs no accelerator, and memory for one
+    codes directly, without quantizing at the start. Needs no accelerator, and memory for only one
     matrix.
     """
 

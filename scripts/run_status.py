@@ -20,7 +20,7 @@ from trainer.options import command, option, other_words
 from trainer.reporting.rows import is_number
 
 EARLIER_STAGES = "stages"  # as in trainer.run.directory, which imports JAX
-LAST_BYTES = 65536  # of metrics.jsonl: far more than its last line
+LAST_BYTES = 65536  # of metrics.jsonl: far more than the last line
 
 
 class Status(NamedTuple):
@@ -33,20 +33,20 @@ class Status(NamedTuple):
     local: int | None = None
     """The newest step on the hosts' own disks or memory (checkpoint.local)."""
     stage: int | None = None
-    """The stage that these are of, counted from 1; None for a run without earlier stages."""
+    """The stage described here, from 1; None for a run without earlier stages."""
     earlier: int = 0
     """The steps of the stages before it."""
 
     @property
     def reached(self) -> int | None:
-        """The newest step that a start may go on from, those of earlier stages included."""
+        """The newest step from which a start may continue, counting those of earlier stages."""
         steps = [step for step in (self.checkpoint, self.local) if step is not None]
         return self.earlier + max(steps, default=0) if steps or self.earlier else None
 
 
 def read_status(run: str) -> Status:
-    """Returns the status of a run's folder, any part of which may be absent; of a run with stages
-    that of the last one that has begun."""
+    """Returns the status of a run's folder, any part of which may be absent; for a run with stages,
+    that of the last stage begun."""
     import fsspec
 
     try:
@@ -66,7 +66,7 @@ def _numbers(names: Iterable[str]) -> list[int]:
 
 
 def _of_stages(stages: list[Status]) -> Status:
-    """Returns the status of the last stage that has begun, of those of a run."""
+    """Returns the status of a run's last stage that has begun."""
     begun = [i for i, stage in enumerate(stages) if stage.metrics or stage.reached is not None]
     if len(stages) == 1 or not begun:
         return stages[-1]
@@ -120,7 +120,7 @@ def _local_step(system: Any, folder: str) -> int | None:
 
 
 def _step_in(record: bytes | None) -> int | None:
-    """Returns the step that a run's local.json holds."""
+    """Returns the step in a run's local.json."""
     row = _row((record or b"").decode(errors="replace"))
     return row["step"] if row and isinstance(row["step"], int) else None
 
@@ -135,7 +135,7 @@ def _stages_in_bucket(run: str) -> list[str]:
 
 
 def _without_times(run: str) -> Status:
-    """Returns the status of a run in a bucket as TensorStore, which tells no times, reads it."""
+    """Returns the status of a run in a bucket, read by TensorStore, which tells no times."""
     from trainer.checkpoint.commit import CHECKPOINTS, located, steps_in
     from trainer.run.bucket import Bucket
     from trainer.run.mirror import logs_and_others

@@ -279,7 +279,7 @@ def summarize(lines: list[list]) -> dict[str, dict[str, str]]:
 
 
 def for_cost_model(lines: list[list]) -> dict:
-    """Returns what `planning.costs.kernel_rates` reads: the bundles of our full tiles."""
+    """Returns the input of `planning.costs.kernel_rates`: the bundles of our full tiles."""
     bundles: dict[str, dict[str, int]] = {}
     for generation, direction, kernel, full, *_ in lines:
         if kernel == "ours":
@@ -338,7 +338,7 @@ class Options:
 
 
 def work(args: Options) -> int:
-    """Writes the result, or checks it; in a process of its own compiles one case."""
+    """Writes or checks the result; as a child process compiles one case."""
     if args.case:
         case, folder = args.case
         print(json.dumps(compile_case(Case(**json.loads(case)), Path(folder))))

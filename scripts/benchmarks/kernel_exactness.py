@@ -3,13 +3,12 @@
     python -m scripts.benchmarks.kernel_exactness [--kernels gpu mosaic] [--dtypes bfloat16]
     python -m scripts.benchmarks.kernel_exactness --kernels auto --dtypes bfloat16 --long 1048576
 
-The tests run the kernels for accelerators in JAX's interpreters, which have neither their matrix
-units nor their asynchronous copies; this command runs the real ones. Two shards of a row attend as
-in a ring, every block of queries over every block of keys and on top of earlier results. An error
-is the norm of the difference over the norm of the truth; for lse the largest difference. With
---long, it is a row of that many tokens in a window instead, whose results have more elements than
-32 bits can count, compared at its beginning, middle and end. Prints a line for each case and writes
-kernel_exactness.json.
+The tests run the accelerators' kernels in JAX's interpreters, without matrix units or asynchronous
+copies; this command runs the real ones. Two shards of a row attend as in a ring, every block of
+queries over every block of keys and on top of earlier results. An error is the norm of the
+difference over the norm of the truth; for lse the largest difference. --long instead takes a row of
+that many tokens in a window, whose results have more elements than 32 bits can count, and compares
+its beginning, middle and end. Prints a line for each case and writes kernel_exactness.json.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from trainer.options import TokensOr0, command, option
 ROWS, LENGTH, HEADS, KV_HEADS = 2, 1180, 4, 2  # 1,180: not a multiple of any tile
 HEAD_DIMS = (64, 128, 256)
 MASKS = {"causal": Mask(), "window 300": Mask(window=300), "full": Mask(causal=False)}
-# Mask, layout, and documents of a row: one; several, then padding; several, with padding inside
-# one of them too.
+# Mask, layout, and documents of a row: one; several, then padding; several, also with padding
+# inside one of them.
 CASES = (
     ("causal", "contiguous", "packed"),
     ("causal", "striped", "one"),
@@ -46,7 +45,7 @@ CASES = (
     ("window 300", "zigzag", "packed"),
     ("full", "striped", "packed"),
 )
-# Of --long: heads as in LLaMA-3.1-8B, whose last ones, farthest into an array, are compared.
+# For --long: heads as in LLaMA-3.1-8B; the last ones, farthest into an array, are compared.
 LONG_HEADS, LONG_KV_HEADS, LONG_HEAD_DIM, LONG_WINDOW, LONG_PART = 32, 8, 128, 500, 64
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 # 16-bit operands, weights included, carry 8 bits of a number. Chosen before any measurement.
@@ -205,7 +204,7 @@ def errors(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[
 def compare(
     kernel: str, dtype: str, head_dim: int, case: str, measure: Callable[[], dict[str, float]]
 ) -> dict:
-    """Returns and prints a row: the errors that `measure` returns, or why it failed."""
+    """Returns and prints a row: the errors returned by `measure`, or why it failed."""
     row: dict[str, Any] = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "case": case}
     start, limits = time.perf_counter(), LIMITS[dtype]
     try:
@@ -315,7 +314,7 @@ def long_errors(kernel_name: str, dtype: str, length: int) -> dict[str, float]:
     row, group = run_long(kernel_name, dtype, length), LONG_HEADS // LONG_KV_HEADS
     worst = dict.fromkeys(RESULTS, 0.0)
     for start in (0, length // 2, length - LONG_PART):
-        # What these tokens see and are seen by, and all that those see.
+        # The tokens that these see and are seen by, and all that those see.
         near = slice(
             max(start - 2 * LONG_WINDOW, 0), min(start + LONG_PART + 2 * LONG_WINDOW, length)
         )

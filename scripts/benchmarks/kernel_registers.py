@@ -4,10 +4,10 @@
     python -m scripts.benchmarks.kernel_registers --check    # fails if one is worse
     python -m scripts.benchmarks.kernel_registers --backend mosaic   # prints these
 
-Needs no GPU, but JAX's CUDA plugin and its compiler's wheels. The kernels are compiled for
-described GPUs: Mosaic's with carries and stacked K and V, as in a ring's round, Triton's as they
-are called. ptxas reports registers and bytes spilled to local memory; products and copies are
-counted in its input. Nothing is timed.
+Needs no GPU, only JAX's CUDA plugin and its compiler's wheels. The kernels are compiled for
+described GPUs: Mosaic's with carries and stacked K and V, as in a ring's round, Triton's as called.
+ptxas reports registers and bytes spilled to local memory; products and copies are counted in its
+input. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ COMPILERS = ("jax", "jaxlib", "jax-cuda13-plugin", PTXAS_PACKAGE)
 TOKENS, HEADS, KV_HEADS = 4096, 4, 2
 # Of a core, compute capability 9.0 and 10.0; the system keeps SYSTEM_SHARED bytes per block.
 CORE_REGISTERS, CORE_SHARED, SYSTEM_SHARED = 65536, 228 * 1024, 1024
-WORSE = 1.03  # more registers or shared memory than this times the stored ones fail the check
+WORSE = 1.03  # more registers or shared memory than this multiple of the stored ones fail the check
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel that is compiled: of Pallas on the backend mosaic or triton, for a `chip`."""
+    """A kernel to compile: Pallas' on the backend mosaic or triton, for a `chip`."""
 
     backend: str
     chip: str
@@ -71,13 +71,12 @@ class Figures:
     """The compiler's figures of a kernel.
 
     Attributes:
-      registers: of a thread, when the kernel starts; Mosaic's warpgroups then exchange theirs.
+      registers: per thread at the kernel's start; Mosaic's warpgroups then exchange theirs.
       spilled: bytes per thread spilled to local memory.
       serialized: whether ptxas makes products wait for each other.
       shared: bytes of shared memory per block.
-      products, copies: instructions in the kernel's text: by which matrix units multiply tiles
-        (wgmma, tcgen05), and by which tiles are copied while others are computed (TMA's, or
-        cp.async).
+      products, copies: numbers of instructions in the kernel's text: tile products on matrix units
+        (wgmma, tcgen05), and asynchronous tile copies (TMA's, or cp.async).
       blocks: blocks of the kernel per core.
     """
 
@@ -94,8 +93,8 @@ def read_figures(ptxas: str, ptx: str, launch: str) -> Figures:
     """Reads the figures of a kernel.
 
     Args:
-      ptxas: the compiler's remarks; ptx: the text it got; launch: how the kernel is launched, as
-        Mosaic or XLA writes it.
+      ptxas: the compiler's remarks; ptx: its input; launch: the kernel's launch as written by
+        Mosaic or XLA.
 
     Raises:
       UserError: one of them lacks a figure.
@@ -186,7 +185,7 @@ def _shape(mesh, *dims: int, dtype="float32"):
 
 
 def read_mosaic(folder: Path) -> Figures:
-    """Reads the figures of the kernel that Mosaic wrote into the folder.
+    """Reads the figures of the kernel in Mosaic's dump.
 
     Raises:
       UserError: it wrote none.
@@ -370,15 +369,15 @@ class Options:
 
     check: bool = option("compare with the stored result, and write nothing")
     backend: str | None = option(
-        "compile and print these kernels alone, and write nothing", None, choices=COPIES
+        "compile and print only these kernels, and write nothing", None, choices=COPIES
     )
     into: Path | None = option(argparse.SUPPRESS, None, metavar="FOLDER")
 
 
 def work(args: Options) -> int:
-    """Writes the result, or checks it; in a process of its own compiles kernels."""
+    """Writes or checks the result; as a child process compiles kernels."""
     if args.into:
-        new_folder(args.into)  # which is emptied after each kernel
+        new_folder(args.into)  # emptied after each kernel
         print(json.dumps(compile_all(args.into, args.backend)))
     elif args.backend:
         print(*measure(args.backend).items(), sep="\n")

@@ -3,7 +3,7 @@
     python -m scripts.benchmarks.measured_steps [--output runs/measured_steps]
 
 Ours have the schedule and remat policy closest to theirs. The table of 8B models has our range at
-32K, 128K and 1M tokens, one row, on 8 H100 and on 64 v5p chips, and what others measured at about
+32K, 128K and 1M tokens, one row, on 8 H100 and on 64 v5p chips, and others' measurements at about
 that size.
 """
 
@@ -58,7 +58,7 @@ def measured_rows() -> list[dict[str, Any]]:
 
 
 def held_out_rows() -> list[dict[str, Any]]:
-    """Returns each system's steps compared with ranges whose ends the other systems' steps set."""
+    """Returns each system's steps compared with ranges set by the other systems' steps."""
     rows = []
     for system in dict.fromkeys(step.system for step in measured_steps()):
         steps = [step for step in measured_steps() if step.system == system]

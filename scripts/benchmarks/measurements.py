@@ -1,4 +1,5 @@
-"""The measurements of `make bench`: their commands, and what makes rows of their files.
+"""The measurements of `make bench`: their commands, and the functions that turn their files into
+rows.
 
 To add a measurement, begin its result (see `results`), write a function that returns its rows and a
 `Measurement` in MEASUREMENTS, and name the result in scripts/benchmarks/pages.toml.

@@ -1,7 +1,7 @@
 """Writes BENCHMARKS.md, and the pages of docs/benchmarks, from the result files in docs/results.
 
 python -m scripts.benchmarks.page            # write the pages
-python -m scripts.benchmarks.page --check    # exit with 1 if a page is not what the results give
+python -m scripts.benchmarks.page --check    # exit with 1 if a page differs from the results
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.options import command, option
 
 PAGE = ROOT / "BENCHMARKS.md"
 OLD = " (old)"  # marks a headline whose measured program has changed
-# Which results and rows stand where, and the words around them.
+# The placement of results and rows, and the words around them.
 PAGES: dict[str, Any] = tomllib.loads(
     Path(__file__).with_name("pages.toml").read_text(encoding="utf-8")
 )
@@ -55,12 +55,12 @@ def links(results: Mapping[str, Result], folder: str = "") -> str:
 
 
 def note(result: Result) -> str:
-    """Returns the link to the page that says what was tried and why; empty where there is none."""
+    """Returns the link to the page that says what was tried and why; empty if there is none."""
     return f"[{Path(result.note).stem} note]" if result.note else ""
 
 
 def verdict(row: Mapping[str, str]) -> str:
-    """Returns a row's verdict as the page shows it."""
+    """Returns a row's verdict as shown on the page."""
     return {"held": "met", "short": "**missed**", "no goal": ""}.get(row["verdict"], row["verdict"])
 
 
@@ -158,7 +158,7 @@ def fell_short(results: Mapping[str, Result]) -> str:
 
 
 def not_measured(results: Mapping[str, Result]) -> str:
-    """Returns the section of rows that nobody has measured, what each would need."""
+    """Returns the section of unmeasured rows, with what each would need."""
     rows = [
         (row["what"], row["found"], f"[{name}]")
         for name, _, row in selected("not measured", results)
@@ -240,7 +240,7 @@ def render(results: Mapping[str, Result], mark_old: bool = True) -> dict[Path, s
 
 
 def write() -> None:
-    """Makes the pages anew from the committed results."""
+    """Makes the pages again from the committed results."""
     for path, text in render(load_all()).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -258,7 +258,7 @@ def work(args: Options) -> int:
     if not args.check:
         write()
         return 0
-    # The marks of old headlines are those of the page's last writing: not every change of a program
+    # Marks of old headlines are kept from the page's last writing: not every change of a program
     # needs a new page.
     for path, text in render(load_all(), mark_old=False).items():
         if not path.exists() or path.read_text(encoding="utf-8").replace(f"{OLD} |", " |") != text:

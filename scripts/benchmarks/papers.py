@@ -79,7 +79,7 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
 
 
 def show(rows: Sequence[Row], only: str) -> None:
-    """Prints the rows that contain `only`, a summary, and what is not a number."""
+    """Prints the rows that contain `only`, a summary, and the predictions that are not numbers."""
     print(
         "error: the cost model's number over the paper's, less one; same: whether a number that "
         "the model\n"
@@ -131,7 +131,7 @@ def work(args: Options) -> None:
 class Options:
     """The command's options."""
 
-    only: str = option("print only the rows whose paper, table or text has this in it", "")
+    only: str = option("print only the rows whose paper, table or text contains this", "")
     output: Path = option("folder for results", Path("runs/papers"))
 
 

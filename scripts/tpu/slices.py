@@ -82,7 +82,7 @@ class Slices(abc.ABC):
 
     @abc.abstractmethod
     def workers(self) -> list[Worker]:
-        """Returns a Worker for each ssh call that reaches all hosts, the first host's first."""
+        """Returns a Worker for each ssh call needed to reach all hosts, the first host's first."""
 
     @abc.abstractmethod
     def ssh(self, worker: Worker, command: str) -> list[str]:
@@ -93,11 +93,11 @@ class Slices(abc.ABC):
         """Returns gcloud's arguments that copy a file into the worker's home."""
 
     def environment(self, worker: Worker) -> dict[str, str]:
-        """Returns the variables that a worker needs beyond its image's."""
+        """Returns the variables that a worker needs besides its image's."""
         return {}
 
     def _unless_there(self, *words: str) -> None:
-        """Creates something, unless an earlier request with a lost answer did."""
+        """Creates something, unless an earlier request whose answer was lost did."""
         try:
             self.gcloud(*words)
         except GcloudError as error:
@@ -196,7 +196,7 @@ class QueuedSlices(Slices):
         return State("READY")
 
     def request_once(self) -> None:
-        """As of Slices."""
+        """As Slices."""
         request = self.request
         nodes = (
             ["--node-id", request.name]
@@ -242,7 +242,7 @@ class QueuedSlices(Slices):
         return [Worker(node, "all") for node in self.nodes]
 
     def ssh(self, worker: Worker, command: str) -> list[str]:
-        """As of Slices."""
+        """As Slices."""
         return [
             *split("compute tpus tpu-vm ssh"),
             worker.node,
@@ -254,7 +254,7 @@ class QueuedSlices(Slices):
         ]
 
     def scp(self, worker: Worker, path: str, name: str) -> list[str]:
-        """As of Slices."""
+        """As Slices."""
         return [
             *split("compute tpus tpu-vm scp"),
             path,
@@ -350,7 +350,7 @@ class GroupSlices(Slices):
         return sorted(self._groups("list-instances", node) or [], key=lambda item: item["instance"])
 
     def state(self) -> State:
-        """As of Slices."""
+        """As Slices."""
         waiting, present = "", 0
         for node in self.nodes:
             if (instances := self._instances(node)) is None:
@@ -457,7 +457,7 @@ class GroupSlices(Slices):
         ]
 
     def ssh(self, worker: Worker, command: str) -> list[str]:
-        """As of Slices."""
+        """As Slices."""
         return [
             "compute",
             "ssh",
@@ -469,7 +469,7 @@ class GroupSlices(Slices):
         ]
 
     def scp(self, worker: Worker, path: str, name: str) -> list[str]:
-        """As of Slices."""
+        """As Slices."""
         return [
             "compute",
             "scp",

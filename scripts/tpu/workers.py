@@ -1,4 +1,4 @@
-"""What a slice's workers receive: the working tree, chosen variables, shell commands.
+"""The working tree, variables and shell commands that a slice's workers receive.
 
 On a worker the project is in ~/longstripe. One command at a time runs there, detached from the
 connection that started it; job.log, job.pid, job.code (its exit code, once it has ended) and

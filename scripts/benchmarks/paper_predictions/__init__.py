@@ -1,7 +1,7 @@
-"""Predicts every row of the papers by the cost model.
+"""Predicts every row of the papers by the cost model, planning.costs.
 
-planning.costs computes each prediction. Rows affected by a constant that was set after they had
-been seen name it (`Row.afterwards`). Misses are printed with their size and the likely reason.
+Rows affected by a constant that was set after they had been seen name it (`Row.afterwards`). Misses
+are printed with their size and likely reason.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ class PaperStep(TrainingStep):
     """A step of a paper's system.
 
     Attributes:
-      partial: bytes of each number of a partial result as sent.
+      partial: bytes per number of a partial result as sent.
     """
 
     partial: int = 4
