@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data.arrivals import checked, remove_damaged
 from data.errors import UserError, first_line
 from data.printable import printable
 from data.within import MAX_JSON_BYTES
@@ -258,6 +257,8 @@ def _download(name: str, **options: Any) -> Any:
     """
     from huggingface_hub import constants, get_session, snapshot_download
 
+    from data.arrivals import checked, remove_damaged  # a start that downloads nothing has no use
+
     hooks = get_session().event_hooks
     if _check_answer not in hooks["response"]:
         get_session().event_hooks = {**hooks, "response": [*hooks["response"], _check_answer]}
@@ -285,6 +286,8 @@ def cached_model(name: str, revision: str | None, files: Sequence[str]) -> Path:
       huggingface_hub.errors.LocalEntryNotFoundError, HFValidationError: it has none.
     """
     from huggingface_hub import snapshot_download
+
+    from data.arrivals import remove_damaged
 
     remove_damaged(_in_cache(name, "model"))
     return Path(
