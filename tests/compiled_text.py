@@ -1,4 +1,4 @@
-"""What the tests look for in compiled texts beside what planning.compiled reads from them."""
+"""Facts about compiled texts that only the tests need, besides planning.compiled's."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""A small S3 on the loopback: what TensorStore asks of it, with preconditions.
+"""A small S3 on the loopback: TensorStore's requests, with preconditions.
 
 A write with If-Match is refused with 412 unless the object has that ETag, one with If-None-Match
 if there is an object. ETags are digests of contents, as S3's.

@@ -238,7 +238,7 @@ def by_whole_nesting(file, outside):
 
 
 def copied(path, to):
-    """Copies a folder of a kind, with the recipe that stands beside it; returns the copy."""
+    """Copies a folder of a kind, with the recipe next to it; returns the copy."""
     shutil.copy(path.parent / "recipe.yaml", to / "recipe.yaml") if path.name == "run" else None
     return Path(shutil.copytree(path, to / path.name))
 
@@ -283,8 +283,8 @@ def test_what_is_nested_too_deeply_is_one_line(kind, attack, given, tmp_path):
 
 
 def test_many_folders_with_links(given, tmp_path):
-    """500 folders with a chain of links in the place of a file: read as without, or refused where
-    it leads out."""
+    """500 folders with a chain of links in place of a file: read as without, or refused where it
+    leads out."""
     draw = random.Random(0)
     kinds = ("model", "checkpoint", "run", "prepared", "answers")
     for number in range(500):
@@ -445,7 +445,7 @@ def spoilt(value, rng):
 
 @pytest.mark.parametrize("kind", READERS)
 def test_evil_texts_in_files(kind, given, tmp_path, capsys):
-    """Twelve in each small file: whatever the reader says of them reaches no terminal."""
+    """Twelve in each small file: none reaches a terminal through the reader's messages."""
     rng, times = random.Random(kind), 2 if kind == "begun" else 12
     names = [
         name for name in read_of(kind, given[kind]) if name.endswith((".json", ".jsonl", ".yaml"))

@@ -101,12 +101,12 @@ PASS_ON = {
     "scripts.benchmarks.extension",
     "scripts.benchmarks.in_context",
     "scripts.benchmarks.exploration",
-    "scripts.benchmarks.checkpoint_stores",  # a checkpoint in a folder of its own, removed again
+    "scripts.benchmarks.checkpoint_stores",  # a checkpoint in a separate folder, removed again
     "scripts.benchmarks.preference",
     "scripts.benchmarks.evidence",
     "scripts.benchmarks.retrieval",
     "scripts.benchmarks.__main__",
-    "scripts.collect_trajectories",  # goes on with a folder of the same options only
+    "scripts.collect_trajectories",  # continues only a folder of the same options
     "scripts.download_trajectories",  # archives unpack into folders that are absent
 }
 

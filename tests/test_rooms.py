@@ -41,7 +41,7 @@ FLOORS = (
         "memory.options",
         "memory.period",
         "memory.policies",
-    ),  # what a layer needs to run in pieces
+    ),  # needed to run a layer in pieces
     (
         "feedforward",
         "experts",

@@ -54,12 +54,12 @@ FRAME = r"entry\.run\(|printable_output\(\)|^main = command\(|from \S*wheel_mode
 
 
 def obeyed(text: str) -> set[str]:
-    """Returns the characters of what a command printed that a terminal would obey."""
+    """Returns the characters of a command's output that a terminal would obey."""
     return set(text) - set(printable(text)) - {"\r"}
 
 
 def said_by(command: str, words, capsys) -> tuple[int, str]:
-    """Runs a command in this process; returns its exit code and what it printed."""
+    """Runs a command in this process; returns its exit code and output."""
     try:
         code = importlib.import_module(command).main(list(words))
     except SystemExit as left:

@@ -569,7 +569,7 @@ def test_damaged_prepared_data_is_named_and_made_again(
 def test_documents_that_were_damaged_since_the_start_are_named(
     prepared, small, tokenizer, tmp_path, monkeypatch
 ):
-    """Files too large to be hashed at each start have checksums of their own."""
+    """Files too large to be hashed at each start have separate checksums."""
     monkeypatch.setattr("data.folders.HASHED_AT_START", 0)
     folder = shutil.copytree(prepared.folder, tmp_path / prepared.folder.name)
     path = folder / _PREPARED_FILES[-1]

@@ -1,4 +1,4 @@
-"""Near duplicates are dropped whatever the order of the records; similarity is counted by hand."""
+"""Near duplicates are dropped in any order of the records; similarity is counted by hand."""
 
 import hashlib
 import json

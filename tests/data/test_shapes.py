@@ -266,7 +266,7 @@ def test_other_labels_leave_an_answer(label):
 
 
 def test_bad_answers_are_counted_in_every_format(tmp_path):
-    """One of a labelled pair is left, whatever the source's format."""
+    """One of a labelled pair is left, in every source format."""
     path = tmp_path / "labelled.jsonl"
     path.write_text(
         "".join(

@@ -1,4 +1,4 @@
-"""Files of a folder are read only where they lie inside it, whatever links say."""
+"""Files of a folder are read only if they are inside it, also through links."""
 
 import os
 import random

@@ -41,7 +41,7 @@ def installed(tmp_path_factory) -> Path:
         "pyproject.toml",
         "LICENSE",
         "docs/attention.md",
-    ):  # a build leaves its own files beside them
+    ):  # a build leaves its files next to them
         (folder / "source" / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / "source" / name)
     subprocess.run(

@@ -1,4 +1,4 @@
-"""Two checkpoints on the same cases: the interval by exact enumeration and beside scipy's, the
+"""Two checkpoints on the same cases: the interval by exact enumeration and against scipy's, the
 table, and what is refused."""
 
 import json

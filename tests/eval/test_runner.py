@@ -104,7 +104,7 @@ def test_an_interrupted_evaluation_goes_on_and_counts_nothing_twice(tmp_path, mo
 
 
 def test_a_sampled_answer_does_not_depend_on_what_was_asked_before():
-    """So that an evaluation which goes on gives the answers of one that was never interrupted."""
+    """So that a resumed evaluation gives the answers of one that was never interrupted."""
     asked, params = respondent(rows=1, sampling=Sampling(temperature=1.0, seed=3))
     prompts = [
         runner.Prompt(f"question {number}?", new_tokens)

@@ -1,5 +1,4 @@
-"""The cache: whatever the pieces in which tokens are appended, results are those of the whole row
-at once."""
+"""The cache: however tokens are split when appended, results are those of the whole row at once."""
 
 import jax
 import jax.numpy as jnp

@@ -258,7 +258,7 @@ def test_losses_are_those_of_one_device(mesh, layout, options, kind):
 
 @pytest.mark.slow
 def test_only_training_with_dropout_drops():
-    """A rate of 0 leaves the step as it is without dropout, any rate the evaluation."""
+    """A rate of 0 leaves the step unchanged, and any rate the evaluation."""
     none, zero, some = (
         builder(dataclasses.replace(ADAPTER, dropout=rate)) for rate in (None, 0.0, RATE)
     )

@@ -218,7 +218,7 @@ def corrected(**changes):
 
 @pytest.mark.parametrize("adapter", [None, AdapterConfig(rank=4)])
 def test_corrections_of_scores_are_float32_and_never_trained(adapter):
-    """In bfloat16 and beside adapters too; a full fine-tune's checkpoints hold them."""
+    """Also in bfloat16 and with adapters; a full fine-tune's checkpoints hold them."""
     model = llama(corrected(adapter=adapter), dtype=jnp.bfloat16)
     builder = StepBuilder(model, model.loss, text_batch(2, 32, model.mesh))
     name = "layers.mlp.gate.e_score_correction_bias"

@@ -20,7 +20,7 @@ CONFIG = tiny(vocab_size=32, hidden_size=16, intermediate_size=16, num_attention
 
 
 class ParallelLayer(DecoderLayer):
-    """Attention and feed-forward beside each other, behind one norm."""
+    """Attention and feed-forward in parallel, after one norm."""
 
     def __init__(self, config, *, rngs):
         self.input_layernorm = RMSNorm(config, *STAGES)

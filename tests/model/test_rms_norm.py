@@ -1,4 +1,4 @@
-"""RMS normalisation beside its definition in float64, both directions."""
+"""RMS normalisation against its definition in float64, both directions."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The rotary embedding against transformers' own, at short and long positions."""
+"""The rotary embedding against transformers', at short and long positions."""
 
 import json
 
@@ -240,7 +240,7 @@ def test_a_greater_trained_length_changes_no_embedding(rule):
     ids=str,
 )
 def test_other_positions_are_as_transformers_reads_them(name, changes, written):
-    """A rule that names no original length grows from the model's own, whatever its new length."""
+    """A rule without an original length grows from the model's, for any new length."""
     config = TransformerConfig.preset(name)
     changed = config.with_positions(**changes)
     hf = {key: value for key, value in config.to_hf().items() if key != "rope_parameters"} | written
@@ -312,7 +312,7 @@ def test_far_positions_are_exact_by_every_rule(rule):
 
 
 def test_up_to_a_length_angles_are_transformers_own():
-    """Bit by bit, whatever is known of the length; a token more, and they are exact."""
+    """Bit by bit, whether or not the length is known; a token more, and they are exact."""
     frequencies = inverse_frequencies(RopeConfig(), 128)
     theirs = POSITIONS.astype(np.float32)[..., None] * frequencies
     for length in (None, 1, FLOAT32_LENGTH):

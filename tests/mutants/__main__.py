@@ -70,7 +70,7 @@ class Place:
         return f"{self.file}:{self.line}: {self.what} in {self.code}"
 
 
-# File -> the tests that CI runs beside it.
+# File -> the tests that CI runs for it.
 TESTS = {
     "model/attention/coords.py": (
         "tests/model/attention/test_coords.py",

@@ -34,7 +34,7 @@ LAYERS, VOCABULARY, NORMS = 32, 128256, 2 * 32 * 4096 + 4096
 
 
 def lora(rank: int) -> int:
-    """The numbers of LoRA's A [inputs, r] and B [r, outputs] beside every projection."""
+    """The numbers in LoRA's A [inputs, r] and B [r, outputs] of every projection."""
     return LAYERS * sum(rank * (inputs + outputs) for inputs, outputs in SIZES)
 
 
@@ -76,7 +76,7 @@ def test_qlora_is_counted_in_nf4(capsys):
 
 
 def test_the_compiled_step_takes_these_arguments():
-    """Of a small model, parameters and moments are what the compiled step takes beside its batch."""
+    """A small model's parameters and moments are the compiled step's inputs besides the batch."""
     options = {"adapter": AdapterConfig(rank=4), "attention": {"kernel": "reference"}}
     job = Job.of(CONFIG, "gpu:1", 128, mesh=MeshConfig(), **options)
     compiled = compile_run(job.run, CONFIG, jax.devices()[:1])
@@ -95,7 +95,7 @@ def test_the_recipe_has_the_adapters_and_is_taken(tmp_path, capsys):
     assert written["adapter"] == expected and written["optimizer"]["learning_rate"] == 1e-4
     config = load(["--config", str(recipe), "--model.path", "x", "--data.path", "y"])
     assert (config.adapter.rank, config.adapter.quantize) == (16, "nf4")
-    # Planned again it stays as it is, and a flag takes precedence.
+    # Planned again it stays unchanged, and a flag takes precedence.
     job = Job.of("llama-3.1-8b", "h100:1", 8192, adapter=config.adapter)
     assert recipe_of(job, written, None)["adapter"] == expected
     _, said = said_by(capsys, "--config", recipe, *JOB[:4], "--lora", 8)

@@ -1,4 +1,4 @@
-"""Advice about a job that does not fit as it is."""
+"""Advice about a job that does not fit."""
 
 from planning import answer
 from planning.plan import Job

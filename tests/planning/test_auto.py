@@ -56,7 +56,7 @@ def test_other_devices_take_the_same_batch(recipe, devices, gib, axes, parts):
         f"planned for {devices} x CPU: mesh {' x '.join(f'{n} {s}' for n, s in axes.items())}"
     )
     assert ("batches in 2 parts" in reason) == (parts == 2)
-    # The run records it, until its axes are the user's own.
+    # The run records it, until the user sets its axes.
     assert yaml.safe_load(dump(planned))["planned"] == reason
 
 

@@ -59,7 +59,7 @@ def test_the_disk_is_that_of_the_run(recipe, whole_run, capsys):
         r"disk: (\d+) checkpoints of ([\d.]+) MiB .* at most (\d+) at a time: ([\d.]+) MiB", said
     ).groups()
     assert (count, most) == ("6", "3") and float(total) == pytest.approx(3 * float(size), abs=0.2)
-    # The best one, by the loss of the held-out data, stays beside them.
+    # The best one, by the loss of the held-out data, also stays.
     best = said_by(
         capsys,
         "--config",

@@ -1,5 +1,4 @@
-"""The memory estimate beside the plans that real compilers made: none lies outside the range that
-is printed."""
+"""The memory estimate against real compilers' plans: none is outside the range that is printed."""
 
 import dataclasses
 

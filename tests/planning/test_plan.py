@@ -371,8 +371,8 @@ def test_meshes_in_words():
 
 
 def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
-    """A compiler of which we know what it would say: 1 GiB each 1000 tokens, half of it under
-    `nothing`, 7 GiB in all."""
+    """A compiler with known answers: 1 GiB each 1000 tokens, half of it under `nothing`, 7 GiB in
+    all."""
     import planning.plan
 
     def plan(job):

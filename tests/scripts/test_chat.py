@@ -92,7 +92,7 @@ def test_pieces_come_with_their_tokens_and_have_whole_characters():
         log[log.index(" é") - 1] == "é".encode()[-1]
         and log[log.index("🙂") - 1] == "🙂".encode()[-1]
     )
-    # Half a character at the end of all is shown, as it is in the whole text.
+    # Half a character at the very end is shown, as in the whole text.
     assert (
         "".join(chat.pieces(b"ab\xf0\x9f", lambda ids: bytes(ids).decode(errors="replace")))
         == "ab\ufffd"

@@ -1,5 +1,5 @@
-"""An export that was stopped before its end: nothing of it is left, and the same command writes all
-of it."""
+"""An export that was stopped before its end leaves nothing, and the same command writes all of
+it."""
 
 import errno
 import os

@@ -30,7 +30,7 @@ def test_the_commands_are_known():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_printed(command, capsys, monkeypatch):
-    """And says of each flag what it does; a number of tokens may be written 64K."""
+    """And describes each flag; a number of tokens may be written 64K."""
     parsers = []
     print_help = argparse.ArgumentParser.print_help
     monkeypatch.setattr(

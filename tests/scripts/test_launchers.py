@@ -409,8 +409,8 @@ def test_the_container_counts_its_starts_and_needs_the_compilers_flags(tmp_path)
         tmp_path / "python",
         """#!/bin/bash
         echo "$FLAGS" "$@" >> "$(dirname "$0")/ran"
-        case "$*" in *xla_flags*) [ -z "$NO_FLAGS" ] || exit 2; echo export FLAGS=1 ;; *run_status*) [ -z "$NO_STORE" ] || exit 75; echo 40 ;;
-          *restarts*) exit "${TOO_MANY:-0}" ;; esac""",
+        case "$*" in *xla_flags*) [ -z "$NO_FLAGS" ] || exit 2; echo export FLAGS=1 ;; *run_status*)
+        [ -z "$NO_STORE" ] || exit 75; echo 40 ;; *restarts*) exit "${TOO_MANY:-0}" ;; esac""",
     )
 
     def run(*arguments, **variables):
@@ -474,7 +474,7 @@ def test_the_image_is_small_pinned_and_not_roots():
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_the_lock_holds_every_requirement_in_its_range(platform):
-    """`make lock` makes it anew."""
+    """`make lock` makes it again."""
     lock = dict(
         line.split("==")
         for line in (REPOSITORY / f"requirements-{platform}.lock").read_text().split("\n")

@@ -163,7 +163,7 @@ def test_the_bytes_of_the_compiled_text():
 
 
 def test_a_gpus_streams_share_an_instant_and_communication_yields():
-    """A product of 100 ns; from 60 on a copy beside it, to 140; a transfer from 0 to 200."""
+    """A product of 100 ns; a concurrent copy from 60 to 140; a transfer from 0 to 200."""
     lines = {
         "Stream #1(Compute)": [("nvjet_sm90_tst", 0, 100), ("loop_exp_fusion", 150, 30)],
         "Stream #2(MemcpyD2D)": [("memcpy128", 60, 80)],
@@ -236,7 +236,7 @@ with jax.profiler.trace(str(folder / "trace")):
 
 
 def test_a_cpus_trace_is_read_and_its_products_found(tmp_path, capsys):
-    """A real one: ten products of 512 x 512 and their sum are most of what ran."""
+    """A real one: ten products of 512 x 512 and their sum take most of the time."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", TRACED, str(tmp_path)]
     subprocess.run(command, check=True, env=environment, timeout=120)

@@ -117,7 +117,7 @@ def test_every_file_is_sent_into_a_private_repository_unless_told(hub, exported,
 def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(
     hub, exported, capsys, monkeypatch
 ):
-    """The files beside them are a token, an optimizer, a folder of git's, a log, and links to files
+    """The other files are a token, an optimizer, a folder of git's, a log, and links to files
     elsewhere."""
     ours = {path.name: path.read_bytes() for path in exported.iterdir()} | {"LICENSE": b"mine"}
     (exported / "LICENSE").write_bytes(b"mine")

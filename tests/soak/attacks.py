@@ -44,7 +44,7 @@ LONGER = {
     "runs": 300,
 }  # of classes whose cases are several runs
 Case = Callable[[np.random.Generator, pathlib.Path], str]
-"""Attacks once, in an empty folder; returns what became of it in a few words, and raises `Fell` or
+"""Attacks once, in an empty folder; returns the outcome in a few words, and raises `Fell` or
 anything else if it fell."""
 
 # Class -> module of tests.soak whose function of the same name makes its `Case` in an empty folder,
@@ -72,7 +72,7 @@ class Impossible(Exception):
 
 
 class Fell(Exception):
-    """The attacked code did what it must not do."""
+    """The attacked code did something it must not do."""
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def started(base: pathlib.Path, name: str, address: str) -> subprocess.Popen:
-    """Starts a preparation in a process of its own."""
+    """Starts a preparation in a separate process."""
     command = [sys.executable, "-m", "tests.soak.beam_kills", "--make", str(base), name, address]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 

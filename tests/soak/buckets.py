@@ -64,11 +64,11 @@ class Place:
             )
 
     def said(self, log: str) -> str:
-        """Returns what a command has printed."""
+        """Returns a command's output so far."""
         return (self.folder / log).read_text(encoding="utf-8", errors="replace")
 
     def do(self, log: str, *words: str) -> str:
-        """Runs a Python command; returns what it prints. Raises Fell if it fails."""
+        """Runs a Python command; returns its output. Raises Fell if it fails."""
         begun = time.monotonic()
         if code := self.start(log, *words).wait(PATIENCE):
             raise Fell(f"{self.url}: {words} ended with {code}: {self.said(log)[-1000:]}")

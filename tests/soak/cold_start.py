@@ -44,7 +44,7 @@ def write_tokens(path: pathlib.Path, tokens: int) -> None:
 
 
 def opened(array: pathlib.Path, store: str) -> Prepared:
-    """Prepares the array in a store, or opens what was prepared there."""
+    """Prepares the array in a store, or opens the prepared one."""
     tokenizer = Tokenizer.load(ROOT / "data/fixtures/tiny_tokenizer")
     source = Source(str(array), "tokens")
     return prepare([source], tokenizer, CONTEXT_LENGTH, store, progress=False)

@@ -96,7 +96,7 @@ def damage_json(value: object, generator: np.random.Generator) -> object:
 
 
 def damage_json_file(path: pathlib.Path, generator: np.random.Generator) -> None:
-    """Damages a JSON file: mostly a value of it, sometimes its bytes."""
+    """Damages a JSON file: mostly a value, sometimes its bytes."""
     if generator.random() < 0.25:
         path.write_bytes(damage_bytes(path.read_bytes(), generator))
     else:

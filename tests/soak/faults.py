@@ -130,7 +130,7 @@ class Run:
         return bool(self._checkpoints()[1])
 
     def _checkpoints(self) -> tuple[set[str], set[str]]:
-        """Returns the steps of whole checkpoints, and of those of which only parts are there."""
+        """Returns the steps of complete checkpoints, and of partial ones."""
         found = re.compile(rf"{self.name}/checkpoints/(\d+)/(.*)")
         names = [match for name in self.store.names() if (match := found.fullmatch(name))]
         whole = {match[1] for match in names if match[2] == "manifest.json"}
@@ -230,7 +230,7 @@ def other_tree(folder: pathlib.Path) -> dict[str, str]:
 
 
 def drill(folder: pathlib.Path, processes: int, steps: int) -> dict[str, object]:
-    """Trains both runs; returns the faults and what became of the run.
+    """Trains both runs; returns the faults and the run's outcome.
 
     Raises:
       Fell: the launcher gave up, or the results differ.

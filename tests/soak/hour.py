@@ -21,7 +21,7 @@ from scripts.benchmarks.results import ROOT, renew, row
 from tests import small_run
 
 PICTURE = ROOT / "docs" / "hour.png"
-# What is sampled: name, and growth an hour that counts as flat.
+# Samples: name, and growth per hour that counts as flat.
 FLAT = {"memory_mib": ("memory, MiB", 64), "threads": ("threads", 4), "files": ("open files", 4)}
 # Share of the samples since the first step that are left out of the slope: caches that fill.
 WARM_UP = 0.25

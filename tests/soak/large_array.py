@@ -1,5 +1,5 @@
-"""Prepares one large .npy of tokens in a process of its own, and prints its time and memory:
-python -m tests.soak.large_array [--tokens 400000000]."""
+"""Prepares one large .npy of tokens in a separate process, and prints its time and memory: python
+-m tests.soak.large_array [--tokens 400000000]."""
 
 import argparse
 import contextlib

@@ -30,7 +30,7 @@ RECORDS = ROOT / ".cache" / "soak"
 ATTENTION = "tests/model/attention/test_all_pairs.py"
 MESHES = "tests/trainer/test_same_everywhere.py"
 KERNELS = "tests/model/attention/kernels"
-MOST_MEMORY = 4 << 30  # resident bytes after a test, above which a part goes on in a new process
+MOST_MEMORY = 4 << 30  # resident bytes after a test, above which a part continues in a new process
 GOES_ON = 75  # the exit code that says so
 
 

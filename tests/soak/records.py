@@ -169,7 +169,7 @@ def records(base: pathlib.Path) -> Case:
             )
             for number, word in enumerate(("one", "two"))
         )
-        # The records around it are good, and have to be read whatever it is.
+        # The records around it are good, and have to be read in any case.
         path.write_text(f"{first}\n{line}\n{last}\n", encoding="utf-8")
         report = Report()
         kept = []

@@ -1,4 +1,4 @@
-"""Attacks on the files of a run's folder beside its checkpoints: logged rows, configuration,
+"""Attacks on the files of a run's folder other than checkpoints: logged rows, configuration,
 assets, lock."""
 
 import pathlib

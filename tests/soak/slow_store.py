@@ -1,5 +1,5 @@
-"""A store that answers slowly: whatever changes a file below a folder takes a while, and it is
-counted which thread waits."""
+"""A store that answers slowly: any change of a file below a folder takes a while, and it is counted
+which thread waits."""
 
 import builtins
 import contextlib

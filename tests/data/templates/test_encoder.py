@@ -1,4 +1,4 @@
-"""Ranges and segments of a rendered conversation, beside what a look at each character and token
+"""Ranges and segments of a rendered conversation, against what a look at each character and token
 would give."""
 
 from itertools import pairwise

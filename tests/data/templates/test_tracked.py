@@ -18,8 +18,7 @@ PLACES = st.integers(-14, 14) | st.none()
 
 
 def tracked(*texts):
-    """Returns the texts as one, of which each comes from a source of its own, with the template's
-    words between."""
+    """Returns the joined texts, each from a separate source, with the template's words between."""
     meter.left = 10_000_000
     pieces = []
     for number, text in enumerate(texts):

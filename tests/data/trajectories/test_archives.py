@@ -34,7 +34,7 @@ def archive_of(members, compression=zipfile.ZIP_STORED):
 
 
 def episodes_of(count):
-    """Returns (name, content) of episodes and of a video beside them, named as ExoRL's are."""
+    """Returns (name, content) of episodes and a video next to them, named like ExoRL's."""
     members = []
     for number in range(count):
         file = io.BytesIO()

@@ -1,5 +1,5 @@
-"""What the tests of exactness share: schedules, heads, masks, documents, and one way to compare
-with the dense truth."""
+"""Shared by the tests of exactness: schedules, heads, masks, documents, and one way to compare with
+the dense truth."""
 
 import functools
 

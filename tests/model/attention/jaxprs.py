@@ -1,4 +1,4 @@
-"""What a traced function would run: its operations, those in a scan as often as the scan goes."""
+"""A traced function's operations, those in a scan once per iteration."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""Run by test_sixteen.py in a process of its own, with 16 devices: bfloat16 errors on 1 and on 16
+"""Run by test_sixteen.py in a separate process with 16 devices: bfloat16 errors on 1 and on 16
 shards, as JSON."""
 
 import json

@@ -1,4 +1,4 @@
-"""A layer with attention sinks is the same in whatever pieces it runs."""
+"""A layer with attention sinks gives the same results however it is split."""
 
 import jax
 import numpy as np

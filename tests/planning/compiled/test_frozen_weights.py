@@ -29,7 +29,7 @@ MATRICES = {640 * 768, 640 * 256, 640 * 1152}
 
 
 def compiled(topology, quantize):
-    """The step of adapters beside weights that lie so, as a text that the compiler has made."""
+    """The compiled text of a step of adapters with weights stored like this."""
     job = Job.of(
         MODEL,
         topology,
@@ -64,7 +64,7 @@ def in_memory(module):
 
 
 def gathered(module):
-    """dtype -> bytes of what all gathers of a step return."""
+    """dtype -> bytes of the results of all gathers of a step."""
     total = collections.Counter()
     for computation, instructions in module.computations.items():
         for instruction in instructions:

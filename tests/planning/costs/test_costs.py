@@ -87,7 +87,7 @@ def test_what_travels_is_what_the_schedule_declares(ranks, layout, schedule):
 
 
 def test_padded_heads_cost_as_much_as_others():
-    """33 heads over 16 ranks: 3 for each, as of 48 (DistFlashAttn, section 4.3)."""
+    """33 heads over 16 ranks: 3 for each, as for 48 (DistFlashAttn, section 4.3)."""
     forward, _ = rounds(
         "ulysses", 16, "striped", dataclasses.replace(BLOCK, query_heads=33, kv_heads=33), (4, 4)
     )

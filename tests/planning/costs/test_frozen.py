@@ -1,4 +1,4 @@
-"""The cost model beside adapters: no gradients of frozen weights, gathers of codes, and what
+"""The cost model with adapters: no gradients of frozen weights, gathers of codes, and what
 dequantizes them."""
 
 import dataclasses

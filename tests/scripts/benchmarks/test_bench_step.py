@@ -1,5 +1,4 @@
-"""The step's benchmark runs the real step in a process of its own, and its figures fit each
-other."""
+"""The step's benchmark runs the real step in a separate process, and its figures fit each other."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The curriculum's benchmark: what it runs, and what it makes of the scores."""
+"""The curriculum's benchmark: its commands, and its rows from the scores."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A training that is lent minutes: a call goes on where the last one ended, and what travels between
+"""A training in calls of minutes: a call resumes where the last one ended, and what travels between
 calls is small and whole."""
 
 import json

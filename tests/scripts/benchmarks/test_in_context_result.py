@@ -1,5 +1,5 @@
-"""The result of in-context reinforcement learning: half a table is saved beside the other half,
-which keeps its origin."""
+"""The result of in-context reinforcement learning: half a table is saved without losing the other
+half, which keeps its origin."""
 
 from scripts.benchmarks import in_context, results
 

@@ -1,4 +1,4 @@
-"""What the benchmark of preference tuning makes of its runs: kills, comparisons and rows."""
+"""The benchmark of preference tuning: kills, comparisons and rows."""
 
 import json
 
@@ -10,7 +10,7 @@ from scripts.benchmarks.preference import (
     train_killed,
 )
 
-# Logs a step each time, and goes on where the file ends, as a run that resumes does.
+# Logs a step each time, and continues where the file ends, like a resumed run.
 RUN = """
 import pathlib, sys, time
 log = pathlib.Path(sys.argv[1], "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""The benchmark of practised retrieval: what it makes of scores, losses and answers."""
+"""The benchmark of practised retrieval: its rows from scores, losses and answers."""
 
 import json
 

@@ -76,8 +76,8 @@ def test_columns_are_configurations_of_one_step(small):
 def test_host_memory_is_bounded_and_a_second_start_asks_nothing(
     small, monkeypatch, tmp_path, capsys
 ):
-    """A compiler of which we know what it would say of 4K tokens: (GiB of the device's 0.1, GiB on
-    a host that has 48)."""
+    """A compiler with known answers for 4K tokens: (GiB of the device's 0.1, GiB on a host that has
+    48)."""
     says = {"every_k": (0.05, 0), "offload": (0.001, 12), "offload_every_k": (0.01, 6)}
     asked = []
 
@@ -123,7 +123,7 @@ def test_host_memory_is_bounded_and_a_second_start_asks_nothing(
     flops = 6 * weights * 32768 + 12 * 2 * 4 * 32 * 32768 * 32769 / 2
     assert stored["ours"]["flops"] == pytest.approx(flops)
     asked.clear()
-    (tmp_path / "compilations.json").unlink()  # what is stored is enough
+    (tmp_path / "compilations.json").unlink()  # the stored cells are enough
     assert table3.main(command) == 0
     assert not asked
 

@@ -94,7 +94,7 @@ def test_of_several_damaged_files_the_first_is_named(folder):
 
 
 def resigned(content):
-    """A manifest with a checksum that fits, whatever it says."""
+    """A manifest with any content and a matching checksum."""
     return module._serialise({key: value for key, value in content.items() if key != "sha256"})
 
 

@@ -264,7 +264,7 @@ def test_damaged_by_path_and_all_damaged(run, capsys):
     with pytest.raises(ValueError, match="every checkpoint is damaged"):
         CheckpointStore(run).latest_good()
     assert capsys.readouterr().err == "", "there is none that would be used"
-    restore_model(run / "checkpoints/10")  # what it does not read may be damaged
+    restore_model(run / "checkpoints/10")  # files it does not read may be damaged
 
 
 def test_a_folder_in_place_of_the_manifest_is_damage(run, warned):

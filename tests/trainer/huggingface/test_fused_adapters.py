@@ -1,4 +1,4 @@
-"""Adapters of projections that a family's files hold as rows of one tensor, beside peft's own."""
+"""Adapters of projections that a family's files hold as rows of one tensor, against peft's."""
 
 import dataclasses
 

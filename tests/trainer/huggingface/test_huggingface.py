@@ -318,7 +318,7 @@ def test_export_holds_one_layer_at_a_time(tmp_path):
     config = make_model(tmp_path / "in", torch.bfloat16)
     copy_assets(tmp_path / "in", tmp_path / "assets")
     params = read_hf(tmp_path / "in", config, shardings(config))
-    # On disk a layer is a piece of its own, so that taking one reads one.
+    # On disk a layer is a separate piece, so that taking one reads one.
     save_checkpoint(tmp_path / "checkpoint", model=params, assets=tmp_path / "assets")
     stored = stored_parameters(tmp_path / "checkpoint")
     assert stored.keys() == params.keys()
@@ -441,7 +441,7 @@ def test_commands(tmp_path, repository):
     make_model(tmp_path / "in", torch.bfloat16, tie_word_embeddings=True)
     (
         tmp_path / "in" / "tokenizer.json"
-    ).unlink()  # none can be read, and exports open what is there
+    ).unlink()  # none can be read, and exports open the existing files
 
     def run(*arguments) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", *map(str, arguments)]

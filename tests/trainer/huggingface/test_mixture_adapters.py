@@ -1,4 +1,4 @@
-"""Adapters of mixtures beside peft's own: logits, gradients and files."""
+"""Adapters of mixtures against peft's: logits, gradients and files."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Adapters beside peft's own: losses, logits and files."""
+"""Adapters against peft's: losses, logits and files."""
 
 import dataclasses
 import itertools
@@ -45,7 +45,7 @@ LENGTH = 32
     ],
 )
 def adapter(request, hf_model, tmp_path_factory):
-    """An adapter's configuration and a folder of it that peft wrote, whose B is not zero."""
+    """An adapter's configuration, and its folder written by peft, whose B is not zero."""
     config = KINDS[request.param]
     base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ def test_the_file_goes_through_peft_and_back_byte_for_byte(adapter, hf_model, tm
 
 
 def test_merged_weights_compute_the_same(adapter, hf_model, tmp_path):
-    """Losses within 1e-5 of the adapter beside its base."""
+    """Losses within 1e-5 of the adapter on its base."""
     _, folder, _ = adapter
     source = open_adapter(str(folder), str(hf_model))
     model = llama(dataclasses.replace(source.config, adapter=source.adapter.config))

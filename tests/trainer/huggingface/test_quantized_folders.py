@@ -32,7 +32,7 @@ SIZES = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
-# One with a head of its own, one with a tied head and biases, one with fused projections.
+# One with a separate head, one with a tied head and biases, one with fused projections.
 MODELS = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),

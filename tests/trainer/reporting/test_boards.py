@@ -117,7 +117,7 @@ def test_every_source_is_logged_and_they_make_up_the_loss(watched_run):
         )
         assert row["data_wait_seconds"] >= 0 and {"mfu", "peak_device_gib"} <= row.keys()
     assert len(rows) == 3 and rows[0].keys() == rows[2].keys()
-    for row in held_out:  # all of it is from one file, the third
+    for row in held_out:  # all from one file, the third
         assert row["held_out_loss_by_source/conversations_held_out"] == pytest.approx(
             row["held_out_loss_nats_per_target"]
         )

@@ -209,7 +209,7 @@ def test_progress_tells_loss_rate_and_time_left(tmp_path, capsys):
     ],
 )
 def test_a_log_file_is_told_the_first_step_and_then_by_time_or_steps(seconds, shown, capsys):
-    """A run of 200 steps that goes on after step 7, and whose last step is called 200 when it comes
+    """A run of 200 steps that resumes after step 7, and whose last step is called 200 when it comes
     to 40."""
     clock = Clock()
     bar = ProgressBar(200, 7, clock)

@@ -31,7 +31,7 @@ def test_cut_back(run):
 
 @pytest.mark.parametrize("name", ["metrics", "held_out"])
 def test_lines_that_cannot_be_read_are_kept_aside(run, name, capfd):
-    """Whatever a line holds, the run goes on; only what a kill cut off at the end goes without a
+    """The run continues whatever a line holds; only what a kill cut off at the end goes without a
     word."""
     path = getattr(run, name)
     aside = path.with_name(path.name + ".unreadable")

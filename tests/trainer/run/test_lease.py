@@ -105,7 +105,7 @@ def test_who_cannot_renew_it_ends_before_another_may_take_it(store_and_url, buck
 
 @pytest.mark.parametrize("store_and_url", ["gs"], indirect=True)
 def test_a_write_whose_answer_was_lost_is_known_as_ones_own(store_and_url, bucket, monkeypatch):
-    """The store has written, and the second try, after a second, meets what the first has left."""
+    """The store has written, and the second try, after a second, finds the first one's file."""
     monkeypatch.setattr(lease, "LEASE_SECONDS", 60)
     answers = iter([True])
     written = gcs_server.Handler.write

@@ -1,5 +1,4 @@
-"""What a run's logs hold when it is continued, and what is said of lines that are lost or
-changed."""
+"""A continued run's logs, and the messages about lines that are lost or changed."""
 
 import hashlib
 import json

@@ -1,4 +1,5 @@
-"""The same run goes on in its folder, and another is refused: trainer/run/opening.py, identity.py."""
+"""The same run continues in its folder, and another is refused: trainer/run/opening.py,
+identity.py."""
 
 import contextlib
 import dataclasses

@@ -161,7 +161,7 @@ def test_any_order_on_other_devices_is_named(monkeypatch):
 
 @pytest.mark.slow
 def test_a_block_with_padding_inside_a_document_is_brought_into_order():
-    """Found at run time, block by block; the results are exact all the same."""
+    """Found at run time, block by block; the results are still exact."""
     check_case(64, MASKS[0], "striped", "packed", KERNEL)
 
 
@@ -374,7 +374,7 @@ def test_auto_takes_it_on_hopper_gpus_for_16_bits_and_warns_of_nothing(
 
 
 def test_auto_leaves_it_where_jaxs_compiler_makes_it_slow(monkeypatch):
-    """Who asks for it by name has it all the same."""
+    """It is still used if requested by name."""
     monkeypatch.setattr(chosen, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
     q = blocks(jnp.bfloat16)[0].q

@@ -1,4 +1,4 @@
-"""What a sliding window does not save is told, and what would save more is true."""
+"""Says truthfully what a sliding window does not save, and what would save more."""
 
 import jax
 import pytest
