@@ -197,7 +197,7 @@ class QuietServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_):
-        """A client that has what it wants closes the connection."""
+        """A client that has all it wants closes the connection."""
 
 
 class Server:

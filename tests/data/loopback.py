@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 
 class FileServer:
-    """What a server sends, and what was requested of it.
+    """A server's answers, and the requests it received.
 
     Attributes:
       content: the file's bytes; etag: its version, or None where the server has none.

@@ -1,4 +1,4 @@
-"""Tool calls under three families' templates: ids and masks are transformers'; what a record's
+"""Tool calls under three families' templates: ids and masks equal transformers'; what a record's
 forms become."""
 
 import json

@@ -291,8 +291,8 @@ def test_each_device_keeps_its_share_of_the_cache():
 
 @pytest.mark.slow
 def test_the_longest_prompt_is_that_whose_prefill_takes_the_memory():
-    """Told from a short capacity; the truth is what the compiler says of a prefill with a cache of
-    the answer's size."""
+    """Derived from a short capacity; the truth is the compiler's figure for a prefill with a cache
+    of the answer's size."""
     model = llama(tiny(), {"sequence": 2})
 
     def bytes_of(capacity):

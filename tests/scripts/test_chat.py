@@ -1,4 +1,4 @@
-"""The chat command reads a document once, and refuses what it cannot talk about."""
+"""The chat command reads a document once, and refuses unusable ones."""
 
 import json
 import shutil

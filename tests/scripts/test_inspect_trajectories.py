@@ -1,4 +1,4 @@
-"""The spread of returns by algorithm, against numpy, and what is left out."""
+"""The spread of returns by algorithm, against numpy, and files left out."""
 
 import json
 

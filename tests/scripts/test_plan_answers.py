@@ -296,7 +296,7 @@ def test_a_typo_is_one_line_before_anything_compiles(argv, mend, capsys, monkeyp
 
 
 def test_a_base_model_asks_for_a_template_in_one_line(hf_model, tmp_path, capsys):
-    """A model with a template of its own, a chosen one and a folder without a tokenizer need no choice."""
+    """A model with a template, a chosen one and a folder without a tokenizer need no choice."""
     base, recipe = tmp_path / "base", tmp_path / "recipe.yaml"
     shutil.copytree(hf_model, base)
     job = ["--machine", "h100", "--context", 128, "--write", recipe, "--model"]

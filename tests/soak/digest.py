@@ -11,7 +11,7 @@ from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.readers import stored_arrays
 from trainer.checkpoint.store import CheckpointStore
 
-# What a checkpoint records of time, which no two runs share, and of the logs, which are compared by
+# A checkpoint's records of time, which no two runs share, and of the logs, which are compared by
 # themselves.
 NOT_TRAINED = ("wall_seconds", "logged")
 

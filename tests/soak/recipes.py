@@ -101,7 +101,7 @@ def recipes(base: pathlib.Path) -> Case:
             return "refused with the field's name"
         if kind in ("typo", "twice"):
             raise Fell(f"{kind} of {field} was taken")
-        # What was taken is a configuration that can be written and read again, as a run does with
+        # An accepted one is a configuration that can be written and read again, as a run does with
         # its config.yaml.
         path.write_text(load.dump(config), encoding="utf-8")
         if _same(load.resolved(load.load(["--config", str(path)]))) != _same(load.resolved(config)):

@@ -1,4 +1,4 @@
-"""A run that trains adapters beside a pretrained base: its checkpoints, how it goes on, what is
+"""A run that trains adapters on a pretrained base: its checkpoints, how it resumes, what is
 exported, what is refused."""
 
 import dataclasses
@@ -225,7 +225,7 @@ def test_another_base_is_refused(run, command, hf_model, tmp_path, capfd):
     ids=str,
 )
 def test_bad_input_is_one_line(command, capfd, flags, facts):
-    """With the field, what was found and what would work."""
+    """The message names the field, what was found and what would work."""
     capfd.readouterr()
     assert train.main(command("refused", *flags)) == 2
     error = capfd.readouterr().err.splitlines()
@@ -309,7 +309,7 @@ def test_tokens_that_a_run_s_adapter_lacks_are_refused(run, command, capfd):
 
 @pytest.mark.slow
 def test_stages_train_the_same_adapters_one_after_the_other(command, hf_model):
-    """The second begins with those of the first, at its positions and beside the same base."""
+    """The second begins with those of the first, at its positions and on the same base."""
     stages = [
         {"context_length": 128, "steps": 2, "rope": {"rope_theta": 5e4}},
         {"context_length": 128, "steps": 1},

@@ -1,4 +1,4 @@
-"""A run whose mesh the planner chooses goes on when it finds more or fewer devices."""
+"""A run whose mesh the planner chooses resumes on more or fewer devices."""
 
 import pytest
 

@@ -27,7 +27,7 @@ def logs(run, name):
 
 
 def repeats(row):
-    """What a row says that does not depend on the clock."""
+    """The part of a row that does not depend on the clock."""
     return {
         name: row[name] for name in ("step", "loss_nats_per_target", "grad_norm", "tokens_seen")
     }

@@ -13,7 +13,7 @@ KIB = (4, 40, 300, 520, 650, 800, 1000)  # a whole run needs more
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of its own, whose size the test sets; only root may make one."""
+    """A separate disk, whose size the test sets; only root may make one."""
     folder = tmp_path / "disk"
     folder.mkdir()
 

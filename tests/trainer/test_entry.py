@@ -1,5 +1,5 @@
-"""What every command does around its work: where compiled programs are kept, and what is said when
-memory runs out."""
+"""Common to all commands: where compiled programs are kept, and what is said when memory runs
+out."""
 
 import errno
 import importlib

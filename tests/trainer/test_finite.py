@@ -1,4 +1,4 @@
-"""What is saved is finite, and a run that trained nothing does not end well."""
+"""Saved values are finite, and a run that trained nothing fails."""
 
 import contextlib
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""KTO beside TRL: labelled completions, whose KL term is that of the whole batch however it is
+"""KTO against TRL: labelled completions, whose KL term is that of the whole batch however it is
 computed."""
 
 import dataclasses

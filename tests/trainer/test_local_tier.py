@@ -1,5 +1,5 @@
-"""Runs that go on from local checkpoints, by four processes that each have a folder of their own, as
-four hosts would."""
+"""Runs that resume from local checkpoints, by four processes with separate folders, as four hosts
+would."""
 
 import json
 import shutil
@@ -90,7 +90,7 @@ def recorded(folder):
 
 
 def trained(folder):
-    """The bits of all that the last checkpoint holds."""
+    """The bits of the whole last checkpoint."""
     last = folder / "run" / "checkpoints" / str(STEPS)
     return {
         name: np.asarray(x[...].read().result()).tobytes()

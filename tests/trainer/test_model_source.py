@@ -177,7 +177,7 @@ def test_the_tokenizer_takes_texts_as_long_as_the_model_was_trained_at(
 
 
 def test_line_retrieval_asks_and_stops_as_the_template_says(base):
-    """The end of a turn ends an answer, whatever the model's config knows of it."""
+    """The end of a turn ends an answer, even if the model's config does not name it."""
     tokenizer, config = Tokenizer.load(base), TransformerConfig.from_hf(base)
     (case,) = generate(2, 1, key_style="short")
     assert stop_ids(config, tokenizer, "chatml") == (2, 1025) and stop_ids(

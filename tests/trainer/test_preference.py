@@ -1,4 +1,4 @@
-"""Preference tuning beside TRL: losses, rewards and gradients of pairs that are packed, striped
+"""Preference tuning against TRL: losses, rewards and gradients of pairs that are packed, striped
 over a mesh and accumulated."""
 
 import dataclasses
@@ -164,7 +164,7 @@ def test_loss_metrics_and_gradients_are_trls(folder, models, trl, loss):
 
 
 def test_the_chosen_completions_cross_entropy_is_trls(folder, models, trl):
-    """Its mean is over the batch's tokens, whatever the completions' lengths."""
+    """Its mean is over the batch's tokens, for any completion lengths."""
     options = {"loss": "sigmoid", "beta": 0.3, "sft_weight": 0.7}
     objective = open_objective(make_config(folder, models[0], **options))
     params = open_objective(make_config(folder, models[1], loss="orpo")).read_params()

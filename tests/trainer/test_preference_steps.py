@@ -141,7 +141,7 @@ def examples(objective, step, labelled):
     ],
 )
 def test_twenty_steps_are_trls(folder, model_folder, loss):
-    """The losses of all steps within 1e-5; ours are of float32 and of one device."""
+    """The losses of all steps within 1e-5; ours are float32 on one device."""
     options = {"loss": loss, "beta": BETA, "label_smoothing": 0.1 if loss == "robust" else 0.0}
     config = make_config(folder, model_folder, MeshConfig(), **options)
     ours = trained(config)

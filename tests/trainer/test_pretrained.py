@@ -63,7 +63,7 @@ def command(recipe: pathlib.Path, model: pathlib.Path, *flags: str) -> list[str]
 
 @pytest.fixture(scope="module")
 def order():
-    """What the run did, one after the other: batches fetched, metrics of a step read."""
+    """The run's actions in order: batches fetched, metrics of a step read."""
     return []
 
 

@@ -82,7 +82,7 @@ def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(
 
 @pytest.mark.slow
 def test_ctrl_c_to_one_process_saves_the_same_step_on_all(whole_run, small_recipe, tmp_path, capfd):
-    """Process 1 alone is told; one process, with all 8 devices, goes on from what the two saved."""
+    """Only process 1 is told; one process with all 8 devices resumes from their checkpoint."""
     run = tmp_path / "run"
     running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run)])
     try:
@@ -146,7 +146,7 @@ def test_a_closed_terminal_saves_the_same_step_on_all(
     agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
 
 
-# Stands in for train.py: says when it has compiled, and goes on when it is told.
+# Stands in for train.py: says when it has compiled, and waits for a sign to continue.
 WAITS = """
 import pathlib, sys, time
 import train

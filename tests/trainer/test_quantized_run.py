@@ -1,4 +1,4 @@
-"""A run that trains adapters beside weights in NF4: it goes on, is evaluated and exported, and what
+"""A run that trains adapters on weights in NF4: it resumes, is evaluated and exported, and what
 cannot be is refused."""
 
 import dataclasses
@@ -225,8 +225,8 @@ def test_evaluations_take_the_run_and_its_exports_beside_one_base(run, base, tmp
 
 
 def test_stored_codes_are_taken_as_they_are(base, tmp_path):
-    """Of a folder that holds NF4: the same arrays as of the model quantized while it is read.
-    Otherwise it is refused."""
+    """From a folder in NF4: the same arrays as from the model quantized on reading. Otherwise it is
+    refused."""
     folder = tmp_path / "codes"
     assert quantize_hf.main([str(base), str(folder)]) == 0
     adapter = AdapterConfig(rank=2, quantize="nf4")

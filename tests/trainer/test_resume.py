@@ -1,4 +1,4 @@
-"""Stopped at any moment, the same command goes on: bitwise what an uninterrupted run gives."""
+"""Stopped at any moment, the same command resumes, and ends bitwise like an uninterrupted run."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Stochastic rounding against levels written out by hand, and its means against what was rounded."""
+"""Stochastic rounding against levels written out by hand, and its means against the inputs."""
 
 import jax
 import jax.numpy as jnp

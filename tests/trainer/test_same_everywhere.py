@@ -49,7 +49,7 @@ HEADS, PADDED = (8, 2), (9, 3)
 
 @functools.cache
 def compiled(mesh, schedule, accumulation, remat, heads=HEADS):
-    """A model and its compiled step; the layout is none of its business."""
+    """A model and its compiled step, independent of the layout."""
     config = tiny(num_attention_heads=heads[0], num_key_value_heads=heads[1])
     model = llama(config, MESHES[mesh], schedule=schedule, remat=remat)
     builder = StepBuilder(

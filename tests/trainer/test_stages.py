@@ -1,5 +1,5 @@
-"""A curriculum in one run: each stage goes on from the one before, and the same command goes on in
-any stage, bitwise."""
+"""A curriculum in one run: each stage continues the one before, and the same command resumes in any
+stage, bitwise."""
 
 import dataclasses
 import json

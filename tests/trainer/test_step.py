@@ -140,7 +140,7 @@ def test_a_part_has_rows_of_every_device():
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_every_part_knows_the_totals_of_the_whole_batch(parts):
-    """As the KL term of KTO needs them; one part counts its own."""
+    """As needed by KTO's KL term; a single part counts its own."""
 
     def totals(params, batch):
         return {"sum": jnp.sum(batch["tokens"]).astype(jnp.float32)}
@@ -155,7 +155,7 @@ def test_every_part_knows_the_totals_of_the_whole_batch(parts):
 
 @pytest.mark.parametrize("weight", [1.0, np.inf], ids=["finite", "not finite"])
 def test_moments_on_the_host_are_of_clipped_gradients_and_stay_where_a_step_is_not_finite(weight):
-    """A toy model of one layer stack and one other parameter beside optax's own AdamW on plain
+    """A toy model of one layer stack and one other parameter against optax's AdamW on plain
     arrays."""
     model = SimpleNamespace(
         mesh=mesh_of({}),
@@ -237,7 +237,7 @@ def test_frozen_parameters_have_no_moments_and_no_gradients():
 
 
 def test_moments_and_weights_of_fewer_bits(tmp_path):
-    """They are stored so, training hardly differs, and from a checkpoint it goes on bitwise."""
+    """They are stored like this, training hardly differs, and resumes bitwise from a checkpoint."""
     batch = packed_batch(tiny(), ROWS, LENGTH)
     final, kinds = {}, [("float32", "float32"), ("bfloat16", "float32"), ("8bit", "bfloat16")]
     for moments, weights in kinds:

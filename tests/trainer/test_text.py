@@ -1,4 +1,4 @@
-"""What a text objective says about its data: the report once, and a warning where nothing is held
+"""A text objective's messages about its data: the report once, and a warning where nothing is held
 out."""
 
 import json

@@ -47,12 +47,12 @@ def folder(request, tmp_path_factory):
         attention_bias=True,
         **HEADS,
     )
-    (folder / "tokenizer.json").unlink()  # none can be read, and exports open what is there
+    (folder / "tokenizer.json").unlink()  # none can be read, and exports open the existing files
     return folder
 
 
 def own(name, array):
-    """The part of a parameter or moment that is not padding; what is padding must be zero."""
+    """The part of a parameter or moment that is not padding; padding must be zero."""
     array = np.asarray(array)
     sizes = {"vocab": ROWS, "heads": 6, "kv_heads": 3, "embed": HIDDEN, "norm": HIDDEN}
     assert set(sizes) == set(PADDED)

@@ -1,4 +1,4 @@
-"""Preparing episodes: random access to what was stored, and the count of what was left out."""
+"""Preparing episodes: random access to the stored ones, and the count of those left out."""
 
 import numpy as np
 import pytest

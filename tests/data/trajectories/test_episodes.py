@@ -1,4 +1,4 @@
-"""Files of episodes: what is written is read, and what is wrong with a file is named."""
+"""Files of episodes: written ones are read back, and a file's faults are named."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The augmented random search: it climbs, goes on where it was, and knows the statistics of the
+"""The augmented random search: it climbs, resumes where it was, and knows the statistics of the
 states it saw."""
 
 import numpy as np

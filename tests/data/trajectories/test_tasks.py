@@ -48,7 +48,7 @@ def test_rewards_of_whole_episodes_are_the_simulators(task):
 
 
 def test_rewards_of_another_task_of_the_body():
-    """Standing is rewarded for what was played as running; the control matters for neither."""
+    """Standing is rewarded in episodes of running; the control matters for neither."""
     physics, actions, rewards = played(get_task("walker_run"), 20)
     standing = relabel(get_task("walker_stand"), physics, actions)
     assert (standing[1:] >= rewards[1:]).all() and (standing[1:] > rewards[1:]).any()

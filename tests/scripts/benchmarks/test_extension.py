@@ -1,4 +1,4 @@
-"""SmolLM2 at twice its length: what the benchmark reads of scripts.loss_by_position, and when
+"""SmolLM2 at twice its length: the benchmark's reading of scripts.loss_by_position, and when
 perplexity counts as falling."""
 
 import json

@@ -7,7 +7,7 @@ from scripts.benchmarks.kernel_cycles import Program, read_program, summarize
 from scripts.benchmarks.results import Result, save, versions
 
 # As the compiler prints it: a loop (region 1) around a region without products (2) and two tiles (3
-# and 5), one of which contains a region without products, which is not the tile's own.
+# and 5), one of which contains a region without products, which is not the tile's.
 TEXT = """= control target key start
 LH: loop header
 = control target key end

@@ -259,7 +259,7 @@ def test_a_path_in_which_no_checkpoint_could_be_saved_is_refused(
 )
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_strangers_run_writes_through_no_link(config, tmp_path, name, exists):
-    """The lines of a log that cannot be read would be appended to a file of the user's own."""
+    """The lines of a log that cannot be read would be appended to one of the user's files."""
     run, own = tmp_path / "run", tmp_path / ".bashrc"
     open_run(config)
     if exists:

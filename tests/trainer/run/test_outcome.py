@@ -26,8 +26,8 @@ def of_system(code, *names):
 
 
 def raised_for(error, cause, hidden=False):
-    """The error as it is after `raise error from cause`, or where it hides the cause: `raise error
-    from None`."""
+    """The error after `raise error from cause`, or where it hides the cause: `raise error from
+    None`."""
     try:
         try:
             raise cause
