@@ -404,7 +404,7 @@ SHAPES = (
     ),
     Shape(
         "Glaive",
-        "`chat`: a text with `USER:`, `ASSISTANT:`",
+        "`chat`: text with `USER:`, `ASSISTANT:`",
         "turns; JSON in `system` becomes tools, `<functioncall>` a call",
         _glaive,
     ),
