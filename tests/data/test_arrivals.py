@@ -1,5 +1,6 @@
 """What arrives in the hub's cache is kept if it is what the hub's digests tell, also after kills."""
 
+import errno
 import hashlib
 import os
 import signal
@@ -107,9 +108,17 @@ def test_an_interruption_does_not_wait_and_leaves_its_note(repository):
     assert not blob.exists()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_cache_that_cannot_be_written_is_used_as_it_is(repository):
-    repository.parent.chmod(0o500)
+@pytest.mark.parametrize("problem", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_cache_that_takes_no_note_is_used_and_checked_all_the_same(
+    repository, monkeypatch, problem
+):
+    def rename(*_):
+        raise OSError(problem, os.strerror(problem))
+
+    monkeypatch.setattr("data.arrivals.os.rename", rename)
     with checked(repository):
-        pass
-    repository.parent.chmod(0o700)
+        (repository / "blobs" / SHA256).write_bytes(WHOLE)
+    assert (repository / "blobs" / SHA256).exists() and not notes(repository)
+    with pytest.raises(UserError, match="does not match the hub's digest"), checked(repository):
+        (repository / "blobs" / GIT).write_bytes(WHOLE[1:])
+    assert not notes(repository)

@@ -34,5 +34,7 @@ def test_scalar_memory_is_given_in_kib():
 
 
 def test_an_unknown_wording_is_an_error_that_quotes_it():
-    with pytest.raises(RuntimeError, match="does not know this wording: RESOURCE_EXHAUSTED: No room"):
+    with pytest.raises(
+        RuntimeError, match="does not know this wording: RESOURCE_EXHAUSTED: No room"
+    ):
         refused_gib("RESOURCE_EXHAUSTED: No room")
