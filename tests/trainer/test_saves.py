@@ -1,9 +1,10 @@
-"""Whether a run has the time to finish its step and save it."""
+"""What a run saves, and whether it has the time to finish its step and save it."""
 
 from types import SimpleNamespace
 
 import pytest
 
+from data.errors import UserError
 from trainer.config.schema import CheckpointConfig
 from trainer.saves import Saves
 
@@ -49,3 +50,17 @@ def test_without_a_grace_period_there_is_time(saves):
     saves.watchdog.step_seconds_left = lambda: 9e9
     saves.config = CheckpointConfig(grace_seconds=0)
     assert saves.no_time_to_finish() is None
+
+
+@pytest.mark.parametrize("save", [Saves.save, Saves.save_locally])
+def test_parameters_that_are_not_finite_are_not_saved(saves, save):
+    """Neither store has a `save`: a call of one fails."""
+
+    def require_finite():
+        raise UserError("w is not finite")
+
+    saves.state.require_finite, saves.state.finished = require_finite, False
+    saves.local = SimpleNamespace(wait=lambda: None)
+    saves.config = CheckpointConfig(local="/dev/shm/run", local_every=7)
+    with pytest.raises(UserError, match="w is not finite"):
+        save(saves, SimpleNamespace())
