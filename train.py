@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from trainer.objective import Objective
 
 
-SHORTEST_NEEDLE = (
-    512  # tokens that the shortest case of eval.needle takes at most, whatever the tokenizer
-)
+# The most tokens that the shortest case of eval.needle takes, whatever the tokenizer.
+SHORTEST_NEEDLE = 512
 
 
 def objective_class(config: "RunConfig") -> "type[Objective]":
@@ -99,11 +98,57 @@ def next_commands(config: "RunConfig", processes: int) -> str:
     )
 
 
+def fits(config: "RunConfig", machine: str, memory: str | None) -> bool:
+    """Prints a dry run of the recipe; returns whether it fits the machine."""
+    from planning.dry_run import dry_run
+
+    if config.evaluations or config.samples.prompts:
+        from eval.live import measured_names
+
+        return dry_run(config, machine, memory, prepare=measured_names)
+    return dry_run(config, machine, memory)
+
+
+def train_all_stages(config: "RunConfig") -> None:
+    """Trains every stage of the recipe, then prints the commands that come next."""
+    entry.keep_compiled(config.compile_cache)
+    import jax
+
+    from trainer.evaluation import Evaluation, HeldOutLoss
+    from trainer.loop import train
+    from trainer.stages import stages_of, train_stages
+
+    last_stage = stages_of(config)[-1]
+
+    def train_stage(config: "RunConfig", stage_follows: bool) -> Path:
+        nonlocal last_stage
+        if config.auto:
+            from planning.auto import resolve
+
+            config = last_stage = resolve(config)
+        live: list[Evaluation] = []
+        if config.evaluations or config.samples.prompts:
+            from eval.live import evaluations_of
+
+            live = evaluations_of(config)
+        return train(
+            config,
+            objective_class(config),
+            [HeldOutLoss(every=config.train.evaluate_every), *live],
+            stage_follows,
+        )
+
+    train_stages(config, train_stage)
+    if config.logging.console and jax.process_index() == 0:
+        print(next_commands(last_stage, jax.process_count()), file=sys.stderr)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Trains as the command line says; returns the exit code, 1 if a --dry-run does not fit."""
     status = 0
 
     def work() -> None:
+        nonlocal status
         words = list(sys.argv[1:] if argv is None else argv)
         if "--no-download" in words:
             words.remove("--no-download")
@@ -116,52 +161,16 @@ def main(argv: list[str] | None = None) -> int:
             print(recipe_list())
             return
         from trainer.config import load as configuration
-        from trainer.evaluation import Evaluation, HeldOutLoss
-        from trainer.loop import train
-        from trainer.stages import stages_of, train_stages
 
         config = configuration.load(words, own=["dry-run", "no-download"])
         if config.evaluations:
             from eval.live import with_tests
 
             config = with_tests(config)
-        if machine is not None:
-            from planning.dry_run import dry_run
-
-            nonlocal status
-            prepare = {}
-            if config.evaluations or config.samples.prompts:
-                from eval.live import measured_names
-
-                prepare = {"prepare": measured_names}
-            status = 0 if dry_run(config, machine, memory, **prepare) else 1
-            return
-        entry.keep_compiled(config.compile_cache)
-        import jax
-
-        trained = stages_of(config)[-1]
-
-        def train_run(config: "RunConfig", stage_follows: bool) -> Path:
-            nonlocal trained
-            if config.auto:
-                from planning.auto import resolve
-
-                config = trained = resolve(config)
-            live: list[Evaluation] = []
-            if config.evaluations or config.samples.prompts:
-                from eval.live import evaluations_of
-
-                live = evaluations_of(config)
-            return train(
-                config,
-                objective_class(config),
-                [HeldOutLoss(every=config.train.evaluate_every), *live],
-                stage_follows,
-            )
-
-        train_stages(config, train_run)
-        if config.logging.console and jax.process_index() == 0:
-            print(next_commands(trained, jax.process_count()), file=sys.stderr)
+        if machine is None:
+            train_all_stages(config)
+        else:
+            status = 0 if fits(config, machine, memory) else 1
 
     return entry.run(work) or status
 

@@ -78,18 +78,7 @@ def prepare(
       UserError: a file cannot be read (see data.sources.read), a template does not fit, no document
         is left to train on; or there is no folder of the name `key`.
     """
-    if not sources:
-        raise UserError("no data: data.sources is empty; --data.path FILE.json would work")
-    if context_length < 2:
-        raise UserError(
-            f"data.context_length: found {context_length}, which leaves no token to predict; 2 or "
-            "more would work"
-        )
-    if not 0.0 <= held_out_fraction < 1.0:
-        raise UserError(
-            f"data.held_out_fraction: found {held_out_fraction}; a number from 0 to less than 1 "
-            "would work"
-        )
+    _check(sources, context_length, held_out_fraction)
     all_sources = [
         replace(source, left_out=(str(folder),)) for source in (*sources, *held_out_sources)
     ]
@@ -110,17 +99,11 @@ def prepare(
     )
     name = key or job.key()
     local, shared = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"
-    in_store = paths.is_remote(folder)
-    cached = paths.cache_folder("shards") / name
     stored = prepared.read_or_warn(local)
-    if stored is None and in_store:
-        stored = prepared.read_from_store(shared, cached)
-        if stored is None and engine.in_parts and not key:
-            _build_in_store(job, shared, engine)
-            stored = prepared.read_from_store(shared, cached)
-        if stored is not None:
-            cache = ShardCache(shared, stored.shards, cached, int(cache_gib * 2**30))
-            return prepared.open_folder(cached, stored, all_sources, context_length, cache)
+    if stored is None and paths.is_remote(folder):
+        from_store = _open_in_store(job, shared, None if key else engine, cache_gib)
+        if from_store is not None:
+            return from_store
     if stored is None:
         if key:
             raise UserError(
@@ -128,10 +111,51 @@ def prepare(
                 "data.prepared that all processes share would work"
             )
         _build(job, local, progress, engine)
-        if in_store:
+        if paths.is_remote(folder):
             paths.upload(local, shared, prepared.INDEX)
         stored = prepared.read(local)
     return prepared.open_folder(local, stored, all_sources, context_length)
+
+
+def _check(sources: Sequence[Source], context_length: int, held_out_fraction: float) -> None:
+    """Raises UserError for arguments that leave nothing to train on."""
+    if not sources:
+        raise UserError("no data: data.sources is empty; --data.path FILE.json would work")
+    if context_length < 2:
+        raise UserError(
+            f"data.context_length: found {context_length}, which leaves no token to predict; 2 or "
+            "more would work"
+        )
+    if not 0.0 <= held_out_fraction < 1.0:
+        raise UserError(
+            f"data.held_out_fraction: found {held_out_fraction}; a number from 0 to less than 1 "
+            "would work"
+        )
+
+
+def _open_in_store(
+    job: Job, shared: str, engine: Engine | None, cache_gib: float
+) -> Prepared | None:
+    """Opens a prepared folder in a store; its shards are copied to the local cache when read.
+
+    Args:
+      job: what the folder is prepared from.
+      shared: the folder.
+      engine: prepares the data in the store if it is not there and the engine can; or None.
+      cache_gib: GiB of this machine's disk for shards.
+
+    Returns:
+      The folder; None if it is not in the store.
+    """
+    cached = paths.cache_folder("shards") / shared.rsplit("/", 1)[1]
+    stored = prepared.read_from_store(shared, cached)
+    if stored is None and engine is not None and engine.in_parts:
+        _build_in_store(job, shared, engine)
+        stored = prepared.read_from_store(shared, cached)
+    if stored is None:
+        return None
+    cache = ShardCache(shared, stored.shards, cached, int(cache_gib * 2**30))
+    return prepared.open_folder(cached, stored, job.sources, job.context_length, cache)
 
 
 def _build_in_store(job: Job, shared: str, engine: Engine) -> None:

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,7 +53,7 @@ TASKS: dict[str, tuple[Callable[..., Exercise], int]] = {
 QA_TOKENS = 32
 QA_FORM = (
     'a line of JSON for each question: {"question": "...", "answers": ["..."], "documents": '
-    '["the one with the answer", "...]}'
+    '["the one with the answer", "..."]}'
 )
 
 
@@ -102,6 +103,58 @@ def make_cases(
     return cases
 
 
+class Question(NamedTuple):
+    """A question about documents."""
+
+    text: str
+    answers: tuple[str, ...]
+    """Any of which is right."""
+    documents: tuple[str, ...]
+    """Those that hold the answer."""
+
+
+def read_questions(path: str) -> list[Question]:
+    """Reads questions from a file of JSON lines.
+
+    Raises:
+      UserError: the file cannot be read, has no question, or a line has another form.
+    """
+    try:
+        text = read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--qa: {path} cannot be read ({getattr(error, 'strerror', None) or error})"
+        ) from None
+    questions = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            question = _question(line)
+            if question is None:
+                raise UserError(f"{path}:{number}: not a question; the form is {QA_FORM}")
+            questions.append(question)
+    if not questions:
+        raise UserError(f"--qa: {path} has no question; the form is {QA_FORM}")
+    return questions
+
+
+def _question(line: str) -> Question | None:
+    """Returns the question in a line of JSON; None if the line has another form."""
+    try:
+        row = parse_json(line)
+        text, *lists = row["question"], row["answers"], row["documents"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    if not (isinstance(text, str) and text and all(_is_list_of_texts(part) for part in lists)):
+        return None
+    answers, documents = map(tuple, lists)
+    return Question(text, answers, documents)
+
+
+def _is_list_of_texts(value: object) -> bool:
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(entry, str) for entry in value)
+
+
 def qa_cases(
     path: str,
     count: Callable[[runner.Prompt], int],
@@ -114,74 +167,45 @@ def qa_cases(
     Raises:
       UserError: the file cannot be read, or a line has another form.
     """
-    questions = []
-    try:
-        text = read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--qa: {path} cannot be read ({getattr(error, 'strerror', None) or error})"
-        ) from None
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line)
-            fields = row["question"], row["answers"], row["documents"]
-            if not (
-                isinstance(fields[0], str)
-                and all(fields)
-                and all(
-                    isinstance(part, list) and all(isinstance(entry, str) for entry in part)
-                    for part in fields[1:]
-                )
-            ):
-                raise TypeError
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}:{number}: not a question; the form is {QA_FORM}") from None
-        questions.append(fields)
-    if not questions:
-        raise UserError(f"--qa: {path} has no question; the form is {QA_FORM}")
-    documents = list(dict.fromkeys(document for *_, own in questions for document in own))
+    questions = read_questions(path)
+    documents = list(dict.fromkeys(document for q in questions for document in q.documents))
+    cases = []
+    for tokens in lengths:
+        for sample in range(each):
+            question = questions[sample % len(questions)]
+            others = [document for document in documents if document not in question.documents]
+            make = functools.partial(_qa_case, question, others, (seed, sample, tokens))
+            cases.append(make(suite.fit(make, tokens, count, most=len(documents))))
+    return cases
+
+
+def _qa_case(
+    question: Question, others: Sequence[str], seed: tuple[int, int, int], shown: int
+) -> suite.Case:
+    """Returns a case with at most `shown` documents, but always the question's.
+
+    Args:
+      question: the question.
+      others: documents without the answer.
+      seed: of the documents' order; ends with the case's length in tokens.
+      shown: how many documents the case shows.
+    """
+    rng = np.random.default_rng(seed)
+    chosen = [*question.documents, *(others[i] for i in rng.permutation(len(others)))]
+    chosen = chosen[: max(shown, len(question.documents))]
+    context = "\n\n".join(
+        f"Document {place}:\n{chosen[i]}" for place, i in enumerate(rng.permutation(len(chosen)), 1)
+    )
     instruction = (
         "Answer the question based on the given documents. Only give me the answer and do not "
         "output any other words."
     )
-    cases = []
-    for tokens in lengths:
-        for sample in range(each):
-            question, answers, own = questions[sample % len(questions)]
-
-            def make(
-                units: int,
-                question=question,
-                answers=answers,
-                own=own,
-                tokens=tokens,
-                sample=sample,
-            ) -> suite.Case:
-                rng = np.random.default_rng([seed, sample, tokens])
-                others = [document for document in documents if document not in own]
-                shown = [*own, *(others[i] for i in rng.permutation(len(others)))][
-                    : max(units, len(own))
-                ]
-                context = "\n\n".join(
-                    f"Document {i}:\n{shown[j]}"
-                    for i, j in enumerate(rng.permutation(len(shown)), 1)
-                )
-                text = (
-                    f"{instruction}\n\nThe following are given documents.\n\n{context}\n\n"
-                    f"{instruction}\n\nQuestion: {question}"
-                )
-                return suite.Case(
-                    "qa",
-                    runner.Prompt(text, QA_TOKENS, " Answer:"),
-                    tuple(answers),
-                    tokens,
-                    scoring="any",
-                )
-
-            cases.append(make(suite.fit(make, tokens, count, most=len(documents))))
-    return cases
+    text = (
+        f"{instruction}\n\nThe following are given documents.\n\n{context}\n\n"
+        f"{instruction}\n\nQuestion: {question.text}"
+    )
+    prompt = runner.Prompt(text, QA_TOKENS, " Answer:")
+    return suite.Case("qa", prompt, question.answers, seed[-1], scoring="any")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,30 @@ from trainer import entry
 from trainer.options import StorePath, command, no_download, option
 
 
+def _check_flags(arguments: Options, checkpoint: Path, is_adapter: bool, has_experts: bool) -> None:
+    """Raises UserError for a flag that does not fit what the checkpoint holds."""
+    from data.errors import UserError
+    from data.printable import printable
+    from trainer.huggingface.folder import hub_name
+
+    is_whole = arguments.merge or not is_adapter
+    if not is_adapter and (arguments.merge or arguments.dequantize):
+        flag = "merge" if arguments.merge else "dequantize"
+        raise UserError(f"--{flag}: {checkpoint} holds a whole model, without adapters")
+    if not is_adapter and arguments.base and not hub_name(arguments.base):
+        raise UserError(
+            f"--base: {checkpoint} holds a whole model, so that this is only a name for its card: "
+            f"found {printable(arguments.base)}, expected a hub name, OWNER/NAME"
+        )
+    if arguments.fuse_experts and not (has_experts and is_whole):
+        found = "a model without experts" if is_whole else "adapters alone"
+        raise UserError(f"--fuse-experts: {checkpoint} holds {found}; leave it out")
+    if arguments.verify and not is_whole:
+        raise UserError(
+            "--verify: compares whole models, found adapters alone; add --merge, or leave it out"
+        )
+
+
 def _check_quantized(quantize: str, arguments: Options) -> None:
     """Raises UserError for a merge into weights other than those of the adapters' training."""
     from data.errors import UserError
@@ -81,7 +105,6 @@ def work(arguments: Options) -> None:
     # Imported here, so that --help is fast and Ctrl-C ends with one line.
     import contextlib
 
-    from data.errors import UserError
     from data.outputs import new_folder
     from data.printable import printable
     from model.config import TransformerConfig
@@ -105,21 +128,7 @@ def work(arguments: Options) -> None:
         params = {**params, **stored_average(checkpoint)}
     is_adapter = (checkpoint / "assets" / adapter_config.CONFIG).is_file()
     library = "peft" if is_adapter and not arguments.merge else "transformers"
-    if not is_adapter and (arguments.merge or arguments.dequantize):
-        flag = "merge" if arguments.merge else "dequantize"
-        raise UserError(f"--{flag}: {checkpoint} holds a whole model, without adapters")
-    if not is_adapter and arguments.base and not hub_name(arguments.base):
-        raise UserError(
-            f"--base: {checkpoint} holds a whole model, so that this is only a name for its card: "
-            f"found {printable(arguments.base)}, expected a hub name, OWNER/NAME"
-        )
-    if arguments.fuse_experts and not (config.num_experts and library == "transformers"):
-        found = "a model without experts" if library == "transformers" else "adapters alone"
-        raise UserError(f"--fuse-experts: {checkpoint} holds {found}; leave it out")
-    if arguments.verify and is_adapter and not arguments.merge:
-        raise UserError(
-            "--verify: compares whole models, found adapters alone; add --merge, or leave it out"
-        )
+    _check_flags(arguments, checkpoint, is_adapter, bool(config.num_experts))
     base = arguments.base
 
     def finish(folder: Path) -> None:

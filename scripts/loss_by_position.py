@@ -157,7 +157,6 @@ def measure(checkpoint: str, args: Options) -> Measurement:
     import jax
 
     from data.batch import permute
-    from data.errors import UserError
     from data.loader import Loader
     from trainer.config import load as configuration
     from trainer.mesh import make_mesh, place_batch, simulate
@@ -180,14 +179,7 @@ def measure(checkpoint: str, args: Options) -> Measurement:
         objective.prepared, config.data.context_length, size, config.data.seed, split=split
     )
     total = len(loader) // size
-    steps = range(args.skip, min(args.skip + args.batches, total))
-    if args.skip < 0 or not steps:
-        raise UserError(
-            f"--skip {args.skip} --batches {args.batches}: the split {split} has {total} batches "
-            f"of {size} rows in its first epoch; "
-            + ("fewer to skip" if total else "a smaller --train.batch_size")
-            + " would work"
-        )
+    steps = _steps(args, split, total, size)
     print(
         f"{checkpoint}: split {split}, batches {steps.start} to {steps[-1]} of {total} "
         f"({steps.start} skipped)",
@@ -229,6 +221,31 @@ def measure(checkpoint: str, args: Options) -> Measurement:
         {tokens: sums.rows() for tokens, sums in gains.items()},
         about,
     )
+
+
+def _steps(args: Options, split: str, total: int, size: int) -> range:
+    """Returns the steps whose batches are measured.
+
+    Args:
+        args: the options of the command line.
+        split: the split of the data.
+        total: its batches in the first epoch.
+        size: rows per batch.
+
+    Raises:
+        UserError: there is none.
+    """
+    from data.errors import UserError
+
+    steps = range(args.skip, min(args.skip + args.batches, total))
+    if args.skip < 0 or not steps:
+        raise UserError(
+            f"--skip {args.skip} --batches {args.batches}: the split {split} has {total} batches "
+            f"of {size} rows in its first epoch; "
+            + ("fewer to skip" if total else "a smaller --train.batch_size")
+            + " would work"
+        )
+    return steps
 
 
 def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:

@@ -93,7 +93,6 @@ class Template(NamedTuple):
         if reserved:
             raise TemplateError(f"chat_template_kwargs may not give {', '.join(reserved)}")
         compiled = compile_template(self.source)
-        template = compiled.template
         sources: list[Source] = []
         turns = [_fields(message, number, sources) for number, message in enumerate(messages)]
         descriptions = track(list(tools), -1, "tools", sources) or None
@@ -102,7 +101,7 @@ class Template(NamedTuple):
         }
         _set_limit(sources, len(turns))
         meter.printed, meter.generated = 0, []
-        context = template.new_context(
+        context = compiled.template.new_context(
             {
                 "messages": turns,
                 "add_generation_prompt": add_generation_prompt,
@@ -115,26 +114,16 @@ class Template(NamedTuple):
         )
         pieces = []
         try:
-            for piece in template.root_render_func(context):
+            for piece in compiled.template.root_render_func(context):
                 pieces.append(piece)
                 meter.printed += len(piece)
             text = concat(pieces)
         except UserError:
             raise
         except Exception as error:  # Jinja's errors and anything a template's expressions raise
-            roles = [message.role for message in messages]
-            names = ", ".join(roles[:8]) + ", ..." * (len(roles) > 8)
-            raise TemplateError(
-                f"the chat template refuses turns {names}: {_words(error)}"
-            ) from None
-        has_blocks = _GENERATION.search(self.source) is not None
-        return Rendered(
-            str.__str__(text),
-            text.runs,
-            sources,
-            meter.generated if has_blocks else None,
-            compiled.needles,
-        )
+            raise _refusal(messages, error) from None
+        generated = meter.generated if _GENERATION.search(self.source) else None
+        return Rendered(str.__str__(text), text.runs, sources, generated, compiled.needles)
 
     def unread_variables(self, names: Iterable[str]) -> list[str]:
         """Returns those of some variables that the template does not read."""
@@ -230,24 +219,27 @@ def _has_only_content(message: Message) -> bool:
     return not message.tool_calls and others == (None, None, None)
 
 
-def _words(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "macros or lists nested too deeply"
-    return str(error)[:200]
+def _refusal(messages: Sequence[Message], error: Exception) -> TemplateError:
+    """Returns the error of a conversation on which the template failed."""
+    roles = [message.role for message in messages]
+    names = ", ".join(roles[:8]) + ", ..." * (len(roles) > 8)
+    is_deep = isinstance(error, RecursionError)
+    reason = "macros or lists nested too deeply" if is_deep else str(error)[:200]
+    return TemplateError(f"the chat template refuses turns {names}: {reason}")
 
 
 def _fields(message: Message, turn: int, sources: list) -> dict[str, Any]:
     """Returns the fields of a turn as transformers gives them to a template, tracked."""
     from data.templates.tracked import track
 
-    given = message.fields or ("role", "content", message.reasoning_field)
+    record_fields = message.fields or ("role", "content", message.reasoning_field)
     fields: dict[str, Any] = {
         "role": message.role,
         "content": track(message.content, turn, "content", sources),
     }
     if message.reasoning is not None:
         reasoning = track(message.reasoning, turn, "reasoning", sources)
-        names = {"thinking", "reasoning_content", *given} & {*REASONING_FIELDS}
+        names = {"thinking", "reasoning_content", *record_fields} & {*REASONING_FIELDS}
         fields.update(dict.fromkeys(names, reasoning))
     if message.tool_calls:
         fields["tool_calls"] = track(message.tool_calls, turn, "tool_calls", sources)
@@ -256,5 +248,5 @@ def _fields(message: Message, turn: int, sources: list) -> dict[str, Any]:
         if text is not None:
             fields[name] = track(text, turn, name, sources)
     # The names that transformers adds come first and last.
-    order = ("thinking", *given, *_FIELDS, "reasoning_content")
+    order = ("thinking", *record_fields, *_FIELDS, "reasoning_content")
     return {name: fields[name] for name in order if name in fields}
