@@ -3,7 +3,7 @@
 Workers share a folder, on a file system that all of them have or in a store. What is in it is
 written whole, and found again by the same command after a failure:
 
-    job.pickle, tokenizer/   what is to be done
+    job.json                 what is to be done
     scan.json                the units, once duplicates between them are known
     read/UNIT                how many conversations a unit has, without those it repeats
     seen/UNIT                hashes of a unit's records that an earlier unit has
@@ -14,10 +14,8 @@ written whole, and found again by the same command after a failure:
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-import pickle
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -34,13 +32,13 @@ from data.engine import GROUP, Engine
 from data.errors import TransientError, UserError
 from data.folders import file_hash
 from data.job import Job, Unit
+from data.job_file import job_bytes, read_job
 from data.paths import File
 from data.record_store import ShardSize
 from data.report import MOST_DROPPED, Report, SourceReport, dropped_file, renumbered
-from data.tokenizer import Tokenizer
 from data.work_folder import read_bytes, read_json, worker_scratch, write_bytes
 
-_JOB, _SCAN, _PART, _SIZES = "job.pickle", "scan.json", "part.json", "sizes"
+_JOB, _SCAN, _PART, _SIZES = "job.json", "scan.json", "part.json", "sizes"
 _DIGEST = 16  # bytes
 
 
@@ -72,7 +70,7 @@ def build_in_parts(
       store: the prepared folder in a store, to which workers write the shards; then `folder`
         receives all other files, and the store's folder is not whole before it has them too.
     """
-    _save_job(job, work)
+    write_bytes(f"{work}/{_JOB}", job_bytes(job))
     units = _scan(job, engine, work)
     if job.compared(units):
         near_duplicates.find(
@@ -341,37 +339,13 @@ def _dropped_lines(work: str, units: Sequence[Unit], parts: Sequence[_Part]) -> 
         before += part.report.records
 
 
-def _save_job(job: Job, work: str) -> None:
-    """Writes a job for `_load_job`; the tokenizer as files, since not all can be pickled."""
-    with tempfile.TemporaryDirectory(prefix="longstripe-tokenizer-") as name:
-        folder = Path(name)
-        job.tokenizer.save(name)
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        contents = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-    tokenizer = job.tokenizer
-    added = (tokenizer.text_tokens, tokenizer.template_date, tokenizer.template_kwargs)
-    plain = dataclasses.replace(job, tokenizer=None)  # type: ignore[arg-type]  # its files follow
-    write_bytes(f"{work}/{_JOB}", pickle.dumps((plain, contents, added)))
-
-
 @lru_cache(maxsize=2)
 def _load_job(work: str) -> Job:
-    """Returns a job that `_save_job` wrote, once in each process."""
+    """Returns the job in the shared folder, read once per process."""
     content = read_bytes(f"{work}/{_JOB}")
     if content is None:
         raise UserError(
             f"{work}/{_JOB}: not found by a worker; a data.prepared that all workers share, such "
             "as one in a store, would work"
         )
-    job, contents, (text_tokens, template_date, template_kwargs) = pickle.loads(content)
-    with tempfile.TemporaryDirectory(prefix="longstripe-tokenizer-") as folder:
-        for name, file in contents.items():
-            (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
-            (Path(folder) / name).write_bytes(file)
-        tokenizer = (
-            Tokenizer.load(folder)
-            .with_text_tokens(text_tokens)
-            .with_template_date(template_date)
-            .with_template_kwargs(template_kwargs)
-        )
-    return dataclasses.replace(job, tokenizer=tokenizer)
+    return read_job(content, f"{work}/{_JOB}")
