@@ -221,13 +221,13 @@ class Experts(nnx.Module):
         would send as much, since any token may go to any rank (bytes of both are in
         docs/notes/design_decisions.md).
         """
-        own = jax.tree.leaves(self.gate_proj.weight.get_value())[0].shape[0]
-        if own == self.count:
+        local = jax.tree.leaves(self.gate_proj.weight.get_value())[0].shape[0]
+        if local == self.count:
             return self._sums(x, routes, parallel, self.count)
         x, routes = jax.tree.map(
             lambda part: lax.all_gather(part, "expert", axis=0, tiled=True), (x, routes)
         )
-        sums = self._sums(x, routes, parallel, own, lax.axis_index("expert") * own)
+        sums = self._sums(x, routes, parallel, local, lax.axis_index("expert") * local)
         return lax.psum_scatter(sums, "expert", scatter_dimension=0, tiled=True)
 
     def _sums(

@@ -453,10 +453,10 @@ class GpuKernel(Kernel):
         )
 
 
-def _at_most(asked: int, most: int) -> int:
+def _at_most(requested: int, most: int) -> int:
     """The largest power of two from 16 to `most` that is not more than was asked for; 0 asks for
     the most."""
-    return most if not asked else 1 << min(max(asked, 16), most).bit_length() - 1
+    return most if not requested else 1 << min(max(requested, 16), most).bit_length() - 1
 
 
 def _padded(q, k, v, q_coords, kv_coords, query_tile, key_tile):

@@ -198,12 +198,12 @@ def _overlapped_forward(
     def visit_keys(partial, block):  # GthrCmpt, Algorithm 5
         return kernel.extend(partial, queries, block, **context.scores), (), block
 
-    own, _, blocks = ring_pass(
+    local, _, blocks = ring_pass(
         keys.stacked(), column.size - 1, column.shift, column.shift, visit_keys
     )
     column_keys = _concatenate(blocks)
     # The next queries are sent on when they are in use, not while the column's keys still pass by.
-    own, incoming = lax.optimization_barrier((own, incoming))
+    local, incoming = lax.optimization_barrier((local, incoming))
 
     def visit_queries(carry, queries):  # GthrCmptSctr, Algorithm 6
         return (
@@ -213,7 +213,7 @@ def _overlapped_forward(
         )
 
     from_row = ring_pass(incoming, row.size - 2, send, send, visit_queries).returned
-    return merge(own, from_row)
+    return merge(local, from_row)
 
 
 def _overlapped_backward(
@@ -233,8 +233,12 @@ def _overlapped_backward(
         )
     send = _to_left(row)
     # Stacked like K and V, so that the few transfers can all be in flight at once.
-    own = (jnp.stack([queries.q, saved.dout]), jnp.stack([saved.lse, saved.delta]), queries.coords)
-    incoming = send(own)
+    local = (
+        jnp.stack([queries.q, saved.dout]),
+        jnp.stack([saved.lse, saved.delta]),
+        queries.coords,
+    )
+    incoming = send(local)
 
     def gradients(dq, queries_side, block, kernel=kernel):
         (q, dout), (lse, delta), coords = queries_side
@@ -243,7 +247,7 @@ def _overlapped_backward(
         )
 
     def visit_keys(dq, block):  # GthrCmptBwd, Algorithm 9
-        dq, dkv = gradients(dq, own, block)
+        dq, dkv = gradients(dq, local, block)
         return dq, (), (block, dkv)
 
     dq, _, (blocks, dkv) = ring_pass(

@@ -95,18 +95,18 @@ class Balanced(Schedule):
             None.
         """
         rounds = self._rounds(context.ranks, queries[0].shape[1], context.mask)
-        own, for_others = (queries, keys), (None, None)
-        fetched = rounds[0].fetch(*own) if rounds else None
-        totals = compute(*own)
+        local, for_others = (queries, keys), (None, None)
+        fetched = rounds[0].fetch(*local) if rounds else None
+        totals = compute(*local)
         for t, current in enumerate(rounds):
             # A round begins when the previous one ends; without the barrier all rounds would fetch
             # at the start.
-            own, totals, fetched, for_others = lax.optimization_barrier(
-                (own, totals, fetched, for_others)
+            local, totals, fetched, for_others = lax.optimization_barrier(
+                (local, totals, fetched, for_others)
             )
-            fetched_next = rounds[t + 1].fetch(*own) if t + 1 < len(rounds) else None
+            fetched_next = rounds[t + 1].fetch(*local) if t + 1 < len(rounds) else None
             returned = rounds[t - 1].send_home(*for_others)
-            results, for_others = current.compute(own, fetched, compute)
+            results, for_others = current.compute(local, fetched, compute)
             totals, fetched = add(add(totals, results), returned), fetched_next
         return add(totals, rounds[-1].send_home(*for_others)) if rounds else totals
 
@@ -204,10 +204,10 @@ class _Round:
         arrays = self._fetch(self._half(arrays, 0), self.helpers)
         return (*arrays, self._half(coords, 0)), StackedKeys(self._fetch(kv, self.owners), coords)
 
-    def compute(self, own, fetched, compute):
+    def compute(self, local, fetched, compute):
         """Two pairs (for queries, for keys): the results for this rank's own blocks, and those for
         the fetched blocks."""
-        (queries, keys), (fetched_queries, fetched_keys) = own, fetched
+        (queries, keys), (fetched_queries, fetched_keys) = local, fetched
         if not self.ordered:
             for_queries, for_fetched_keys = compute(queries, fetched_keys)
             for_fetched_queries, for_keys = (

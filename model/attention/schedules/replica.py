@@ -59,21 +59,24 @@ class Replica:
             return None
         return cls(ranks, mask, slots, reach, directions)
 
-    def gather(self, own: StackedKeys) -> StackedKeys:
+    def gather(self, local: StackedKeys) -> StackedKeys:
         """The global tokens of all ranks, P x slots of each row; those the ring brings here are
         hidden as padding.
 
         Raises:
           ValueError: the documents' starts are missing.
         """
-        first = self._first_slot(own.coords)
-        index, segments, starts, _ = self._cut(own.coords, first, 0)
-        last = own.coords.segment_ids[:, -1:]
-        given = (segments == last) & (
+        first = self._first_slot(local.coords)
+        index, segments, starts, _ = self._cut(local.coords, first, 0)
+        last = local.coords.segment_ids[:, -1:]
+        is_global = (segments == last) & (
             index - check_starts(starts, self.mask) < self.mask.global_tokens
         )
-        coords = TokenCoords(index, jnp.where(given, segments, 0), starts)
-        kv, coords = self.ranks.gather(self._cut(own.kv, first, 1), 2), self.ranks.gather(coords, 1)
+        coords = TokenCoords(index, jnp.where(is_global, segments, 0), starts)
+        kv, coords = (
+            self.ranks.gather(self._cut(local.kv, first, 1), 2),
+            self.ranks.gather(coords, 1),
+        )
         owners = jnp.repeat(jnp.arange(self.ranks.size), self.slots)
         hops = jnp.stack(
             [(self.ranks.index() - owners) * step % self.ranks.size for step in self.directions]
@@ -125,13 +128,13 @@ class Replica:
     def plan(self, block: plan.Block) -> tuple[plan.Round, plan.Round, plan.Round]:
         """The gather before the ring's rounds; the kernel calls after them; the return of
         gradients."""
-        size, given = self.ranks.size, dataclasses.replace(block, tokens=self.slots)
+        size, global_tokens = self.ranks.size, dataclasses.replace(block, tokens=self.slots)
         pairs = plan.everyone([range(size)])
         gather = plan.Round(
             (),
             (
-                plan.Send("K, V of global tokens", plan.GATHER, given.keys, pairs),
-                plan.Send("their coordinates", plan.GATHER, given.coords, pairs),
+                plan.Send("K, V of global tokens", plan.GATHER, global_tokens.keys, pairs),
+                plan.Send("their coordinates", plan.GATHER, global_tokens.coords, pairs),
             ),
         )
         share = (0, max(1, block.tokens // self.slots))
@@ -140,5 +143,7 @@ class Replica:
                 plan.Task(rank, (rank,), tuple(range(size)), key_part=share) for rank in range(size)
             )
         )
-        scatter = plan.Send("dK, dV of global tokens", plan.SCATTER, given.key_gradients, pairs)
+        scatter = plan.Send(
+            "dK, dV of global tokens", plan.SCATTER, global_tokens.key_gradients, pairs
+        )
         return gather, tasks, plan.Round((), (scatter,))

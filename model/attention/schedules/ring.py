@@ -85,12 +85,12 @@ class _Routes:
             _split(block, _length(block) // 2) if self.halved else (block,) * len(self.directions)
         )
 
-    def split(self, gradients, own: bool):
-        """The gradients that follow each part: of the joined parts, or (own) of this rank's
+    def split(self, gradients, local: bool):
+        """The gradients that follow each part: of the joined parts, or (local) of this rank's
         block."""
         if len(self.directions) == 1:
             return (gradients,)
-        if own and not self.halved:
+        if local and not self.halved:
             return gradients, jnp.zeros_like(gradients)
         return _split(gradients, _length(gradients) // 2)
 
@@ -143,12 +143,12 @@ class Ring(Schedule):
         routes, replica = self._routes(
             context.ranks, context.mask, keys.k.shape[1], rides=shard is not None
         )
-        own = keys.stacked()
-        replicated = replica.gather(own) if replica else None
+        local = keys.stacked()
+        replicated = replica.gather(local) if replica else None
 
         def visit(partial, parts):
             if partial is None:
-                return kernel.extend(None, queries, own, **context.scores), (), ()
+                return kernel.extend(None, queries, local, **context.scores), (), ()
             return (
                 self._joined(kernel, parts).extend(
                     partial, queries, _concatenate(parts), **context.scores
@@ -157,7 +157,7 @@ class Ring(Schedule):
                 (),
             )
 
-        partial, _, gathered, _ = _ring_pass(routes, own, visit, Payload(shard))
+        partial, _, gathered, _ = _ring_pass(routes, local, visit, Payload(shard))
         if replicated:
             partial = kernel.extend(partial, queries, replicated, **context.scores)
         return partial, gathered
@@ -175,19 +175,19 @@ class Ring(Schedule):
         dV."""
         rides = payload.shard is not None or payload.shares is not None
         routes, replica = self._routes(context.ranks, context.mask, keys.k.shape[1], rides)
-        own = keys.stacked()
-        replicated = replica.gather(own) if replica else None
+        local = keys.stacked()
+        replicated = replica.gather(local) if replica else None
 
         def visit(dq, parts):
             if dq is None:
-                dq, dkv = kernel.gradients(None, queries, own, saved, **context.scores)
-                return dq, routes.split(dkv, own=True), ()
+                dq, dkv = kernel.gradients(None, queries, local, saved, **context.scores)
+                return dq, routes.split(dkv, local=True), ()
             dq, dkv = self._joined(kernel, parts).gradients(
                 dq, queries, _concatenate(parts), saved, **context.scores
             )
-            return dq, routes.split(dkv, own=False), ()
+            return dq, routes.split(dkv, local=False), ()
 
-        dq, dkv, gathered, share = _ring_pass(routes, own, visit, payload)
+        dq, dkv, gathered, share = _ring_pass(routes, local, visit, payload)
         dkv = routes.join(dkv)
         if replica and replicated:
             dq, of_replicas = kernel.gradients(dq, queries, replicated, saved, **context.scores)
@@ -261,7 +261,7 @@ class Ring(Schedule):
         return plan.Plan(forward, backward)
 
 
-def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
+def _ring_pass(routes: _Routes, local: StackedKeys, visit, payload: Payload):
     """The ring pass of this rank's block `own`; if other arrays ride along, the routes visit all
     ranks.
 
@@ -275,7 +275,7 @@ def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
     shard, shares = payload
     if shard is None and shares is None:
         carry, returned, _ = ring_pass(
-            routes.divide(own), routes.hops, routes.send, routes.send_home, visit
+            routes.divide(local), routes.hops, routes.send, routes.send_home, visit
         )
         return carry, returned, None, None
     ranks, direction = routes.ranks, routes.directions[0]
@@ -305,7 +305,7 @@ def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
         )
 
     (carry, gathered, _), (returned, share), _ = ring_pass(
-        (routes.divide(own), shard), routes.hops, send, send_home, visit_with_payload
+        (routes.divide(local), shard), routes.hops, send, send_home, visit_with_payload
     )
     return carry, returned, gathered, share
 
