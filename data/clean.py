@@ -188,9 +188,9 @@ class Cleaner:
             messages = before_rate_limit(messages, findings.changes)
         self._filter(messages)
         messages = with_call_ids(messages, findings.changes)
-        said = [_said(message) for message in messages] + [*tools]
-        content = json.dumps(said + [template_kwargs] * bool(template_kwargs), ensure_ascii=True)
-        digest = hashlib.sha256(content.encode()).digest()[:16]
+        contents = [_content(message) for message in messages] + [*tools]
+        contents += [template_kwargs] * bool(template_kwargs)
+        digest = hashlib.sha256(json.dumps(contents).encode()).digest()[:16]
         if self.config.duplicates:
             if digest in self.seen:
                 raise Drop(DUPLICATE)
@@ -281,7 +281,7 @@ def own_id(record: dict) -> str | None:
         raise Drop(BROKEN_ID) from None
 
 
-def _said(message: Message) -> tuple:
+def _content(message: Message) -> tuple:
     """Returns what makes two turns equal: role, text, and calls if any."""
     calls = [call["function"] for call in message.tool_calls]
     more = ([calls] if calls else []) + (

@@ -81,7 +81,7 @@ class PreferenceReader:
         if prompt_name and used_prompt:
             read.add(prompt_name)
         chosen, rejected = (_with_completion_trained(cleaned, number) for number in (0, 1))
-        digest = self._digest([_said(chosen), _said(rejected)])
+        digest = self._digest([_content(chosen), _content(rejected)])
         changes = cleaned[0].changes | cleaned[1].changes
         unread = cleaned[0].unread | cleaned[1].unread | unread_of(record, read, "record")
         preference = Preference(
@@ -118,7 +118,7 @@ class PreferenceReader:
         if start < 1 or cleaned.messages[start].role != "assistant":
             raise Drop(f"{name}: {NO_ANSWER}")
         messages = tuple(_trained_from(cleaned.messages, start))
-        digest = self._digest([_said(messages), bool(label)])
+        digest = self._digest([_content(messages), bool(label)])
         read = {name, LABEL, *([prompt_name] if prompt_name else []), *_CONTEXT}
         record_id = own_id(record)
         if record_id is not None:
@@ -133,9 +133,9 @@ class PreferenceReader:
         unread = cleaned.unread | unread_of(record, read, "record")
         return labelled, cleaned.changes, set(unread)
 
-    def _digest(self, said: list) -> bytes:
+    def _digest(self, contents: list) -> bytes:
         """Returns a hash of a record's content; raises Drop for a repetition."""
-        digest = hashlib.sha256(json.dumps(said).encode()).digest()[:16]
+        digest = hashlib.sha256(json.dumps(contents).encode()).digest()[:16]
         if self.clean.duplicates and digest in self.seen:
             raise Drop(DUPLICATE)
         self.seen.add(digest)
@@ -209,7 +209,7 @@ def _with_completion_trained(conversations: Sequence[Cleaned], number: int) -> l
     """
     chosen, rejected = (conversation.messages for conversation in conversations)
     pairs: Iterable[tuple[Message, Message]] = zip(chosen, rejected, strict=False)
-    prompt = sum(1 for _ in takewhile(lambda pair: _said(pair[:1]) == _said(pair[1:]), pairs))
+    prompt = sum(1 for _ in takewhile(lambda pair: _content(pair[:1]) == _content(pair[1:]), pairs))
     if prompt == len(chosen) == len(rejected):
         raise Drop(SAME)
     if prompt == 0:
@@ -229,7 +229,7 @@ def _trained_from(messages: Sequence[Message], start: int) -> list[Message]:
     ]
 
 
-def _said(messages: Sequence[Message]) -> list[tuple]:
+def _content(messages: Sequence[Message]) -> list[tuple]:
     """Returns what makes turns equal, as JSON can hold it."""
     return [
         (message.role, message.content, list(message.tool_calls), message.reasoning)

@@ -66,15 +66,15 @@ def _characters(message: Message) -> int:
 def _exchange_starts(messages: Sequence[Message], first: int) -> Iterator[int]:
     """Yields where exchanges begin: at `first`, and at each question after an answer."""
     yield first
-    asked = answered = False
+    has_question = has_answer = False
     for index in range(first, len(messages)):
         role = messages[index].role
         if role in ("user", "system"):
-            if answered:
+            if has_answer:
                 yield index
-            asked, answered = True, False
+            has_question, has_answer = True, False
         # An opening answer belongs to the exchange after it.
-        answered = answered or (role == "assistant" and asked)
+        has_answer = has_answer or (role == "assistant" and has_question)
 
 
 def _largest_part(

@@ -63,13 +63,14 @@ def make_cases(
 
 
 def conversation(
-    rng: np.random.Generator, requests: int, others: int, asked: int
+    rng: np.random.Generator, requests: int, others: int, target: int
 ) -> tuple[tuple[Message, ...], str, str]:
     """Returns the turns, the letters that must begin the answer, and the expected reply.
 
     Args:
-      requests: equal requests; others: requests of another form or topic, mixed in; asked: which of
-        the equal ones to ask for, from 0.
+      requests: number of equal requests.
+      others: number of requests of another form or topic, mixed in.
+      target: which of the equal ones to ask for, from 0.
     """
     form, topic = str(rng.choice(FORMS)), str(rng.choice(NOUNS))
     subjects = [(form, topic)] * requests
@@ -88,11 +89,11 @@ def conversation(
     turns.append(
         Message(
             "user",
-            f"Write {beginning} and then repeat the {ORDINALS[asked]} {form} about a {topic} of "
+            f"Write {beginning} and then repeat the {ORDINALS[target]} {form} about a {topic} of "
             "this conversation, word for word. Write nothing else.",
         )
     )
-    return tuple(turns), beginning, replies[asked]
+    return tuple(turns), beginning, replies[target]
 
 
 def _reply(rng: np.random.Generator, about: str) -> str:

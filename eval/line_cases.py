@@ -224,9 +224,9 @@ def generate(
         ]
         head = wording.head + "".join(record)
         for question in range(min(questions, count - len(cases))):
-            asked = (int(first) + question * lines // questions) % lines
-            prompt = head + wording.tail.format(key=case_keys[asked])
-            cases.append(LineCase(prompt, numbers[asked], lines, record[asked], key_style=family))
+            target = (int(first) + question * lines // questions) % lines
+            prompt = head + wording.tail.format(key=case_keys[target])
+            cases.append(LineCase(prompt, numbers[target], lines, record[target], key_style=family))
     return cases
 
 

@@ -155,9 +155,11 @@ def needles(
         zip(places, rng.permutation(count).tolist(), strict=True), reverse=True
     ):
         text.insert(place, sentences[number])
-    asked = sorted(rng.choice(keys, queries, replace=False).tolist())
-    query = ", ".join(names[i] for i in asked[:-1]) + ", and " * (queries > 1) + names[asked[-1]]
-    expected = tuple(value for i in asked for value in drawn[i * values : (i + 1) * values])
+    targets = sorted(rng.choice(keys, queries, replace=False).tolist())
+    query = (
+        ", ".join(names[i] for i in targets[:-1]) + ", and " * (queries > 1) + names[targets[-1]]
+    )
+    expected = tuple(value for i in targets for value in drawn[i * values : (i + 1) * values])
     single = queries * values == 1
     article, kind, verb = ("A", value_kind[:-1], "is") if single else ("Some", value_kind, "are")
     return Exercise(
@@ -301,37 +303,36 @@ def lines(
     """
     names = _names(rng, units, "words", evaluation)
     numbers = draw_values(rng, names, *LINE_NUMBERS, evaluation)
-    asked, *more = rng.permutation(units)[: 1 + round(share * units)].tolist()
+    target, *more = rng.permutation(units)[: 1 + round(share * units)].tolist()
     wording = wording or OWN_LINES
     record = [
         wording.line.format(key=key, number=number)
         for key, number in zip(names, numbers, strict=True)
     ]
-    text = wording.head + "".join(record) + wording.tail.format(key=names[asked])
+    text = wording.head + "".join(record) + wording.tail.format(key=names[target])
     further = ("", "")
     if more:
         further = (
             f"And {', '.join(names[i] for i in more)}?",
             ", ".join(record[i].strip() for i in more),
         )
-    prefix, space, rest = wording.answer.format(key=names[asked], number=numbers[asked]).rpartition(
-        " "
-    )
-    return Exercise(text.rstrip(), prefix, (str(numbers[asked]),), space + rest, further)
+    answer = wording.answer.format(key=names[target], number=numbers[target])
+    prefix, space, rest = answer.rpartition(" ")
+    return Exercise(text.rstrip(), prefix, (str(numbers[target]),), space + rest, further)
 
 
 def key_values(rng: np.random.Generator, units: int, evaluation: bool) -> Exercise:
     """Asks for a key's value in a JSON object (Liu et al. 2023, "Lost in the Middle", 3)."""
     names = _names(rng, units, "uuids", evaluation)
     values = _values(rng, names, "uuids", evaluation)
-    asked = int(rng.integers(units))
+    target = int(rng.integers(units))
     text = json.dumps(dict(zip(names, values, strict=True)), indent=0)
     return Exercise(
         "Extract the value of the given key from the JSON object below.\n\n"
-        f'{text}\n\nKey: "{names[asked]}"',
+        f'{text}\n\nKey: "{names[target]}"',
         "The value is",
-        (values[asked],),
-        f' "{values[asked]}".',
+        (values[target],),
+        f' "{values[target]}".',
     )
 
 
@@ -341,11 +342,11 @@ def copying(rng: np.random.Generator, units: int, evaluation: bool) -> Exercise:
         rng, [f"paragraph {i + 1}" for i in range(units)], 10**6, 10**7, evaluation
     )
     paragraphs = [f"{' '.join(rng.choice(words.NOUNS, 12))} {number}" for number in numbers]
-    asked = int(rng.integers(units))
+    target = int(rng.integers(units))
     text = "\n".join(f"Paragraph {i}: {paragraph}." for i, paragraph in enumerate(paragraphs, 1))
     return Exercise(
-        f"Read these paragraphs.\n\n{text}\n\nRepeat paragraph {asked + 1} to the letter.",
-        f"Paragraph {asked + 1}:",
-        (paragraphs[asked],),
-        f" {paragraphs[asked]}.",
+        f"Read these paragraphs.\n\n{text}\n\nRepeat paragraph {target + 1} to the letter.",
+        f"Paragraph {target + 1}:",
+        (paragraphs[target],),
+        f" {paragraphs[target]}.",
     )

@@ -102,9 +102,9 @@ class PartServer:
             connection.settimeout(_LINE_SECONDS)
             challenge = secrets.token_hex()
             _send(connection, {"challenge": challenge})
-            asked = _receive(connection)
-            name = str(asked["part"])
-            if not hmac.compare_digest(str(asked["proof"]), _proof(self.secret, challenge, name)):
+            request = _receive(connection)
+            name = str(request["part"])
+            if not hmac.compare_digest(str(request["proof"]), _proof(self.secret, challenge, name)):
                 return
             path = self.find(name)
             if path is None:

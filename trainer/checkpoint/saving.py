@@ -323,11 +323,11 @@ def seal_together(scratch: Path, number: int) -> dict[str, dict[str, Any]]:
         return {}
     records = seal(scratch, own)
     for process in range(1, jax.process_count()):
-        told = json.loads(client().blocking_key_value_get(f"{key}/{process}", WAIT_MILLISECONDS))
+        answer = json.loads(client().blocking_key_value_get(f"{key}/{process}", WAIT_MILLISECONDS))
         client().key_value_delete(f"{key}/{process}")
-        if "error" in told:
-            raise OSError(f"process {process}: {told['error']}")
-        records |= told["records"]
+        if "error" in answer:
+            raise OSError(f"process {process}: {answer['error']}")
+        records |= answer["records"]
     if missing := sorted(set(Files(scratch).names()) - set(records)):
         raise OSError(
             f"{scratch / missing[0]}: only process 0 sees it; all processes need the same folder"

@@ -257,9 +257,9 @@ def _encoded(error: BaseException, prefix: str = "") -> str:
     )
 
 
-def _decoded(told: Mapping[str, Any]) -> UserError:
+def _decoded(failure: Mapping[str, Any]) -> UserError:
     """The error that ends this process on another one's message."""
-    return error_with(told["code"], printable(told["message"]))
+    return error_with(failure["code"], printable(failure["message"]))
 
 
 @contextlib.contextmanager
@@ -306,11 +306,11 @@ def _failure() -> dict[str, Any] | None:
 def first_failure() -> Outcome | None:
     """The outcome by which the first failed process ends all; None if none failed, or the cluster
     is gone."""
-    if (told := _failure()) is None:
+    if (failure := _failure()) is None:
         return None
     # A permanent error or a signal holds for all; a restart may pass the rest.
-    code = told["code"] if told["code"] in (WRONG_INPUT, STOPPED, TERMINATED) else TRY_AGAIN
-    return Outcome(code, printable(told["message"]))
+    code = failure["code"] if failure["code"] in (WRONG_INPUT, STOPPED, TERMINATED) else TRY_AGAIN
+    return Outcome(code, printable(failure["message"]))
 
 
 def leave_others(error: BaseException, code: int) -> None:

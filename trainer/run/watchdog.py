@@ -131,9 +131,9 @@ class Watchdog:
         if cluster.process() != 0:
             return []
         now = time.monotonic()
-        for number, said in self._others().items():
-            if self._heard.get(number, (None, 0.0))[0] != said["beat"]:
-                self._heard[number] = said["beat"], now
+        for number, heartbeat in self._others().items():
+            if self._heard.get(number, (None, 0.0))[0] != heartbeat["beat"]:
+                self._heard[number] = heartbeat["beat"], now
         return sorted(
             (number for number, (_, heard) in self._heard.items() if now - heard > SILENT_SECONDS),
             key=int,
@@ -144,7 +144,7 @@ class Watchdog:
         others = self._others()
         if not others:
             return "the stacks above show where this process waits"
-        steps = {number: said["step"] for number, said in others.items()}
+        steps = {number: heartbeat["step"] for number, heartbeat in others.items()}
         behind = [
             f"process {number} is in step {step} ({others[number]['doing']})"
             for number, step in sorted(steps.items(), key=lambda entry: int(entry[0]))
