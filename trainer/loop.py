@@ -283,7 +283,7 @@ class _Training:
     def _train_step(
         self, batch: DeviceBatch, batches: Iterator[HostBatch], log: MetricsLog
     ) -> DeviceBatch | None:
-        """Trains on `batch` and meanwhile fetches the next, returned; None after the last step."""
+        """Trains on `batch` while fetching the next one; returns that, or None after the last."""
         assert self.compiled_step is not None
         state, last = self.state, self.state.step + 1 >= self.config.train.steps
         self.watchdog.begin_step(state.step + 1)

@@ -18,12 +18,12 @@ from .kernel import LOG2E
 from .tpu_options import Scores, TileOptions, compiler_params, cost, nbytes, sub_tiles
 from .tpu_tiles import (
     Columns,
+    KeyTileGrid,
     QueryTileGrid,
     TileRanges,
     column,
     coordinate_rows,
     hide,
-    key_operands,
     spread,
 )
 
@@ -335,49 +335,27 @@ def _by_key_tiles(
     kv_coords: TokenCoords,
     options: TileOptions,
 ) -> list:
-    """Returns [dkv], or with a carry [dkv, dq], where dq has a separate dimension for its tiles.
-
-    The grid is (batch row, key head, key tile, query head of the group, step).
-    """
-    (dout, lse, delta), query_tile, key_tile = saved, options.query_tile, options.key_tile
-    batch, kv_heads, kv_length, head_dim = kv[0].shape
-    group = q.shape[1] // kv_heads
-    ranges, steps = TileRanges.create(
-        kv_coords, q_coords, key_tile, query_tile, options.scores, True
-    )
-
-    def query_index(b, h, j, member, step, *refs):
-        return b, h * group + member, TileRanges(*refs).tile(b, j, step), 0
-
-    def statistic_index(b, h, j, member, step, *refs):
-        return b, h * group + member, 0, TileRanges(*refs).tile(b, j, step)
-
-    def query_row_index(b, h, j, member, step, *refs):
-        return b, 0, TileRanges(*refs).tile(b, j, step)
-
-    queries = pl.BlockSpec((None, None, query_tile, head_dim), query_index)
-    statistics = pl.BlockSpec((None, None, 1, query_tile), statistic_index)
-    keys, key_specs = key_operands(kv, key_tile, lambda b, h, j, *_: (b, h, j, 0))
+    """Returns [dkv], or with a carry [dkv, dq], where dq has a separate dimension for its tiles."""
+    (dout, lse, delta), head_dim = saved, q.shape[3]
+    tiles = KeyTileGrid.create(q, kv, q_coords, kv_coords, options)
     results = [jax.ShapeDtypeStruct((2, *kv[0].shape), jnp.float32)]
-    result_specs = [
-        pl.BlockSpec((2, None, None, key_tile, head_dim), lambda b, h, j, *_: (0, b, h, j, 0))
-    ]
-    scratch = Columns.scratch(key_tile)
-    before = []
+    dkv_block = (2, None, None, options.key_tile, head_dim)
+    result_specs = [pl.BlockSpec(dkv_block, lambda b, h, j, *_: (0, b, h, j, 0))]
+    scratch, before = [*tiles.scratch], []
     if carry is not None:
-        before = [carry.reshape(*q.shape[:2], -1, query_tile, head_dim)]
+        before = [carry.reshape(*q.shape[:2], -1, options.query_tile, head_dim)]
         results.append(jax.ShapeDtypeStruct(before[0].shape, jnp.float32))
         result_specs.append(pl.BlockSpec(memory_space=pl.ANY))
         scratch += [
-            pltpu.VMEM((2, query_tile, head_dim), jnp.float32),
+            pltpu.VMEM((2, options.query_tile, head_dim), jnp.float32),
             pltpu.SemaphoreType.DMA((2,)),
             pltpu.SemaphoreType.DMA((2,)),
             pltpu.SMEM((6,), jnp.int32),
         ]
     inputs = (
-        *ranges,
+        *tiles.ranges,
         q,
-        *keys,
+        *tiles.keys,
         dout,
         lse[:, :, None],
         delta[:, :, None],
@@ -388,16 +366,16 @@ def _by_key_tiles(
     return pl.pallas_call(
         functools.partial(_key_tile_kernel, fused=carry is not None, compute=options.scores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(ranges),
-            grid=(batch, kv_heads, kv_length // key_tile, group, steps),
+            num_scalar_prefetch=len(tiles.ranges),
+            grid=tiles.grid,
             in_specs=[
-                queries,
-                *key_specs,
-                queries,
-                statistics,
-                statistics,
-                pl.BlockSpec((None, 2, query_tile), query_row_index),
-                pl.BlockSpec((None, 2, key_tile), lambda b, h, j, *_: (b, 0, j)),
+                tiles.queries,
+                *tiles.key_specs,
+                tiles.queries,
+                tiles.statistics,
+                tiles.statistics,
+                tiles.query_rows,
+                tiles.key_rows,
                 *[pl.BlockSpec(memory_space=pl.ANY)] * len(before),
             ],
             out_specs=result_specs,
@@ -409,7 +387,7 @@ def _by_key_tiles(
         cost_estimate=cost(
             5 if before else 4,
             q.shape,
-            kv_length,
+            results[0].shape[3],
             options.mask,
             nbytes(q, *kv, dout, lse, delta, *before, *results),
         ),

@@ -294,6 +294,62 @@ class QueryTileGrid(NamedTuple):
         )
 
 
+class KeyTileGrid(NamedTuple):
+    """The grid and the blocks of a kernel that writes tiles of keys and, for each query head of the
+    group, steps through the tiles of queries that see them.
+
+    Attributes:
+      ranges: the scalar prefetch.
+      grid: (B, Hkv, key tiles, query heads of the group, steps).
+      queries, statistics: blocks of [B, Hq, Tq, D] and of [B, Hq, 1, Tq].
+      query_rows, key_rows: blocks of the coordinates [B, 2, T].
+      keys, key_specs: from `key_operands`.
+      scratch: the scratch of `Columns`.
+    """
+
+    ranges: TileRanges
+    grid: tuple
+    queries: pl.BlockSpec
+    statistics: pl.BlockSpec
+    query_rows: pl.BlockSpec
+    key_rows: pl.BlockSpec
+    keys: list
+    key_specs: list
+    scratch: list
+
+    @classmethod
+    def create(
+        cls, q, kv, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions
+    ) -> KeyTileGrid:
+        """Creates the grid for q [B, Hq, Tq, D] and kv: two of [B, Hkv, Tk, D], or their stack. The
+        tiles divide the lengths."""
+        batch, kv_heads, kv_length, head_dim = kv[0].shape
+        group, query_tile, key_tile = q.shape[1] // kv_heads, options.query_tile, options.key_tile
+        ranges, steps = TileRanges.create(
+            kv_coords, q_coords, key_tile, query_tile, options.scores, True
+        )
+
+        def query_index(b, h, j, member, step, *refs):
+            return b, h * group + member, TileRanges(*refs).tile(b, j, step), 0
+
+        def statistic_index(b, h, j, member, step, *refs):
+            return b, h * group + member, 0, TileRanges(*refs).tile(b, j, step)
+
+        def query_row_index(b, h, j, member, step, *refs):
+            return b, 0, TileRanges(*refs).tile(b, j, step)
+
+        return cls(
+            ranges,
+            (batch, kv_heads, kv_length // key_tile, group, steps),
+            pl.BlockSpec((None, None, query_tile, head_dim), query_index),
+            pl.BlockSpec((None, None, 1, query_tile), statistic_index),
+            pl.BlockSpec((None, 2, query_tile), query_row_index),
+            pl.BlockSpec((None, 2, key_tile), lambda b, h, j, *_: (b, 0, j)),
+            *key_operands(kv, key_tile, lambda b, h, j, *_: (b, h, j, 0)),
+            Columns.scratch(key_tile),
+        )
+
+
 def column(row: jax.Array) -> jax.Array:
     """Transposes a row [1, n] to [n, 128]: values along the sublanes, repeated over all lanes."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
