@@ -27,7 +27,7 @@ REPORT = "report.json"
 DOCUMENTS = "documents"
 SHARD = ".array_record-"  # occurs only in the names of shards
 INDEX = "index.npz"  # written last: a folder with an index is complete
-MOST_DOCUMENTS = 2**31 - 1  # in a folder, where 32 bits number documents
+MOST_DOCUMENTS = 2**31 - 1  # in a folder: document numbers have 32 bits
 
 
 @dataclass(frozen=True)
