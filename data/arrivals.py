@@ -1,8 +1,7 @@
-"""Files that a hub sends into its cache: kept if their contents match the hub's digests.
+"""Verifies files downloaded into the hub's cache against the hub's digests.
 
-During a download a note in the cache names the files that were there before. If the process is
-killed, the next start finds the note, whose lock is gone with its process, and checks what has
-arrived since.
+During a download, a note in the cache lists the files that were there before. If the process is
+killed, the next process finds the note, no longer locked, and checks the files that are not on it.
 """
 
 import concurrent.futures
@@ -28,15 +27,15 @@ _PART = 1 << 20  # bytes
 
 @contextlib.contextmanager
 def checked(repository: Path) -> Iterator[None]:
-    """Checks the files that arrive within the context, even if it ends with an error.
+    """Checks the files downloaded within the context, even if it ends with an error.
 
-    If the process is interrupted, the next start checks them.
+    If the process is killed or interrupted, the next one checks them.
 
     Args:
-      repository: its folder in the hub's cache, with `blobs` in it.
+      repository: the repository's folder in the hub's cache, which contains `blobs`.
 
     Raises:
-      UserError: a file has other contents than its digest tells; it was removed.
+      UserError: a file does not match its digest; it was removed.
     """
     before = _blobs(repository)
     with _note(repository, before) as note:
@@ -59,8 +58,8 @@ def checked(repository: Path) -> Iterator[None]:
 
 
 def remove_damaged(repository: Path) -> None:
-    """Removes files of killed downloads in a repository of the cache that do not match their
-    digests, and says so."""
+    """Removes files left by killed downloads of a repository that do not match their digests, with
+    a message for each."""
     for path in repository.parent.glob(f"{glob.escape(_prefix(repository))}*"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             if not _lock(file):
@@ -70,8 +69,8 @@ def remove_damaged(repository: Path) -> None:
                 blob.unlink()
                 print(
                     printable(
-                        f"{blob}: had other contents than the hub's digest tells, since its "
-                        "download was killed, and was removed"
+                        f"{blob}: does not match the hub's digest, because its download was "
+                        "killed, and was removed"
                     ),
                     file=sys.stderr,
                     flush=True,
@@ -97,31 +96,32 @@ def _prefix(repository: Path) -> str:
 
 @contextlib.contextmanager
 def _note(repository: Path, before: set[Path]) -> Iterator[_Note]:
-    """Writes which files are there; its lock is held within the context only.
+    """Writes a note of the files in the cache, which is locked within the context.
 
-    If the cache cannot be written, or its disk is full, there is none: nothing arrives either.
+    There is none if the cache is read-only or its disk is full: then nothing can be downloaded
+    either.
     """
     name = secrets.token_hex(8)
-    whole = repository.parent / f"{_prefix(repository)}{name}"
+    final = repository.parent / f"{_prefix(repository)}{name}"
     part = repository.parent / f".longstripe-{name}.part"
     with contextlib.ExitStack() as stack:
         try:
-            # Locked before it gets its name, so that nobody takes it for a killed process's.
+            # Locked before it is renamed, so that no process takes it for a killed process's note.
             file = stack.enter_context(part.open("wb"))
             _lock(file)
             file.write(json.dumps(sorted(blob.name for blob in before)).encode())
             file.flush()
-            os.rename(part, whole)
+            os.rename(part, final)
         except OSError:
             with contextlib.suppress(OSError):
                 part.unlink()
             yield _Note(None)
             return
-        yield _Note(whole)
+        yield _Note(final)
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Returns False if another process holds a file's lock, if the file system has locks."""
+    """Locks a file; returns False if another process holds its lock. True without file locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -132,7 +132,7 @@ def _lock(file: BinaryIO) -> bool:
 
 
 def _names(file: BinaryIO) -> list[str]:
-    """Returns the files that a note names; none, so that all are checked, if it is damaged."""
+    """Returns the files that a note lists; none if it is damaged, so that all are checked."""
     try:
         names = json.loads(file.read(1 << 26))
     except (ValueError, RecursionError):
@@ -145,7 +145,7 @@ def _blobs(repository: Path) -> set[Path]:
 
 
 def _damaged(blobs: Iterable[Path]) -> list[Path]:
-    """Returns the files whose contents are not those of their names."""
+    """Returns the files whose contents do not match their names."""
     ordered = sorted(blobs)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         return [
@@ -158,8 +158,8 @@ def _damaged(blobs: Iterable[Path]) -> list[Path]:
 def _is_damaged(blob: Path) -> bool:
     """Returns whether a file's contents do not match its name.
 
-    Names are SHA-256 of large files and git's SHA-1 of small ones; names of another length come
-    from a mirror, and tell nothing, except that some are a plain SHA-1.
+    Large files are named by their SHA-256 and small ones by git's SHA-1. Names from a mirror may be
+    a plain SHA-1, or anything else, which cannot be checked.
     """
     digest = blob.name.lower()
     if not _DIGEST.fullmatch(digest):

@@ -1,9 +1,9 @@
-"""What Parquet's pages and Arrow's buffers unpack to, told by the file before they are unpacked.
+"""The unpacked sizes of Parquet pages and Arrow buffers, read from a file before unpacking it.
 
-Parquet's metadata may say anything about sizes. Of a page, its own header is the bound: Arrow
-unpacks into so many bytes, and fails if they are not all of the page. The same is true of the
-length in front of each compressed buffer of Arrow's own format. Both are read here as Arrow reads
-them, with no more than Arrow accepts.
+Parquet's metadata may claim any size. The header of a page is a reliable bound: Arrow unpacks into
+as many bytes, and fails if the page does not have exactly that size. The same is true of the length
+that precedes each compressed buffer in Arrow's own format. Both are read here as Arrow reads them,
+and nothing is accepted that Arrow would not accept.
 """
 
 import os
@@ -18,30 +18,32 @@ if TYPE_CHECKING:
     from pyarrow import parquet
 
 _WINDOW, _LONGEST_HEADER = 1 << 10, 1 << 24  # bytes of a page's header
-# Arrow reads so much further where a column's length is that of an old writer, which forgot some.
+# Arrow may read this many bytes past a column's end, for old writers that recorded too short a
+# length.
 _FORGOTTEN = 100
 _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3  # kinds of pages
-_DELTA_BYTE_ARRAY = 7  # texts that begin as the one before
+_DELTA_BYTE_ARRAY = 7  # texts share a prefix with the text before
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 ARROW_FILE = b"ARROW1"
-"""What Arrow's format for files begins with, and that for streams does not."""
-# Of a format that Arrow 0.17 tried, and still reads.
+"""The first bytes of Arrow's file format, which its stream format lacks."""
+# Marks an experimental format of Arrow 0.17 that Arrow still reads.
 _EXPERIMENTAL = b"ARROW:experimental_compression"
 _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
 
 
 @dataclass
 class Chunk:
-    """What a column of a group of rows unpacks to.
+    """The unpacked size of a column in a row group.
 
     Attributes:
-      path: the column's name, with those of what it is in.
+      path: the column's name, preceded by those of its parents.
       unpacked: bytes of its pages.
-      values: their number, with those that are null.
-      in_lists: a row may have any number of them.
-      width: bytes of a value; of a text those of its offset.
-      longest: bytes at most of a text that the file holds once and a list may hold often.
-      refers_back: whether texts may be what those before them begin with, which only reading tells.
+      values: the number of values, including nulls.
+      in_lists: whether a row may have any number of values.
+      width: bytes of a value; for texts, of an offset.
+      longest: an upper bound on the bytes of a text that the file stores once and lists may repeat.
+      refers_back: whether texts may share a prefix with the text before, so that only reading them
+        tells their size.
     """
 
     path: str
@@ -54,20 +56,20 @@ class Chunk:
 
     @property
     def in_memory(self) -> int:
-        """Bytes as an array, but for texts that are in it more often than in the file."""
+        """Bytes as an array, except for texts repeated more often than in the file."""
         return max(self.unpacked, self.values * self.width if self.in_lists else 0)
 
     @property
     def at_most(self) -> int:
-        """Bytes as an array, if each text of a list were the longest."""
+        """Bytes as an array if each text in a list were the longest."""
         return self.values * self.longest if self.in_lists else 0
 
 
 def parquet_chunks(opened: BinaryIO, metadata: "parquet.FileMetaData") -> list[list[Chunk]]:
-    """Returns what each column of each group of rows unpacks to.
+    """Returns the unpacked size of each column of each row group.
 
     Raises:
-      ValueError, EOFError: a page's header is damaged, or columns share their pages.
+      ValueError, EOFError: a page's header is damaged, or columns share pages.
     """
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
@@ -80,7 +82,7 @@ def parquet_chunks(opened: BinaryIO, metadata: "parquet.FileMetaData") -> list[l
 
 
 def _chunk(opened: BinaryIO, metadata: "parquet.FileMetaData", group: int, number: int) -> Chunk:
-    """Reads the headers of a column's pages, from where Arrow reads them and as far."""
+    """Reads the headers of a column's pages, over the same range as Arrow."""
     column, form = metadata.row_group(group).column(number), metadata.schema.column(number)
     is_text = column.physical_type in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
     width = max(4, form.length or 0) if is_text else _WIDTHS[column.physical_type]
@@ -98,7 +100,7 @@ def _chunk(opened: BinaryIO, metadata: "parquet.FileMetaData", group: int, numbe
             if page.kind == _DICTIONARY:
                 chunk.longest = max(chunk.longest, page.unpacked)
             chunk.refers_back |= page.encoding == _DELTA_BYTE_ARRAY
-    if chunk.refers_back:  # also to a page before
+    if chunk.refers_back:  # also across pages
         chunk.longest = chunk.unpacked
     return chunk
 
@@ -113,7 +115,7 @@ class _Page:
 
 
 def _page(opened: BinaryIO, position: int) -> _Page:
-    """Returns what the header of the page at a position tells, and where the page ends."""
+    """Returns what the header of the page at a position says, and where the page ends."""
     window = _WINDOW
     while True:
         opened.seek(position)
@@ -126,40 +128,40 @@ def _page(opened: BinaryIO, position: int) -> _Page:
             if len(header.data) < window // 16 or window > _LONGEST_HEADER:
                 raise EOFError("a page's header has no end") from None
     kind, unpacked, packed = (_int32(fields, number) for number in (1, 2, 3))
-    about = fields.get({_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}.get(kind, -1), {})
+    details = fields.get({_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}.get(kind, -1), {})
     values = encoding = 0
     if kind in (_DATA, _DATA_V2):
-        values, encoding = _int32(about, 1), _int32(about, 2 if kind == _DATA else 4)
+        values, encoding = _int32(details, 1), _int32(details, 2 if kind == _DATA else 4)
     if min(unpacked, packed, values) < 0:
-        raise ValueError("a page of a negative size")
+        raise ValueError("a page has a negative size")
     return _Page(kind, unpacked, values, encoding, position + header.at + packed)
 
 
 def _int32(fields: Any, number: int) -> int:
     value = fields.get(number) if isinstance(fields, dict) else None
     if type(value) is not int or not -(1 << 31) <= value < 1 << 31:
-        raise ValueError("a page's header lacks a number")
+        raise ValueError("a page's header lacks a 32-bit number")
     return value
 
 
 class _Compact:
-    """Reads a structure of Thrift's compact protocol, in which Parquet's headers are.
+    """Reads a struct in Thrift's compact protocol, which Parquet uses for its headers.
 
-    Numbers of another width than Parquet's, and fields that come twice, are refused: readers differ
-    in what they take of them.
+    Numbers whose width is not Parquet's, and repeated fields, are refused: readers differ in how
+    they interpret them.
     """
 
     def __init__(self, data: bytes):
         self.data, self.at = data, 0
 
     def structure(self, depth: int = 0) -> dict[int, Any]:
-        """Returns 32-bit numbers and structures by their fields' numbers, and skips the rest."""
+        """Returns the 32-bit numbers and structs by field number; skips other fields."""
         fields: dict[int, Any] = {}
         number = 0
         while byte := self._byte():
             number = number + (byte >> 4) if byte >> 4 else self._zigzag()
             if number in fields:
-                raise ValueError("a field of a page's header comes twice")
+                raise ValueError("a field of a page's header is repeated")
             fields[number] = self._value(byte & 15, depth)
         return fields
 
@@ -171,7 +173,7 @@ class _Compact:
         if kind == 5:
             return self._zigzag()
         if kind in (4, 6):
-            return (self._zigzag(),)  # not taken for a number of 32 bits
+            return (self._zigzag(),)  # a tuple, so that it is not taken for a 32-bit number
         if kind in (3, 7, 8):
             self._skip(1 if kind == 3 else 8 if kind == 7 else self._varint())
             return None
@@ -214,10 +216,10 @@ class _Compact:
 
 
 def arrow_unpacked(opened: BinaryIO) -> Iterator[int]:
-    """Yields the bytes that each batch and dictionary of a file unpacks to.
+    """Yields the unpacked bytes of each batch and dictionary in a file.
 
     Args:
-      opened: in Arrow's format for files or that for streams.
+      opened: a file in Arrow's file or stream format.
 
     Raises:
       ValueError, EOFError, struct.error: a message or the footer is damaged.
@@ -228,13 +230,13 @@ def arrow_unpacked(opened: BinaryIO) -> Iterator[int]:
             yield _message(opened, *block)[0]
         return
     size, position = opened.seek(0, os.SEEK_END), 0
-    while position >= 0 and position + 4 <= size:  # -1 behind the mark of the end
+    while position >= 0 and position + 4 <= size:  # -1 after the end-of-stream marker
         unpacked, position = _message(opened, position)
         yield unpacked
 
 
 def _blocks(opened: BinaryIO) -> Iterator[tuple[int, int, int]]:
-    """Yields position, bytes of metadata and of body of each batch that a footer names."""
+    """Yields the position, metadata bytes and body bytes of each batch listed in the footer."""
     end = opened.seek(0, os.SEEK_END) - len(ARROW_FILE) - 4
     opened.seek(end)
     (length,) = struct.unpack("<i", opened.read(4))
@@ -243,23 +245,23 @@ def _blocks(opened: BinaryIO) -> Iterator[tuple[int, int, int]]:
     opened.seek(end - length)
     footer = opened.read(length)
     root = _Table(footer, struct.unpack_from("<I", footer)[0])
-    form = [("at", "<i8"), ("head", "<i4"), ("unused", "<i4"), ("body", "<i8")]
+    form = [("offset", "<i8"), ("head", "<i4"), ("unused", "<i4"), ("body", "<i8")]
     blocks = [block for number in (2, 3) for block in root.structures(number, form).tolist()]
     if sum(head + body for _, head, _, body in blocks) > end:
         raise ValueError("its batches are larger than the file")
-    for at, head, _, body in blocks:
-        if min(at, head, body) < 0:
-            raise ValueError("a batch of a negative size")
-        yield at, head, body
+    for offset, head, _, body in blocks:
+        if min(offset, head, body) < 0:
+            raise ValueError("a batch has a negative size or offset")
+        yield offset, head, body
 
 
 def _message(
     opened: BinaryIO, position: int, head: int | None = None, body: int | None = None
 ) -> tuple[int, int]:
-    """Returns the bytes that a message's buffers unpack to, and the position behind it, or -1.
+    """Returns the unpacked bytes of a message's buffers, and the position after it, or -1.
 
     Args:
-      head, body: bytes of its metadata and of its body, as a footer tells.
+      head, body: bytes of its metadata and its body, if a footer states them.
     """
     opened.seek(position)
     (length,) = struct.unpack("<i", _exactly(opened, 4))
@@ -270,33 +272,33 @@ def _message(
     if length == 0:
         return 0, -1
     if length < 0 or (head is not None and not prefix < length + prefix <= head):
-        raise ValueError("a message of another length than its file tells")
+        raise ValueError("the length of a message is not the one in the footer")
     metadata = _exactly(opened, length)
     message = _Table(metadata, struct.unpack_from("<I", metadata)[0])
     start = position + (prefix + length if head is None else head)
-    whole = message.number(3, "<q")
-    if whole < 0 or (body is not None and body != whole):
-        raise ValueError("a body of another length than its file tells")
+    body_length = message.number(3, "<q")
+    if body_length < 0 or (body is not None and body != body_length):
+        raise ValueError("the length of a body is negative or not the one in the footer")
     kind = message.number(1, "<B")
     batch = message.table(2) if kind in (_RECORD_BATCH, _DICTIONARY_BATCH) else None
     if batch is not None and kind == _DICTIONARY_BATCH:
         batch = batch.table(1)
     unpacked = 0
     if batch is not None:
-        buffers = batch.structures(2, [("at", "<i8"), ("length", "<i8")])
+        buffers = batch.structures(2, [("offset", "<i8"), ("length", "<i8")])
         unpacked = sum(buffers["length"].tolist())
         if batch.table(3) is not None or _EXPERIMENTAL in metadata:
             unpacked = sum(_lengths(opened, start, buffers))
-    return unpacked, start + whole
+    return unpacked, start + body_length
 
 
 def _lengths(opened: BinaryIO, start: int, buffers: np.ndarray) -> Iterator[int]:
-    """Yields the lengths in front of compressed buffers; -1 stands for one that is not."""
-    for at, length in zip(buffers["at"].tolist(), buffers["length"].tolist(), strict=True):
+    """Yields the unpacked lengths that precede compressed buffers; -1 marks uncompressed ones."""
+    for offset, length in zip(buffers["offset"].tolist(), buffers["length"].tolist(), strict=True):
         if length > 0:
-            if at < 0 or length < 8:
-                raise ValueError("a buffer outside of its body")
-            opened.seek(start + at)
+            if offset < 0 or length < 8:
+                raise ValueError("a buffer is outside its body")
+            opened.seek(start + offset)
             (unpacked,) = struct.unpack("<q", _exactly(opened, 8))
             yield length - 8 if unpacked == -1 else max(unpacked, 0)
 
@@ -308,7 +310,7 @@ def _exactly(opened: BinaryIO, count: int) -> bytes:
 
 
 class _Table:
-    """A table of a FlatBuffer; Arrow checks all of its positions before it follows them."""
+    """A table in a FlatBuffer; Arrow verifies all offsets before following them."""
 
     def __init__(self, data: bytes, at: int):
         self._data, self._at = data, at
@@ -323,7 +325,7 @@ class _Table:
         return self._at + offset if offset else None
 
     def number(self, field: int, form: str) -> int:
-        """Returns a number, 0 if it is left out."""
+        """Returns a number, or 0 if it is absent."""
         position = self._position(field)
         return 0 if position is None else struct.unpack_from(form, self._data, position)[0]
 
@@ -338,7 +340,7 @@ class _Table:
         return None if target is None else _Table(self._data, target)
 
     def structures(self, field: int, form: list) -> np.ndarray:
-        """Returns an array of structures, empty if it is left out."""
+        """Returns an array of structs, empty if it is absent."""
         target = self._target(field)
         if target is None:
             return np.zeros(0, form)

@@ -1,13 +1,13 @@
 """Prepares data in parts: workers turn files into documents, and documents into shards.
 
-Workers share a folder, on a file system that all of them have or in a store. What is in it is
-written whole, and found again by the same command after a failure:
+Workers share a folder, on a common file system or in a store. Its files are written atomically, and
+after a failure the same command continues with them:
 
-    job.json                 what is to be done
-    scan.json                the units, once duplicates between them are known
-    read/UNIT                how many conversations a unit has, without those it repeats
-    seen/UNIT                hashes of a unit's records that an earlier unit has
-    near/                    what `data.near_duplicates` finds
+    job.json                 the job, with its tokenizer's files
+    scan.json                the sources that must be read as one unit, once duplicates are known
+    read/UNIT                the number of distinct conversations in a unit
+    seen/UNIT                hashes of a unit's records that an earlier unit also has
+    near/                    results of `data.near_duplicates`
     parts/UNIT/              a unit's documents, index, report and dropped records
     documents/               shards; a shard's size and hash are in shards/NUMBER.json
 """
@@ -51,7 +51,7 @@ class _Span(NamedTuple):
 
 
 class _Shard(NamedTuple):
-    """A shard to be made of documents of parts."""
+    """A shard, to be made from documents of parts."""
 
     number: int
     spans: tuple[_Span, ...]
@@ -60,15 +60,15 @@ class _Shard(NamedTuple):
 def build_in_parts(
     job: Job, engine: Engine, folder: Path, work: str, store: str | None = None
 ) -> None:
-    """Writes the folder of prepared data that one process would write.
+    """Writes the same folder of prepared data that a single process would write.
 
     Args:
-      job: what is prepared.
-      engine: what runs the work.
+      job: what to prepare.
+      engine: runs the work.
       folder: an empty folder.
-      work: a folder for workers, which is removed at the end.
-      store: the prepared folder in a store, to which workers write the shards; then `folder`
-        receives all other files, and the store's folder is not whole before it has them too.
+      work: a folder for workers, removed at the end.
+      store: the prepared folder in a store, to which workers write the shards; `folder` then
+        receives all other files, and the store's folder is complete once it has them too.
     """
     write_bytes(f"{work}/{_JOB}", job_bytes(job))
     units = _scan(job, engine, work)
@@ -79,7 +79,7 @@ def build_in_parts(
     engine.run(units, partial(_make_part, work))
     parts = [_Part.read(work, unit) for unit in units]
     report = _merged_report(job, units, parts)
-    prepared.check_count(sum(part.documents for part in parts))  # before they are merged and copied
+    prepared.check_count(sum(part.documents for part in parts))  # before merging and copying
     arrays = _merged_index(work, units)
     job.check_split(bool(arrays["held_out"].all()), report)
     shards = _shards(work, units, parts)
@@ -99,7 +99,7 @@ def build_in_parts(
 
 
 def _scan(job: Job, engine: Engine, work: str) -> list[Unit]:
-    """Finds duplicates between files; returns the units, of which one is whole where it must be."""
+    """Finds duplicates between files; returns the units, one for each source with tree rows."""
     stored = read_json(f"{work}/{_SCAN}")
     if stored is not None:
         whole = set(stored)
@@ -134,7 +134,7 @@ def _digests(work: str, unit: Unit) -> Iterator[tuple[tuple[int, bytes], int]]:
     except TransientError:
         raise
     except UserError:
-        return  # _make_part meets it again
+        return  # _make_part raises it again
     if reader.has_tree_rows:
         write_bytes(f"{work}/trees/{unit.source}", b"")
     write_bytes(f"{work}/read/{unit.name}", str(len(seen)).encode())
@@ -144,7 +144,7 @@ def _digests(work: str, unit: Unit) -> Iterator[tuple[tuple[int, bytes], int]]:
 def _later_units(
     group: tuple[tuple[int, bytes], Sequence[int]],
 ) -> Iterator[tuple[tuple[int, int], bytes]]:
-    """Yields ((source, first file), hash) for each unit but the first that has a conversation."""
+    """Yields ((source, first file), hash) for each unit with a conversation but the first."""
     (source, digest), firsts = group
     for first in sorted(set(firsts))[1:]:
         yield (source, first), digest
@@ -162,16 +162,16 @@ def _read_seen(work: str, unit: Unit) -> set[bytes]:
 
 
 def _warn_of_too_many(work: str, units: Sequence[Unit]) -> None:
-    """Says before the tokenizing that conversations are more than a folder can number. They are
-    not refused yet: some may be dropped as unusable or near duplicates."""
-    found = 0
+    """Warns before tokenizing that there are more conversations than a folder can number. This is
+    no error yet: some may be dropped as unusable or near duplicates."""
+    count = 0
     for unit in units:
         repeated = len(read_bytes(f"{work}/seen/{unit.name}") or b"") // _DIGEST
-        found += int(read_bytes(f"{work}/read/{unit.name}") or 0) - repeated
+        count += int(read_bytes(f"{work}/read/{unit.name}") or 0) - repeated
     try:
-        prepared.check_count(found, "conversations")
+        prepared.check_count(count, "conversations")
     except UserError as error:
-        print(f"warning: {error}. This is an error if so many are left", file=sys.stderr)
+        print(f"warning: {error}. It is an error if that many are left", file=sys.stderr)
 
 
 def _sign(work: str, unit: Unit) -> tuple[()]:
@@ -179,12 +179,12 @@ def _sign(work: str, unit: Unit) -> tuple[()]:
 
 
 class _Part(NamedTuple):
-    """What became of the records of a unit."""
+    """The outcome for the records of a unit."""
 
     report: SourceReport
     documents: int
     problem: str | None
-    """Why the unit cannot be read, in words for the user."""
+    """Why the unit cannot be read, as a message for the user."""
 
     @classmethod
     def read(cls, work: str, unit: Unit) -> _Part:
@@ -192,14 +192,14 @@ class _Part(NamedTuple):
         state = read_json(f"{work}/parts/{unit.name}/{_PART}")
         if state is None:
             raise TransientError(
-                f"{work}/parts/{unit.name}: not found; the same command makes what is missing"
+                f"{work}/parts/{unit.name}: not found; the same command creates what is missing"
             )
         report = SourceReport.from_dict(state["report"])
         return cls(report, state["documents"], state["problem"])
 
 
 def _make_part(work: str, unit: Unit) -> tuple[()]:
-    """Writes the documents of a unit, unless it was done before."""
+    """Writes the documents of a unit, unless already done."""
     target = f"{work}/parts/{unit.name}"
     if read_json(f"{target}/{_PART}") is not None:
         return ()
@@ -234,7 +234,7 @@ def _make_part(work: str, unit: Unit) -> tuple[()]:
 
 
 def _counted(serialized: Iterator[bytes], sizes: Path) -> Iterator[bytes]:
-    """Yields records, and writes the size of each to a file."""
+    """Yields records and writes the size of each to a file."""
     with sizes.open("wb") as file:
         for record in serialized:
             file.write(np.array(len(record), "<i8").tobytes())
@@ -249,10 +249,10 @@ def _shards(work: str, units: Sequence[Unit], parts: Sequence[_Part]) -> list[_S
     for number, end in enumerate(ends):
         spans = []
         while first < end:
-            place = int(np.searchsorted(part_ends, first, "right"))
-            before = int(part_ends[place]) - parts[place].documents
-            stop = min(end, int(part_ends[place]))
-            spans.append(_Span(units[place].name, first - before, stop - before))
+            part = int(np.searchsorted(part_ends, first, "right"))
+            part_start = int(part_ends[part]) - parts[part].documents
+            stop = min(end, int(part_ends[part]))
+            spans.append(_Span(units[part].name, first - part_start, stop - part_start))
             first = stop
         shards.append(_Shard(number, tuple(spans)))
     return shards
@@ -265,7 +265,7 @@ def _sizes(work: str, unit: Unit) -> Int64[np.ndarray, " n"]:
 
 
 def _make_shard(work: str, documents: str, shard: _Shard) -> tuple[()]:
-    """Writes a shard on this machine and copies it to a folder, unless it was done before."""
+    """Writes a shard on this machine and copies it to a folder, unless already done."""
     done = f"{work}/shards/{shard.number}.json"
     name = record_store.shard_name(prepared.DOCUMENTS, shard.number)
     target = f"{documents}/{name}"
@@ -284,7 +284,7 @@ def _make_shard(work: str, documents: str, shard: _Shard) -> tuple[()]:
 
 
 def _documents_of(work: str, span: _Span, scratch: Path) -> Iterator[bytes]:
-    """Yields documents of a part, which is copied to this machine from a store."""
+    """Yields documents of a part, first copying it from a store to this machine."""
     source = f"{work}/parts/{span.part}/{prepared.DOCUMENTS}"
     if not paths.is_remote(source):
         yield from record_store.read_shard(Path(source), span.start, span.stop)
@@ -299,7 +299,7 @@ def _merged_report(job: Job, units: Sequence[Unit], parts: Sequence[_Part]) -> R
     """Returns the report of all sources.
 
     Raises:
-      UserError: what one process would have met first.
+      UserError: the first problem that a single process would have met.
     """
     report = Report()
     for number, source in enumerate(job.sources):
@@ -326,26 +326,26 @@ def _merged_index(work: str, units: Sequence[Unit]) -> dict[str, Int32[np.ndarra
 
 def _dropped_lines(work: str, units: Sequence[Unit], parts: Sequence[_Part]) -> Iterator[str]:
     """Yields the first lines of dropped.jsonl."""
-    left, source, before = MOST_DROPPED, -1, 0
+    remaining, source, first_record = MOST_DROPPED, -1, 0
     for unit, part in zip(units, parts, strict=True):
         if unit.source != source:
-            source, before = unit.source, 0
+            source, first_record = unit.source, 0
         with File(f"{work}/parts/{unit.name}/{prepared.DROPPED}").open() as lines:
             for line in lines:
-                if not left:
+                if not remaining:
                     return
-                left -= 1
-                yield renumbered(line.decode("ascii"), before)
-        before += part.report.records
+                remaining -= 1
+                yield renumbered(line.decode("ascii"), first_record)
+        first_record += part.report.records
 
 
 @lru_cache(maxsize=2)
 def _load_job(work: str) -> Job:
-    """Returns the job in the shared folder, read once per process."""
+    """Reads the job in the shared folder, once per process."""
     content = read_bytes(f"{work}/{_JOB}")
     if content is None:
         raise UserError(
-            f"{work}/{_JOB}: not found by a worker; a data.prepared that all workers share, such "
+            f"{work}/{_JOB}: a worker cannot find it; a data.prepared that all workers share, such "
             "as one in a store, would work"
         )
     return read_job(content, f"{work}/{_JOB}")

@@ -1,4 +1,4 @@
-"""The folder of prepared data: documents in array_record files, a small index, and a report."""
+"""A folder of prepared data: documents in array_record files, a small index, and a report."""
 
 import json
 import sys
@@ -25,9 +25,9 @@ from data.within import check_tree, read_json
 DROPPED = "dropped.jsonl"
 REPORT = "report.json"
 DOCUMENTS = "documents"
-SHARD = ".array_record-"  # in the names of shards alone
+SHARD = ".array_record-"  # occurs only in the names of shards
 INDEX = "index.npz"  # written last: a folder with an index is complete
-MOST_DOCUMENTS = 2**31 - 1  # of a folder, whose documents are numbered in 32 bits
+MOST_DOCUMENTS = 2**31 - 1  # in a folder: document numbers have 32 bits
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,20 @@ class Document:
     loss_mask: Bool[np.ndarray, " n"]
     """Whether token i is trained on as a target."""
     source: int
-    """Number of the source in the recipe."""
+    """The source's number in the recipe."""
     record_id: str
 
 
 class Documents:
-    """The documents of one split, by number. Can be pickled; files are opened at the first read.
+    """The documents of one split, by number. Can be pickled; opens files on the first read.
 
-    Columns are read when they are first needed: of a hundred million documents, each has 400 MB.
+    Columns are read on first use: for a hundred million documents, each takes 400 MB.
     """
 
     fingerprint: str
     """Changes when any document changes."""
     source_weights: Float64[np.ndarray, " S"]
-    """Average number of times that a document of each source is used in an epoch."""
+    """For each source, how often its documents are used in an epoch, on average."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class Documents:
 
         Args:
           folder: the prepared folder.
-          numbers: the numbers in the folder of the split's documents.
+          numbers: the numbers of the split's documents in the folder.
           index: the folder's index.
           weights: the weight of each source.
           name: the split's name.
-          cache: the documents' shards, if a store holds them and `folder` the other files.
+          cache: the documents' shards, if they are in a store and `folder` has the other files.
         """
         self.folder, self.name, self.cache = folder, name, cache
         self.fingerprint = f"{folder.name}/{name}"
@@ -79,62 +79,60 @@ class Documents:
 
     @cached_property
     def lengths(self) -> Int32[np.ndarray, " N"]:
-        """Number of tokens of each document."""
+        """The number of tokens in each document."""
         return self._index["length"][self._numbers]
 
     @cached_property
     def trained(self) -> Int32[np.ndarray, " N"]:
-        """Number of tokens of each document that are trained on."""
+        """The number of tokens in each document that are trained on."""
         return self._index["trained"][self._numbers]
 
     @cached_property
     def sources(self) -> Int32[np.ndarray, " N"]:
-        """Number of each document's source; they do not descend."""
+        """Each document's source number, in ascending order."""
         return self._index["source"][self._numbers]
 
     @cached_property
     def chosen(self) -> Int32[np.ndarray, " N"]:
-        """Number of tokens of the chosen one of two completions, which stands first; 0 where there
-        are not two."""
+        """The number of tokens of the chosen of two completions, which comes first; 0 for documents
+        without two."""
         return self._index["chosen"][self._numbers]
 
     @cached_property
     def chosen_trained(self) -> Int32[np.ndarray, " N"]:
-        """Number of the chosen completion's tokens that are trained on."""
+        """The number of the chosen completion's tokens that are trained on."""
         return self._index["chosen_trained"][self._numbers]
 
     @cached_property
     def labels(self) -> Int32[np.ndarray, " N"]:
-        """1 where the first of two completions is desirable, 0 where it is not, -1 where there is
-        no label."""
+        """1 if the first of two completions is desirable, 0 if not, -1 if there is no label."""
         return self._index["label"][self._numbers]
 
     @cached_property
     def shared(self) -> Int32[np.ndarray, " N"]:
-        """Number of tokens at the beginning of both of two completions' documents that rows hold
-        once."""
+        """The number of leading tokens that two completions share, which rows store once."""
         return self._index["shared"][self._numbers]
 
     @cached_property
     def row_lengths(self) -> Int32[np.ndarray, " N"]:
-        """Number of tokens that each document takes in a row."""
+        """The number of tokens that each document takes in a row."""
         shared = self._index["shared"]
         return self.lengths - shared[self._numbers] if shared.any() else self.lengths
 
     @cached_property
     def source_starts(self) -> Int64[np.ndarray, " S+1"]:
-        """Number of each source's first document, then N."""
+        """The number of each source's first document, then N."""
         sources = self._index["source"][self._numbers]
         return np.searchsorted(sources, np.arange(len(self.source_weights) + 1)).astype(np.int64)
 
     @property
     def weights(self) -> Float64[np.ndarray, " N"]:
-        """Average number of times that each document is used in an epoch."""
+        """How often each document is used in an epoch, on average."""
         return self.source_weights[self.sources] if len(self) else np.zeros(0)
 
     @property
     def equally_often(self) -> bool:
-        """Whether every document is used once in an epoch."""
+        """Whether every document is used exactly once in an epoch."""
         has_documents = np.diff(self.source_starts) > 0
         return bool(np.all(self.source_weights[has_documents] == 1.0))
 
@@ -158,7 +156,7 @@ class Documents:
         return open_records(self.folder, DOCUMENTS)
 
     def prefetch(self, numbers: Sequence[int]) -> None:
-        """Starts to copy to this machine what these documents need of a store."""
+        """Starts to copy the shards of these documents from a store, if there is one."""
         if isinstance(self._store, StoreRecords):
             self._store.prefetch(self._numbers[np.asarray(numbers, np.int64)])
 
@@ -175,7 +173,7 @@ class Prepared:
     held_out: Documents
     """May be empty."""
     report: Report
-    """What became of every record."""
+    """The outcome for every record."""
     context_length: int
 
 
@@ -188,7 +186,7 @@ class SplitCounts(NamedTuple):
 
 
 def counts(documents: Documents) -> SplitCounts:
-    """Returns the numbers of a split's documents, tokens and trained tokens."""
+    """Counts a split's documents, tokens and trained tokens."""
     return SplitCounts(len(documents), int(documents.lengths.sum()), int(documents.trained.sum()))
 
 
@@ -200,31 +198,31 @@ def check_count(count: int, what: str = "documents") -> None:
     """
     if count > MOST_DOCUMENTS:
         raise UserError(
-            f"data.sources: found {count:,} {what}, and a prepared folder holds at most "
+            f"data.sources: found {count:,} {what}, but a prepared folder holds at most "
             f"{MOST_DOCUMENTS:,} documents; several recipes, each with some of the files, would "
             "work"
         )
 
 
 class Index:
-    """The index of a folder: numbers of every document that are needed without reading it."""
+    """The index of a folder: numbers about each document that are needed without reading it."""
 
     def __init__(self) -> None:
         names = ("length", "trained", "source", "held_out")
-        of_pairs = ("chosen", "chosen_trained", "label", "shared")
-        # Not lists, whose integers take 120 bytes a document.
-        self._columns = {name: array("i") for name in (*names, *of_pairs)}
+        pair_names = ("chosen", "chosen_trained", "label", "shared")
+        # Not lists, whose integers would take 120 bytes per document.
+        self._columns = {name: array("i") for name in (*names, *pair_names)}
 
     def add(self, *values: int) -> int:
         """Adds a document; returns its number.
 
         Args:
-          values: its length, trained tokens, source, whether it is held out, and, where it is a
-            pair of completions, the length, trained tokens and label of the first, and how many
-            tokens both share.
+          values: its length, trained tokens, source, whether it is held out, and, if it is a pair
+            of completions, the length, trained tokens and label of the first, and how many tokens
+            they share.
 
         Raises:
-          UserError: there are too many, see `check_count`.
+          UserError: there are too many; see `check_count`.
         """
         check_count(len(self) + 1)
         for column, value in zip(self._columns.values(), values, strict=True):
@@ -235,7 +233,7 @@ class Index:
         return len(self._columns["length"])
 
     def arrays(self) -> dict[str, Int32[np.ndarray, " D"]]:
-        """Returns the columns of the index, each with an element for every document."""
+        """Returns the columns of the index, each with one element per document."""
         return {name: np.array(column, np.int32) for name, column in self._columns.items()}
 
 
@@ -245,27 +243,27 @@ def write_index(
     report: Report,
     shards: Mapping[str, Sequence[int | str]] | None = None,
 ) -> None:
-    """Writes the report and the index, with size and sha256 of every file read later.
+    """Writes the report and the index, including size and sha256 of every file read later.
 
     Args:
       folder: the prepared folder.
       arrays: the columns of the index.
       report: the report.
-      shards: size and sha256 of the shards by name, where they are known; they may be elsewhere.
+      shards: size and sha256 of the shards by name, if known; the shards may be elsewhere.
     """
     source_reports = [source_report.to_dict() for source_report in report.sources]
     (folder / REPORT).write_text(json.dumps(source_reports, indent=1), encoding="ascii")
     files = json.loads(record_files(folder, [REPORT, DOCUMENTS])) if shards is None else {}
     if shards is not None:
-        others = [path for path in sorted((folder / DOCUMENTS).iterdir()) if SHARD not in path.name]
-        names = [REPORT, *(f"{DOCUMENTS}/{path.name}" for path in others)]
+        names = [path.name for path in sorted((folder / DOCUMENTS).iterdir())]
+        names = [REPORT, *(f"{DOCUMENTS}/{name}" for name in names if SHARD not in name)]
         files = {**json.loads(record_files(folder, names)), **shards}
     columns = {**arrays, "files": np.array(json.dumps(files))}
-    np.savez(folder / INDEX, **columns)  # type: ignore[arg-type]  # by numpy's own types
+    np.savez(folder / INDEX, **columns)  # type: ignore[arg-type]  # numpy's own types
 
 
 def document_features(tfds: ModuleType) -> dict[str, Any]:
-    """The fields of a stored document."""
+    """Returns the fields of a stored document."""
     return {
         "tokens": tfds.features.Tensor(shape=(None,), dtype=np.int32),
         "loss_mask": tfds.features.Tensor(shape=(None,), dtype=np.uint8),
@@ -275,10 +273,10 @@ def document_features(tfds: ModuleType) -> dict[str, Any]:
 
 
 class StoredIndex(Mapping[str, Int32[np.ndarray, " D"]]):
-    """The columns of an index, each read when it is asked for and not kept."""
+    """The columns of an index, read from the file at each access."""
 
     def __init__(self, file: Path):
-        """Reads the names, and every column once to see that it is whole."""
+        """Reads the names, and every column once to check that it is complete."""
         self._file = file
         with np.load(file) as stored:
             self._names = tuple(stored.files)
@@ -307,7 +305,7 @@ class Stored(NamedTuple):
 
 
 def is_whole(folder: Path) -> bool:
-    """Returns whether a prepared folder is complete and looks undamaged (not all is read)."""
+    """Returns whether a prepared folder looks complete and undamaged (not all of it is read)."""
     try:
         read(folder)
     except UserError:
@@ -316,7 +314,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def read_or_warn(folder: Path) -> Stored | None:
-    """Returns what a prepared folder holds; None if it is missing or, with a warning, damaged."""
+    """Reads a prepared folder; returns None if it is missing or, with a warning, damaged."""
     if not (folder / INDEX).exists():
         return None
     try:
@@ -327,11 +325,11 @@ def read_or_warn(folder: Path) -> Stored | None:
 
 
 def read(folder: Path, with_shards: bool = True) -> Stored:
-    """Reads the small files of a prepared folder and checks its files' sizes and hashes.
+    """Reads the small files of a prepared folder and checks the sizes and hashes of its files.
 
     Args:
       folder: the folder.
-      with_shards: whether the shards must be there.
+      with_shards: whether to check the shards too.
 
     Raises:
       UserError: a file is missing or damaged.
@@ -342,8 +340,8 @@ def read(folder: Path, with_shards: bool = True) -> Stored:
         index = StoredIndex(folder / INDEX)
         files = json.loads(index.files)
         shards = {name: tuple(known) for name, known in files.items() if SHARD in name}
-        here = files if with_shards else {name: files[name] for name in files.keys() - shards}
-        check_files(folder, json.dumps(here))
+        expected = files if with_shards else {name: files[name] for name in files.keys() - shards}
+        check_files(folder, json.dumps(expected))
         name = REPORT
         reports = [SourceReport.from_dict(state) for state in read_json(folder / REPORT)]
         return Stored(index, reports, shards)
@@ -354,7 +352,7 @@ def read(folder: Path, with_shards: bool = True) -> Stored:
 
 
 def read_from_store(shared: str, local: Path) -> Stored | None:
-    """Reads the small files of a prepared folder in a store, which are copied to `local`; None if
+    """Copies the small files of a prepared folder from a store to `local` and reads them; None if
     the store has no such folder."""
 
     def is_whole(folder: Path) -> bool:
@@ -376,28 +374,28 @@ def open_folder(
     context_length: int,
     cache: ShardCache | None = None,
 ) -> Prepared:
-    """Returns the two splits of a prepared folder.
+    """Opens the two splits of a prepared folder.
 
     Args:
       folder: the folder.
       stored: its small files.
       sources: those to train on, then the held-out ones.
-      context_length: how many tokens a document has at most.
-      cache: the shards, if a store holds them.
+      context_length: the most tokens in a document.
+      cache: the shards, if they are in a store.
     """
     index = stored.index
     held_out = index["held_out"].astype(bool)
     weights = np.asarray([source.weight for source in sources], np.float64)
     report = Report(stored.reports, dropped_file=folder / DROPPED)
     for number, (source_report, source) in enumerate(zip(report.sources, sources, strict=True)):
-        # The same contents may have been prepared from other paths.
+        # The same contents may have been prepared from different paths.
         source_report.source, source_report.path = number, str(source.path)
     train = Documents(folder, _numbers(~held_out), index, weights, "train", cache)
-    # Weights are for training; the held-out loss counts every document once.
+    # Weights apply to training only; the held-out loss counts every document once.
     ones = np.ones_like(weights)
-    measured = Documents(folder, _numbers(held_out), index, ones, "held_out", cache)
-    return Prepared(folder, train, measured, report, context_length)
+    held_out_documents = Documents(folder, _numbers(held_out), index, ones, "held_out", cache)
+    return Prepared(folder, train, held_out_documents, report, context_length)
 
 
-def _numbers(chosen: Bool[np.ndarray, " D"]) -> Int32[np.ndarray, " N"]:
-    return np.flatnonzero(chosen).astype(np.int32)
+def _numbers(selected: Bool[np.ndarray, " D"]) -> Int32[np.ndarray, " N"]:
+    return np.flatnonzero(selected).astype(np.int32)

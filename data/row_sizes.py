@@ -1,4 +1,4 @@
-"""What the rows of a table take once each of their values is Python's own."""
+"""The memory that rows of a table take once their values are Python objects."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 def may_repeat(schema: "pyarrow.Schema") -> bool:
-    """Returns whether rows may take more than their buffers do.
+    """Returns whether rows may take more memory than their buffers.
 
-    A text of a dictionary, a view or a run is in the file once, for any number of rows.
+    A text in a dictionary, a view or a run is stored once for any number of rows.
     """
     return any(_may_repeat(field.type) for field in schema)
 
 
 def row_bytes(batch: "pyarrow.RecordBatch") -> Float[np.ndarray, " rows"]:
-    """Returns the bytes of each row, one at least, with every value as often as it occurs.
+    """Returns the bytes of each row, at least one, counting every value as often as it occurs.
 
-    What is counted is never less than there is, and infinite or NaN where it is beyond a float.
+    The count is never too low, and infinite or NaN if it exceeds a float.
     """
     total = sum((_sizes(column) for column in batch.columns), 1.0)
     return np.broadcast_to(total, batch.num_rows)
@@ -32,7 +32,7 @@ def row_bytes(batch: "pyarrow.RecordBatch") -> Float[np.ndarray, " rows"]:
 def _may_repeat(form: "pyarrow.DataType") -> bool:
     from pyarrow import types
 
-    if types.is_struct(form) and form.num_fields:  # without fields it takes no bytes
+    if types.is_struct(form) and form.num_fields:  # without fields it has no buffers
         return any(_may_repeat(field.type) for field in form)
     if types.is_list(form) or types.is_large_list(form):
         return _may_repeat(form.value_type)
@@ -51,38 +51,38 @@ def _is_text(form: "pyarrow.DataType") -> bool:
 
 
 def check_offsets(batch: "pyarrow.RecordBatch") -> None:
-    """Raises pyarrow.ArrowInvalid unless every offset of a batch leads into it.
+    """Raises pyarrow.ArrowInvalid unless every offset of a batch is within it.
 
-    Arrow reads whatever is at the others, and ends the process.
+    Arrow follows others unchecked, which can crash the process.
     """
     import pyarrow
 
     for column in batch.columns:
         try:
             column.validate(full=True)
-        except pyarrow.ArrowInvalid:  # perhaps for text that is not UTF-8, which is no offset
+        except pyarrow.ArrowInvalid:  # possibly for text that is not UTF-8: check as bytes
             column.view(_without_texts(column.type)).validate(full=True)
 
 
 def _without_texts(form: "pyarrow.DataType") -> "pyarrow.DataType":
-    """Returns a type with bytes in the place of texts."""
+    """Returns a type with texts replaced by bytes."""
     import pyarrow
     from pyarrow import types
 
-    for text, bytes_of in (
+    for text, binary in (
         (pyarrow.string(), pyarrow.binary()),
         (pyarrow.large_string(), pyarrow.large_binary()),
         (pyarrow.string_view(), pyarrow.binary_view()),
     ):
         if form == text:
-            return bytes_of
+            return binary
     if types.is_dictionary(form):
         return pyarrow.dictionary(form.index_type, _without_texts(form.value_type), form.ordered)
     return _with_inner(form, _without_texts)
 
 
 def without_dictionaries(form: "pyarrow.DataType") -> "pyarrow.DataType":
-    """Returns a type with a dictionary's values in its place, also in lists and structures."""
+    """Returns a type with dictionaries replaced by their values, also in lists and structs."""
     from pyarrow import types
 
     return form.value_type if types.is_dictionary(form) else _with_inner(form, without_dictionaries)
@@ -91,7 +91,7 @@ def without_dictionaries(form: "pyarrow.DataType") -> "pyarrow.DataType":
 def _with_inner(
     form: "pyarrow.DataType", changed: "Callable[[pyarrow.DataType], pyarrow.DataType]"
 ) -> "pyarrow.DataType":
-    """Returns a type of lists or structures with other types within."""
+    """Applies `changed` to the types inside a list or struct type."""
     import pyarrow
     from pyarrow import types
 
@@ -104,7 +104,7 @@ def _with_inner(
 
 
 def _sizes(array: "pyarrow.Array") -> "Sizes":
-    """Returns the bytes of each value, or one number that holds for all."""
+    """Returns the bytes of each value, or one number for all."""
     import pyarrow
     from pyarrow import compute, types
 
@@ -125,7 +125,8 @@ def _sizes(array: "pyarrow.Array") -> "Sizes":
         return sum((_sizes(array.field(number)) for number in range(form.num_fields)), 1.0)
     if types.is_nested(form):
         return _list_sizes(array)
-    if types.is_string_view(form) or types.is_binary_view(form):  # a length is the first of four
+    if types.is_string_view(form) or types.is_binary_view(form):
+        # A view is four words, the first of which is the length.
         words = np.frombuffer(array.buffers()[1] or b"", np.int32)[::4]
         return words[array.offset :][: len(array)] + 16.0
     if types.is_null(form):
@@ -138,7 +139,7 @@ def _sizes(array: "pyarrow.Array") -> "Sizes":
 
 
 def _list_sizes(array: "pyarrow.Array") -> "Sizes":
-    """Returns the bytes of each list, from sums over all values before its first and its last."""
+    """Returns the bytes of each list, as differences of cumulative sums over the values."""
     from pyarrow import types
 
     form = array.type
@@ -150,17 +151,18 @@ def _list_sizes(array: "pyarrow.Array") -> "Sizes":
         return inner.reshape(len(array), count).sum(axis=1)
     starts = array.offsets.to_numpy()
     if types.is_list_view(form) or types.is_large_list_view(form):
-        ends, low = starts + array.sizes.to_numpy(), 0
+        ends, base = starts + array.sizes.to_numpy(), 0
         values = [array.values]
     else:
-        starts, ends, low = starts[:-1], starts[1:], starts[0]
+        starts, ends, base = starts[:-1], starts[1:], starts[0]
         children = [array.keys, array.items] if types.is_map(form) else [array.values]
-        values = [child.slice(low, (ends[-1] if len(ends) else low) - low) for child in children]
+        length = (ends[-1] if len(ends) else base) - base
+        values = [child.slice(base, length) for child in children]
     inner = sum(map(_sizes, values))
     if isinstance(inner, float):
         return inner * (ends - starts) + 4.0
     sums = np.append(0.0, np.cumsum(inner))
-    return cast("Sizes", sums[ends - low] - sums[starts - low] + 4.0)
+    return cast("Sizes", sums[ends - base] - sums[starts - base] + 4.0)
 
 
 def _largest(sizes: "Sizes") -> float:

@@ -1,4 +1,4 @@
-"""Reads rows of tables one at a time (Parquet, Arrow, CSV), and arrays of token ids."""
+"""Reads tables row by row (Parquet, Arrow, CSV), and arrays of token ids."""
 
 import csv
 import io
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".parquet", ".arrow", ".feather", ".csv", ".tsv")
 _ROWS = 256  # in memory at a time
-# Bytes of the rows in memory at a time, where a dictionary's largest value may stand in each.
+# Bytes of rows in memory at a time, assuming that each may contain a dictionary's largest value.
 _BYTES = 1 << 31
-_DICTIONARY_BYTES = 1 << 26  # of the rows that Arrow makes a dictionary for
+_DICTIONARY_BYTES = 1 << 26  # of the rows for which Arrow makes a dictionary
 MORE_CELLS = "cells beyond the header's columns"
 
 
@@ -35,11 +35,11 @@ def read_table(file: File, report: SourceReport) -> Iterator[dict]:
     """Yields the rows of a table, with a few hundred in memory at a time.
 
     Values that Python cannot represent, such as a time in the year 50,000 or text that is not
-    UTF-8, are left out of their rows, with a note in the report for each column that has some.
+    UTF-8, are left out of their rows, with a note in the report for each column affected.
 
     Raises:
-      UserError: the file is damaged, of another kind than its name says, or holds out of proportion
-        to its size: a dictionary's value is in the file once, for any number of rows.
+      UserError: the file is damaged, is not the kind that its name says, or unpacks to far more
+        than its size: a dictionary stores a value once for any number of rows.
     """
     if file.suffix in (".csv", ".tsv"):
         yield from _read_csv(file)
@@ -48,7 +48,7 @@ def read_table(file: File, report: SourceReport) -> Iterator[dict]:
     unreadable: Counter[str] = Counter()
     _unpacked, most = 0.0, most_unpacked(file.size())
     try:
-        # On the disk, since what it unpacks to is read first.
+        # On disk, because a first pass reads how much it unpacks to.
         with paths.on_disk(file) as path, path.open("rb") as opened:
             batches = (_parquet_batches if kind == "Parquet" else _arrow_batches)(opened, most)
             for part in _parts(batches, most, offsets_checked=kind == "Parquet"):
@@ -57,7 +57,7 @@ def read_table(file: File, report: SourceReport) -> Iterator[dict]:
         raise UserError(f"{file}: {error}") from None
     except UserError:
         raise
-    except Exception as error:  # a damaged page may raise any of Arrow's errors and of Python's
+    except Exception as error:  # a damaged page may raise any error of Arrow or Python
         raise UserError(
             f"{file}: cannot be read as {kind} ({first_line(error)}); a whole file would work"
         ) from None
@@ -70,7 +70,7 @@ def read_table(file: File, report: SourceReport) -> Iterator[dict]:
 
 
 class _Refused(Exception):
-    """What is wrong with a table, and what would work."""
+    """A table is refused; the message says why, and what would work."""
 
 
 _OUT_OF_PROPORTION = (
@@ -79,10 +79,10 @@ _OUT_OF_PROPORTION = (
 
 
 def _parquet_batches(opened: BinaryIO, most: int) -> "Iterator[pyarrow.RecordBatch]":
-    """Yields batches of rows, each of as many as fit into _BYTES, one at least.
+    """Yields batches of as many rows as fit into _BYTES, at least one.
 
     Raises:
-      _Refused: its pages unpack to more than `most` bytes, or how much a row takes is not told.
+      _Refused: the pages unpack to more than `most` bytes, or the size of a row is unknown.
     """
     from pyarrow import parquet
 
@@ -96,19 +96,19 @@ def _parquet_batches(opened: BinaryIO, most: int) -> "Iterator[pyarrow.RecordBat
     for chunk in repeated.values():
         if chunk.refers_back:
             raise _Refused(
-                f"the column {printable(chunk.path)} is encoded as DELTA_BYTE_ARRAY, of which a "
-                "row may take any size; with another encoding it would work"
+                f"the column {printable(chunk.path)} is encoded as DELTA_BYTE_ARRAY, in which a "
+                "row may have any size; another encoding would work"
             )
     if repeated:
-        # As a dictionary a column has each of its texts once, until `row_bytes` has counted them;
-        # Arrow makes one for each batch, so that these are larger.
+        # As a dictionary, a column keeps each text once until `row_bytes` has counted the rows.
+        # Arrow makes one dictionary per batch, so batches are larger here.
         file = parquet.ParquetFile(opened, read_dictionary=list(repeated))
         rows = max(1, file.metadata.num_rows * _DICTIONARY_BYTES // max(1, sum(totals)))
     yield from file.iter_batches(batch_size=rows)
 
 
 def _arrow_batches(opened: BinaryIO, most: int) -> "Iterator[pyarrow.RecordBatch]":
-    """Yields the batches as they are stored; errors as in `_parquet_batches`."""
+    """Yields the batches as stored; raises like `_parquet_batches`."""
     from pyarrow import ipc
 
     unpacked = 0
@@ -132,14 +132,14 @@ def _arrow_batches(opened: BinaryIO, most: int) -> "Iterator[pyarrow.RecordBatch
 def _parts(
     batches: "Iterator[pyarrow.RecordBatch]", most: int, offsets_checked: bool
 ) -> "Iterator[pyarrow.RecordBatch]":
-    """Yields batches in parts of _ROWS at most, and of _BYTES where that is more than a row.
+    """Splits batches into parts of at most _ROWS rows and, unless it is one row, _BYTES bytes.
 
     Args:
-      most: bytes that all rows may take.
-      offsets_checked: whether Arrow made them, and did not find them in the file.
+      most: the most bytes that all rows may take.
+      offsets_checked: whether Arrow computed the offsets, rather than reading them from the file.
 
     Raises:
-      _Refused: the rows so far take more.
+      _Refused: the rows so far take more than `most`.
     """
     unpacked, repeats = 0.0, None
     for batch in batches:
@@ -149,22 +149,22 @@ def _parts(
         unpacked += float(sizes.sum())
         if not unpacked <= most:  # NaN too
             raise _Refused(_OUT_OF_PROPORTION)
-        if not offsets_checked:  # now, since it reads a text as often as it occurs
+        if not offsets_checked:  # only now, since it reads a text as often as it occurs
             check_offsets(batch)
         start = 0
         while start < batch.num_rows:
-            until = np.cumsum(sizes[start : start + _ROWS])
-            count = max(1, int(np.searchsorted(until, _BYTES, side="right"))) if repeats else _ROWS
+            ends = np.cumsum(sizes[start : start + _ROWS])
+            count = max(1, int(np.searchsorted(ends, _BYTES, side="right"))) if repeats else _ROWS
             part = batch.slice(start, count)
             yield _plain(part) if repeats else part
             start += count
 
 
 def _plain(batch: "pyarrow.RecordBatch") -> "pyarrow.RecordBatch":
-    """Returns a batch without dictionaries in lists, whose values Arrow takes out slowly."""
+    """Returns a batch without dictionaries in lists, which Arrow converts to Python slowly."""
     import pyarrow
 
-    form = pyarrow.schema(
+    schema = pyarrow.schema(
         [
             field.with_type(without_dictionaries(field.type))
             if pyarrow.types.is_nested(field.type)
@@ -172,16 +172,15 @@ def _plain(batch: "pyarrow.RecordBatch") -> "pyarrow.RecordBatch":
             for field in batch.schema
         ]
     )
-    return batch if form.equals(batch.schema) else batch.cast(form)
+    return batch if schema.equals(batch.schema) else batch.cast(schema)
 
 
 def _rows(batch: "pyarrow.RecordBatch", unreadable: Counter[str]) -> list[dict]:
-    """Returns the rows of a batch without values that cannot be read, which are counted."""
+    """Returns the rows of a batch; leaves out and counts values that cannot be read."""
     try:
         return batch.to_pylist()
-    except (
-        Exception
-    ):  # ValueError, OverflowError, UnicodeDecodeError, ArrowException, ...; now value by value
+    # ValueError, OverflowError, UnicodeDecodeError, ArrowException, ...: convert value by value.
+    except Exception:
         rows: list[dict] = [{} for _ in range(batch.num_rows)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         for row, value in zip(rows, column, strict=True):
@@ -193,7 +192,7 @@ def _rows(batch: "pyarrow.RecordBatch", unreadable: Counter[str]) -> list[dict]:
 
 
 def _read_csv(file: File) -> Iterator[dict]:
-    """Yields the rows of a text table, whose first line names the columns; empty cells are ""."""
+    """Yields the rows of a CSV file whose first line names the columns; empty cells are ""."""
     csv.field_size_limit(MAX_BYTES)
     try:
         with file.open_decompressed() as opened:
@@ -208,8 +207,8 @@ def _read_csv(file: File) -> Iterator[dict]:
             names = next(reader, [])
             if repeated := [name for name, count in Counter(names).items() if count > 1]:
                 raise UserError(
-                    f"{file}: two of its columns are called {printable(repeated[0])!r}; a first "
-                    "line that names each column once would work"
+                    f"{file}: two columns are called {printable(repeated[0])!r}; a first line that "
+                    "names each column once would work"
                 )
             for cells in reader:
                 if cells:
@@ -223,8 +222,8 @@ def _read_csv(file: File) -> Iterator[dict]:
         ) from None
     except csv.Error as error:
         raise UserError(
-            f"{file}: cannot be read as a table in text (line {reader.line_num}: {error}); quotes "
-            "that are closed would work"
+            f"{file}: cannot be read as a text table (line {reader.line_num}: {error}); closed "
+            "quotes would work"
         ) from None
 
 
@@ -232,29 +231,26 @@ def read_npy(file: File, would_work: str) -> Iterator[Int[np.ndarray, " n"]]:
     """Yields the array [tokens] itself, or the rows of an array [documents, tokens].
 
     Raises:
-      UserError: the file is damaged, or holds something else.
+      UserError: the file is damaged, or contains something else.
     """
     array = open_npy(file, would_work)
     yield from (array,) if array.ndim == 1 else array
 
 
 def open_npy(file: File, would_work: str) -> np.ndarray:
-    """Returns the array of a file, memory-mapped: parts of it are read where they are used.
+    """Returns a file's array, memory-mapped, so that parts are read as they are used.
 
-    A file in a store is copied to this machine's cache first, from where it goes when this process
-    ends.
+    A file in a store is first copied to this machine's cache, and removed when this process ends.
 
     Raises:
-      UserError: the file is damaged, or holds something else than [tokens] or [documents, tokens].
+      UserError: the file is damaged, or is not an array [tokens] or [documents, tokens].
     """
     try:
         with paths.on_disk(file) as path:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
     except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # numpy raises ValueError, EOFError, SyntaxError and zipfile's errors
+    except Exception as error:  # ValueError, EOFError, SyntaxError, and those of zipfile
         raise UserError(
             f"{file}: cannot be read as .npy ({first_line(error)}); {would_work}"
         ) from None

@@ -1,5 +1,5 @@
-"""A model's sizes, rotary embedding and family, from and to Hugging Face's config.json, and
-presets."""
+"""A model's sizes, rotary embedding and family: presets, and conversion from and to Hugging Face's
+config.json."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .config_checks import LAYER_TYPES, require_consistent, require_fitting_adap
 from .families import FAMILIES, family_of, find_preset
 from .rope_config import RopeConfig
 
-# The fields that may change while the weights stay the same; names are Hugging Face's.
+# The fields that may change for the same weights; the names are Hugging Face's.
 POSITIONS = ("rope_theta", "rope_scaling", "max_position_embeddings")
 ROUTER_LOSSES = ("output_router_logits", "router_aux_loss_coef", "router_z_loss_coef")
 ADJUSTABLE = (*POSITIONS, *ROUTER_LOSSES)
 
 
 class LayerKind(NamedTuple):
-    """What layers of one kind have of their own: the rotary embedding, or None for none, and the
-    sliding window."""
+    """What distinguishes layers of one kind: the rotary embedding and the sliding window; None if
+    they have none."""
 
     rope: RopeConfig | None
     window: int | None
@@ -32,55 +32,54 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The sizes of a LLaMA, or of a model that has its form. Field names are Hugging Face's, except
-    `rope`, which Hugging Face writes in two ways.
+    """The sizes and variations of a LLaMA-like model. Field names are Hugging Face's, except
+    `rope`, which Hugging Face spells in two ways.
 
     `num_key_value_heads` and `head_dim` may be left out (None): they become `num_attention_heads`
     and `hidden_size // num_attention_heads`. `eos_token_id` is an int or, with several, a tuple.
-    Hashable, so it may be a static argument of jax.jit. Raises ValueError, one line, naming the
+    Hashable, so it may be a static argument of jax.jit. Raises a one-line ValueError that names the
     field.
 
     Attributes:
-      sliding_window: only keys fewer than this many tokens away are seen; None for all. With
-        `layer_types` it is that of the layers of type "sliding_attention"; those of type
-        "full_attention" have none.
-      partial_rotary_factor: the share of a head's channels that RoPE rotates, the first ones.
-      no_rope_layers: 1 for a layer with RoPE, 0 for one without; None for RoPE in all.
+      sliding_window: queries see only keys fewer than this many tokens away; None for all. With
+        `layer_types` it applies to layers of type "sliding_attention"; those of type
+        "full_attention" have no window.
+      partial_rotary_factor: the fraction of a head's channels that RoPE rotates, the first ones.
+      no_rope_layers: 1 for a layer with RoPE, 0 for one without; None for RoPE in all layers.
       embedding_multiplier: multiplies the embeddings; residual_multiplier: multiplies each branch
         before it is added to the residual stream; attention_multiplier: multiplies the scores, None
         for head_dim ** -0.5.
-      query_pre_attn_scalar: the scores are multiplied by its power -0.5; None for
+      query_pre_attn_scalar: multiplies the scores by query_pre_attn_scalar ** -0.5; None for
         `attention_multiplier`.
-      logits_scaling: what logits are divided by.
-      attn_logit_softcapping, final_logit_softcapping: scores and logits x become cap * tanh(x /
-      cap); None for no cap.
-      local_rope: the rotary embedding of layers of type "sliding_attention"; None for that of all
-        others.
+      logits_scaling: divides the logits.
+      attn_logit_softcapping, final_logit_softcapping: scores and logits x become
+        cap * tanh(x / cap); None for no cap.
+      local_rope: the rotary embedding of layers of type "sliding_attention"; None for `rope`.
       family: a name in `model.families.FAMILIES`.
-      output_bias: whether the output projection has a bias; None for `attention_bias`, which q, k
-        and v follow.
-      qk_norm: the RMS norm of queries and keys before RoPE: "none", of each "head", or of "all"
-        heads together.
+      output_bias: whether the output projection has a bias; None for `attention_bias`, which
+        decides for q, k and v.
+      qk_norm: the RMS norm of queries and keys before RoPE: "none", per "head", or over "all" heads
+        together.
       norms: whether norms come "before" attention and feed-forward, "after" them, or "both".
-      norm_offset: what is added to the weights of norms.
-      activation: of the feed-forward's gate: "silu", or "gelu_tanh", the approximation of GELU by
-        tanh; "clamped" is gpt-oss's gate of experts.
-      scaled_embeddings: embeddings are multiplied by the square root of hidden_size.
-      attention_sinks: each head has a learnt score that joins the softmax's denominator.
-      num_experts: feed-forwards of a layer, of which a router sends each token to
+      norm_offset: added to the weights of norms.
+      activation: of the feed-forward's gate: "silu"; "gelu_tanh", GELU's tanh approximation; or
+        "clamped", the gate of gpt-oss's experts.
+      scaled_embeddings: whether embeddings are multiplied by the square root of hidden_size.
+      attention_sinks: whether each head has a learned score that joins the softmax's denominator.
+      num_experts: feed-forwards per layer, of which a router sends each token to
         num_experts_per_tok; 0 for one feed-forward and no router.
       moe_intermediate_size: the experts' width; None for intermediate_size.
-      expert_bias: whether experts' projections and the router have biases.
-      router_scores: what a router makes of logits: "softmax" over the experts, or the "sigmoid" of
-        each.
-      router_correction: whether a constant of each expert is added to its score where experts are
-        chosen; their weights do not have it.
-      norm_topk_prob: a token's weights of its experts are divided by their sum;
+      expert_bias: whether the experts' projections and the router have biases.
+      router_scores: how a router scores its logits: "softmax" over the experts, or an elementwise
+        "sigmoid".
+      router_correction: whether a per-expert constant is added to the scores to choose experts, but
+        not to their weights.
+      norm_topk_prob: whether the weights of a token's experts are normalized to sum to 1;
         routed_scaling_factor multiplies them.
       shared_expert_intermediate_size: the width of an expert that every token goes to; 0 for none.
       shared_expert_gate: whether a sigmoid of the token multiplies its output.
-      output_router_logits: router_aux_loss_coef times the balance loss of the routers is trained
-        too; router_z_loss_coef, which no config.json has, is that of their z-loss.
+      output_router_logits: whether the routers' balance loss times router_aux_loss_coef is trained
+        too; router_z_loss_coef, which no config.json has, is the coefficient of their z-loss.
       adapter: the adapters of the projections, if there are any; all other weights are frozen.
     """
 
@@ -139,7 +138,7 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         for name in ("eos_token_id", "layer_types", "no_rope_layers"):
-            if isinstance(getattr(self, name), list):  # which cannot be hashed
+            if isinstance(getattr(self, name), list):  # lists are not hashable
                 self._set(name, tuple(getattr(self, name)))
         if self.output_bias is None:
             self._set("output_bias", self.attention_bias)
@@ -156,7 +155,7 @@ class TransformerConfig:
                 changed = dataclasses.replace(rope, original_max_position_embeddings=length)
                 self._set(name, changed)
         if self.adapter is not None and self.num_experts:
-            # all-linear becomes the projections that PEFT takes it for.
+            # Expand all-linear to the projections that PEFT targets.
             all_linear = FAMILIES[self.family].all_linear
             self._set("adapter", self.adapter.of_mixture(all_linear))
         require_fitting_adapter(self)
@@ -173,12 +172,12 @@ class TransformerConfig:
         )
 
     def with_adapter(self, adapter: AdapterConfig) -> TransformerConfig:
-        """This model with adapters on its projections; itself for rank 0."""
+        """Returns this model with adapters on its projections; the model itself for rank 0."""
         return dataclasses.replace(self, adapter=adapter) if adapter.rank else self
 
     def projection_sizes(self, name: str) -> tuple[int, int]:
-        """Returns the inputs and the outputs of a layer's projection, such as q_proj; of experts
-        those of one."""
+        """Returns the input and output sizes of a projection, such as q_proj; for experts, those of
+        one expert."""
         if name == ROUTER:
             return self.hidden_size, self.num_experts
         heads = (
@@ -193,29 +192,29 @@ class TransformerConfig:
 
     @property
     def expert_width(self) -> int:
-        """The width of a feed-forward: an expert's, in a mixture."""
+        """The width of a feed-forward; in a mixture of experts, of one expert."""
         return self.moe_intermediate_size or self.intermediate_size
 
     @property
     def active_width(self) -> int:
-        """The width of all feed-forwards that a token goes to."""
+        """The total width of the feed-forwards that a token goes to."""
         routed = (self.num_experts_per_tok or 1) * self.expert_width
         return routed + self.shared_expert_intermediate_size
 
     @property
     def router_aux_loss(self) -> float:
-        """What the routers' balance loss is multiplied by; 0 where it is not trained."""
+        """The coefficient of the routers' balance loss; 0 if it is not trained."""
         return self.router_aux_loss_coef if self.output_router_logits else 0.0
 
     @property
     def has_router_losses(self) -> bool:
-        """Whether a loss of the routers is trained in addition to that of the tokens."""
+        """Whether a router loss is trained in addition to the token loss."""
         return bool(self.num_experts and (self.router_aux_loss or self.router_z_loss_coef))
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of the layers, as far as they repeat: layer i is of kind i modulo their number.
-        A window that all layers have alike is the mask's (`common_window`), not theirs."""
+        """One period of the layers' kinds: layer i has kind i modulo their number. A window that
+        all layers share belongs to the mask (`common_window`) and is not included."""
         local = LayerKind(self.local_rope or self.rope, self.sliding_window)
         kinds = [
             local
@@ -234,13 +233,13 @@ class TransformerConfig:
 
     @property
     def common_window(self) -> int | None:
-        """The sliding window of all layers alike; None where there is none, or layers of several
-        kinds have their own."""
+        """The sliding window that all layers share; None if there is none, or if it depends on the
+        layer's type."""
         return None if self.layer_types else self.sliding_window
 
     @property
     def scale(self) -> float:
-        """What attention's scores are multiplied by."""
+        """The factor by which attention scores are multiplied."""
         if self.query_pre_attn_scalar is not None:
             return self.query_pre_attn_scalar**-0.5
         return (
@@ -256,15 +255,15 @@ class TransformerConfig:
 
     @property
     def embedding_scale(self) -> float:
-        """What embeddings are multiplied by."""
+        """The factor by which embeddings are multiplied."""
         return self.embedding_multiplier * (
             math.sqrt(self.hidden_size) if self.scaled_embeddings else 1.0
         )
 
     @classmethod
     def from_hf(cls, folder: str | Path) -> TransformerConfig:
-        """Reads `folder`/config.json. Raises ValueError if it is missing, not JSON, or of no model
-        that is supported."""
+        """Reads `folder`/config.json. Raises ValueError if it is missing, not JSON, or describes an
+        unsupported model."""
         path = Path(folder) / "config.json"
         try:
             text = path.read_text(encoding="utf-8")
@@ -283,12 +282,12 @@ class TransformerConfig:
 
     @classmethod
     def from_hf_dict(cls, config: dict[str, Any]) -> TransformerConfig:
-        """Reads a Hugging Face config; absent fields have the defaults of transformers' config
-        class of the same family.
+        """Reads a Hugging Face config; absent fields take the defaults of transformers' config
+        class for the family.
 
-        Takes both spellings of the rotary embedding: `rope_theta` with `rope_scaling`, and
-        `rope_parameters` (transformers 5). Raises ValueError for whatever would make this another
-        model than the supported one.
+        Accepts both spellings of the rotary embedding: `rope_theta` with `rope_scaling`, and
+        `rope_parameters` (transformers 5). Raises ValueError for anything that would make the model
+        differ from what is implemented.
         """
         if not isinstance(config, dict):
             raise ValueError(
@@ -305,7 +304,7 @@ class TransformerConfig:
         nullable = {f.name for f in dataclasses.fields(cls) if "None" in str(f.type)}
         nullable |= {"head_dim", "num_key_value_heads"}
         values = {name: config[name] for name in names if name in config}
-        # "not given" means transformers' default, null means none.
+        # A missing id means transformers' default; null means none.
         for name in ("bos_token_id", "eos_token_id"):
             values.setdefault(name, {"bos_token_id": 1, "eos_token_id": 2}[name])
         for name in values:
@@ -324,11 +323,11 @@ class TransformerConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """A Hugging Face config as a JSON-ready dict. Without a dtype, which the code that writes
-        the weights adds.
+        """Returns a Hugging Face config as a JSON-ready dict, without the dtype, which the code
+        that writes the weights adds.
 
-        The rotary embedding is written in both spellings, so that transformers 4 and 5 (and others)
-        read the same.
+        The rotary embedding is written in both spellings, so that transformers 4 and 5 and other
+        libraries read the same model.
         """
         values = {
             f.name: getattr(self, f.name)
@@ -354,26 +353,26 @@ class TransformerConfig:
         )
 
     def with_positions(self, **changes: Any) -> TransformerConfig:
-        """This model with other POSITIONS, written as Hugging Face writes them: `rope_scaling` is a
+        """Returns this model with changed POSITIONS, in Hugging Face's form: `rope_scaling` is a
         dict or None.
 
-        They are those of `rope`; `local_rope` stays as it is. Where `rope_scaling` does not name
-        the original length, it is this model's own. Errors as from_hf_dict's.
+        They change `rope`; `local_rope` stays as it is. If `rope_scaling` lacks the original
+        length, it is this model's. Raises like from_hf_dict.
         """
         if isinstance(scaling := changes.get("rope_scaling"), dict):
-            own = self.rope.original_max_position_embeddings or self.max_position_embeddings
-            changes["rope_scaling"] = {"original_max_position_embeddings": own, **scaling}
-        moved = self.from_hf_dict({**self.to_hf(), "rope_parameters": None, **changes})
-        # The adapter is in no config.json; the local embedding went with rope_parameters, which
-        # hold both.
-        return dataclasses.replace(moved, adapter=self.adapter, local_rope=self.local_rope)
+            original = self.rope.original_max_position_embeddings or self.max_position_embeddings
+            changes["rope_scaling"] = {"original_max_position_embeddings": original, **scaling}
+        changed = self.from_hf_dict({**self.to_hf(), "rope_parameters": None, **changes})
+        # config.json has no adapter, and setting rope_parameters to None dropped the local
+        # embedding too.
+        return dataclasses.replace(changed, adapter=self.adapter, local_rope=self.local_rope)
 
     def with_length(self, length: int) -> TransformerConfig:
         """Returns the model with `max_position_embeddings` raised to at least `length`; RoPE angles
         do not change.
 
-        Under the rule `dynamic` it stays as it is: there max_position_embeddings is the length that
-        the base grows from.
+        With the rule `dynamic` the model stays as it is: there max_position_embeddings is the
+        length from which the base grows.
         """
         if self.rope.rule == "dynamic" or length <= self.max_position_embeddings:
             return self
@@ -381,10 +380,10 @@ class TransformerConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> TransformerConfig:
-        """The preset called `name`, with `changes` in place of its own fields.
+        """Returns the preset called `name`, with `changes` to its fields.
 
-        `num_key_value_heads` and `head_dim` are derived if neither gives them. Raises ValueError
-        that lists the names for an unknown one.
+        `num_key_value_heads` and `head_dim` are derived if neither sets them. Raises ValueError,
+        listing the known names, for an unknown one.
         """
         family, fields = find_preset(name)
         ropes = {

@@ -1,4 +1,4 @@
-"""The training loop: takes steps from where a run stands, logs, evaluates, saves."""
+"""The training loop: resumes a run, takes its remaining steps, logs, evaluates and saves."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def train(
     evaluations: Sequence[Evaluation] = (),
     stage_follows: bool = False,
 ) -> Path:
-    """Trains a run to its last step, from its newest checkpoint if it has one.
+    """Trains a run to its last step, resuming from its newest checkpoint if it has one.
 
     Args:
       make_objective: creates the objective once the devices are known.
-      evaluations: measured during training, in this order.
-      stage_follows: another run begins when this one returns; a notice to end during or after the
-        last step then still raises Preempted.
+      evaluations: run during training, in this order.
+      stage_follows: whether another run starts when this one returns; if so, a preemption notice
+        during or after the last step still raises Preempted.
 
     Returns:
       The folder of the last checkpoint.
 
     Raises:
-      UserError, ValueError: a user's error, in one line.
+      UserError, ValueError: a problem that the user can fix, in one line.
       Preempted: SIGTERM or Ctrl-C ended training; its last step is saved.
     """
     start_devices(config)
@@ -100,8 +100,8 @@ def train(
         def open_and_lock(message: str | None) -> RunDirectory:
             return open_run(config, process_zero=message is None, lock=lock)
 
-        # The folder is claimed only now, so another attempt may use it if the data, the model or
-        # the step is refused.
+        # The folder is claimed only now: if the data, the model or the step is rejected, another
+        # attempt may still use it.
         with named_errors(folder):
             run = first_then_others(open_and_lock, lambda run: "")
             store.before = run.before_checkpoint
@@ -113,16 +113,16 @@ def train(
 
 
 def _check_profiled(processes: Sequence[int]) -> None:
-    """Raises UserError for a process that does not exist."""
+    """Raises UserError if one of these processes does not exist."""
     count = jax.process_count()
-    if wrong := [number for number in processes if not 0 <= number < count]:
+    if unknown := [process for process in processes if not 0 <= process < count]:
         raise UserError(
-            f"logging.profile_processes: found {wrong[0]}; 0 to {count - 1} would work, or []"
+            f"logging.profile_processes: found {unknown[0]}; 0 to {count - 1} would work, or []"
         )
 
 
 class _Training:
-    """What the loop does with a run's state: compiles, takes steps, logs, evaluates, saves."""
+    """Advances a run's state: compiles, takes steps, logs, evaluates and saves."""
 
     def __init__(
         self,
@@ -145,14 +145,14 @@ class _Training:
         self.state = TrainingState(config, objective, self.builder, store, local)
 
     def compile(self) -> None:
-        """Compiles the training step and prepares evaluations, unless done or no step is left."""
+        """Compiles the step and prepares evaluations, unless already done or no steps remain."""
         if self.state.finished or self.compiled_step is not None:
             return
         with (
             self.meter.compiling(),
             self.watchdog.phase("compiling", self.config.distributed.compile_minutes),
         ):
-            # Takes seconds, and raises most errors of a configuration.
+            # Lowering takes seconds and raises most configuration errors.
             lowered = self.builder.lower_train()
             count = self.objective.model.mesh.size
             self.state.say(f"compiling for {count} device{'s' if count > 1 else ''}")
@@ -162,7 +162,7 @@ class _Training:
             barrier("compiled")
 
     def catch_up(self) -> None:
-        """Restores again if another process trained here before this one had the lock."""
+        """Restores again if another process trained this run before this one took the lock."""
         if self.state.catch_up():
             self.compile()
 
@@ -179,15 +179,15 @@ class _Training:
             self._open_log(run) as log,
             Profiler(run.keep_profile, self._profiled_steps, self.meter.paused) as profiler,
         ):
-            # Now, since the initial model's files may be gone when a checkpoint is saved.
+            # Now: the initial model's files may be gone by the time a checkpoint is saved.
             if jax.process_index() == 0:
                 shutil.rmtree(run.assets, ignore_errors=True)
                 self.objective.write_assets(run.assets)
                 replace_file(run.versions, (json.dumps(versions(), indent=1) + "\n").encode())
-            self._evaluate_before_training(log)  # without notices: there is nothing to save yet
+            self._evaluate_before_training(log)  # notices are not caught: nothing to save yet
             saves = Saves(self.state, self.store, self.local, self.watchdog, run.assets)
-            with notices(saves.no_time_to_finish) as asked_to_end:
-                self._train(saves, log, profiler, asked_to_end, stage_follows)
+            with notices(saves.no_time_to_finish) as get_notice:
+                self._train(saves, log, profiler, get_notice, stage_follows)
         return self.store.path(self.state.step)
 
     def _train(
@@ -195,13 +195,13 @@ class _Training:
         saves: Saves,
         log: MetricsLog,
         profiler: Profiler,
-        asked_to_end: Callable[[], signal.Signals | None],
+        get_notice: Callable[[], signal.Signals | None],
         stage_follows: bool,
     ) -> None:
-        """Takes the remaining steps, and does what is due after each."""
+        """Takes the remaining steps, evaluating and saving when due."""
         state, best, notice = self.state, self.state.best, None
         for _ in () if best.exhausted else self._steps(profiler, log):
-            notice = asked_to_end()
+            notice = get_notice()
             self._after_step(saves, log, notice)
             if best.exhausted:
                 break
@@ -217,26 +217,26 @@ class _Training:
                 f"best: {self.store.path(best.step)} ({self.config.checkpoint.best} "
                 f"{best.value:.6g})"
             )
-        if stage_follows and (notice := notice or asked_to_end()):
+        if stage_follows and (notice := notice or get_notice()):
             raise Preempted(notice, self.store.path(state.step))
 
     @property
     def _profiled_steps(self) -> tuple[int, ...]:
         """The first and the last step that this process profiles; () for none."""
         logging = self.config.logging
-        chosen = logging.profile_processes
-        return logging.profile_steps if not chosen or jax.process_index() in chosen else ()
+        processes = logging.profile_processes
+        return logging.profile_steps if not processes or jax.process_index() in processes else ()
 
     def _evaluate_before_training(self, log: MetricsLog) -> None:
-        """Runs all evaluations before the first step, or those that a preempted start missed.
+        """Runs all evaluations before the first step, or on resuming those that preemption skipped.
 
         Raises:
-          UserError: `checkpoint.best` names a metric that none of them measures.
+          UserError: no evaluation measures the metric that `checkpoint.best` names.
         """
         if self.state.step == 0 or self.state.best.to_be_checked:
             self._evaluate(self.evaluations, log)
         elif not self.state.evaluated:
-            # All, if none is due.
+            # If none is due, all of them.
             self._evaluate(self._due_evaluations() or self.evaluations, log)
 
     def _open_log(self, run: RunDirectory) -> MetricsLog:
@@ -275,7 +275,7 @@ class _Training:
     def _next_batch(
         self, batches: Iterator[HostBatch], computed: Future[float] | None = None
     ) -> DeviceBatch:
-        """Fetches a batch; time after `computed`, the running step's end, counts as waiting."""
+        """Fetches a batch; time after `computed` (when the running step ends) counts as waiting."""
         with self.meter.waiting_for_data(computed):
             batch = next(batches)
         return self.objective.to_device(batch)
@@ -283,7 +283,7 @@ class _Training:
     def _train_step(
         self, batch: DeviceBatch, batches: Iterator[HostBatch], log: MetricsLog
     ) -> DeviceBatch | None:
-        """Trains on `batch`, meanwhile fetches the next one; None after the last step."""
+        """Trains on `batch` while fetching the next one; returns that, or None after the last."""
         assert self.compiled_step is not None
         state, last = self.state, self.state.step + 1 >= self.config.train.steps
         self.watchdog.begin_step(state.step + 1)
@@ -305,7 +305,7 @@ class _Training:
         return next_batch
 
     def _progress(self) -> dict[str, float]:
-        """Returns the run's progress by the names in the log."""
+        """Returns the run's progress under the names used in the log."""
         rows = self.objective.rows_per_epoch
         epoch = {"epoch": self.state.step * self.config.train.batch_size / rows} if rows else {}
         return {
@@ -315,7 +315,7 @@ class _Training:
         }
 
     def _named(self, metrics: StepMetrics) -> dict[str, float]:
-        """Returns a step's metrics by the names in the log, without sources that have no target."""
+        """Returns a step's metrics by their names in the log; sources without targets have none."""
         named = {
             self.objective.loss_name: float(metrics.loss),
             self.objective.weight_name: float(metrics.weight),
@@ -326,20 +326,20 @@ class _Training:
         named |= {BY_SOURCE + source: loss for source, loss in by_source if not math.isnan(loss)}
         named |= {AUXILIARY + name: float(loss) for name, loss in metrics.auxiliary.items()}
         measures = {name: float(value) for name, value in metrics.measures.items()}
-        # The mean of nothing is not a number.
+        # A mean over nothing is NaN.
         return named | {name: x for name, x in measures.items() if not math.isnan(x)}
 
     def _after_step(self, saves: Saves, log: MetricsLog, notice: Any) -> None:
-        """Evaluates and saves if due; on notice saves at once.
+        """Evaluates and saves if due; on a preemption notice, saves at once.
 
         Raises:
-          Preempted: on notice, unless the last step is done.
+          Preempted: there is a notice and steps remain.
         """
         due = self._due_evaluations()
         save_is_due = saves.due()
         self.state.evaluated = not due
         if notice and self.state.step < self.config.train.steps:
-            # There may be no time for evaluations, so the next start begins with them.
+            # There may be no time for evaluations, so the next start runs them first.
             saves.save(log)
             saves.wait()
             if self.local is not None:
@@ -355,7 +355,7 @@ class _Training:
         return [evaluation for evaluation in self.evaluations if self.state.due(evaluation.every)]
 
     def _evaluate(self, evaluations: Sequence[Evaluation], log: MetricsLog) -> bool:
-        """Runs the evaluations, and returns whether `checkpoint.best` has a new best."""
+        """Runs the evaluations; returns whether `checkpoint.best` has a new best."""
         state, measured = self.state, dict[str, float]()
         for evaluation in evaluations:
             with self.watchdog.phase(
@@ -373,5 +373,5 @@ class _Training:
             state.require_finite()
             raise state.finite.unsound(state.step, f"{loss_name} is {loss}")
         if state.best.to_be_checked:
-            state.best.require(measured)  # before that, only all evaluations run
+            state.best.require(measured)  # the first call runs all evaluations
         return state.step > 0 and state.best.update(state.step, measured)

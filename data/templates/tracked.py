@@ -1,9 +1,8 @@
-"""Strings that know the origin of each character, and how much work a template has done on them.
+"""Strings that record the origin of each character, and meter the work a template does on them.
 
-A chat template is rendered with the real contents of turns as `Tracked` strings: whatever the
-template cuts out of them, joins or replaces, the result still says which characters are the
-template's and which are a turn's. Every operation has the result of Python's own, character for
-character.
+A chat template is rendered with the contents of turns as `Tracked` strings: however the template
+slices, joins or replaces them, the result records which characters are the template's and which are
+a turn's. Every operation returns exactly the characters that Python's returns.
 """
 
 import re
@@ -25,7 +24,7 @@ def _runs_of(text: str) -> Sequence[Run]:
 
 
 def concat(pieces: Iterable[str]) -> "Tracked":
-    """Returns the pieces as one text."""
+    """Returns the concatenated pieces."""
     pieces = list(pieces)
     text = "".join(pieces)
     runs = joined(map(_runs_of, pieces))
@@ -34,7 +33,7 @@ def concat(pieces: Iterable[str]) -> "Tracked":
 
 
 class Tracked(str):
-    """A str with its runs, whose lengths add up to its own."""
+    """A str and its runs, whose lengths add up to that of the str."""
 
     __slots__ = ("runs",)
     runs: Sequence[Run]
@@ -48,11 +47,11 @@ class Tracked(str):
         return self
 
     def same(self, text: "Tracked") -> "Tracked":
-        """Returns a result of a method, which `Safe` marks as safe."""
+        """Wraps the result of a method; overridden by `Safe` to mark it as safe."""
         return text
 
     def _cuts(self, ranges: Iterable[tuple[int, int]]) -> list["Tracked"]:
-        """Returns the parts of these ranges (start, end), which are in order and do not overlap."""
+        """Returns the slices [start, end) for ranges that are in order and do not overlap."""
         ranges, plain = list(ranges), str.__getitem__
         pieces = [
             self.same(Tracked(plain(self, slice(start, end)), runs))
@@ -67,14 +66,14 @@ class Tracked(str):
         return self._cuts([(start, max(start, end))])[0]
 
     def look_for(self, needle: str) -> None:
-        """Notes that the template looks for one of its texts in this one."""
+        """Records that the template searches this text for one of its own texts."""
         if needle and not of_turns(_runs_of(needle)):
             for _, source, _ in self.runs:
                 if source is not None:
                     source.needles.add(str.__str__(needle))
 
     def _find_at(self, start: int, end: int, needle: str) -> None:
-        """Notes that the template found one of its texts at one place."""
+        """Records that the template found one of its own texts in this range."""
         if not of_turns(_runs_of(needle)):
             for length, source, offset in cut(self.runs, [(start, end)])[0]:
                 if source is not None and offset is not None:
@@ -92,7 +91,7 @@ class Tracked(str):
         return self._cut(number, number + 1)
 
     def __iter__(self) -> Iterator["Tracked"]:
-        if len(self) > meter.left:  # counted as it is cut, which would come too late
+        if len(self) > meter.left:  # _cuts would count only after cutting
             meter.spend(len(self))
         return iter(self._cuts((number, number + 1) for number in range(len(self))))
 
@@ -119,7 +118,7 @@ class Tracked(str):
     def __mod__(self, values: Any) -> "Tracked":
         return percent(self, values)
 
-    # Methods by which templates cut.
+    # Methods that cut.
 
     def strip(self, chars: str | None = None) -> "Tracked":
         left = len(self) - len(str.lstrip(self, chars))
@@ -138,45 +137,45 @@ class Tracked(str):
         return self._cut(0, len(self) - len(suffix)) if self.endswith(suffix) else self
 
     def split(self, sep: str | None = None, maxsplit: int = -1) -> list["Tracked"]:
-        meter.spend(self._parts(sep))
-        return self._where(str.split(self, sep, maxsplit), sep)
+        meter.spend(self._split_cost(sep))
+        return self._cut_out(str.split(self, sep, maxsplit), sep)
 
     def rsplit(self, sep: str | None = None, maxsplit: int = -1) -> list["Tracked"]:
-        meter.spend(self._parts(sep))
-        return self._where(str.rsplit(self, sep, maxsplit), sep)
+        meter.spend(self._split_cost(sep))
+        return self._cut_out(str.rsplit(self, sep, maxsplit), sep)
 
-    def _parts(self, sep: str | None) -> int:
-        """Returns at most how many parts a text is split into."""
+    def _split_cost(self, sep: str | None) -> int:
+        """Returns the cost of a split: at least the number of parts."""
         return len(self) // 100 + (
             len(self) // 2 if sep is None else str.count(self, sep) if sep else 0
         )
 
-    def _where(self, parts: list[str], sep: str | None) -> list["Tracked"]:
-        """Returns the parts that a method of str has split this text into, cut out of it."""
+    def _cut_out(self, parts: list[str], sep: str | None) -> list["Tracked"]:
+        """Cuts out of this text the parts into which a method of str has split it."""
         if sep is not None:
             self.look_for(sep)
-        ranges, at = [], 0
+        ranges, position = [], 0
         for part in parts:
-            start = str.index(self, part, at) if sep is None else at
-            at = start + len(part)
-            ranges.append((start, at))
-            at += len(sep or "")
+            start = str.index(self, part, position) if sep is None else position
+            end = start + len(part)
+            ranges.append((start, end))
+            position = end + len(sep or "")
         return self._cuts(ranges)
 
     def splitlines(self, keepends: bool = False) -> list["Tracked"]:
         meter.spend(len(self) // 8)
-        ranges, at = [], 0
-        for whole, part in zip(
+        ranges, start = [], 0
+        for with_end, line in zip(
             str.splitlines(self, True), str.splitlines(self, keepends), strict=True
         ):
-            ranges.append((at, at + len(part)))
-            at += len(whole)
+            ranges.append((start, start + len(line)))
+            start += len(with_end)
         return self._cuts(ranges)
 
     def partition(self, sep: str) -> tuple["Tracked", ...]:
         self.look_for(sep)
         return (
-            self._three(sep, str.find(self, sep), (self, Tracked(""), Tracked("")))
+            self._partition_at(sep, str.find(self, sep), (self, Tracked(""), Tracked("")))
             if sep
             else self._empty_separator()
         )
@@ -184,7 +183,7 @@ class Tracked(str):
     def rpartition(self, sep: str) -> tuple["Tracked", ...]:
         self.look_for(sep)
         return (
-            self._three(sep, str.rfind(self, sep), (Tracked(""), Tracked(""), self))
+            self._partition_at(sep, str.rfind(self, sep), (Tracked(""), Tracked(""), self))
             if sep
             else self._empty_separator()
         )
@@ -192,13 +191,15 @@ class Tracked(str):
     def _empty_separator(self) -> NoReturn:
         raise ValueError("empty separator")
 
-    def _three(self, sep: str, start: int, absent: tuple["Tracked", ...]) -> tuple["Tracked", ...]:
+    def _partition_at(
+        self, sep: str, start: int, absent: tuple["Tracked", ...]
+    ) -> tuple["Tracked", ...]:
         end = start + len(sep)
         return (
             absent if start < 0 else tuple(self._cuts([(0, start), (start, end), (end, len(self))]))
         )
 
-    # Methods by which templates join and replace.
+    # Methods that join and replace.
 
     def replace(self, old: str, new: str, count: int = -1) -> "Tracked":
         if not old:
@@ -224,7 +225,7 @@ class Tracked(str):
         return self.same(concat(joined))
 
     def format(self, *values: Any, **named: Any) -> "Tracked":
-        """Returns str.format's result for fields without widths and attributes."""
+        """Formats as str.format does; fields may have neither a width nor an attribute."""
         pieces: list[str] = []
         numbers = iter(range(len(values)))
         for text, field, spec, conversion in string.Formatter().parse(self):
@@ -244,7 +245,7 @@ class Tracked(str):
             pieces.append(text_of(value))
         return concat(pieces)
 
-    # Methods by which templates look.
+    # Methods that search.
 
     def __contains__(self, needle: Any) -> bool:
         if isinstance(needle, str):
@@ -283,7 +284,7 @@ class Tracked(str):
         self.look_for(needle)
         return str.count(self, needle, *borders)
 
-    # Methods that change letters.
+    # Methods that change case.
 
     def upper(self) -> "Tracked":
         return self.mapped(str.upper)
@@ -298,17 +299,17 @@ class Tracked(str):
         return self.mapped(str.title)
 
     def mapped(self, change: Callable[[str], str]) -> "Tracked":
-        """Returns `change` of this text, which gives a letter for a letter.
+        """Returns the text changed by `change`, which must map it character by character.
 
         Raises:
-          TemplateError: the result has another length, so that its letters cannot be matched.
+          TemplateError: the result has a different length, so its characters have no known origin.
         """
         meter.spend(len(self) // 100)
         text = change(str.__str__(self))
         if len(text) != len(self) and of_turns(self.runs):
             raise TemplateError(
-                "the chat template changes the letters of a turn's text into others, which cannot "
-                "be followed"
+                "the chat template changes the letters of a turn's text into more or fewer "
+                "letters, which cannot be tracked"
             )
         return self.same(Tracked(text, self.runs if len(text) == len(self) else None))
 
@@ -334,12 +335,12 @@ class Safe(Tracked):
             self.same(concat([_escaped(other), self])) if isinstance(other, str) else NotImplemented
         )
 
-    def _not_followed(self, *values: Any, **named: Any) -> Tracked:
+    def _refuse(self, *values: Any, **named: Any) -> Tracked:
         raise TemplateError(
-            "the chat template changes a text that it has marked as `safe`, which is not allowed"
+            "the chat template modifies a text that it has marked as `safe`, which is not allowed"
         )
 
-    replace = join = format = __mod__ = _not_followed
+    replace = join = format = __mod__ = _refuse
 
 
 def _escaped(text: str) -> str:
@@ -353,7 +354,7 @@ def _escaped(text: str) -> str:
         ('"', "&#34;"),
     ):
         if letter in str.__str__(text):
-            text = concat(_between(Tracked(text)._where(str.split(text, letter), letter), entity))
+            text = concat(_between(Tracked(text)._cut_out(str.split(text, letter), letter), entity))
     return text
 
 
@@ -365,13 +366,13 @@ def _between(pieces: Sequence[str], text: str) -> Iterator[str]:
 
 
 def percent(text: Tracked, values: Any) -> Tracked:
-    """Returns `text % values` for the formats %s, %d and %%."""
+    """Returns `text % values`; supports %s, %d and %%."""
     values = iter(values if isinstance(values, tuple) else (values,))
     pieces: list[str] = []
-    at = 0
+    position = 0
     for match in re.finditer("%(.?)", str.__str__(text), re.DOTALL):
-        pieces.append(text[at : match.start()])
-        at = match.end()
+        pieces.append(text[position : match.start()])
+        position = match.end()
         if match[1] == "%":
             pieces.append("%")
         elif match[1] in ("s", "d"):
@@ -387,14 +388,14 @@ def percent(text: Tracked, values: Any) -> Tracked:
             )
     if next(values, values) is not values:
         raise TypeError("not all arguments converted during string formatting")
-    return concat([*pieces, text[at:]])
+    return concat([*pieces, text[position:]])
 
 
 def text_of(value: Any) -> str:
-    """Returns str(value), which for lists and dictionaries still knows where their texts came from.
+    """Returns str(value), also tracking the texts inside lists and dictionaries.
 
     Raises:
-      TemplateError: it is a value that no conversation contains, such as a function.
+      TemplateError: no conversation can contain the value, such as a function.
     """
     if type(value) is Tracked:
         return value
@@ -410,7 +411,7 @@ def text_of(value: Any) -> str:
 
 
 def _represent(value: Any, parts: list[str]) -> None:
-    """Adds the parts of repr(value) to a list."""
+    """Appends the pieces of repr(value) to `parts`."""
     meter.spend(4)
     if isinstance(value, Safe):
         raise TemplateError(
@@ -444,42 +445,40 @@ def _represent(value: Any, parts: list[str]) -> None:
 
 
 def _like_repr(part: str, whole: str) -> str:
-    """Returns the letters of a part as they are in the representation of a whole text."""
+    """Returns a part of a text as it appears in the repr of the whole text."""
     other = (
         "'" if whole[0] == '"' else '"'
-    )  # makes repr choose the same quotes; stands first, and is never escaped
+    )  # makes repr choose the same quotes; comes first and is never escaped
     return str.__repr__(other + part)[2:-1]
 
 
 def quoted(text: str, whole: str, quote_part: Callable[[str, str], str]) -> str:
-    """Returns a text in quotes, tracked.
+    """Returns a quoted text, tracked.
 
     Args:
-      text: the text.
-      whole: the text in quotes.
-      quote_part: (part, whole) -> the letters of a part of the text as they stand within the
-        quotes.
+      whole: the quoted text.
+      quote_part: (part, whole) -> a part of the text as it appears between the quotes.
     """
     meter.spend(1 + len(whole) // 100)
     if not isinstance(text, Tracked):
         return whole
     if len(whole) == len(text) + 2:
         return Tracked(whole, [(1, None, 0), *text.runs, (1, None, 0)])
-    pieces: list[Run] = [(1, None, 0)]
-    letters, at = [whole[0]], 0
+    runs: list[Run] = [(1, None, 0)]
+    parts, start = [whole[0]], 0
     for length, source, _ in text.runs:
-        letters.append(quote_part(str.__getitem__(text, slice(at, at + length)), whole))
-        pieces.append((len(letters[-1]), source, None))
-        at += length
-    if "".join(letters) + whole[-1] != whole:
+        parts.append(quote_part(str.__getitem__(text, slice(start, start + length)), whole))
+        runs.append((len(parts[-1]), source, None))
+        start += length
+    if "".join(parts) + whole[-1] != whole:
         raise TemplateError(
-            "the chat template quotes a turn's text in a way that cannot be followed"
+            "the chat template quotes a turn's text in a way that cannot be tracked"
         )
-    return Tracked(whole, [*pieces, (1, None, 0)])
+    return Tracked(whole, [*runs, (1, None, 0)])
 
 
 def track(value: Any, turn: int, field: str, sources: list[Source]) -> Any:
-    """Returns a JSON value with all its texts tracked; adds their sources to `sources`."""
+    """Returns a JSON value with all its texts tracked; appends their sources to `sources`."""
     if isinstance(value, str):
         source = Source(turn, field, value)
         sources.append(source)

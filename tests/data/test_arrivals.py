@@ -1,4 +1,4 @@
-"""What arrives in the hub's cache is kept if it is what the hub's digests tell, also after kills."""
+"""Files in the hub's cache are kept if they match the hub's digests, also after kills."""
 
 import errno
 import hashlib
@@ -55,7 +55,7 @@ def test_what_a_killed_download_has_left_is_checked_by_the_next(repository, caps
     assert len(notes(repository)) == 1
     remove_damaged(repository)
     assert [blob.name for blob in (repository / "blobs").iterdir()] == ["of-a-mirror"]
-    assert capsys.readouterr().err.count(f"{digest}: had other contents") == 1
+    assert capsys.readouterr().err.count(f"{digest}: does not match the hub's digest") == 1
     assert notes(repository) == []
 
 

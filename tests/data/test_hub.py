@@ -247,8 +247,8 @@ def test_a_data_set_of_which_one_file_was_downloaded_is_not_read_as_that_file_al
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("hf://datasets/chats", "names no data set of the hub; hf://datasets/OWNER/NAME"),
-        ("hf://datasets/me/a b", "names no data set of the hub"),
+        ("hf://datasets/chats", "names no data set on the hub; hf://datasets/OWNER/NAME"),
+        ("hf://datasets/me/a b", "names no data set on the hub"),
         ("hf://datasets/me/other", "shows no data set me/other"),
         ("hf://datasets/me/chats@old", "has no revision old"),
         ("hf://datasets/me/chats/test.jsonl", "has no test.jsonl"),

@@ -699,8 +699,8 @@ def test_what_a_folder_says_about_its_data_is_passed_over_by_what_it_holds(tmp_p
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("a,a\n1,2\n", "two of its columns are called 'a'"),
-        ('a,b\n"1,2\n', "cannot be read as a table in text"),
+        ("a,a\n1,2\n", "two columns are called 'a'"),
+        ('a,b\n"1,2\n', "cannot be read as a text table"),
         (b"a,b\n\xff,1\n", "is not UTF-8"),
     ],
 )

@@ -1,8 +1,8 @@
 """Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors` in a folder.
 
-If a family's files hold k projections as rows of one tensor, PEFT's adapter of that tensor has one
-A. Ours has an A of rank r for each, which becomes an adapter of rank k r: its A stacks ours, and
-its B is block-diagonal.
+If a family's files hold k projections as the rows of one tensor, PEFT adapts that tensor with a
+single A. Ours has an A of rank r per projection, exported as an adapter of rank k r: its A stacks
+ours, and its B is block-diagonal.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ def adapter_layout(
     """Returns every trained parameter of a model with adapters, and its PEFT tensors.
 
     Args:
-      shares_a: whether projections in one tensor share an A, as in PEFT's own adapters of such a
-        tensor.
-      per_expert: whether each expert has tensors, as with transformers 4.
+      shares_a: whether projections in one tensor share an A, as in adapters that PEFT creates.
+      per_expert: whether each expert has its own tensors, as with transformers 4.
     """
     assert config.adapter is not None
     entries = [
@@ -69,8 +68,8 @@ def _projection_entries(
     shape_of: Mapping[str, tuple[int, ...]],
     shares_a: bool,
 ) -> list[HFEntry]:
-    """Returns the tensors of one projection's adapter; in a fused one's they are some rows and
-    columns."""
+    """Returns the tensors of one projection's adapter; if the projection is fused, the rows and
+    columns of the fused tensors that belong to it."""
     assert config.adapter is not None
     rank = config.adapter.rank
     block = f"{'self_attn' if projection in ATTENTION else 'mlp'}."
@@ -79,26 +78,27 @@ def _projection_entries(
     fused = FAMILIES[config.family].fused_projections
     module = next((module for module, names in fused.items() if projection in names), projection)
     names = fused.get(module, (projection,))
-    sizes, place = [config.projection_sizes(name)[1] for name in names], names.index(projection)
-    of_outputs = {"first_row": sum(sizes[:place]), "file_rows": sum(sizes)}
-    first, every = (0, rank) if shares_a else (place * rank, len(names) * rank)
-    within = {
-        "lora_A": {"first_row": first, "file_rows": every},
-        MAGNITUDE: of_outputs,
-        "lora_B": {**of_outputs, "first_column": first, "file_columns": every},
+    sizes, number = [config.projection_sizes(name)[1] for name in names], names.index(projection)
+    output_rows = {"first_row": sum(sizes[:number]), "file_rows": sum(sizes)}
+    first_rank, file_rank = (0, rank) if shares_a else (number * rank, len(names) * rank)
+    slices = {
+        "lora_A": {"first_row": first_rank, "file_rows": file_rank},
+        MAGNITUDE: output_rows,
+        "lora_B": {**output_rows, "first_column": first_rank, "file_columns": file_rank},
     }
     entries = []
     for part in config.adapter.parts:
-        name, end = f"{LAYERS}{block}{projection}.{part}", "" if part == MAGNITUDE else ".weight"
+        name = f"{LAYERS}{block}{projection}.{part}"
+        suffix = "" if part == MAGNITUDE else ".weight"
         entries.append(
             HFEntry(
                 name,
-                f"{_PREFIX}model.layers.{{i}}.{block}{module}.{part}{end}",
+                f"{_PREFIX}model.layers.{{i}}.{block}{module}.{part}{suffix}",
                 shape_of[name],
                 shapes[part],
                 config.num_hidden_layers,
                 transpose=part != MAGNITUDE,
-                **within[part],
+                **slices[part],
             )
         )
     return entries
@@ -111,16 +111,16 @@ def write_adapter(
     out: str | Path,
     finish: Callable[[Path], None] | None = None,
 ) -> None:
-    """Writes an adapter as a folder that peft loads; `out` appears complete or not at all.
+    """Writes an adapter as a folder that peft can load; `out` appears complete or not at all.
 
     Args:
       params: the trained parameters by name: arrays, or arrays on disk that are read when sliced.
-      config: of the model with its adapters.
-      base: the path or name of its base model; None names none.
+      config: the model, with its adapters.
+      base: the path or name of the base model to record; None for none.
       finish: called with the folder before it becomes `out`, to add files.
 
     Raises:
-      UserError: `out` is not empty, or cannot be written.
+      UserError: `out` is not empty or cannot be written.
     """
     out = new_folder(out)
     assert config.adapter is not None
@@ -143,23 +143,24 @@ def write_adapter(
 
 
 def read_adapter(folder: str | Path, model: LanguageModel) -> dict[str, jax.Array]:
-    """Reads an adapter's float32 parameters onto the mesh of `model`, each device its part.
+    """Reads an adapter's parameters in float32 onto the mesh of `model`; each device reads its
+    shard.
 
     Raises:
-      ValueError: names the tensor that is missing, unknown, or of another shape, due to another
-        base or rank.
+      ValueError: names a tensor that is missing, unknown, or of the wrong shape for this base and
+        rank.
     """
     path = Path(folder).expanduser() / WEIGHTS
     file_within(path.parent, WEIGHTS)
     try:
         with safe_open(path, framework="np") as file:
             files = dict.fromkeys(file.keys(), file)
-            form = {
+            options = {
                 "shares_a": _shares_a(files, model.config),
                 "per_expert": peft_experts.is_per_expert(files),
             }
             layout, padded = (
-                adapter_layout(config, **form) for config in (model.config, model.in_memory)
+                adapter_layout(config, **options) for config in (model.config, model.in_memory)
             )
             _check_tensors(path, files, layout, model.config.tie_word_embeddings)
             params: dict[str, jax.Array] = {}
@@ -181,12 +182,12 @@ def read_adapter(folder: str | Path, model: LanguageModel) -> dict[str, jax.Arra
 
 
 def _shares_a(files: Mapping[str, Any], config: TransformerConfig) -> bool:
-    """Whether the A of several projections has the rows of a single one."""
+    """Returns whether the projections of one tensor share an A, rather than stack theirs."""
     layouts = (adapter_layout(config, shares_a=shares_a) for shares_a in (False, True))
     shapes = {
-        apart.hf_names()[0]: shared.file_shape
-        for apart, shared in zip(*layouts, strict=True)
-        if apart.name.endswith("lora_A") and apart.file_shape != shared.file_shape
+        separate.hf_names()[0]: shared.file_shape
+        for separate, shared in zip(*layouts, strict=True)
+        if separate.name.endswith("lora_A") and separate.file_shape != shared.file_shape
     }
     return any(
         name in files and tuple(files[name].get_slice(name).get_shape()) == shape
@@ -205,7 +206,7 @@ def _check_tensors(path: Path, files: Mapping[str, Any], layout: list[HFEntry], 
         shape = tuple(tensor.get_shape())
         if shape != entry.file_shape:
             raise ValueError(
-                f"{path}: tensor {name} has shape {list(shape)}, and needs "
+                f"{path}: tensor {name} has shape {list(shape)} but needs "
                 f"{list(entry.file_shape)}: the adapter belongs to another base, or has another "
                 "rank"
             )
@@ -220,8 +221,8 @@ def _check_tensors(path: Path, files: Mapping[str, Any], layout: list[HFEntry], 
     if tied and embedding in names and head in files:
         if not are_equal(*(files[name].get_slice(name) for name in (head, embedding))):
             raise ValueError(
-                f"{path}: tensor {head} differs from {embedding}, and the base's head is its "
-                "embedding; such an adapter unties them, which is not read"
+                f"{path}: tensor {head} differs from {embedding}, but the base ties its head to "
+                "its embedding; adapters that untie them are not supported"
             )
         names.add(head)
     unknown = sorted(set(files) - names)
@@ -230,17 +231,17 @@ def _check_tensors(path: Path, files: Mapping[str, Any], layout: list[HFEntry], 
 
 
 def _check_diagonal(path: Path, name: str, tensor: Any, entry: HFEntry) -> None:
-    """Raises ValueError unless a parameter's rows are zero outside of its columns."""
+    """Raises ValueError if a parameter's rows have nonzero numbers outside its columns."""
     if isinstance(entry, FactorEntry):
-        others = entry.others(tensor[:])
+        off_diagonal = entry.others(tensor[:])
     elif entry.file_shape[1:] == entry.hf_shape[1:]:
         return
     else:
         columns = np.arange(entry.columns[0].start, entry.columns[0].stop)
-        others = np.delete(tensor[entry.rows, :], columns, 1)
-    if np.any(others):
+        off_diagonal = np.delete(tensor[entry.rows, :], columns, 1)
+    if np.any(off_diagonal):
         raise ValueError(
-            f"{path}: tensor {name} has numbers outside its diagonal blocks, as after training "
-            "with peft; adapters of fused projections are read as PEFT creates them, with one A, "
-            "or as exported here"
+            f"{path}: tensor {name} is nonzero outside its diagonal blocks, as after "
+            "training with peft; adapters of fused projections can be read as PEFT creates them, "
+            "with one A, or as exported here"
         )

@@ -3,22 +3,22 @@
     RUN/config.yaml           the resolved configuration, as last run
     RUN/versions.json         this project's source (a digest, and git's commit), JAX and its
                               plugins, as last run
-    RUN/metrics.jsonl         one line of training metrics every train.log_every steps
-    RUN/held_out.jsonl        one line for every held-out loss
-    RUN/NAME.jsonl            one line for every measurement of a test in `evaluations`
-    RUN/samples.jsonl         one line of answers to samples.prompts every samples.every steps
+    RUN/metrics.jsonl         a line of training metrics every train.log_every steps
+    RUN/held_out.jsonl        one line per held-out loss
+    RUN/NAME.jsonl            one line per result of a test in `evaluations`
+    RUN/samples.jsonl         a line of answers to samples.prompts every samples.every steps
     RUN/local.json            the run's identifier in checkpoint.local, and the newest step there
-    RUN/*.jsonl.unreadable    lines of these files that could not be read when the run was continued
-    RUN/tensorboard/          the same figures for TensorBoard
-    RUN/wandb/                the same for Weights & Biases, if logging.wandb asks for it
+    RUN/*.jsonl.unreadable    lines of these files that could not be read when the run resumed
+    RUN/tensorboard/          the same metrics for TensorBoard
+    RUN/wandb/                the same metrics for Weights & Biases, if logging.wandb is set
     RUN/profile/              a profile of logging.profile_steps
-    RUN/assets/               the plain files that each checkpoint holds, as last written
+    RUN/assets/               the plain files copied into each checkpoint, as last written
     RUN/checkpoints/STEP/     model/ assets/ optimizer/ data/ manifest.json
-    RUN/stages/NUMBER/        the same for each stage before the last, if the recipe has stages
-    RUN/evaluation/           results of line retrieval, if `make quickstart` evaluated
-    RUN/lock                  names the process that trains, or trained last; locked while it does
+    RUN/stages/NUMBER/        the run folder of each stage but the last, if the recipe has stages
+    RUN/evaluation/           results of line retrieval from `make quickstart`
+    RUN/lock                  names the process that trains, or trained last; locked while it trains
 
-`step` counts finished optimizer steps everywhere.
+`step` always counts finished optimizer steps.
 """
 
 import atexit
@@ -34,18 +34,18 @@ from trainer.run.lease import Lease
 from trainer.run.logs import Written, cut_back
 from trainer.run.mirror import Mirror
 
-EARLIER_STAGES = "stages"  # folder of earlier stages' runs
+EARLIER_STAGES = "stages"  # the folder with the runs of earlier stages
 
 
 @dataclasses.dataclass(frozen=True)
 class RunDirectory:
-    """The paths of one run's folder; of a run in a bucket those of its small files while this
-    process runs.
+    """The paths of a run's folder; for a run in a bucket, of a local folder with its small files
+    that lasts as long as this process.
 
     Attributes:
-      location: where the run is kept, as messages name it; the folder unless given.
-      mirror: copies the small files to and from a bucket; None for a run on a disk.
-      lease: of a run in a bucket that this process trains.
+      location: where the run is kept, as messages name it; empty for `folder`.
+      mirror: copies the small files to and from a bucket; None for a run on disk.
+      lease: the lease of a run in a bucket, if this process trains it.
     """
 
     folder: pathlib.Path
@@ -58,7 +58,7 @@ class RunDirectory:
         """Returns the paths of a configuration's run."""
         if not config.in_bucket:
             return cls(config.folder)
-        # Where no training follows, such as after a refusal.
+        # In case no training follows, for example because the recipe is rejected.
         atexit.register(shutil.rmtree, config.folder, ignore_errors=True)
         mirror = Mirror(Bucket(config.location), config.folder)
         return cls(config.folder, config.location, mirror)
@@ -67,8 +67,8 @@ class RunDirectory:
         return self.location or str(self.folder)
 
     def before_checkpoint(self) -> None:
-        """Makes sure that a checkpoint may be added to the run, and that the bucket has its logs up
-        to here."""
+        """Checks that this process may add a checkpoint to the run, and brings the logs in the
+        bucket up to date."""
         if self.lease is not None:
             self.lease.require()
         if self.mirror is not None:
@@ -86,12 +86,12 @@ class RunDirectory:
 
     @property
     def metrics(self) -> pathlib.Path:
-        """Training metrics, one JSON object a line."""
+        """Training metrics, one JSON object per line."""
         return self.folder / "metrics.jsonl"
 
     @property
     def held_out(self) -> pathlib.Path:
-        """Held-out losses, one JSON object a line."""
+        """Held-out losses, one JSON object per line."""
         return self.folder / "held_out.jsonl"
 
     @property
@@ -101,11 +101,11 @@ class RunDirectory:
 
     @property
     def profile(self) -> pathlib.Path:
-        """Profiles of chosen steps."""
+        """Profiles of logging.profile_steps."""
         return self.folder / "profile"
 
     def keep_profile(self, name: str, content: bytes) -> None:
-        """Keeps a file of a profile, of any process, also in a bucket."""
+        """Writes a profile file of any process, straight to the bucket if there is one."""
         if self.mirror is not None:
             self.mirror.bucket.write(f"{self.profile.name}/{name}", content)
             return
@@ -115,7 +115,7 @@ class RunDirectory:
 
     @property
     def assets(self) -> pathlib.Path:
-        """The plain files of each checkpoint."""
+        """The plain files copied into each checkpoint."""
         return self.folder / "assets"
 
     @property
@@ -135,18 +135,18 @@ class RunDirectory:
         evaluations: Sequence[str] = ("held_out",),
         logged: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> dict[str, Written]:
-        """Removes logged lines after `step`, from which training continues; 0 removes all.
+        """Removes logged lines after `step`, where training resumes; 0 removes all.
 
-        Those steps are repeated and must not be in the files twice. See `logs.cut_back`.
+        Those steps will be repeated and must not appear twice. See `logs.cut_back`.
 
         Args:
-          evaluated: whether the evaluations of `step` are logged already; otherwise their lines are
-            removed too.
-          evaluations: names of the evaluations, each of which has a file NAME.jsonl.
+          evaluated: whether all evaluations of `step` were logged; if not, their lines are removed
+            too.
+          evaluations: names of the evaluations, each with a file NAME.jsonl.
           logged: the checkpoint's record of each file, by name.
 
         Returns:
-          The remaining lines' record of each file.
+          The record of each file's remaining lines.
         """
         last_evaluated = step if evaluated else step - 1
         logs = [

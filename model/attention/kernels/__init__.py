@@ -1,5 +1,5 @@
-"""Kernels: attention of one block of queries over one block of keys (the contract is `kernel.py`),
-and their names."""
+"""Kernels: attention of one block of queries over one block of keys (the contract is in
+`kernel.py`), and their names."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def get_kernel(
     key_tile: int = 0,
     backward: str = "repeatable",
 ) -> Kernel:
-    """The kernel of this name; the same arguments give the same object, so that nothing is compiled
-    twice.
+    """Returns the kernel of this name; equal arguments return the same object, so that nothing is
+    compiled twice.
 
     Args:
-      name: one of KERNELS. `auto` is the kernel that `choice.AUTO` names for each call; others
-        serve what `mosaic` and `cudnn` do not.
-      query_tile, key_tile: tokens in a tile; 0 leaves the choice to the kernel. `reference` has no
-        tiles and reads neither.
-      backward: one of BACKWARDS. With `any_order`, `mosaic` makes fewer products in its backward
-        pass, and dq is rounded differently from run to run.
+      name: one of KERNELS. `auto` chooses a kernel for each call by `choice.AUTO`; `mosaic` and
+        `cudnn` fall back to `auto` for calls that they do not support.
+      query_tile, key_tile: tokens per tile; 0 leaves the choice to the kernel. `reference` has no
+        tiles and ignores both.
+      backward: one of BACKWARDS. With `any_order`, the backward pass of `mosaic` computes fewer
+        matrix products, and the rounding of dq varies from run to run.
 
     Raises:
-      ValueError: an unknown name; a tile's size for `mosaic` or `cudnn`, which have their own;
-        `any_order` for a kernel that has one order in any case.
+      ValueError: an unknown name; a tile size for `mosaic` or `cudnn`, which choose their own;
+        `any_order` for a kernel whose order is fixed.
     """
     if name not in KERNELS:
         raise ValueError(f"kernel: found {name!r}; known: {', '.join(KERNELS)}")

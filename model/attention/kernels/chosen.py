@@ -1,5 +1,5 @@
-"""The kernel that is chosen for each call, by the table in `choice`: `auto`, and a kernel that
-others stand in for."""
+"""A kernel chosen for each call by the table in `choice`: `auto`, or a named kernel with
+fallbacks."""
 
 from __future__ import annotations
 
@@ -40,15 +40,14 @@ PLATFORMS = ("tpu", "cuda", "default")
 class ChosenKernel(Kernel):
     """The kernel that `choice.select` names for each call.
 
-    Under a mesh of devices, such as inside `shard_map`, only the kernel of their platform is
-    traced. Elsewhere the kernels of all platforms are traced, and the choice between them is made
-    when the program is lowered, because only then is the platform known: a CPU host may compile for
-    a described TPU.
+    Under a mesh of devices, such as inside `shard_map`, only the kernel for their platform is
+    traced. Otherwise the kernels for all platforms are traced, and lowering chooses among them,
+    because only then is the platform known: a CPU host may compile for a described TPU.
 
     Attributes:
       name: `auto`, or a kernel that is tried before those of `auto`.
-      tiles: sizes of tiles by name, where they are given.
-      any_order: whether a backward pass may add in an order that changes from run to run.
+      tiles: the tile sizes that were set, by name.
+      any_order: whether a backward pass may sum in an order that changes from run to run.
       shards, rows_in_order: as in `over_shards` and `with_rows_in_order`.
     """
 
@@ -100,8 +99,8 @@ class ChosenKernel(Kernel):
         )
 
     def on(self, platform: str, q: jax.Array, mask: Mask) -> Kernel:
-        """Returns the kernel that serves queries like these where the program is lowered for one of
-        PLATFORMS."""
+        """Returns the kernel for queries like these when the program is lowered for `platform`, one
+        of PLATFORMS."""
         device = device_kind()
         request = Request(
             platform,
@@ -118,31 +117,31 @@ class ChosenKernel(Kernel):
         choice = select(self.name, request)
         if platform == _platform(device):
             self._warn(choice, request.head_dim)
-        kernel = self._made(choice.name, request)
+        kernel = self._create(choice.name, request)
         return kernel.over_shards(*self.shards).with_rows_in_order(self.rows_in_order)
 
-    def _made(self, name: str, request: Request) -> Kernel:
-        """Returns the kernel of this name; cuDNN's has that of `auto` for what it leaves."""
+    def _create(self, name: str, request: Request) -> Kernel:
+        """Creates the kernel of this name; cuDNN's falls back to the kernel that `auto` chooses."""
         kernel = KINDS[name](**dict(self.tiles), softcap=self.softcap)
         if isinstance(kernel, MosaicKernel) and self.any_order:
-            kept = LIMITS[name].order_kept(request.head_dim)
-            return dataclasses.replace(kernel, any_order=not kept)
+            fixed_order = LIMITS[name].order_kept(request.head_dim)
+            return dataclasses.replace(kernel, any_order=not fixed_order)
         if isinstance(kernel, CudnnKernel):
-            others = select("auto", request._replace(jax=jax.__version_info__)).name
-            return dataclasses.replace(kernel, others=self._made(others, request))
+            fallback = select("auto", request._replace(jax=jax.__version_info__)).name
+            return dataclasses.replace(kernel, others=self._create(fallback, request))
         return kernel
 
     def _warn(self, choice: Choice, head_dim: int) -> None:
-        """Warns where a kernel that was named does not serve, `auto` leaves an accelerator's
-        kernels, or a backward pass keeps its order although it need not."""
-        left = choice.name == "xla" and jax.default_backend() in ("tpu", "gpu")
-        slow = any(reason.startswith("JAX") for reason in choice.refusals.values())
-        if choice.refusals and (self.name != "auto" or left or slow):
+        """Warns if a named kernel does not support the call, if `auto` uses none of an
+        accelerator's kernels, or if `any_order` has no effect."""
+        fell_back = choice.name == "xla" and jax.default_backend() in ("tpu", "gpu")
+        slow_jax = any(reason.startswith("JAX") for reason in choice.refusals.values())
+        if choice.refusals and (self.name != "auto" or fell_back or slow_jax):
             warnings.warn(f"attention kernel: {choice}", stacklevel=5)
-        if self.any_order and (kept := LIMITS[choice.name].order_kept(head_dim)):
+        if self.any_order and (fixed_order := LIMITS[choice.name].order_kept(head_dim)):
             warnings.warn(
                 f"attention backward: 'any_order' changes nothing here; the kernel {choice.name!r} "
-                f"has {kept}",
+                f"has {fixed_order}",
                 stacklevel=5,
             )
 
@@ -158,12 +157,12 @@ class ChosenKernel(Kernel):
 
 
 def _platform(device: str) -> str:
-    """Returns which of PLATFORMS a kind of device belongs to."""
+    """Returns the one of PLATFORMS to which a device kind belongs."""
     return "tpu" if "TPU" in device else "cuda" if "NVIDIA" in device else "default"
 
 
 @functools.cache
 def _traced_once(kernel: Kernel, method: str, mask: Mask, scale: float) -> Callable[..., Any]:
-    """A kernel's method that is traced once for each shape: a ring pass calls it up to three times
-    in each direction, and tracing it is most of what tracing a small training step takes."""
+    """Returns a kernel's method, jitted so that it is traced once per shape: a ring pass calls it
+    up to three times in each direction, and it takes most of the time to trace a small step."""
     return jax.jit(functools.partial(getattr(kernel, method), mask=mask, scale=scale), inline=True)

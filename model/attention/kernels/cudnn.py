@@ -1,14 +1,15 @@
-"""cuDNN's attention on NVIDIA GPUs, by JAX's binding, for the blocks that it serves exactly.
+"""cuDNN's attention on NVIDIA GPUs, through JAX's binding, for the blocks that it computes exactly.
 
-cuDNN knows no coordinates. It serves a block of which, in each row, the real tokens come first, are
-of one document and in its order, and either every query sees every key or the queries see one key
-more each: full blocks, causal blocks, and those of striped shards. `block_form` finds out at run
-time; blocks of packed documents and any other are computed by another kernel. (cuDNN's own packed
-form needs a bound on a row's documents, as many rows of statistics as that, and grouped heads only
-from JAX 0.11 on: before, its binding multiplies the offsets of keys by the queries' heads.)
+cuDNN has no token coordinates. It can compute a block if, in each row, the real tokens come first,
+belong to one document and are in its order, and either every query sees every key or each query
+sees one key more than the query before: full blocks, causal blocks, and those of striped shards.
+`block_form` decides at run time; another kernel computes blocks of packed documents and all others.
+(cuDNN's own packed format needs a bound on the documents per row and that many rows of statistics,
+and supports grouped heads only from JAX 0.11 on: before, its binding multiplies the offsets of keys
+by the number of query heads.)
 
 cuDNN's backward computes delta from out and dout. Here delta comes from all blocks together, and
-`output_with` makes an out that gives this delta.
+`output_with` constructs an out that yields this delta.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from .kernel import Kernel
 from .padding import pad
 from .xla import XlaKernel
 
-HEAD_UNIT = 8  # cuDNN's heads are multiples of it
-# Forms of a block; PADDED: some rows end with tokens that see nothing.
+HEAD_UNIT = 8  # cuDNN requires head sizes that are multiples of it
+# Forms of a block; PADDED: some rows end with padding.
 NOTHING, FULL, CAUSAL, PADDED_FULL, PADDED_CAUSAL, OTHER = range(6)
 MASKS = {
     FULL: "NO_MASK",
@@ -37,17 +38,17 @@ MASKS = {
     PADDED_FULL: "PADDING",
     PADDED_CAUSAL: "PADDING_CAUSAL",
 }
-# Stands for a row of dout that is zero, whose delta is not: too small to change dv.
+# Replaces zeros in a row of dout whose delta is not zero; too small to change dv.
 TINY = 2.0**-60
 
 
 class BlockForm(NamedTuple):
-    """What cuDNN needs to know of a block.
+    """What cuDNN needs to know about a block.
 
     Attributes:
       kind: NOTHING, FULL, ..., the same for all rows.
       queries, keys: the number of real tokens in each row.
-      shift: 1 where the first query of each row sees nothing and the second one key, else 0.
+      shift: 1 if the first query of each row sees no key and the second sees one; else 0.
     """
 
     kind: Int[Array, ""]
@@ -57,7 +58,7 @@ class BlockForm(NamedTuple):
 
 
 def block_form(q: TokenCoords, kv: TokenCoords, mask: Mask) -> BlockForm:
-    """Finds out a block's form from its tokens' coordinates; `mask` has no window."""
+    """Returns a block's form from its tokens' coordinates; `mask` has no window."""
     queries, q_in_order = _leading_document(q)
     keys, kv_in_order = _leading_document(kv)
     same = q.segment_ids[:, 0] == kv.segment_ids[:, 0]
@@ -66,54 +67,54 @@ def block_form(q: TokenCoords, kv: TokenCoords, mask: Mask) -> BlockForm:
     first_query = jnp.where(q.segment_ids > 0, q.index, large).min(1)
     last_key = jnp.where(kv.segment_ids > 0, kv.index, -1).max(1)
     full = fits & ((first_query >= last_key) | (not mask.causal))
-    aligned = [
+    triangular = [
         fits & _sees_one_more_each(q.index, kv.index, queries, keys, shift) for shift in (0, 1)
     ]
     if not mask.causal or q.index.shape != kv.index.shape:
-        aligned = [jnp.zeros_like(fits)] * 2
-    whole = (queries == q.index.shape[1]).all() & (keys == kv.index.shape[1]).all()
+        triangular = [jnp.zeros_like(fits)] * 2
+    unpadded = (queries == q.index.shape[1]).all() & (keys == kv.index.shape[1]).all()
     kind = jnp.select(
         [
             _sees_nothing(q, kv, mask),
-            full.all() & whole,
-            aligned[0].all() & whole,
+            full.all() & unpadded,
+            triangular[0].all() & unpadded,
             full.all(),
-            aligned[0].all() | aligned[1].all(),
+            triangular[0].all() | triangular[1].all(),
         ],
         [NOTHING, FULL, CAUSAL, PADDED_FULL, PADDED_CAUSAL],
         OTHER,
     )
-    return BlockForm(kind, queries, keys, jnp.where(aligned[0].all(), 0, 1))
+    return BlockForm(kind, queries, keys, jnp.where(triangular[0].all(), 0, 1))
 
 
 def _leading_document(coords: TokenCoords) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """How many real tokens each row has, and whether they come first, are of one document and in
-    its order."""
+    """Returns the number of real tokens in each row, and whether they come first, belong to one
+    document and are in its order."""
     real = coords.segment_ids > 0
     count = real.sum(1, dtype=jnp.int32)
-    place = jnp.arange(real.shape[1])
-    follows = (coords.index[:, 1:] > coords.index[:, :-1]) | (place[1:] >= count[:, None])
-    alone = (coords.segment_ids == coords.segment_ids[:, :1]) | ~real
-    leading = real == (place < count[:, None])
-    return count, follows.all(1) & alone.all(1) & leading.all(1)
+    offset = jnp.arange(real.shape[1])
+    ascends = (coords.index[:, 1:] > coords.index[:, :-1]) | (offset[1:] >= count[:, None])
+    one_document = (coords.segment_ids == coords.segment_ids[:, :1]) | ~real
+    leading = real == (offset < count[:, None])
+    return count, ascends.all(1) & one_document.all(1) & leading.all(1)
 
 
 def _sees_one_more_each(q_index, kv_index, queries, keys, shift: int) -> Bool[Array, " B"]:
-    """Whether query r of each row sees the first r + 1 - shift keys, or all where there are fewer;
-    of as many queries as keys, in order."""
+    """Returns whether query r of each row sees exactly the first r + 1 - shift keys, or all if
+    there are fewer; queries and keys are in order, and False unless they are equally many."""
     if q_index.shape != kv_index.shape:
         return jnp.zeros(len(q_index), bool)
-    place = jnp.arange(q_index.shape[1])
-    last = place - shift  # the last key that the query should see, and the one after it
-    sees = jnp.roll(kv_index, shift, 1) <= q_index
-    hidden = jnp.roll(kv_index, shift - 1, 1) > q_index
-    sees |= (last < 0) | (last >= keys[:, None])
-    hidden |= last + 1 >= keys[:, None]
-    return (sees & hidden | (place >= queries[:, None])).all(1) & (queries > shift)
+    offset = jnp.arange(q_index.shape[1])
+    last = offset - shift  # the last key that the query should see
+    sees_last = jnp.roll(kv_index, shift, 1) <= q_index
+    hides_next = jnp.roll(kv_index, shift - 1, 1) > q_index
+    sees_last |= (last < 0) | (last >= keys[:, None])
+    hides_next |= last + 1 >= keys[:, None]
+    return (sees_last & hides_next | (offset >= queries[:, None])).all(1) & (queries > shift)
 
 
 def _sees_nothing(q: TokenCoords, kv: TokenCoords, mask: Mask) -> Bool[Array, ""]:
-    """Whether no query can see a key, by the bounds of whole rows."""
+    """Returns whether no query can see a key, judging by the bounds of whole rows."""
     limits = jnp.iinfo(jnp.int32)
 
     def bounds(x, coords):
@@ -125,40 +126,41 @@ def _sees_nothing(q: TokenCoords, kv: TokenCoords, mask: Mask) -> Bool[Array, ""
 
     q_first, q_last = bounds(q.segment_ids, q)
     kv_first, kv_last = bounds(kv.segment_ids, kv)
-    apart = (q_last < kv_first) | (kv_last < q_first)
+    disjoint = (q_last < kv_first) | (kv_last < q_first)
     if mask.causal:
-        apart |= bounds(q.index, q)[1] < bounds(kv.index, kv)[0]
-    return apart.all()
+        disjoint |= bounds(q.index, q)[1] < bounds(kv.index, kv)[0]
+    return disjoint.all()
 
 
 def output_with(
     delta: Float[Array, "B T H"], dout: Float[Array, "B T H D"]
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H D"]]:
-    """An output and a dout whose products sum to delta, in dout's dtype.
+    """Returns an output and a dout whose products sum to delta, in dout's dtype.
 
-    The output is a multiple of dout. All its products have one sign, so that rounding it to 16 bits
-    changes their sum by less than rounding a real output does; and by Cauchy and Schwarz it is no
-    larger than that, unless delta holds a gradient of lse. Where dout is zero, delta can only be
-    such a gradient: there three tiny numbers stand for dout, whose products carry delta in parts.
+    The output is a multiple of dout. All products have the same sign, so rounding it to 16 bits
+    changes their sum by less than rounding the actual output does; and by Cauchy-Schwarz it is no
+    larger than the actual one, unless delta contains a gradient of lse. Where dout is zero, delta
+    can only be such a gradient: there three tiny numbers replace dout, and their products with the
+    output sum to delta.
     """
-    wide = dout.astype(jnp.float32)
-    # Scaled, so that squares of small gradients do not vanish.
-    largest = jnp.abs(wide).max(-1, keepdims=True)
-    absent = largest < TINY**2
-    unit = wide / jnp.where(absent, 1.0, largest)
-    squares = jnp.sum(unit * unit, -1, keepdims=True)
-    along = unit * (delta[..., None] / jnp.where(absent, 1.0, squares * largest))
+    dout32 = dout.astype(jnp.float32)
+    # Scaled, so that squares of small gradients do not underflow.
+    largest = jnp.abs(dout32).max(-1, keepdims=True)
+    is_zero = largest < TINY**2
+    scaled = dout32 / jnp.where(is_zero, 1.0, largest)
+    squares = jnp.sum(scaled * scaled, -1, keepdims=True)
+    out = scaled * (delta[..., None] / jnp.where(is_zero, 1.0, squares * largest))
     parts = []
     rest = delta
     for _ in range(3):
         parts.append(rest.astype(dout.dtype).astype(jnp.float32))
         rest = rest - parts[-1]
-    fill = [(0, 0)] * delta.ndim + [(0, dout.shape[-1] - len(parts))]
-    carried = jnp.pad(jnp.stack(parts, -1) / TINY, fill)
-    carrier = jnp.pad(jnp.full((*delta.shape, len(parts)), TINY), fill)
+    widths = [(0, 0)] * delta.ndim + [(0, dout.shape[-1] - len(parts))]
+    out_for_zero = jnp.pad(jnp.stack(parts, -1) / TINY, widths)
+    dout_for_zero = jnp.pad(jnp.full((*delta.shape, len(parts)), TINY), widths)
     return (
-        jnp.where(absent, carried, along).astype(dout.dtype),
-        jnp.where(absent, carrier, wide).astype(dout.dtype),
+        jnp.where(is_zero, out_for_zero, out).astype(dout.dtype),
+        jnp.where(is_zero, dout_for_zero, dout32).astype(dout.dtype),
     )
 
 
@@ -170,11 +172,11 @@ def cudnn_forward(
     mask: str,
     scale: float,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
-    """cuDNN's out, in q's dtype, and lse.
+    """Returns cuDNN's out, in q's dtype, and lse.
 
     Args:
       lengths: the numbers of real queries and keys in each row, int32; () for masks without
-        padding, which see all.
+        padding.
       mask: one of the values of MASKS.
     """
     binding, absent, options = _binding(q, lengths, mask, scale)
@@ -194,7 +196,7 @@ def cudnn_backward(
     mask: str,
     scale: float,
 ) -> list[jax.Array]:
-    """cuDNN's dq, dk, dv, in q's dtype; arguments as in `cudnn_forward`."""
+    """Returns cuDNN's dq, dk and dv, in q's dtype; arguments as in `cudnn_forward`."""
     binding, absent, options = _binding(q, lengths, mask, scale)
     return binding._dot_product_attention_bwd_p.bind(
         q,
@@ -211,19 +213,20 @@ def cudnn_backward(
 
 
 def _binding(q, lengths, mask: str, scale: float) -> tuple[Any, jax.Array, dict[str, Any]]:
-    """JAX's module, the array that stands for an absent operand, and the options of both passes.
+    """Returns JAX's module, the placeholder for an absent operand, and the options of both passes.
 
-    Its primitives are called directly: the public function asks for cuDNN where a program is
-    lowered, which may be another machine, and takes no lse of several blocks.
+    The module's primitives are called directly: the public function looks for cuDNN on the machine
+    that lowers the program, which may not be the one that runs it, and it accepts no lse of several
+    blocks.
     """
     from jax._src.cudnn import fused_attention_stablehlo as binding
 
     assert bool(lengths) == mask.startswith("PADDING"), mask
     options = {
         "scale": scale,
-        "seed": 42,  # of dropout, which there is none of
+        "seed": 42,  # of dropout, which is off
         "dropout_rate": 0.0,
-        "variadic_args": (False, False),  # no bias, and no gradient of one
+        "variadic_args": (False, False),  # neither a bias nor its gradient
         "mask_type": binding.MaskType[mask],
         "layout": binding.AttentionLayout.BTNH.value,
         "sliding_window_length": None,
@@ -235,12 +238,12 @@ def _binding(q, lengths, mask: str, scale: float) -> tuple[Any, jax.Array, dict[
 
 @dataclasses.dataclass(frozen=True)
 class CudnnKernel(Kernel):
-    """cuDNN for the blocks that it serves, and another kernel for the others.
+    """cuDNN for the blocks that it supports, and another kernel for the rest.
 
-    Each call finds out its block's form on the device, for which a GPU waits.
+    Each call determines its block's form on the device, for which the GPU waits.
 
     Attributes:
-      others: computes blocks of another form.
+      others: the kernel for blocks of other forms.
     """
 
     others: Kernel = dataclasses.field(default_factory=XlaKernel)
@@ -266,15 +269,15 @@ class CudnnKernel(Kernel):
                 q, k, v = (pad(x, HEAD_UNIT, 3) for x in (queries.q, keys.k, keys.v))
                 if kind in (FULL, CAUSAL):
                     out, lse = cudnn_forward(q, k, v, (), MASKS[kind], scale)
-                    seen = jnp.ones((batch, length), bool)
+                    seeing = jnp.ones((batch, length), bool)
                 else:
-                    q, lengths, seen = _shifted(form, kind, q)
+                    q, lengths, seeing = _shifted(form, kind, q)
                     out, lse = cudnn_forward(q, k, v, lengths, MASKS[kind], scale)
                     out, lse = (_back(form, kind, x, axis) for x, axis in ((out, 1), (lse, 2)))
                 out = out[..., : queries.q.shape[3]].astype(jnp.float32)
                 return AttentionPartial(
-                    jnp.where(seen[:, :, None, None], out, 0.0),
-                    jnp.where(seen[:, None], lse, -jnp.inf),
+                    jnp.where(seeing[:, :, None, None], out, 0.0),
+                    jnp.where(seeing[:, None], lse, -jnp.inf),
                 )
 
             return run
@@ -304,14 +307,14 @@ class CudnnKernel(Kernel):
                 lse = jnp.where(jnp.isneginf(saved.lse), 0.0, saved.lse)
                 out, dout = output_with(per_row(saved.delta)[..., 0], dout)
                 if kind in (FULL, CAUSAL):
-                    found = cudnn_backward(q, k, v, lse, out, dout, (), MASKS[kind], scale)
-                    return Gradients(*(x[..., :head_dim].astype(jnp.float32) for x in found))
-                _, lengths, seen = _shifted(form, kind, q)
+                    dqkv = cudnn_backward(q, k, v, lse, out, dout, (), MASKS[kind], scale)
+                    return Gradients(*(x[..., :head_dim].astype(jnp.float32) for x in dqkv))
+                _, lengths, seeing = _shifted(form, kind, q)
                 q, out, dout = (_shifted(form, kind, x)[0] for x in (q, out, dout))
                 lse = jnp.roll(lse, -_shift(form, kind), 2)
                 dq, dk, dv = cudnn_backward(q, k, v, lse, out, dout, lengths, MASKS[kind], scale)
                 is_key = jnp.arange(k.shape[1]) < form.keys[:, None]
-                pairs = ((_back(form, kind, dq, 1), seen), (dk, is_key), (dv, is_key))
+                pairs = ((_back(form, kind, dq, 1), seeing), (dk, is_key), (dv, is_key))
                 return Gradients(
                     *(
                         jnp.where(real[..., None, None], x[..., :head_dim], 0).astype(jnp.float32)
@@ -328,22 +331,22 @@ class CudnnKernel(Kernel):
 
 
 def _shift(form: BlockForm, kind: int) -> jax.Array | int:
-    """By how many tokens the queries of a block come too early for cuDNN's causal mask."""
+    """Returns by how many tokens the queries of a block lead cuDNN's causal mask."""
     return form.shift if kind == PADDED_CAUSAL else 0
 
 
 def _shifted(
     form: BlockForm, kind: int, x: Float[Array, "B T H D"]
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], Bool[Array, "B T"]]:
-    """What belongs to queries, aligned with the keys, the numbers of real queries and keys, and
-    which tokens see a key."""
+    """Returns a per-query array aligned with the keys, the numbers of real queries and keys, and
+    which queries see a key."""
     shift = _shift(form, kind)
-    place = jnp.arange(x.shape[1])
-    seen = (place >= shift) & (place < form.queries[:, None])
+    offset = jnp.arange(x.shape[1])
+    seeing = (offset >= shift) & (offset < form.queries[:, None])
     lengths = (form.queries - shift).astype(jnp.int32), form.keys.astype(jnp.int32)
-    return jnp.roll(x, -shift, 1), lengths, seen
+    return jnp.roll(x, -shift, 1), lengths, seeing
 
 
 def _back(form: BlockForm, kind: int, x: jax.Array, axis: int) -> jax.Array:
-    """Undoes `_shifted` along an axis."""
+    """Inverts `_shifted` along an axis."""
     return jnp.roll(x, _shift(form, kind), axis)

@@ -1,13 +1,12 @@
 """The kernel for NVIDIA GPUs, in Pallas on Triton: a forward kernel, and backward kernels for dq
 and for dk and dv.
 
-The tiling is FlashAttention-2's, on token coordinates. The grid is (tile, batch row, head). A tile
+The tiling is FlashAttention-2's, by token coordinates. The grid is (tile, batch row, head). A tile
 of queries loops over the tiles of keys from the first to the last that it needs, in three ranges:
-with a mask, without one (the first consecutive tiles that are wholly visible), and with a mask
-again. Nothing outside is loaded, and a loop without branches can be pipelined. Where a block is the
-tokens of several shards, each shard has ranges of its own. Query heads that share a key head read
-the same keys. Statistics and accumulators are float32. Arrays are read as they are, [B, T, H, D],
-so nothing is transposed.
+masked, unmasked (the first run of fully visible tiles), and masked again. Tiles outside are not
+loaded, and loops without branches can be pipelined. If a block concatenates several shards, each
+shard has its own ranges. Query heads that share a key head read the same keys. Statistics and
+accumulators are float32. Arrays are read in their layout, [B, T, H, D], without transposing.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from .padding import pad, padded
 def _tile_ranges(
     q_bounds, kv_bounds, mask: Mask, transpose: bool = False, shards: int = 1
 ) -> jax.Array:
-    """For each query tile the range of its key tiles in each shard, int32 [B, nq, S, 4]: the first,
-    the first full one, one past the last of these, one past the last.
+    """Returns for each query tile the range of its key tiles in each shard, int32 [B, nq, S, 4]:
+    the first, the first full one, one past the last of these, one past the last.
 
     Args:
-      transpose: for each key tile the range of its query tiles.
-      shards: of which the keys (with `transpose`, the queries) are the tokens; S is the largest
-        divisor that cuts at tiles.
+      transpose: return for each key tile the range of its query tiles.
+      shards: how many shards the keys (with `transpose`, the queries) come from; S is its largest
+        divisor that splits at tile boundaries.
     """
     rows, columns = (2, 1) if not transpose else (1, 2)
     kinds = tile_kind(
@@ -63,7 +62,7 @@ def _tile_ranges(
 
 
 def _loop(ranges_ref, body, carry):
-    """carry = body(i, carry, masked) over a tile's three ranges in each shard."""
+    """Runs carry = body(i, carry, masked) over a tile's three ranges in each shard."""
 
     def visit_shard(shard, carry):
         edges = [ranges_ref[shard, i] for i in range(4)]
@@ -198,8 +197,8 @@ def _dkv_kernel(
         dk, dv = carry
         tile = pl.dslice(i * query_tile, query_tile)
         q, dout = q_ref[tile, head, :], dout_ref[tile, head, :]
-        # Keys by queries, so that weights and dscores are left operands of products as they come,
-        # from registers.
+        # Keys by queries, so that weights and dscores are left operands of products, straight from
+        # registers.
         weights = jnp.exp2(
             _dot(k, q, transpose_b=True) * (scale * LOG2E) - (lse_ref[head, tile] * LOG2E)[None]
         )
@@ -222,9 +221,9 @@ class Tuning(NamedTuple):
     """How a kernel runs.
 
     Attributes:
-      tile: tokens of a program, of queries in the forward and in dq, of keys in dk and dv.
-      step: tokens of the other side that it loads at a time.
-      warps: of a program; stages: Triton's num_stages, one more than the loads in flight.
+      tile: tokens per program: queries in the forward and dq kernels, keys in the dk and dv kernel.
+      step: tokens of the other block loaded at a time.
+      warps: per program; stages: Triton's num_stages, one more than the loads in flight.
     """
 
     tile: int
@@ -233,17 +232,16 @@ class Tuning(NamedTuple):
     stages: int
 
 
-# Of each kernel by head size; docs/notes/kernels.md has the compiler's figures. The first table is
-# for operands of 16 bits on
-# any GPU: its tiles fit the 99 KiB of shared memory that consumer GPUs have.
+# By kernel and head size; docs/notes/kernels.md has the compiler's figures. The first table is for
+# 16-bit operands on any GPU: its tiles fit the 99 KiB of shared memory that consumer GPUs have.
 ANY = {
     "forward": {64: Tuning(128, 64, 4, 2), 128: Tuning(128, 64, 8, 2), 256: Tuning(64, 32, 8, 2)},
     "dq": {64: Tuning(64, 64, 4, 2), 128: Tuning(64, 64, 8, 2), 256: Tuning(64, 16, 8, 2)},
     "dkv": {64: Tuning(64, 64, 4, 2), 128: Tuning(64, 64, 8, 2), 256: Tuning(32, 32, 4, 2)},
 }
-# The forward is tokamax's, with 8 warps, since ptxas serializes wgmma with 4; heads of 256 have no
-# room for three stages of 128 keys. Its backward of 64 x 64 with 4 warps is kept where nothing
-# spills: dk and dv for 128, and all of 256, want 8 warps.
+# The forward tuning is tokamax's, with 8 warps because ptxas serializes wgmma with 4; head size 256
+# has no room for three stages of 128 keys. tokamax's backward, 64 x 64 with 4 warps, is kept where
+# nothing spills: dk and dv for 128, and all kernels for 256, need 8 warps.
 HOPPER_TILES = {
     "forward": {
         64: Tuning(128, 128, 8, 3),
@@ -255,17 +253,17 @@ HOPPER_TILES = {
 }
 TUNING = {
     **dict.fromkeys(HOPPER, HOPPER_TILES),
-    # Hopper's dk and dv spill here for heads of 128, and for 256 want more tensor memory than there
-    # is.
+    # With Hopper's tuning dk and dv spill for head size 128, and need more tensor memory than there
+    # is for 256.
     "B200": {**HOPPER_TILES, "dkv": ANY["dkv"]},
-    # Has 163 KiB of shared memory.
+    # The A100 has 163 KiB of shared memory.
     "A100": {
         **ANY,
         "dq": {**ANY["dq"], 256: Tuning(64, 64, 8, 2)},
         "dkv": {**ANY["dkv"], 256: Tuning(64, 64, 8, 2)},
     },
 }
-# Float32 operands are not rounded, so no matrix unit multiplies them, and larger tiles spill.
+# Float32 operands are not rounded, so the matrix units are not used, and larger tiles spill.
 FLOAT32 = {
     "forward": {64: Tuning(64, 32, 8, 2), 128: Tuning(64, 16, 8, 2), 256: Tuning(32, 16, 4, 2)},
     "dq": {64: Tuning(64, 32, 8, 2), 128: Tuning(64, 16, 8, 2), 256: Tuning(32, 16, 4, 2)},
@@ -278,11 +276,10 @@ class GpuKernel(Kernel):
     """FlashAttention-2 in tiles.
 
     Attributes:
-      query_tile, key_tile: at most this many tokens in a tile, rounded down to a power of two from
-        16 on; 0: as many as suit the device, the operands and the head size, which is the most in
-        any case.
+      query_tile, key_tile: the most tokens per tile, rounded down to a power of two of at least 16,
+        and limited by what suits the device, dtype and head size; 0 for that limit.
       query_shards, key_shards: as in `over_shards`.
-      interpret: runs the same kernels on any platform, for tests.
+      interpret: run the same kernels on any platform, for tests.
     """
 
     query_tile: int = 0
@@ -297,7 +294,7 @@ class GpuKernel(Kernel):
         )
 
     def tuning(self, kernel: str, operand: jax.Array) -> Tuning:
-        """How a kernel, "forward", "dq" or "dkv", runs for operands [B, T, H, D] like this one."""
+        """Returns the tuning of kernel "forward", "dq" or "dkv" for such operands [B, T, H, D]."""
         kind = device_kind()
         tables = (
             FLOAT32
@@ -331,7 +328,7 @@ class GpuKernel(Kernel):
         )(*inputs)
 
     def with_softcap(self, softcap: float | None) -> Kernel:
-        """As of Kernel; there is no bound here."""
+        """As in Kernel; soft-caps are not supported."""
         require("gpu", Request(softcap=softcap))
         return self
 
@@ -372,31 +369,46 @@ class GpuKernel(Kernel):
         require("gpu", Request(global_tokens=mask.global_tokens))
         (q, q_coords), (k, v, kv_coords), (dout, lse, delta) = queries, keys, saved
         length, kv_tokens, size = q.shape[1], k.shape[1], q.shape[3]
-        of_dq, of_dkv = (self.tuning(kernel, q) for kernel in ("dq", "dkv"))
+        dq_tuning, dkv_tuning = (self.tuning(kernel, q) for kernel in ("dq", "dkv"))
         dout = dout.astype(q.dtype)
         # The tiles are powers of two, so the larger one is a multiple of the other.
-        query_tile, key_tile = max(of_dq.tile, of_dkv.step), max(of_dkv.tile, of_dq.step)
+        query_tile = max(dq_tuning.tile, dkv_tuning.step)
+        key_tile = max(dkv_tuning.tile, dq_tuning.step)
         q, k, v, q_coords, kv_coords = _padded(q, k, v, q_coords, kv_coords, query_tile, key_tile)
-        (batch, q_length, heads, head_dim), (_, kv_length, kv_heads, _) = q.shape, k.shape
-        group = heads // kv_heads
-        dout = pad(pad(dout, query_tile, 1), head_dim, 3)
+        dout = pad(pad(dout, query_tile, 1), q.shape[3], 3)
         lse, delta = (
             pad(x, query_tile, 2) for x in (jnp.where(jnp.isneginf(lse), 0.0, lse), delta)
         )
-        inputs = (q, k, v, dout, lse, delta, *q_coords[:2], *kv_coords[:2])
-        options = {"mask": mask, "scale": scale}
+        blocks = Queries(q, q_coords), Keys(k, v, kv_coords), BackwardInputs(dout, lse, delta)
+        dq = self._dq(*blocks, mask, scale, dq_tuning)
+        dk, dv = self._dkv(*blocks, mask, scale, dkv_tuning)
+        return Gradients(
+            dq[:, :length, :, :size], dk[:, :kv_tokens, :, :size], dv[:, :kv_tokens, :, :size]
+        )
 
-        tile, step = of_dq.tile, of_dq.step
+    def _dq(
+        self,
+        queries: Queries,
+        keys: Keys,
+        saved: BackwardInputs,
+        mask: Mask,
+        scale: float,
+        tuning: Tuning,
+    ) -> jax.Array:
+        """Returns dq of padded blocks."""
+        (q, q_coords), (k, v, kv_coords) = queries, keys
+        (batch, q_length, heads, head_dim), (_, kv_length, kv_heads, _) = q.shape, k.shape
+        tile, step = tuning.tile, tuning.step
         ranges = _tile_ranges(
             tile_bounds(q_coords, tile), tile_bounds(kv_coords, step), mask, shards=self.key_shards
         )
-        query, all_keys = _tile(tile, head_dim), _all(kv_length, None, head_dim, group)
+        query, all_keys = _tile(tile, head_dim), _all(kv_length, None, head_dim, heads // kv_heads)
         rows, statistic = _coords(tile), pl.BlockSpec((None, None, tile), lambda i, b, h: (b, h, i))
-        dq = self._call(
-            functools.partial(_dq_kernel, key_tile=step, **options),
+        return self._call(
+            functools.partial(_dq_kernel, key_tile=step, mask=mask, scale=scale),
             "attention_dq",
             (q_length // tile, batch, heads),
-            (ranges, *inputs),
+            (ranges, q, k, v, *saved, *q_coords[:2], *kv_coords[:2]),
             [
                 _ranges(ranges),
                 query,
@@ -411,10 +423,22 @@ class GpuKernel(Kernel):
             ],
             jax.ShapeDtypeStruct(q.shape, jnp.float32),
             query,
-            of_dq,
+            tuning,
         )
 
-        tile, step = of_dkv.tile, of_dkv.step
+    def _dkv(
+        self,
+        queries: Queries,
+        keys: Keys,
+        saved: BackwardInputs,
+        mask: Mask,
+        scale: float,
+        tuning: Tuning,
+    ) -> list[jax.Array]:
+        """Returns dk and dv of padded blocks."""
+        (q, q_coords), (k, v, kv_coords) = queries, keys
+        (batch, q_length, heads, head_dim), (_, kv_length, kv_heads, _) = q.shape, k.shape
+        group, tile, step = heads // kv_heads, tuning.tile, tuning.step
         ranges = _tile_ranges(
             tile_bounds(q_coords, step),
             tile_bounds(kv_coords, tile),
@@ -422,22 +446,20 @@ class GpuKernel(Kernel):
             transpose=True,
             shards=self.query_shards,
         )
-        key, queries = _tile(tile, head_dim), _all(q_length, group, head_dim)
-        columns, statistics = (
-            _coords(tile),
-            pl.BlockSpec((None, group, q_length), lambda i, b, h: (b, h, 0)),
-        )
-        dk, dv = self._call(
-            functools.partial(_dkv_kernel, query_tile=step, group=group, **options),
+        key, all_queries = _tile(tile, head_dim), _all(q_length, group, head_dim)
+        columns = _coords(tile)
+        statistics = pl.BlockSpec((None, group, q_length), lambda i, b, h: (b, h, 0))
+        return self._call(
+            functools.partial(_dkv_kernel, query_tile=step, group=group, mask=mask, scale=scale),
             "attention_dkv",
             (kv_length // tile, batch, kv_heads),
-            (ranges, *inputs),
+            (ranges, q, k, v, *saved, *q_coords[:2], *kv_coords[:2]),
             [
                 _ranges(ranges),
-                queries,
+                all_queries,
                 key,
                 key,
-                queries,
+                all_queries,
                 statistics,
                 statistics,
                 *[_coords(None, q_length)] * 2,
@@ -446,21 +468,17 @@ class GpuKernel(Kernel):
             ],
             [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2,
             [key, key],
-            of_dkv,
-        )
-        return Gradients(
-            dq[:, :length, :, :size], dk[:, :kv_tokens, :, :size], dv[:, :kv_tokens, :, :size]
+            tuning,
         )
 
 
-def _at_most(requested: int, most: int) -> int:
-    """The largest power of two from 16 to `most` that is not more than was asked for; 0 asks for
-    the most."""
-    return most if not requested else 1 << min(max(requested, 16), most).bit_length() - 1
+def _at_most(size: int, limit: int) -> int:
+    """Returns the largest power of two from 16 to `limit` that is at most `size`; `limit` for 0."""
+    return limit if not size else 1 << min(max(size, 16), limit).bit_length() - 1
 
 
 def _padded(q, k, v, q_coords, kv_coords, query_tile, key_tile):
-    """The lengths padded to whole tiles and the head size to a power of two, as Triton blocks
+    """Pads the lengths to whole tiles and the head size to a power of two, as Triton blocks
     require."""
     head_dim = max(16, pl.next_power_of_2(q.shape[-1]))
     q, k, v = (
@@ -470,8 +488,8 @@ def _padded(q, k, v, q_coords, kv_coords, query_tile, key_tile):
     return q, k, v, padded(q_coords, query_tile), padded(kv_coords, key_tile)
 
 
-# Blocks for the grid (tile, batch row, head). A kernel loads only what it slices, so a block may be
-# a whole length.
+# Blocks for the grid (tile, batch row, head). A kernel loads only what it slices, so a block may
+# cover the whole length.
 def _ranges(ranges: jax.Array):
     """The ranges of a tile."""
     return pl.BlockSpec((None, None, *ranges.shape[2:]), lambda i, b, h: (b, i, 0, 0))
@@ -482,7 +500,7 @@ def _tile(tile: int, head_dim: int):
 
 
 def _all(length: int, heads: int | None, head_dim: int, group: int = 1):
-    """All tokens, of the head that `group` query heads share, or of `heads` heads together."""
+    """All tokens: of the head that `group` query heads share, or of `heads` heads at once."""
     return pl.BlockSpec((None, length, heads, head_dim), lambda i, b, h: (b, 0, h // group, 0))
 
 

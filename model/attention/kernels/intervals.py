@@ -1,11 +1,11 @@
-"""Intervals: which run of the other side's tokens a token sees, or is seen by, found by search
+"""The interval of keys that each query sees, or of queries that see each key, by binary search
 instead of comparing all pairs.
 
-In every layout a rank holds its tokens in the order of the row. A document is then one run of a
-block, along which `index` rises, and causality and windows bound `index` from both sides: without
+In every layout a rank holds its tokens in row order. So a document is one contiguous run of a
+block, along which `index` increases, and causality and windows bound `index` on both sides: without
 global tokens the keys of a query are one interval of the block, and so are the queries of a key. A
-kernel that is given these intervals needs no coordinates of keys, and finds by two integers of a
-tile which tiles it must load and which of them need no mask.
+kernel with these intervals needs no key coordinates: from two integers per token it knows which
+tiles to load and which of them need no mask.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from ..coords import Mask, TokenCoords
 
 
 class Intervals(NamedTuple):
-    """Of each token the tokens of the other side that belong to it: numbers first to last - 1 of
-    the block, none if equal.
+    """For each token, the interval [first, last) of the tokens that it sees, or that see it, in the
+    other block.
 
     Attributes:
-      first, last: int32; `last` is one past the end. They are equal for padding and for tokens that
-        see nothing.
+      first, last: int32; equal for padding and for tokens that see nothing.
     """
 
     first: Int[Array, "B T"]
@@ -33,15 +32,15 @@ class Intervals(NamedTuple):
 
 
 def row_order(coords: TokenCoords) -> Int[Array, "B T"]:
-    """The permutation that brings tokens into the order of their row, padding last: for blocks of
-    several shards in a row."""
+    """Returns the permutation that sorts tokens into row order, padding last: for blocks that
+    concatenate several shards."""
     documents = jnp.where(coords.segment_ids > 0, coords.segment_ids, jnp.iinfo(jnp.int32).max)
     return jnp.lexsort((coords.index, documents), axis=-1).astype(jnp.int32)
 
 
 def in_row_order(coords: TokenCoords) -> Bool[Array, ""]:
-    """Whether all rows are in order: documents by rising number, rising `index` in each, and
-    padding only between documents."""
+    """Returns whether all rows are in order: document numbers ascend, `index` ascends within each
+    document, and padding is only between documents."""
     numbers = _numbers(coords)
     step = numbers[:, 1:] - numbers[:, :-1]
     is_padding, rises = coords.segment_ids[:, 1:] == 0, coords.index[:, 1:] > coords.index[:, :-1]
@@ -49,7 +48,7 @@ def in_row_order(coords: TokenCoords) -> Bool[Array, ""]:
 
 
 def _numbers(coords: TokenCoords) -> Int[Array, "B T"]:
-    """Even numbers of documents, and for padding the odd one after the document that it follows."""
+    """Numbers documents evenly, and padding with the odd number after the preceding document."""
     segments = coords.segment_ids
     return jnp.where(segments > 0, 2 * segments, 2 * lax.cummax(segments, axis=1) + 1)
 
@@ -57,15 +56,15 @@ def _numbers(coords: TokenCoords) -> Int[Array, "B T"]:
 def intervals(
     tokens: TokenCoords, others: TokenCoords, mask: Mask, transpose: bool = False
 ) -> Intervals:
-    """For each query the interval of the keys that it sees.
+    """Returns for each query the interval of the keys that it sees.
 
     Args:
       tokens: the queries; with `transpose`, the keys.
-      others: the other side, in the order of the row (`in_row_order`).
-      transpose: for each key the interval of the queries that see it.
+      others: the other block's tokens, in row order (`in_row_order`).
+      transpose: return for each key the interval of the queries that see it.
 
     Raises:
-      ValueError: the mask has global tokens, with which a query sees two intervals.
+      ValueError: the mask has global tokens, so that a query sees two intervals.
     """
     if mask.global_tokens:
         raise ValueError(
@@ -74,12 +73,12 @@ def intervals(
         )
     limits = jnp.iinfo(jnp.int32)
     index, documents = tokens.index, tokens.segment_ids
-    # How far away the other side's index may be.
+    # How far the other token's index may be below and above.
     below = above = None if mask.window is None else mask.window - 1
     if mask.causal:
         below, above = (0, above) if transpose else (below, 0)
     lowest = jnp.full_like(index, limits.min) if below is None else index - below
-    # One past the last, and within int32 whatever the window is.
+    # One past the last; does not overflow int32, whatever the window.
     highest = (
         jnp.full_like(index, limits.max)
         if above is None
@@ -94,7 +93,7 @@ def intervals(
 def _count_before(
     others: TokenCoords, documents: Int[Array, "B T"], bounds: Int[Array, "B T"]
 ) -> Int[Array, "B T"]:
-    """How many of `others` come before the given `index` of the given document, by binary
+    """Returns how many of `others` precede the index `bounds` of each document, by binary
     search."""
     numbers, length = _numbers(others), others.index.shape[1]
 
@@ -111,27 +110,26 @@ def _count_before(
         return jnp.where(before, middle + 1, low), jnp.where(before, high, middle)
 
     start = jnp.zeros_like(documents), jnp.full_like(documents, length)
-    # Unrolled, all steps of the search are one program of a GPU; a loop would start several for
-    # each of them.
+    # Unrolled, the whole search is one GPU kernel; a loop would launch several per step.
     return lax.fori_loop(0, length.bit_length(), halve, start, unroll=True)[0]
 
 
-def tile_edges(of_tokens: Intervals, tile: int, other_tile: int) -> Int[Array, "B n 4"]:
-    """For each tile of tokens the range of the other side's tiles: the first needed, the first that
+def tile_edges(visible: Intervals, tile: int, other_tile: int) -> Int[Array, "B n 4"]:
+    """Returns for each tile the range of the other block's tiles: the first needed, the first that
     needs no mask, one past the last of these, one past the last needed.
 
     Args:
-      of_tokens: the tokens' intervals; their number is a multiple of `tile`.
-      tile, other_tile: tokens in a tile of theirs and of the other side.
+      visible: the intervals of the tokens, whose number is a multiple of `tile`.
+      tile, other_tile: tokens per tile of this block and of the other.
     """
-    first, last = (x.reshape(x.shape[0], -1, tile) for x in of_tokens)
-    some = first < last
-    begin = jnp.where(some, first, jnp.iinfo(jnp.int32).max).min(-1) // other_tile
-    end = -(-jnp.where(some, last, 0).max(-1) // other_tile)
+    first, last = (x.reshape(x.shape[0], -1, tile) for x in visible)
+    nonempty = first < last
+    begin = jnp.where(nonempty, first, jnp.iinfo(jnp.int32).max).min(-1) // other_tile
+    end = -(-jnp.where(nonempty, last, 0).max(-1) // other_tile)
     begin = jnp.minimum(begin, end)
-    # A tile without a mask is seen whole by every token; one that sees nothing leaves none.
+    # A tile needs no mask if every token sees all of it; there is none if any token sees nothing.
     begin_full = jnp.clip(-(-first.max(-1) // other_tile), begin, end)
     end_full = jnp.where(
-        some.all(-1), jnp.clip(last.min(-1) // other_tile, begin_full, end), begin_full
+        nonempty.all(-1), jnp.clip(last.min(-1) // other_tile, begin_full, end), begin_full
     )
     return jnp.stack([begin, begin_full, end_full, end], -1).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""The contract of kernels: attention of one block of queries over one block of keys, forward and
+"""The kernel contract: attention of one block of queries over one block of keys, forward and
 backward."""
 
 from __future__ import annotations
@@ -24,50 +24,48 @@ class Kernel(abc.ABC):
 
     Subclasses are frozen dataclasses: a kernel is a static argument of compiled functions, so it
     must be hashable, and equal kernels must compute the same. All results are float32. In each
-    method `mask` decides with the coordinates which keys a query sees, and `scale` multiplies the
+    method `mask` and the coordinates decide which keys a query sees, and `scale` multiplies the
     scores.
 
-    A schedule of several rounds calls `extend` and `gradients`, which accumulate over the rounds. A
-    kernel that can accumulate in place (`AccumulatingKernel`) spares a pass over the results in
+    Schedules with several rounds call `extend` and `gradients`, which accumulate over the rounds. A
+    kernel that can accumulate in place (`AccumulatingKernel`) saves a pass over the results in
     every round.
 
     Attributes:
-      softcap: bounds the scaled scores, before they are masked, by softcap * tanh(score / softcap)
-        (Gemma 2); None: no bound.
+      softcap: scaled scores become softcap * tanh(score / softcap) before masking (Gemma 2); None
+        for no soft-cap.
     """
 
     softcap: float | None = dataclasses.field(default=None, kw_only=True)
 
     def with_softcap(self, softcap: float | None) -> Kernel:
-        """Returns the kernel with this bound of the scores.
+        """Returns the kernel with this soft-cap of the scores.
 
         Raises:
-          ValueError: a kernel that has none.
+          ValueError: the kernel does not support soft-caps.
         """
         return dataclasses.replace(self, softcap=softcap)
 
     def over_shards(self, queries: int, keys: int) -> Kernel:
-        """Returns the kernel for blocks that are the tokens of several shards in a row, as after a
-        gather.
+        """Returns the kernel for blocks that concatenate several shards, as after a gather.
 
         With most layouts the visible keys of such a block are scattered, a run in each shard. A
-        kernel that walks from its first to its last needed tile needs to know where shards end;
-        others return themselves.
+        kernel that walks from the first to the last tile needed must know where shards end; others
+        return themselves.
 
         Args:
-          queries, keys: equal shards in a block of queries and in a block of keys.
+          queries, keys: the number of equal shards in a block of queries and in a block of keys.
         """
         del queries, keys
         return self
 
     def with_rows_in_order(self, promised: bool) -> Kernel:
-        """Returns the kernel for blocks whose tokens are promised, or not, to be in the order of
-        their rows.
+        """Returns the kernel for blocks whose tokens are promised, or not, to be in row order.
 
-        In order means documents by rising number, `index` rising in each, and padding only between
-        documents: as rows are packed, and as every layout keeps them. A kernel that needs this may
-        give NaN for blocks that break the promise; without it such a kernel finds out for each
-        block, for which a GPU waits. Others return themselves.
+        In order means that document numbers ascend, `index` ascends within each document, and
+        padding is only between documents: packing creates such rows, and every layout preserves the
+        order. A kernel that needs it may return NaN for blocks that break the promise; without the
+        promise it checks every block, for which a GPU waits. Others return themselves.
         """
         del promised
         return self
@@ -76,13 +74,13 @@ class Kernel(abc.ABC):
     def forward(
         self, queries: Queries, keys: Keys, *, mask: Mask, scale: float
     ) -> AttentionPartial:
-        """Attention of the queries over these keys alone."""
+        """Returns attention of the queries over these keys alone."""
 
     @abc.abstractmethod
     def backward(
         self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float
     ) -> Gradients:
-        """The gradients of q, k and v that these queries and keys contribute."""
+        """Returns what these queries and keys contribute to the gradients of q, k and v."""
 
     def extend(
         self,
@@ -93,8 +91,8 @@ class Kernel(abc.ABC):
         mask: Mask,
         scale: float,
     ) -> AttentionPartial:
-        """Attention of the queries over these keys and over those that `so_far` covers (None: none
-        yet)."""
+        """Returns attention of the queries over these keys and over those that `so_far` covers
+        (None: none yet)."""
         partial = self.forward(queries, separate(keys), mask=mask, scale=scale)
         return partial if so_far is None else merge(so_far, partial)
 
@@ -108,16 +106,16 @@ class Kernel(abc.ABC):
         mask: Mask,
         scale: float,
     ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
-        """The gradients of `backward`: dq, added to `so_far` (None: zero), and dk and dv of this
-        block, stacked."""
+        """Returns the gradients of `backward`: dq, added to `so_far` (None: zero), and dk and dv of
+        this block, stacked."""
         dq, dk, dv = self.backward(queries, separate(keys), saved, mask=mask, scale=scale)
         return dq if so_far is None else so_far + dq, jnp.stack([dk, dv])
 
 
 @dataclasses.dataclass(frozen=True)
 class AccumulatingKernel(Kernel):
-    """A kernel that accumulates in place: `extend` and `gradients` are its own, and the other two
-    follow from them."""
+    """A kernel that accumulates in place: it implements `extend` and `gradients`, from which the
+    other two follow."""
 
     def forward(
         self, queries: Queries, keys: Keys, *, mask: Mask, scale: float
@@ -140,7 +138,7 @@ class AccumulatingKernel(Kernel):
         mask: Mask,
         scale: float,
     ) -> AttentionPartial:
-        """As of Kernel; the result takes the memory of `so_far`."""
+        """As in Kernel; the result reuses the memory of `so_far`."""
 
     @abc.abstractmethod
     def gradients(
@@ -153,9 +151,9 @@ class AccumulatingKernel(Kernel):
         mask: Mask,
         scale: float,
     ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
-        """As of Kernel; dq takes the memory of `so_far`."""
+        """As in Kernel; dq reuses the memory of `so_far`."""
 
 
 def separate(keys: Keys | StackedKeys) -> Keys:
-    """The block with K and V apart, however it came."""
+    """Returns the block with separate K and V, stacked or not."""
     return keys.separate() if isinstance(keys, StackedKeys) else keys

@@ -1,12 +1,12 @@
-"""The kernel for NVIDIA's Hopper GPUs, in Pallas on Mosaic: warp-specialised, by wgmma and TMA. Its
-parts are in mosaic_*.py.
+"""The kernel for NVIDIA's Hopper GPUs, in Pallas on Mosaic: warp-specialized, with wgmma and TMA.
+Its parts are in mosaic_*.py.
 
-Each query's keys are one interval of a block, found before the kernel (`intervals`): a tile then
-needs two integers a row, and no coordinates of keys. Blocks that are the tokens of several shards
-are brought into the order of their row first, by a copy, and so are blocks that turn out not to be
-in order when they come, unless they are promised to be (`with_rows_in_order`), as
-models promise of their batches: packing numbers a row's documents as they follow one another and
-pads behind them, and every layout keeps that order.
+The keys that a query sees are one interval of a block, computed before the kernel (`intervals`): a
+tile then needs two integers per row, and no key coordinates. Blocks that concatenate several shards
+are first copied into row order. So are blocks that turn out to be out of order, unless the caller
+promises that they are not (`with_rows_in_order`). Models promise it for their batches: packing
+numbers the documents of a row in sequence and pads after them, and every layout preserves that
+order.
 """
 
 from __future__ import annotations
@@ -30,24 +30,23 @@ from .kernel import AccumulatingKernel
 from .mosaic_tiles import HEAD_DIMS, ROWS, WARPGROUPS
 from .padding import pad, padded
 
-TILE = (
-    ROWS * WARPGROUPS
-)  # lengths are padded to multiples of it: every tile of queries or keys is half of it, or all
+# Lengths are padded to multiples of it: every tile of queries or keys is this size or half of it.
+TILE = ROWS * WARPGROUPS
 
 
 @dataclasses.dataclass(frozen=True)
 class MosaicKernel(AccumulatingKernel):
     """FlashAttention-3's forward, and FlashAttention-2's backward in two kernels or
-    FlashAttention-3's in one, for what `choice.LIMITS` says: bfloat16 or float16 on Hopper GPUs,
-    without soft-caps and global tokens.
+    FlashAttention-3's in one, within `choice.LIMITS`: bfloat16 or float16 on Hopper GPUs, without
+    soft-caps or global tokens.
 
     Attributes:
       query_shards, key_shards: as in `over_shards`.
       rows_in_order: as in `with_rows_in_order`.
-      any_order: whether one kernel computes all gradients, of heads of 128 at most: dq's sums have
-        no order then, and two runs differ by rounding.
+      any_order: whether one kernel computes all gradients, for head sizes up to 128: dq is then
+        summed in no fixed order, and its rounding differs from run to run.
       interpret: parameters of Mosaic's interpreter (`InterpretGPUParams`), which runs the same
-        kernels anywhere, slowly, for tests; None: compiled.
+        kernels anywhere, slowly, for tests; None to compile.
     """
 
     query_shards: int = 1
@@ -99,7 +98,7 @@ class MosaicKernel(AccumulatingKernel):
         mask: Mask,
         scale: float,
     ) -> Any:
-        """The method's results, for blocks in the order of their rows."""
+        """Calls the method on blocks in row order, sorting them if they are not or may not be."""
         blocks = so_far, queries, keys, *saved
         sides = ((queries.coords, self.query_shards), (keys.coords, self.key_shards))
 
@@ -110,22 +109,22 @@ class MosaicKernel(AccumulatingKernel):
             ]
             return method(*pair, mask, scale, *blocks)
 
-        unsure = [coords for coords, shards in sides if shards == 1]
-        if self.rows_in_order or not unsure:
+        unknown = [coords for coords, shards in sides if shards == 1]
+        if self.rows_in_order or not unknown:
             return run(False, *blocks)
-        are_sorted = jnp.array([in_row_order(TokenCoords(*coords[:2])) for coords in unsure]).all()
+        are_sorted = jnp.array([in_row_order(TokenCoords(*coords[:2])) for coords in unknown]).all()
         return lax.cond(
             are_sorted, functools.partial(run, False), functools.partial(run, True), *blocks
         )
 
     def _checked(self, queries: Queries, keys: Keys | StackedKeys) -> Queries:
-        """The queries, or NaN where the promise is broken: what follows shall not be wrong in
-        silence."""
+        """Returns the queries, or NaN if the promised order is broken: wrong results must not go
+        unnoticed."""
         blocks = ((queries.coords, self.query_shards), (keys.coords, self.key_shards))
-        kept = jnp.array(
+        in_order = jnp.array(
             [in_row_order(TokenCoords(*coords[:2])) for coords, shards in blocks if shards == 1]
         ).all()
-        return queries._replace(q=jnp.where(kept, queries.q, jnp.nan))
+        return queries._replace(q=jnp.where(in_order, queries.q, jnp.nan))
 
     def _extend(
         self,
@@ -166,8 +165,8 @@ class MosaicKernel(AccumulatingKernel):
         saved: BackwardInputs,
     ) -> tuple[jax.Array, jax.Array]:
         q, arrays = q_side.tokens(queries.q), kv_side.arrays(keys)
-        # Where a query sees nothing the mask hides all of its weights; a finite number keeps them
-        # from being NaN before.
+        # If a query sees nothing, the mask zeroes its weights; a finite lse keeps them from being
+        # NaN before that.
         lse = jnp.where(jnp.isneginf(saved.lse), 0.0, saved.lse)
         saved = BackwardInputs(
             q_side.tokens(saved.dout.astype(q.dtype)),
@@ -188,11 +187,11 @@ class MosaicKernel(AccumulatingKernel):
 
 
 class _Side(NamedTuple):
-    """The queries or the keys of a block, as the kernels take them: in the row's order, and padded.
+    """The queries or the keys of a block, and how to sort and pad them for the kernels.
 
     Attributes:
-      coords: padded.
-      order: which token comes where; None: they are in the row's order as they come.
+      coords: in row order, padded.
+      order: the permutation into row order; None if the tokens are in row order already.
       head_dim: padded.
     """
 
@@ -202,7 +201,7 @@ class _Side(NamedTuple):
 
     @classmethod
     def create(cls, coords: TokenCoords, head_dim: int, sort: bool) -> _Side:
-        """The tokens with these coordinates, brought into the row's order or as they come."""
+        """Returns the side of tokens with these coordinates, to be sorted if `sort`."""
         coords = TokenCoords(*coords[:2])
         order = None
         if sort:
@@ -215,8 +214,7 @@ class _Side(NamedTuple):
         )
 
     def tokens(self, x: Float[Array, "B T H D"]) -> Float[Array, "B Tpadded H Dpadded"]:
-        """Tokens in the row's order, padded to whole tiles and to a head size that the kernels
-        have."""
+        """Returns tokens in row order, padded to whole tiles and to a head size of the kernels."""
         if self.order is not None:
             x = jnp.take_along_axis(x, self.order[:, :, None, None], 1)
         return pad(pad(x, TILE, 1), self.head_dim, 3)
@@ -224,13 +222,13 @@ class _Side(NamedTuple):
     def statistics(
         self, x: Float[Array, "B H T"], value: float = 0.0
     ) -> Float[Array, "B H Tpadded"]:
-        """The same of one number for each query and head; padding has this value."""
+        """Does the same for one number per query and head; pads with `value`."""
         if self.order is not None:
             x = jnp.take_along_axis(x, self.order[:, None], 2)
         return pad(x, TILE, 2, value)
 
     def arrays(self, keys: Keys | StackedKeys) -> tuple[jax.Array, ...]:
-        """K and V: stacked as they came where nothing moves, else apart."""
+        """Returns K and V: still stacked if they need no sorting or padding, else separate."""
         if isinstance(keys, StackedKeys):
             *_, length, _, head_dim = keys.kv.shape
             if self.order is None and length % TILE == 0 and head_dim == self.head_dim:
@@ -241,7 +239,7 @@ class _Side(NamedTuple):
     def back(
         self, x: Float[Array, "B Tpadded H Dpadded"], shape: tuple[int, ...]
     ) -> Float[Array, "B T H D"]:
-        """Undoes `tokens`, for results of this shape."""
+        """Inverts `tokens`, for results of this shape."""
         x = x[:, : shape[1], :, : shape[3]]
         return (
             x
@@ -250,7 +248,7 @@ class _Side(NamedTuple):
         )
 
     def statistics_back(self, x: Float[Array, "B H Tpadded"], length: int) -> Float[Array, "B H T"]:
-        """Undoes `statistics`."""
+        """Inverts `statistics`."""
         x = x[:, :, :length]
         return (
             x

@@ -1,12 +1,12 @@
-"""The backward kernels of `mosaic`: one for dq, which walks over keys, and one for dk and dv, which
-walks over queries.
+"""The backward kernels of `mosaic`: one for dq, which loops over keys, and one for dk and dv, which
+loops over queries.
 
     S = scale Q K^T       P = exp(S - lse)      dP = dO V^T       dS = P * (dP - delta)
     dQ = scale dS K       dV = P^T dO           dK = scale dS^T Q
 
-(FlashAttention-2, Algorithm 2.) The second kernel has the scores transposed, a row for each key:
-P^T and dS^T are then left operands in registers, and the mask is by rows again, which the intervals
-of queries that see a key give.
+(FlashAttention-2, Algorithm 2.) The second kernel transposes the scores, one row per key: P^T and
+dS^T are then left operands in registers, and the mask again applies by row, to the interval of
+queries that see the key.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from .mosaic_tiles import (
     visit,
 )
 
-QUERY_TILE = WARPGROUPS * ROWS  # of dq
-# Of dq, by head size: what registers and shared memory hold.
+QUERY_TILE = WARPGROUPS * ROWS  # for dq
+# Keys per tile for dq, by head size: what fits into registers and shared memory.
 KEY_TILES = {64: 128, 128: 64, 256: 32}
-QUERY_STEP = ROWS  # queries in a tile of dk and dv
-# Columns of dk and dv per warpgroup: with wider heads two warpgroups share the keys, and each has
+QUERY_STEP = ROWS  # queries per step of dk and dv
+# Columns of dk and dv per warpgroup: for wider heads two warpgroups share the keys, and each has
 # half of the columns.
 WIDTH = 128
-SLOTS = 2  # of dq
-# Of dk and dv, by head size, as shared memory has room. A power of two: with 3, whose remainders
-# cost more, dk and dv of heads of 128 took 9% longer on an H200 than with 2, and with 4 less.
+SLOTS = 2  # for dq
+# Slots for dk and dv, by head size: what fits into shared memory. A power of two: with head size
+# 128 on an H200, 3 took 9% longer than 2 because its remainders cost more, and 4 took less.
 STEP_SLOTS = {64: 4, 128: 4, 256: 2}
 
 
 def keys_in_tile(head_dim: int) -> int:
-    """Keys in a tile of dk and dv."""
+    """Returns the keys per tile of dk and dv."""
     return ROWS * WARPGROUPS // max(head_dim // WIDTH, 1)
 
 
@@ -66,20 +66,20 @@ def dq_pass(
     scale: float,
     interpret: Any,
 ) -> Float[Array, "B Tq Hq D"]:
-    """The gradient of the queries, float32, added to `carry` (None: zero).
+    """Returns the gradient of the queries, float32, added to `carry` (None: zero).
 
     Args:
       q: the queries; Tq is a multiple of QUERY_TILE, and D in KEY_TILES.
       keys: K and V [B, Tk, Hkv, D], or both stacked in one array; Tk is a multiple of KEY_TILES[D].
       saved: dout in the queries' dtype; a finite lse.
       seen: the keys that each query sees.
-      interpret: parameters of Mosaic's interpreter; None: compiled.
+      interpret: parameters of Mosaic's interpreter; None to compile.
     """
     batch, length, heads, head_dim = q.shape
     key_tile = KEY_TILES[head_dim]
     numbers = (batch, length // ROWS, ROWS)
     carried = () if carry is None else (carry.reshape(*numbers, heads, head_dim),)
-    # Stacked, so that one address leads to both.
+    # Stacked, so that both share one address.
     rows = jnp.stack([x.reshape(numbers) for x in seen])
     statistics = jnp.stack([saved.lse * LOG2E, saved.delta]).reshape(2, batch, heads, *numbers[1:])
     body = functools.partial(
@@ -91,9 +91,9 @@ def dq_pass(
         scale=scale,
         arithmetic=Arithmetic(interpret is not None),
     )
-    # Of a product's depth at most.
+    # Swizzle at most the depth of a product.
     tiles = functools.partial(shared_tiles, dtype=q.dtype, swizzle=min(2 * key_tile, 128))
-    own = [tiles(WARPGROUPS, ROWS, head_dim), plgpu.Barrier(num_barriers=WARPGROUPS)]
+    query_tiles = [tiles(WARPGROUPS, ROWS, head_dim), plgpu.Barrier(num_barriers=WARPGROUPS)]
     dq = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((*numbers, heads, head_dim), jnp.float32),
@@ -104,8 +104,8 @@ def dq_pass(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         scratch_types=[
-            *own,
-            *own,
+            *query_tiles,
+            *query_tiles,
             *Slots.scratch(tiles(SLOTS, key_tile, head_dim)),
             *Slots.scratch(tiles(SLOTS, key_tile, head_dim)),
         ],
@@ -143,13 +143,13 @@ def _dq_kernel(
         plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
         kv_head = lax.div(head, jnp.int32(group))
         for i in range(WARPGROUPS):
-            place = (row, pl.ds((tile * WARPGROUPS + i) * ROWS, ROWS), head)
-            plgpu.copy_gmem_to_smem(q_ref.at[place], q_tiles.at[i], q_full.at[i])
-            plgpu.copy_gmem_to_smem(dout_ref.at[place], dout_tiles.at[i], dout_full.at[i])
+            index = (row, pl.ds((tile * WARPGROUPS + i) * ROWS, ROWS), head)
+            plgpu.copy_gmem_to_smem(q_ref.at[index], q_tiles.at[i], q_full.at[i])
+            plgpu.copy_gmem_to_smem(dout_ref.at[index], dout_tiles.at[i], dout_full.at[i])
 
         def tiles_of(i):
-            place = (row, pl.ds(i * key_tile, key_tile), kv_head)
-            return k_ref.at[place], v_ref.at[place]
+            index = (row, pl.ds(i * key_tile, key_tile), kv_head)
+            return k_ref.at[index], v_ref.at[index]
 
         put_all((k_slots, v_slots), edge(0), edge(3), tiles_of)
 
@@ -162,9 +162,9 @@ def _dq_kernel(
         def statistic(index):  # 0: lse, 1: delta
             return arithmetic.rows(statistics_ref, index, row, head, number)
 
-        # With heads of 256 they would keep the registers that addresses then lack: there they are
-        # read for each tile.
-        kept = None if q.shape[1] == 256 else (statistic(0), statistic(1))
+        # For head size 256 they would take registers that addresses need: there they are read again
+        # for each tile.
+        in_registers = None if q.shape[1] == 256 else (statistic(0), statistic(1))
         plgpu.barrier_wait(q_full.at[warpgroup])
         plgpu.barrier_wait(dout_full.at[warpgroup])
 
@@ -172,7 +172,7 @@ def _dq_kernel(
             k, v = k_slots.wait(i), v_slots.wait(i)
 
             def weigh(scores):
-                lse = kept[0] if kept else statistic(0)
+                lse = in_registers[0] if in_registers else statistic(0)
                 weights = jnp.exp2(scores * (scale * LOG2E) - across(lse, scores.shape))
                 if masked:
                     interval = seen_ref.at[0], seen_ref.at[1]
@@ -184,13 +184,13 @@ def _dq_kernel(
 
             weights, dweights = arithmetic.two_products((q, k), (dout, v), weigh)
             v_slots.release(i)
-            delta = kept[1] if kept else statistic(1)
+            delta = in_registers[1] if in_registers else statistic(1)
             dscores = weights * (dweights - across(delta, weights.shape))
             (dq,) = arithmetic.add_products((dq, dscores, k))
             k_slots.release(i)
             return dq
 
-        # Scaled at the end with the rest: added there, it would need as many registers again.
+        # Unscaled here and scaled with the rest: adding it at the end would double the registers.
         if carried:
             dq = arithmetic.load(carry_refs[0], row, number, slice(None), head) * (1 / scale)
         else:
@@ -207,7 +207,7 @@ def dkv_pass(
     scale: float,
     interpret: Any,
 ) -> Float[Array, "2 B Tk Hkv D"]:
-    """The gradients of keys and values, stacked, float32.
+    """Returns the gradients of keys and values, stacked, float32.
 
     Args:
       q: the queries; Tq is a multiple of QUERY_STEP, and D in KEY_TILES.
@@ -215,7 +215,7 @@ def dkv_pass(
         `keys_in_tile`.
       saved: dout in the queries' dtype; a finite lse.
       seeing: the queries that see each key.
-      interpret: parameters of Mosaic's interpreter; None: compiled.
+      interpret: parameters of Mosaic's interpreter; None to compile.
     """
     batch, _, heads, head_dim = q.shape
     *_, length, kv_heads, _ = keys[0].shape
@@ -229,12 +229,12 @@ def dkv_pass(
         scale=scale,
         arithmetic=Arithmetic(interpret is not None),
     )
-    own = [
+    key_tiles = [
         shared_tiles(key_tile // ROWS, ROWS, head_dim, dtype),
         plgpu.Barrier(num_barriers=key_tile // ROWS),
     ]
     slots = STEP_SLOTS[head_dim]
-    travelling = Slots.scratch(shared_tiles(slots, QUERY_STEP, head_dim, dtype))
+    query_slots = Slots.scratch(shared_tiles(slots, QUERY_STEP, head_dim, dtype))
     dkv = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((2, *rows, kv_heads, head_dim // width, width), jnp.float32),
@@ -245,10 +245,10 @@ def dkv_pass(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         scratch_types=[
-            *own,
-            *own,
-            *travelling,
-            *travelling,
+            *key_tiles,
+            *key_tiles,
+            *query_slots,
+            *query_slots,
             *Slots.scratch(plgpu.SMEM((slots, 2, QUERY_STEP), jnp.float32)),
         ],
         kernel_name="attention_dkv",
@@ -294,9 +294,9 @@ def _dkv_kernel(
     def _load():
         plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
         for i in range(k_tiles.shape[0]):
-            place = (row, pl.ds((tile * k_tiles.shape[0] + i) * ROWS, ROWS), kv_head)
-            plgpu.copy_gmem_to_smem(k_ref.at[place], k_tiles.at[i], k_full.at[i])
-            plgpu.copy_gmem_to_smem(v_ref.at[place], v_tiles.at[i], v_full.at[i])
+            index = (row, pl.ds((tile * k_tiles.shape[0] + i) * ROWS, ROWS), kv_head)
+            plgpu.copy_gmem_to_smem(k_ref.at[index], k_tiles.at[i], k_full.at[i])
+            plgpu.copy_gmem_to_smem(v_ref.at[index], v_tiles.at[i], v_full.at[i])
 
         def tiles_of(step):
             head = kv_head * group + lax.div(step, steps)
@@ -312,13 +312,13 @@ def _dkv_kernel(
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        # Either each warpgroup has its own keys, or both have the same, and each a part of the
+        # Either each warpgroup has its own keys, or both have the same keys and each some of the
         # columns.
-        part, own = (0, warpgroup) if parts == 1 else (warpgroup, 0)
-        number = tile * k_tiles.shape[0] + own
-        k, v = k_tiles.at[own], v_tiles.at[own]
-        plgpu.barrier_wait(k_full.at[own])
-        plgpu.barrier_wait(v_full.at[own])
+        part, key_tile = (0, warpgroup) if parts == 1 else (warpgroup, 0)
+        number = tile * k_tiles.shape[0] + key_tile
+        k, v = k_tiles.at[key_tile], v_tiles.at[key_tile]
+        plgpu.barrier_wait(k_full.at[key_tile])
+        plgpu.barrier_wait(v_full.at[key_tile])
 
         def body(head, i, carry, masked):
             dk, dv = carry
@@ -355,5 +355,5 @@ def _dkv_kernel(
 
 
 def _columns(tile: Any, part: jax.Array | int, width: int) -> Any:
-    """The part of a tile's columns that a warpgroup has; all of them where that is one part."""
+    """Returns a warpgroup's part of a tile's columns; the whole tile if it is one part."""
     return tile if tile.shape[1] == width else tile.at[:, pl.ds(part * width, width)]

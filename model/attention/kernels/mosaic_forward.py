@@ -1,5 +1,5 @@
-"""The forward kernel of `mosaic`: two warpgroups of 64 queries each take turns at the matrix units
-(FlashAttention-3, 3.1)."""
+"""The forward kernel of `mosaic`: two warpgroups of 64 queries each alternate in using the matrix
+units (FlashAttention-3, section 3.1)."""
 
 from __future__ import annotations
 
@@ -31,11 +31,8 @@ from .mosaic_tiles import (
 )
 
 QUERY_TILE = WARPGROUPS * ROWS
-KEY_TILES = {
-    64: 128,
-    128: 128,
-    256: 64,
-}  # keys in a tile, by head size: what registers and shared memory hold
+# Keys per tile, by head size: what fits into registers and shared memory.
+KEY_TILES = {64: 128, 128: 128, 256: 64}
 SLOTS = 2
 
 
@@ -48,21 +45,20 @@ def forward(
     scale: float,
     interpret: Any,
 ) -> AttentionPartial:
-    """Attention over these keys, and over those that `carry` covers.
+    """Returns attention over these keys and over those that `carry` covers.
 
     Args:
-      carry: float32; None: no keys yet.
+      carry: float32; None for no keys yet.
       q: the queries; Tq is a multiple of QUERY_TILE, and D in KEY_TILES.
       keys: K and V [B, Tk, Hkv, D], or both stacked in one array; Tk is a multiple of KEY_TILES[D].
       seen: the keys that each query sees.
-      interpret: parameters of Mosaic's interpreter; None: compiled.
+      interpret: parameters of Mosaic's interpreter; None to compile.
     """
     batch, length, heads, head_dim = q.shape
     *_, kv_heads, _ = keys[0].shape
     key_tile = KEY_TILES[head_dim]
     edges = tile_edges(seen, QUERY_TILE, key_tile)
-    # A warpgroup's rows have a number of their own: registers are then loaded and stored by whole
-    # numbers of tiles.
+    # Rows are grouped by warpgroup, so that registers are loaded from and stored to whole tiles.
     rows = (batch, length // ROWS, ROWS)
     out, lse = (*rows, heads, head_dim), (batch, heads, *rows[1:])
     carried = () if carry is None else (carry.out.reshape(out), carry.lse.reshape(lse))
@@ -99,10 +95,10 @@ def forward(
 
 @dataclasses.dataclass(frozen=True)
 class _Turns:
-    """Two warpgroups in turns: one's products run while the other computes weights.
+    """Makes two warpgroups alternate: one multiplies while the other computes weights.
 
-    They alternate between two phases, products and softmax, and meet at a barrier after each; they
-    start one phase apart, so that one computes while the other multiplies.
+    Each alternates between two phases, products and softmax, and they synchronize at a barrier
+    after each; they start one phase apart.
     """
 
     barrier: Any
@@ -130,8 +126,8 @@ def _kernel(
     out_ref, lse_ref, q_tiles, q_full, *slots, turn = refs
     k_slots, v_slots = Slots(*slots[:3]), Slots(*slots[3:])
     row, head, warpgroup = (lax.axis_index(name) for name in ("row", "head", "warpgroup"))
-    # Later tiles see more keys: the longest come first, so that none of them starts when most cores
-    # are done.
+    # Later tiles see more keys: the longest run first, so that none starts when most cores are
+    # done.
     tile = edges_ref.shape[1] - 1 - lax.axis_index("tile")
 
     def edge(number):
@@ -146,8 +142,8 @@ def _kernel(
             plgpu.copy_gmem_to_smem(q_ref.at[row, queries, head], q_tiles.at[i], q_full.at[i])
 
         def tiles_of(i):
-            place = (row, pl.ds(i * key_tile, key_tile), kv_head)
-            return k_ref.at[place], v_ref.at[place]
+            index = (row, pl.ds(i * key_tile, key_tile), kv_head)
+            return k_ref.at[index], v_ref.at[index]
 
         put_all((k_slots, v_slots), edge(0), edge(3), tiles_of)
 
@@ -159,9 +155,8 @@ def _kernel(
         if carried:
             out = arithmetic.load(carry_refs[0], row, number, slice(None), head)
             highest = arithmetic.rows(carry_refs[1], row, head, number) * LOG2E
-            total = jnp.where(
-                highest == -jnp.inf, 0.0, 1.0
-            )  # what came before is normalised: its weights sum to 1
+            # The carry is normalized: its weights sum to 1.
+            total = jnp.where(highest == -jnp.inf, 0.0, 1.0)
         else:
             out, total = arithmetic.zeros((ROWS, q.shape[1])), arithmetic.zeros((ROWS,))
             highest = total - jnp.inf

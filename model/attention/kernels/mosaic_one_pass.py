@@ -1,12 +1,12 @@
-"""The backward kernel of `mosaic` that makes five products a tile, where those of `mosaic_backward`
-make seven: it walks over queries for dk and dv, and adds each tile's part of dq in global memory.
+"""The one-pass backward kernel of `mosaic`: five products per tile, where `mosaic_backward` needs
+seven. It loops over queries for dk and dv, and adds each tile's part of dq in global memory.
 
     S^T = scale K Q^T     P^T = exp(S^T - lse)   dP^T = V dO^T    dS^T = P^T * (dP^T - delta)
     dV += P^T dO          dK += scale dS^T Q     dQ += scale dS K
 
-(FlashAttention-3's backward.) dk and dv stay in registers, whose 240 a thread have no room for dq:
-it leaves by shared memory, and TMA adds it in float32 to what other blocks have added. Blocks come
-there in whatever order they do, so that dq differs in rounding from one run to the next.
+(FlashAttention-3's backward.) dk and dv stay in registers, of which a thread's 240 have no room for
+dq: it leaves through shared memory, and TMA adds it in float32 to the sum of other blocks. Blocks
+add in no fixed order, so the rounding of dq differs from run to run.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def gradients(
     scale: float,
     interpret: Any,
 ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
-    """The gradient of the queries, added to `carry` (None: zero), and those of keys and values,
-    stacked; float32.
+    """Returns the gradient of the queries, added to `carry` (None: zero), and those of keys and
+    values, stacked; float32.
 
     Args:
       q: the queries; Tq is a multiple of QUERY_STEP, and D in HEAD_DIMS.
       keys: K and V [B, Tk, Hkv, D], or both stacked in one array; Tk is a multiple of KEY_TILE.
       saved: dout in the queries' dtype; a finite lse.
       seeing: the queries that see each key.
-      interpret: parameters of Mosaic's interpreter; None: compiled.
+      interpret: parameters of Mosaic's interpreter; None to compile.
     """
     batch, _, heads, head_dim = q.shape
     *_, length, kv_heads, _ = keys[0].shape
@@ -73,15 +73,15 @@ def gradients(
         scale=scale,
         arithmetic=Arithmetic(interpret is not None),
     )
-    # Rows as wide as a warpgroup's part of dq, for which K is cut.
+    # Swizzled rows are as wide as a warpgroup's part of dq, for which K is sliced.
     tiles = functools.partial(shared_tiles, dtype=q.dtype, swizzle=head_dim)
-    own = [tiles(1, KEY_TILE, head_dim), plgpu.Barrier()]
-    travelling = Slots.scratch(tiles(SLOTS, QUERY_STEP, head_dim))
+    key_tile = [tiles(1, KEY_TILE, head_dim), plgpu.Barrier()]
+    query_slots = Slots.scratch(tiles(SLOTS, QUERY_STEP, head_dim))
     scratch = [
-        *own,
-        *own,
-        *travelling,
-        *travelling,
+        *key_tile,
+        *key_tile,
+        *query_slots,
+        *query_slots,
         *Slots.scratch(plgpu.SMEM((SLOTS, 2, QUERY_STEP), jnp.float32)),
         tiles(2, KEY_TILE, QUERY_STEP),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
@@ -94,7 +94,7 @@ def gradients(
     dq = jax.new_ref(
         jnp.zeros(q.shape, jnp.float32) if carry is None else carry, memory_space=plgpu.GMEM
     )
-    # `plgpu.kernel` takes no reference that is changed where it is.
+    # `plgpu.kernel` does not accept references that are updated in place.
     (dkv,) = pl.kernel(
         scoped,
         (jax.ShapeDtypeStruct((2, *rows, kv_heads, head_dim), jnp.float32),),
@@ -147,20 +147,20 @@ def _kernel(
     steps = edge(3) - begin
     width = dq_tiles.shape[2]
 
-    def place(step):
-        """The head of a step, and its queries."""
+    def head_and_queries(step):
+        """Returns the query head of a step, and its queries."""
         queries = pl.ds((begin + lax.rem(step, steps)) * QUERY_STEP, QUERY_STEP)
         return kv_head * group + lax.div(step, steps), queries
 
     @pl.when(warpgroup == WARPGROUPS)
     def _load():
         plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
-        own = (row, pl.ds(tile * KEY_TILE, KEY_TILE), kv_head)
-        plgpu.copy_gmem_to_smem(k_ref.at[own], k_tiles.at[0], k_full)
-        plgpu.copy_gmem_to_smem(v_ref.at[own], v_tiles.at[0], v_full)
+        index = (row, pl.ds(tile * KEY_TILE, KEY_TILE), kv_head)
+        plgpu.copy_gmem_to_smem(k_ref.at[index], k_tiles.at[0], k_full)
+        plgpu.copy_gmem_to_smem(v_ref.at[index], v_tiles.at[0], v_full)
 
         def tiles_of(step):
-            head, queries = place(step)
+            head, queries = head_and_queries(step)
             return (
                 q_ref.at[row, queries, head],
                 dout_ref.at[row, queries, head],
@@ -172,18 +172,18 @@ def _kernel(
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        number, own = tile * WARPGROUPS + warpgroup, pl.ds(warpgroup * ROWS, ROWS)
-        columns = pl.ds(warpgroup * width, width)  # of dq, this warpgroup's
+        number, rows = tile * WARPGROUPS + warpgroup, pl.ds(warpgroup * ROWS, ROWS)
+        columns = pl.ds(warpgroup * width, width)  # this warpgroup's part of dq
         plgpu.barrier_wait(k_full)
         plgpu.barrier_wait(v_full)
 
         def body(head, i, carry, masked):
             dk, dv = carry
             step = head * steps + i - begin
-            # 0, but not to the compiler: addresses that do not change from step to step would each
-            # keep registers all the time, and 184 bytes would be spilled instead of 56.
+            # 0, but the compiler cannot know: addresses that are the same in every step would each
+            # occupy registers throughout, and 184 bytes would be spilled instead of 56.
             zero = lax.div(step, jnp.int32(1 << 30))
-            k, v = k_tiles.at[zero, own], v_tiles.at[zero, own]
+            k, v = k_tiles.at[zero, rows], v_tiles.at[zero, rows]
             dq_tile = dq_tiles.at[warpgroup + zero]
             q, dout, statistics = (
                 slots.wait(step) for slots in (q_slots, dout_slots, statistics_slots)
@@ -203,16 +203,16 @@ def _kernel(
             dscores = weights * (dweights - down(arithmetic.columns(statistics, 1), weights.shape))
             statistics_slots.release(step)
             dscores = dscores.astype(q.dtype)
-            # Two in turns: the other warpgroup may still be multiplying the last one.
+            # Double-buffered: the other warpgroup may still be multiplying the previous one.
             shared = dscores_tiles.at[lax.rem(step, jnp.int32(2))]
-            shared[own] = dscores
+            shared[rows] = dscores
             plgpu.commit_smem()
             plgpu.barrier_arrive(dscores_full)
 
             def send(dq):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 dq_tile[...] = dq * scale
-                head, queries = place(step)
+                head, queries = head_and_queries(step)
                 arithmetic.add_into(dq_ref.at[row, queries, head, columns], dq_tile)
 
             dv, dk = arithmetic.products_around(

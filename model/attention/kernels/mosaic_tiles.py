@@ -1,9 +1,9 @@
-"""What the Mosaic kernels for Hopper GPUs share: a warpgroup's arithmetic, tiles that arrive by
+"""Common parts of the Mosaic kernels for Hopper GPUs: a warpgroup's arithmetic, tiles loaded by
 TMA, and loops over tiles.
 
-A thread block has two warpgroups that compute and one that loads. The loader copies a tile into a
-slot of shared memory when both computing ones have freed it, and a barrier tells these that it has
-arrived: warp specialisation, as in FlashAttention-3 (section 3.1).
+A thread block has two compute warpgroups and one that loads. The loader copies a tile into a slot
+of shared memory once both compute warpgroups have freed it, and a barrier signals its arrival: warp
+specialization, as in FlashAttention-3 (section 3.1).
 """
 
 from __future__ import annotations
@@ -20,57 +20,55 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # of a product that one warpgroup's wgmma instructions compute
-WARPGROUPS = 2  # that compute
-COMPUTE_REGISTERS, LOAD_REGISTERS = (
-    240,
-    24,
-)  # a thread: 2 x 240 + 24 of the 512 that a core has for three warpgroups
+WARPGROUPS = 2  # compute warpgroups
+# Per thread: 2 x 240 + 24 of the 512 that a core has for three warpgroups.
+COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24
 HEAD_DIMS = (64, 128, 256)
 
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """The operations of a warpgroup: on the device with layouts and wgmma, interpreted as plain
-    JAX.
+    """The operations of a warpgroup: with layouts and wgmma on a device, as plain JAX in the
+    interpreter.
 
-    JAX 0.10's interpreter of Mosaic kernels knows no registers: neither their layouts nor wgmma
-    with operands in them; nor TMA's additions. All else of a kernel, its copies, barriers, loops
-    and stores, is the same in both.
+    JAX 0.10's interpreter of Mosaic kernels supports neither register layouts, nor wgmma with
+    operands in registers, nor TMA reductions. The rest of a kernel, its copies, barriers, loops and
+    stores, is the same in both.
     """
 
     interpret: bool
 
     def zeros(self, shape: tuple[int, ...]) -> jax.Array:
-        """float32 zeros of a tile, or of its rows."""
+        """Returns float32 zeros for a tile, or for its rows."""
         return self._as(
             jnp.zeros(shape, jnp.float32),
             plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1),
         )
 
     def load(self, ref: Any, *index: Any) -> jax.Array:
-        """A tile of float32, from the device's memory."""
+        """Loads a float32 tile from device memory."""
         return self._load(ref, index, plgpu.Layout.WGMMA)
 
     def rows(self, ref: Any, *index: Any) -> jax.Array:
-        """A number for each row of a tile."""
+        """Loads one number per row of a tile."""
         return self._load(ref, index, plgpu.Layout.WGMMA.reduce(1))
 
     def columns(self, ref: Any, *index: Any) -> jax.Array:
-        """A number for each column of a tile."""
+        """Loads one number per column of a tile."""
         return self._load(ref, index, plgpu.Layout.WGMMA.reduce(0))
 
     def within(
         self, interval: tuple[Any, Any], *index: Any, start: jax.Array, columns: int
     ) -> jax.Array:
-        """Whether column j of a tile, number `start` + j of the block, is in the interval of its
-        row; bool [rows, columns].
+        """Returns whether column j of a tile, token `start` + j of the block, is in its row's
+        interval; bool [rows, columns].
 
-        The interval is read here, and not before a loop, through all of which it would keep
-        registers.
+        The interval is loaded here, not before the loop, where it would occupy registers
+        throughout.
 
         Args:
-          interval: arrays of the first and of one past the last number; `index`: where those of the
-            rows are.
+          interval: arrays of the first token and of one past the last; `index`: where in them the
+            tile's rows are.
         """
         first, last = (self.rows(ref, *index) for ref in interval)
         shape = (len(first), columns)
@@ -80,10 +78,10 @@ class Arithmetic:
     def product(
         self, left: Any, right: Any, meanwhile: Callable[[], None] = lambda: None
     ) -> jax.Array:
-        """left @ right.T of two tiles in shared memory, float32.
+        """Returns left @ right.T of two tiles in shared memory, float32.
 
         Args:
-          meanwhile: run while the matrix units work.
+          meanwhile: runs while the matrix units work.
         """
         if self.interpret:
             result = _plain_product(_read(left), _read(right).T)
@@ -100,8 +98,8 @@ class Arithmetic:
     def two_products(
         self, first: tuple, second: tuple, use: Callable[[jax.Array], jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """use(a @ b.T) and c @ d.T, for two pairs of tiles; `use` runs while the matrix units are
-        at the second product."""
+        """Returns use(a @ b.T) and c @ d.T for two pairs of tiles; `use` overlaps with the second
+        product."""
         if self.interpret:
             return use(self.product(*first)), self.product(*second)
 
@@ -115,8 +113,8 @@ class Arithmetic:
         return pl.run_scoped(multiply, [plgpu.ACC(shape, jnp.float32) for shape in shapes])
 
     def add_products(self, *products: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
-        """sums + left @ right for each (sums, left, right), with `left` in registers and `right` in
-        shared memory."""
+        """Returns sums + left @ right for each (sums, left, right), with `left` in registers and
+        `right` in shared memory."""
         if self.interpret:
             return tuple(
                 sums + _plain_product(left.astype(right.dtype), _read(right))
@@ -139,11 +137,11 @@ class Arithmetic:
         ready: Callable[[], None],
         use: Callable[[jax.Array], None],
     ) -> tuple[jax.Array, jax.Array]:
-        """sums + left @ right for `first` and `last`, as `add_products`, and between them use(a.T @
-        b) of two tiles (a, b) in shared memory; `use` runs while the matrix units are at the last.
+        """Returns sums + left @ right for `first` and `last`, as `add_products`; between them calls
+        use(a.T @ b) for two tiles (a, b) in shared memory, which overlaps with the last product.
 
         Args:
-          ready: waits until a is complete, while the matrix units are at the first.
+          ready: waits until a is complete; overlaps with the first product.
         """
         if self.interpret:
             (first_sums,) = self.add_products(first)
@@ -169,10 +167,10 @@ class Arithmetic:
         return tuple(pl.run_state(multiply)([plgpu.ACC.init(sums) for sums, *_ in (first, last)]))
 
     def add_into(self, memory: Any, tile: Any) -> None:
-        """Starts to add a tile of shared memory to a part of global memory that other blocks may be
-        adding to; the tile may change after `wait_smem_to_gmem`."""
+        """Starts to add a tile in shared memory to a part of global memory to which other blocks
+        may be adding; the tile may be overwritten after `wait_smem_to_gmem`."""
         plgpu.commit_smem()
-        if self.interpret:  # the interpreter knows no additions, and runs block after block
+        if self.interpret:  # which has no reductions, and runs one block after the other
             memory[...] = memory[...] + tile[...]
         else:
             plgpu.copy_smem_to_gmem(tile, memory, reduction_op="add")
@@ -180,19 +178,19 @@ class Arithmetic:
     def _load(self, ref: Any, index: tuple[Any, ...], layout: Any) -> jax.Array:
         if self.interpret:
             return ref[index]
-        # JAX 0.12 has the index in the reference alone; before it is an argument too.
-        no_further_index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
-        return plgpu.load(ref.at[index], *no_further_index, layout=layout, optimized=False)
+        # From JAX 0.12 on, the reference alone has the index; earlier, it is an argument too.
+        empty_index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+        return plgpu.load(ref.at[index], *empty_index, layout=layout, optimized=False)
 
     def _as(self, x: jax.Array, layout: Any) -> jax.Array:
         return x if self.interpret else plgpu.layout_cast(x, layout)
 
 
 def _read(tile: Any) -> jax.Array:
-    """A tile of shared memory, interpreted, in place of wgmma's own reading.
+    """Reads a tile of shared memory in the interpreter, in place of wgmma.
 
-    wgmma reads as TMA writes, by the asynchronous proxy. After a plain read, TMA may write there
-    again only behind a fence.
+    wgmma reads, like TMA writes, through the asynchronous proxy. After a plain read, TMA may write
+    there again only after a fence.
     """
     value = tile[...]
     plgpu.commit_smem()
@@ -204,31 +202,31 @@ def _plain_product(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def across(rows: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Returns `rows` [R] as an array of `shape` [R, C]: each row repeats its number."""
+    """Broadcasts `rows` [R] to `shape` [R, C]: each row repeats its number."""
     return lax.broadcast_in_dim(rows, shape, (0,))
 
 
 def down(columns: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Returns `columns` [C] as an array of `shape` [R, C]: each column repeats its number."""
+    """Broadcasts `columns` [C] to `shape` [R, C]: each column repeats its number."""
     return lax.broadcast_in_dim(columns, shape, (1,))
 
 
 def shared_tiles(count: int, rows: int, columns: int, dtype: Any, swizzle: int = 128) -> Any:
-    """Shared memory for `count` tiles, in the form in which wgmma reads them: 8 rows of `swizzle`
+    """Returns shared memory for `count` tiles in the layout that wgmma reads: 8 rows of `swizzle`
     bytes, swizzled."""
-    wide = swizzle // jnp.dtype(dtype).itemsize
-    transforms = plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(swizzle)
+    width = swizzle // jnp.dtype(dtype).itemsize
+    transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(swizzle)
     return plgpu.SMEM((count, rows, columns), dtype, transforms=transforms)
 
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Shared memory for tiles on their way, and its barriers.
+    """A circular buffer of tiles in shared memory, and its barriers.
 
     Attributes:
       tiles: [slots, rows, columns].
-      full: for each slot a barrier that completes when its tile has arrived; free: when all who
-        compute have read it.
+      full: a barrier per slot that completes when its tile has arrived; free: when all compute
+        warpgroups have read it.
     """
 
     tiles: Any
@@ -237,7 +235,7 @@ class Slots:
 
     @staticmethod
     def scratch(tiles: Any) -> tuple:
-        """What a kernel allocates for them, around the tiles' memory."""
+        """Returns what a kernel allocates for slots: the tiles' memory and the barriers."""
         slots = tiles.shape[0]
         return (
             tiles,
@@ -247,18 +245,18 @@ class Slots:
 
     @property
     def count(self) -> int:
-        """How many slots there are."""
+        """The number of slots."""
         return self.tiles.shape[0]
 
     def put(self, step: jax.Array, source: Any, begin: Any) -> None:
-        """The loader's: starts to copy the tile of a step, once its slot is free; `begin` is the
+        """In the loader: starts to copy the tile of a step once its slot is free; `begin` is the
         first step."""
         slot = lax.rem(step, jnp.int32(self.count))
         pl.when(step >= begin + self.count)(lambda: plgpu.barrier_wait(self.free.at[slot]))
         plgpu.copy_gmem_to_smem(source, self.tiles.at[slot], self.full.at[slot])
 
     def drain(self, begin: Any, end: jax.Array) -> None:
-        """The loader's: waits until the last tiles have been read."""
+        """In the loader: waits until the last tiles have been read."""
 
         def wait(step, _):
             plgpu.barrier_wait(self.free.at[lax.rem(step, jnp.int32(self.count))])
@@ -266,13 +264,13 @@ class Slots:
         lax.fori_loop(jnp.maximum(end - self.count, begin), end, wait, None)
 
     def wait(self, step: jax.Array) -> Any:
-        """Waits for the tile of a step, and returns it."""
+        """Waits for the tile of a step and returns it."""
         slot = lax.rem(step, jnp.int32(self.count))
         plgpu.barrier_wait(self.full.at[slot])
         return self.tiles.at[slot]
 
     def release(self, step: jax.Array) -> None:
-        """Says that this warpgroup has read the tile of a step."""
+        """Signals that this warpgroup has read the tile of a step."""
         plgpu.barrier_arrive(self.free.at[lax.rem(step, jnp.int32(self.count))])
 
 
@@ -282,15 +280,15 @@ def put_all(
     end: jax.Array,
     tiles_of: Callable[[jax.Array], Sequence[Any]],
 ) -> None:
-    """Copies each step's tiles into shared memory, and waits until all have been read.
+    """Copies each step's tiles into shared memory and waits until all have been read.
 
-    This is the loop of the warpgroup that loads; the others read the same steps from `slots`.
+    This is the loader's loop; the compute warpgroups read the same steps from `slots`.
 
     Args:
-      slots: one for each of the arrays whose tiles are loaded.
-      begin, end: the steps are range(begin, end). A step is the number of its tile, which saves
-        the computing warpgroups a register.
-      tiles_of: a step -> its tile in global memory of each array, in the order of `slots`.
+      slots: one for each array whose tiles are loaded.
+      begin, end: the steps are range(begin, end). A step is the number of its tile, which saves the
+        compute warpgroups a register.
+      tiles_of: maps a step to its tile of each array in global memory, in the order of `slots`.
     """
 
     def put(step, _):
@@ -303,11 +301,11 @@ def put_all(
 
 
 def visit(edge: Callable[[int], jax.Array], body: Callable, carry: Any) -> Any:
-    """carry = body(tile, carry, masked) over the three ranges that `tile_edges` gives: masked,
-    whole, and masked again.
+    """Runs carry = body(tile, carry, masked) over the three ranges of `tile_edges`: masked,
+    unmasked, and masked again.
 
     Args:
-      edge: reads an edge; each is read where it is needed, so that it keeps no register before.
+      edge: loads an edge; each is loaded when it is needed, so that it occupies no register before.
     """
     for number, masked in enumerate((True, False, True)):
         carry = lax.fori_loop(

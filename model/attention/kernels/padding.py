@@ -1,4 +1,4 @@
-"""Tile sizes for a length, and the padding that makes it whole tiles."""
+"""Tile sizes for a length, and padding to whole tiles."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ..coords import TokenCoords
 
 
 def tile_size(length: int, limit: int, unit: int = 1) -> int:
-    """The tile for `length` tokens: a multiple of `unit`, at most `limit`, with as little padding
-    as possible."""
-    most = max(limit // unit, 1)
-    blocks = -(-length // unit)
+    """Returns the tile size for `length` tokens: a multiple of `unit`, at most `limit`, with as
+    little padding as possible."""
+    max_units = max(limit // unit, 1)
+    units = -(-length // unit)
     # A divisor needs no padding, but one below half of the limit costs more time than padding does.
     divisor = next(
-        (size for size in range(min(most, blocks), most // 2, -1) if blocks % size == 0), 0
+        (size for size in range(min(max_units, units), max_units // 2, -1) if units % size == 0), 0
     )
-    return unit * (divisor or -(-blocks // -(-blocks // most)))
+    return unit * (divisor or -(-units // -(-units // max_units)))
 
 
 def pad(x: jax.Array, tile: int, axis: int, value=0) -> jax.Array:
-    """x with `axis` padded at its end to a multiple of the tile; x itself if it is one already."""
+    """Pads the end of `axis` to a multiple of the tile; returns x itself if it is one already."""
     missing = -x.shape[axis] % tile
     if not missing:
         return x
@@ -30,6 +30,6 @@ def pad(x: jax.Array, tile: int, axis: int, value=0) -> jax.Array:
 
 
 def padded(coords: TokenCoords, tile: int) -> TokenCoords:
-    """Coordinates padded to whole tiles with tokens of segment 0, which see nothing and are seen by
-    nothing."""
+    """Pads coordinates to whole tiles with tokens of segment 0, which neither see nor are
+    seen."""
     return jax.tree.map(lambda x: pad(x, tile, 1), coords)

@@ -1,13 +1,12 @@
-"""The reference kernel: dense attention, with all scores in memory at once. The other kernels are
-tested against it.
+"""The reference kernel: dense attention that materializes all scores. The other kernels are tested
+against it.
 
-    S = scale Q K^T, hidden scores = -inf          dV = P^T dO
+    S = scale Q K^T, masked scores = -inf          dV = P^T dO
     P = exp(S - lse)                               dP = dO V^T
     O = P V                                        dS = P * (dP - delta)
                                                    dQ = scale dS K,  dK = scale dS^T Q
 
-All in float32, and per group: the G = Hq / Hkv query heads that share a key head are along an axis
-of their own.
+All in float32, with the G = Hq / Hkv query heads that share a key head along a separate axis.
 """
 
 from __future__ import annotations
@@ -74,12 +73,11 @@ class ReferenceKernel(Kernel):
         mask: Mask,
         scale: float,
     ) -> Float[Array, "B Hkv G Tq Tk"]:
-        """The scaled scores of the grouped queries `q`; -inf where the query does not see the
-        key."""
+        """Returns the scaled scores of the grouped queries `q`; -inf where the query does not see
+        the key."""
         seen = visible(queries.coords, keys.coords, mask)[:, None, None]
         k = keys.k.astype(jnp.float32)
-        # A token that is decoded: keys are read in place, where the other product transposes
-        # them.
+        # Decoding one token: this product reads the keys in place; the other transposes them.
         if q.shape[3] == 1:
             scores = (
                 jnp.einsum("bkhd,bhgqd->bhkgq", k, q, precision="highest").transpose(0, 1, 3, 4, 2)
@@ -91,7 +89,7 @@ class ReferenceKernel(Kernel):
 
 
 def group_heads(x: Float[Array, "B T Hq D"], kv_heads: int) -> Float[Array, "B Hkv G T D"]:
-    """The heads in groups that share a key head, before the tokens, in float32."""
+    """Groups the heads that share a key head, in float32; the groups come before the tokens."""
     batch, length, heads, head_dim = x.shape
     x = x.astype(jnp.float32).reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
     return x.transpose(0, 2, 3, 1, 4)

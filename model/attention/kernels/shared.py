@@ -1,11 +1,10 @@
-"""Attention of documents that share the beginning of an earlier one, by any kernel.
+"""Attention of documents that share the beginning of an earlier one, with any kernel.
 
-A kernel decides by `index` and `segment_ids` what is visible: a query sees keys of its own
-document alone. Of a block whose tokens also say which beginnings are shared
-(`TokenCoords.shared`) it is called twice: for what each query sees of its own document, and for
-what it sees of a shared beginning. The two sets of keys are disjoint, so the results merge
-exactly and their gradients add up. Tiles that one of the calls does not need are skipped in it,
-as everywhere.
+A kernel decides by `index` and `segment_ids` what is visible: a query sees only keys of its own
+document. For a block whose tokens also say which beginnings are shared (`TokenCoords.shared`) it is
+called twice: for the keys that each query sees in its own document, and for those in a shared
+beginning. The two sets of keys are disjoint, so the results merge exactly and the gradients add up.
+Each call skips the tiles that it does not need, as always.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class SharedBeginningsKernel(Kernel):
     """Calls another kernel for documents and for the beginnings that they share.
 
     Attributes:
-      kernel: the other kernel.
+      kernel: the kernel to call.
     """
 
     kernel: Kernel
@@ -81,15 +80,15 @@ class SharedBeginningsKernel(Kernel):
     ):
         own, shared = _views(queries, keys)
         dq, dkv = self.kernel.gradients(so_far, *own, saved, mask=mask, scale=scale)
-        dq, more = self.kernel.gradients(dq, *shared, saved, mask=mask, scale=scale)
-        return dq, dkv + more
+        dq, shared_dkv = self.kernel.gradients(dq, *shared, saved, mask=mask, scale=scale)
+        return dq, dkv + shared_dkv
 
 
 _Blocks = tuple[Queries, Any]
 
 
 def _views(queries: Queries, keys: Keys | StackedKeys) -> tuple[_Blocks, _Blocks]:
-    """Returns the blocks with the coordinates of each of the two calls."""
+    """Returns the blocks with the coordinates for each of the two calls."""
     own = (own_documents(queries.coords), own_documents(keys.coords))
     shared = beginnings(queries.coords, keys.coords)
 

@@ -1,4 +1,4 @@
-"""The soft-cap of scores (Gemma 2): cap * tanh(score / cap), so that no score is beyond the cap."""
+"""The soft-cap of scores (Gemma 2): cap * tanh(score / cap), which keeps them within the cap."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import jax.numpy as jnp
 
 
 def capped(scores: jax.Array, cap: float | None) -> jax.Array:
-    """The scores within -cap .. cap; themselves without a cap."""
+    """Returns the scores capped to -cap .. cap; unchanged if `cap` is None."""
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def with_slope(dscores: jax.Array, scores: jax.Array, cap: float | None) -> jax.Array:
-    """The gradient of the scores before the cap, from that of the capped ones.
+    """Returns the gradient of the scores before the cap, from that of the capped scores.
 
     Args:
-      scores: capped; those that a mask hides may be -inf, where `dscores` is 0 and stays so.
+      scores: capped; masked scores may be -inf, where `dscores` is 0 and stays 0.
     """
     return (
         dscores

@@ -1,5 +1,5 @@
-"""The TPU kernel, in Pallas (Mosaic): hidden tiles are not even fetched. The files tpu_*.py have
-its parts."""
+"""The TPU kernel, in Pallas (Mosaic): tiles hidden by the mask are not even fetched. Its parts are
+in tpu_*.py."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ V3 = "TPU v3"
 
 @dataclasses.dataclass(frozen=True)
 class TpuKernel(AccumulatingKernel):
-    """FlashAttention-2 in tiles. On v3, whose matrix units take no bfloat16 from a kernel, tiles
+    """FlashAttention-2 in tiles. On v3, whose matrix units accept no bfloat16 from a kernel, tiles
     are cast to float32 first.
 
     Attributes:
-      query_tile, key_tile: tokens to aim at; rounded to multiples of 128, and reduced until the
-        tiles fit into VMEM. Lengths that they do not divide are padded with tokens of no document.
-      fused: whether one kernel computes dq, dk and dv, in five products a tile, instead of one for
-        dq and one for dk and dv, in seven. None: where the device allows it, see `_fused`.
+      query_tile, key_tile: the largest tile sizes in tokens; rounded to multiples of 128, and
+        reduced until the tiles fit into VMEM. Lengths that they do not divide are padded with
+        tokens of no document.
+      fused: whether one kernel computes dq, dk and dv with five products per tile, instead of one
+        for dq and one for dk and dv with seven. None: if the device supports it; see `_fused`.
       interpret: False on a TPU; True or `pltpu.InterpretParams()` runs the same kernel anywhere,
         slowly, for tests.
     """
@@ -117,18 +118,17 @@ class TpuKernel(AccumulatingKernel):
 
 
 def _device_kind() -> str:
-    """The kind of device for which the program is traced; "" where no mesh tells."""
+    """Returns the device kind the program is traced for; "" without a mesh of devices."""
     return getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "")
 
 
 def _fused(rows_and_heads: int) -> bool:
-    """Whether the fused backward kernel is the faster one, for this many pairs of a batch row and a
+    """Returns whether the fused backward kernel is faster, for this many pairs of a batch row and a
     key head.
 
-    It adds to dq from one tile of keys after the other, so that the cores of a chip (two of v4 and
-    v5p) can share only the
-    pairs: with an odd number of them one core would wait. v3's compiler refuses its copies of
-    tiles.
+    It adds to dq one tile of keys after the other, so the cores of a chip (two on v4 and v5p) can
+    only divide the pairs: with an odd number of pairs one core would wait. v3's compiler rejects
+    its tile copies.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (
@@ -139,13 +139,13 @@ def _fused(rows_and_heads: int) -> bool:
 
 
 def _kv(keys: Keys | StackedKeys):
-    """K and V: a pair, or stacked."""
+    """Returns K and V: a pair, or stacked."""
     return keys.kv if isinstance(keys, StackedKeys) else (keys.k, keys.v)
 
 
 def _heads_first(x, tile: int):
-    """[..., T, H, D] -> [..., H, T, D], padded to whole tiles. The compiler chooses a layout of x
-    in which nothing moves."""
+    """Transposes [..., T, H, D] -> [..., H, T, D] and pads to whole tiles. The compiler chooses a
+    layout of x that makes the transposition free."""
     return pad(x.swapaxes(-3, -2), tile, -2)
 
 
@@ -162,6 +162,6 @@ def _keys(kv, tile: int):
 
 
 def _coords(coords: TokenCoords, tile: int) -> TokenCoords:
-    """Coordinates padded to whole tiles, without the documents' starts, which only global tokens
+    """Pads coordinates to whole tiles, and drops the documents' starts, which only global tokens
     need."""
     return padded(TokenCoords(*coords[:2]), tile)

@@ -1,6 +1,6 @@
-"""The TPU backward kernels: one for dq, dk and dv together and, where that one does not serve, one
-for dq and one for dk and dv. All compute the weights again from the merged lse (FlashAttention-2,
-Algorithm 2)."""
+"""The TPU backward kernels: a fused one for dq, dk and dv and, where that is not supported, one for
+dq and one for dk and dv. All recompute the weights from the merged lse (FlashAttention-2, Algorithm
+2)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .kernel import LOG2E
 from .tpu_options import Scores, TileOptions, compiler_params, cost, nbytes, sub_tiles
 from .tpu_tiles import (
     Columns,
+    KeyTileGrid,
     QueryTileGrid,
     TileRanges,
     column,
     coordinate_rows,
     hide,
-    key_operands,
     spread,
 )
 
 
 def _finite(lse):
-    """lse with 0 for rows that see nothing: any finite value gives their hidden scores the weight
-    0, -inf gives NaN."""
+    """Replaces lse by 0 for rows that see nothing: with any finite value their masked scores get
+    weight 0, with -inf NaN."""
     return jnp.where(jnp.isneginf(lse), 0.0, lse)
 
 
@@ -76,19 +76,18 @@ def _dq_kernel(*refs, compute: Scores, carried: bool):
 
 
 class _DqTiles(NamedTuple):
-    """The gradient of q while tiles of keys add to its tiles: it stays in the device's memory
-    (HBM).
+    """The gradient of q, to whose tiles each tile of keys adds; it stays in device memory (HBM).
 
-    A tile passes through one of two buffers, so that it is read while its share is computed, and
-    written while the next tile's share is. It is not read before the write that went before has
-    ended.
+    A tile passes through one of two buffers, so that it is read while its share is computed and
+    written while the next tile's share is computed. It is not read before its previous write has
+    finished.
 
     Attributes:
       dq: [B, Hq, query tiles, query_tile, D].
       buffers: [2, query_tile, D].
-      reads, writes: a semaphore for each buffer.
-      state: whether each of the two buffers is being written; the buffer in use; the head and the
-        tile that it was used for; whether it is being read.
+      reads, writes: a semaphore per buffer.
+      state: for each of the two buffers whether it is being written; the buffer in use; the head
+        and the tile in it; whether it is being read.
     """
 
     dq: Any
@@ -98,12 +97,12 @@ class _DqTiles(NamedTuple):
     state: Any
 
     def reset(self) -> None:
-        """Before the first tile of a batch row and key head."""
+        """Resets the state, before the first tile of a batch row and key head."""
         for i, value in enumerate((0, 0, 0, -1, -1, 0)):
             self.state[i] = value
 
     def start_read(self, row, head, tile) -> None:
-        """Starts to read a tile into the buffer that was not used last."""
+        """Starts to read a tile into the buffer that is not in use."""
         buffer = 1 - self.state[2]
         self._finish_write(buffer)
         pl.when((self.state[3] == head) & (self.state[4] == tile))(
@@ -116,12 +115,12 @@ class _DqTiles(NamedTuple):
         ).start()
 
     def add(self, queries, share) -> None:
-        """Adds to some queries of the tile that was read last."""
+        """Adds to some queries of the tile read last."""
         self._finish_read()
         self.buffers[self.state[2], queries] += share
 
     def start_write(self, row) -> None:
-        """Starts to write the tile that was read last."""
+        """Starts to write the tile read last."""
         self._finish_read()
         buffer, head, tile = (self.state[i] for i in (2, 3, 4))
         pltpu.make_async_copy(
@@ -130,7 +129,7 @@ class _DqTiles(NamedTuple):
         self.state[buffer] = 1
 
     def finish(self) -> None:
-        """After the last tile: waits until all is written."""
+        """Waits, after the last tile, until everything is written."""
         for buffer in range(2):
             self._finish_write(buffer)
 
@@ -153,8 +152,7 @@ class _DqTiles(NamedTuple):
 
 
 def _key_tile_kernel(*refs, compute: Scores, fused: bool):
-    """Scores are transposed, with keys along the sublanes, so that lse and delta are used as the
-    rows that they are."""
+    """Transposes the scores, with keys along the sublanes, so that lse and delta can stay rows."""
     ranges = TileRanges(*refs[:2])
     q_ref, k_ref, v_ref, dout_ref, lse_row, delta_row, q_rows, kv_rows, *rest = refs[2:]
     if fused:
@@ -172,7 +170,7 @@ def _key_tile_kernel(*refs, compute: Scores, fused: bool):
         dkv_ref[...] = jnp.zeros_like(dkv_ref)
 
     def differentiate(keys, queries, kind: int):
-        """Adds to dk and dv of these keys, and returns what dq of these queries gets."""
+        """Adds to dk and dv of these keys; returns their share of dq of these queries."""
         scores = exponents = compute.exponents(k_ref[keys], q_ref[queries])
         q_coords = q_rows[0:1, queries], q_rows[1:2, queries]
         scores = hide(scores, q_coords, columns.spread(keys, scores.shape[1]), compute.mask, kind)
@@ -232,7 +230,8 @@ def dq(
     kv_coords: TokenCoords,
     options: TileOptions,
 ) -> jax.Array:
-    """The gradient of q in float32, [B, Hq, Tq, D], added to `carry`, whose memory it takes.
+    """Returns the gradient of q in float32, [B, Hq, Tq, D], added to `carry`, whose memory it
+    reuses.
 
     Args:
       q: [B, Hq, Tq, D]; kv: two of [B, Hkv, Tk, D], or their stack. The tiles divide the lengths.
@@ -294,8 +293,8 @@ def dkv(
     kv_coords: TokenCoords,
     options: TileOptions,
 ) -> jax.Array:
-    """The gradients of k and v in float32, stacked, [2, B, Hkv, Tk, D], summed over the query heads
-    that share a key head.
+    """Returns the gradients of k and v in float32, stacked, [2, B, Hkv, Tk, D], summed over the
+    query heads that share a key head.
 
     Arguments as in `dq`.
     """
@@ -311,9 +310,9 @@ def dq_dkv(
     kv_coords: TokenCoords,
     options: TileOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """The results of `dq` and `dkv` by one kernel: scores and weights are computed once for both.
+    """Returns the results of `dq` and `dkv` from one kernel that computes scores and weights once.
 
-    Tiles of keys are visited one after the other, because each adds to dq.
+    Tiles of keys are visited in sequence, because each adds to dq.
     """
     dkv, dq = _by_key_tiles(
         jnp.zeros(q.shape, jnp.float32) if carry is None else carry,
@@ -336,49 +335,27 @@ def _by_key_tiles(
     kv_coords: TokenCoords,
     options: TileOptions,
 ) -> list:
-    """[dkv], or with a carry [dkv, dq], whose tiles have a dimension of their own.
-
-    The grid is (batch row, key head, key tile, query head of the group, step).
-    """
-    (dout, lse, delta), query_tile, key_tile = saved, options.query_tile, options.key_tile
-    batch, kv_heads, kv_length, head_dim = kv[0].shape
-    group = q.shape[1] // kv_heads
-    ranges, steps = TileRanges.create(
-        kv_coords, q_coords, key_tile, query_tile, options.scores, True
-    )
-
-    def query_index(b, h, j, member, step, *refs):
-        return b, h * group + member, TileRanges(*refs).tile(b, j, step), 0
-
-    def statistic_index(b, h, j, member, step, *refs):
-        return b, h * group + member, 0, TileRanges(*refs).tile(b, j, step)
-
-    def query_row_index(b, h, j, member, step, *refs):
-        return b, 0, TileRanges(*refs).tile(b, j, step)
-
-    queries = pl.BlockSpec((None, None, query_tile, head_dim), query_index)
-    statistics = pl.BlockSpec((None, None, 1, query_tile), statistic_index)
-    keys, key_specs = key_operands(kv, key_tile, lambda b, h, j, *_: (b, h, j, 0))
+    """Returns [dkv], or with a carry [dkv, dq], where dq has a separate dimension for its tiles."""
+    (dout, lse, delta), head_dim = saved, q.shape[3]
+    tiles = KeyTileGrid.create(q, kv, q_coords, kv_coords, options)
     results = [jax.ShapeDtypeStruct((2, *kv[0].shape), jnp.float32)]
-    result_specs = [
-        pl.BlockSpec((2, None, None, key_tile, head_dim), lambda b, h, j, *_: (0, b, h, j, 0))
-    ]
-    scratch = Columns.scratch(key_tile)
-    before = []
+    dkv_block = (2, None, None, options.key_tile, head_dim)
+    result_specs = [pl.BlockSpec(dkv_block, lambda b, h, j, *_: (0, b, h, j, 0))]
+    scratch, before = [*tiles.scratch], []
     if carry is not None:
-        before = [carry.reshape(*q.shape[:2], -1, query_tile, head_dim)]
+        before = [carry.reshape(*q.shape[:2], -1, options.query_tile, head_dim)]
         results.append(jax.ShapeDtypeStruct(before[0].shape, jnp.float32))
         result_specs.append(pl.BlockSpec(memory_space=pl.ANY))
         scratch += [
-            pltpu.VMEM((2, query_tile, head_dim), jnp.float32),
+            pltpu.VMEM((2, options.query_tile, head_dim), jnp.float32),
             pltpu.SemaphoreType.DMA((2,)),
             pltpu.SemaphoreType.DMA((2,)),
             pltpu.SMEM((6,), jnp.int32),
         ]
     inputs = (
-        *ranges,
+        *tiles.ranges,
         q,
-        *keys,
+        *tiles.keys,
         dout,
         lse[:, :, None],
         delta[:, :, None],
@@ -389,16 +366,16 @@ def _by_key_tiles(
     return pl.pallas_call(
         functools.partial(_key_tile_kernel, fused=carry is not None, compute=options.scores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(ranges),
-            grid=(batch, kv_heads, kv_length // key_tile, group, steps),
+            num_scalar_prefetch=len(tiles.ranges),
+            grid=tiles.grid,
             in_specs=[
-                queries,
-                *key_specs,
-                queries,
-                statistics,
-                statistics,
-                pl.BlockSpec((None, 2, query_tile), query_row_index),
-                pl.BlockSpec((None, 2, key_tile), lambda b, h, j, *_: (b, 0, j)),
+                tiles.queries,
+                *tiles.key_specs,
+                tiles.queries,
+                tiles.statistics,
+                tiles.statistics,
+                tiles.query_rows,
+                tiles.key_rows,
                 *[pl.BlockSpec(memory_space=pl.ANY)] * len(before),
             ],
             out_specs=result_specs,
@@ -410,7 +387,7 @@ def _by_key_tiles(
         cost_estimate=cost(
             5 if before else 4,
             q.shape,
-            kv_length,
+            results[0].shape[3],
             options.mask,
             nbytes(q, *kv, dout, lse, delta, *before, *results),
         ),

@@ -2,8 +2,8 @@
 running softmax.
 
 The grid is (batch row, query head, query tile, step); only the steps of one query tile depend on
-each other. The largest score and the sum of the weights of each row stay in scratch memory from
-step to step, and the output in its own block.
+each other. Between steps, scratch memory holds the largest score and the sum of the weights of each
+row, and the output block holds the output.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ def forward(
     kv_coords: TokenCoords,
     options: TileOptions,
 ) -> AttentionPartial:
-    """Attention of a block of queries over a block of keys, with heads before tokens.
+    """Returns attention of a block of queries over a block of keys, with heads before tokens.
 
     Args:
-      carry: out [B, Hq, Tq, D] and lse [B, Hq, Tq] over earlier keys, with which the running
-        softmax starts; the result takes its memory.
+      carry: out [B, Hq, Tq, D] and lse [B, Hq, Tq] over earlier keys, from which the running
+        softmax continues; the result reuses its memory.
       q: [B, Hq, Tq, D]; kv: two of [B, Hkv, Tk, D], or their stack. The tiles divide the lengths.
     """
     batch, heads, length, _ = q.shape

@@ -1,5 +1,5 @@
-"""What a TPU kernel is compiled for: tile sizes and memory, how scores are computed, and what the
-compiler is told of it."""
+"""Options of the TPU kernels: tile sizes and memory, how scores are computed, and compiler
+parameters."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from ..coords import Mask
 from .kernel import LOG2E
 
 LANES = 128
-# Keys whose scores are computed at a time; also the queries and keys of a part of a masked tile.
+# Keys whose scores are computed at once; also the queries and keys in a part of a masked tile.
 SUB_TILE = 512
-# Of VMEM, what the compiler gives a kernel that asks for nothing: all that a core of v3 or v4 has.
+# Bytes of VMEM that the compiler gives a kernel by default: all that a core of v3 or v4 has.
 DEFAULT_VMEM = 16 * 2**20
-# What a kernel asks for elsewhere, of 128, 64, 128 and 64 MiB (jax's TpuInfo): enough for the
-# largest tiles. The rest is left to the compiler, for what it moves during the kernel.
+# Bytes that a kernel requests on later chips, out of 128, 64, 128 and 64 MiB (jax's TpuInfo):
+# enough for the largest tiles. The compiler keeps the rest for data it moves during the kernel.
 VMEM = dict.fromkeys(("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"), 32 * 2**20)
 
 
 def tiles_that_fit(
     query_tile: int, key_tile: int, head_dim: int, itemsize: int, vmem: int = DEFAULT_VMEM
 ) -> tuple[int, int]:
-    """These tile sizes, or smaller ones that fit into this many bytes of VMEM, next to 1 MiB for
-    coordinates.
+    """Returns these tile sizes, or smaller ones that fit into this many bytes of VMEM along with
+    1 MiB of coordinates.
 
-    Counted for the kernel that needs most: q, dout, k, v and two float32 results or carries, each
-    twice (one copy is moved while the other is used), the statistics of the query tile, and two
-    tiles of scores.
+    Counts the kernel that needs the most: q, dout, k, v and two float32 results or carries, all
+    double-buffered, the statistics of the query tile, and two tiles of scores.
     """
     head_dim = -(-head_dim // LANES) * LANES
 
@@ -56,8 +55,7 @@ def tiles_that_fit(
 
 
 class Scores(NamedTuple):
-    """How a kernel's function computes the scores of a tile: as exponents of 2, which the hardware
-    takes.
+    """How a kernel computes the scores of a tile: as exponents of 2, which the hardware supports.
 
     Attributes:
       mask, scale, softcap: as in Kernel.
@@ -70,19 +68,19 @@ class Scores(NamedTuple):
     float32_operands: bool
 
     def part(self, tile: int) -> int:
-        """Tokens in a part of a masked tile; they divide it. v3's scalar memory has no room for the
-        bounds of smaller parts."""
+        """Returns the tokens per part of a masked tile; divides the tile. v3's scalar memory has no
+        room for the bounds of smaller parts."""
         return tile if tile % SUB_TILE or self.float32_operands else SUB_TILE
 
     def product(self, a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-        """The product of two matrices over these axes, accumulated in float32."""
+        """Returns the product of two matrices over these axes, accumulated in float32."""
         a, b = (x.astype(jnp.float32) for x in (a, b)) if self.float32_operands else (a, b)
         return lax.dot_general(
             a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32
         )
 
     def exponents(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """The scores of rows of a and rows of b in units of log 2, nothing hidden yet."""
+        """Returns the scores of rows of a and rows of b in units of log 2, not yet masked."""
         if self.softcap is None:
             return self.product(a, b, 1, 1) * (self.scale * LOG2E)
         return (
@@ -90,16 +88,16 @@ class Scores(NamedTuple):
         )
 
     def before_cap(self, dscores: jax.Array, exponents: jax.Array) -> jax.Array:
-        """The gradient of scores before the soft-cap, from that of capped ones and their
-        `exponents`."""
+        """Returns the gradient of scores before the soft-cap, from that of the capped scores and
+        their `exponents`."""
         if self.softcap is None:
             return dscores
         return dscores * (1.0 - jnp.square(exponents * (1.0 / (self.softcap * LOG2E))))
 
 
 def sub_tiles(tile: int) -> list[slice]:
-    """The parts in which a kernel goes through a tile of keys: the scores of one are computed
-    beside the sums of another."""
+    """Returns the parts in which a kernel processes a tile of keys, so that the scores of one
+    overlap with the sums of another."""
     return [slice(start, min(start + SUB_TILE, tile)) for start in range(0, tile, SUB_TILE)]
 
 
@@ -109,10 +107,10 @@ class TileOptions:
 
     Attributes:
       mask, scale, softcap: as in Kernel.
-      query_tile, key_tile: tokens in a tile; they divide the (padded) lengths.
+      query_tile, key_tile: tokens per tile; they divide the (padded) lengths.
       float32_operands: tiles are cast to float32 before they are multiplied.
       interpret: as in TpuKernel.
-      vmem: bytes of VMEM that a kernel asks for.
+      vmem: bytes of VMEM that a kernel requests.
     """
 
     mask: Mask
@@ -126,20 +124,20 @@ class TileOptions:
 
     @property
     def scores(self) -> Scores:
-        """How a kernel's function computes its scores."""
+        """How a kernel computes its scores."""
         return Scores(self.mask, self.scale, self.softcap, self.float32_operands)
 
 
 def compiler_params(options: TileOptions, dimensions: str) -> pltpu.CompilerParams:
-    """The parameters of a kernel whose grid's dimensions are "parallel" (p) or "arbitrary" (a), a
-    letter each."""
+    """Returns the parameters of a kernel whose grid dimensions are "parallel" (p) or "arbitrary"
+    (a), one letter each."""
     semantics: Any = tuple({"p": "parallel", "a": "arbitrary"}[letter] for letter in dimensions)
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=options.vmem)
 
 
 def cost(products: int, q_shape, kv_length: int, mask: Mask, bytes_accessed: int):
-    """The estimate from which the compiler's scheduler decides what to hide behind the kernel;
-    causal work counts half."""
+    """Returns the estimate by which the compiler's scheduler decides what to overlap with the
+    kernel; causal work counts half."""
     batch, heads, length, head_dim = q_shape
     pairs = batch * heads * length * kv_length // (2 if mask.causal else 1)
     return pl.CostEstimate(
@@ -148,5 +146,5 @@ def cost(products: int, q_shape, kv_length: int, mask: Mask, bytes_accessed: int
 
 
 def nbytes(*arrays) -> int:
-    """The bytes of these arrays or shapes."""
+    """Returns the bytes of these arrays or shapes."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)

@@ -1,13 +1,13 @@
-"""What the TPU kernels share: the ranges of tiles that are computed, how these are fetched, and the
-mask of one tile.
+"""Common parts of the TPU kernels: which ranges of tiles are computed, how they are fetched, and
+the mask of a tile.
 
-A kernel's grid has one program for each batch row, head, tile that it writes, and step through the
-tiles that it reads. Which tile a step reads is looked up in tables that are prefetched into scalar
-memory (scalar prefetch), where the index maps, which tell the hardware what to fetch before a
-program runs, can read them. So a tile outside a range is neither fetched nor computed.
+A kernel's grid has one program per batch row, head, tile that it writes, and step through the tiles
+that it reads. Which tile a step reads is in tables prefetched into scalar memory (scalar prefetch),
+where they are available to the index maps, which tell the hardware what to fetch before a program
+runs. So a tile outside a range is neither fetched nor computed.
 
-Of a masked tile only the parts are computed that are not hidden whole: on the causal diagonal three
-of four. Documents are compared where a part has tokens of several.
+Parts of a masked tile that are entirely hidden are skipped: on the causal diagonal one of four.
+Documents are compared only where a part has tokens of several.
 """
 
 from __future__ import annotations
@@ -36,26 +36,25 @@ from ..coords import (
 )
 from .tpu_options import LANES, Scores, TileOptions
 
-# Another kind of a part than those of `tile_kind`: all its tokens are of one document.
+# A kind of part in addition to those of `tile_kind`: all its tokens are of one document.
 ONE_DOCUMENT = 3
-# Instead of -inf as the largest score of a row that has seen no key: -inf - -inf is NaN. Hidden
+# The largest score of a row that has seen no key, instead of -inf: -inf - -inf is NaN. Masked
 # scores themselves are -inf.
 LOWEST = -1e30
 
 
 class TileRanges(NamedTuple):
-    """For each tile that a kernel writes ("own": of queries in the forward and dq kernels, of keys
-    in dkv) the range of tiles that it reads ("other"), with the bounds of all tiles: the tables of
-    the scalar prefetch, int32.
+    """The scalar prefetch tables, int32: for each tile that a kernel writes ("own": queries in the
+    forward and dq kernels, keys in dkv) the range of tiles that it reads ("other"), and the bounds
+    of all tiles.
 
     There are two flat tables, because scalar memory is small (16 KiB on v3) and pads rows to pairs.
-    Their columns are tiles and, behind all tiles, the parts of all tiles, if a tile has more than
-    one.
+    Their columns are the tiles and, after them, the parts of all tiles if a tile has more than one.
 
     Attributes:
       own: [7 B, n], rows by field and batch row: the five bounds of `TileBounds`, then the first
         other tile of the range and the length of the range, 0 if no other tile is needed.
-      other: [5 B, m], the bounds alone.
+      other: [5 B, m], only the bounds.
     """
 
     own: Int[Array, "7*B n"]
@@ -71,8 +70,8 @@ class TileRanges(NamedTuple):
         compute: Scores,
         own_are_keys: bool,
     ) -> tuple[TileRanges, jax.Array]:
-        """The ranges, and the length of the longest one (at least 1), which is the number of steps
-        of the grid."""
+        """Returns the ranges, and the length of the longest (at least 1), which is the number of
+        steps of the grid."""
         own_bounds, other_bounds = tile_bounds(own, own_tile), tile_bounds(other, other_tile)
         pair = [
             jax.tree.map(lambda x: x[:, :, None], own_bounds),
@@ -93,13 +92,13 @@ class TileRanges(NamedTuple):
         return self.own[fields + row, own], self.own[fields + batch + row, own]
 
     def tile(self, row, own, step):
-        """The other tile of a step. Steps past the range stay on its last tile, so that nothing
-        more is fetched."""
+        """Returns the other tile of a step. Steps past the range stay on its last tile, so that
+        nothing more is fetched."""
         first, count = self._range(row, own)
         return first + jnp.minimum(step, jnp.maximum(count - 1, 0))
 
     def kind(self, row, own, step, mask: Mask, own_are_keys: bool):
-        """The kind of the step's pair of tiles, an int32 scalar; SKIP past the range."""
+        """Returns the kind of the step's pair of tiles, an int32 scalar; SKIP past the range."""
         kind = tile_kind(*self._bounds(row, own, self.tile(row, own, step), own_are_keys), mask)
         return jnp.where(step < self._range(row, own)[1], kind, SKIP)
 
@@ -114,12 +113,13 @@ class TileRanges(NamedTuple):
         columns: Columns,
         body: Callable[[pl.Slice, pl.Slice, int], None],
     ) -> None:
-        """Computes the parts of the step's pair of tiles of which something is seen.
+        """Computes the parts of the step's pair of tiles that are not entirely hidden.
 
         Args:
-          tiles: tokens in an own tile and in another.
-          columns: of the own tile; made where a part needs them.
-          body: takes a part's tokens in the own tile and in the other, and ONE_DOCUMENT or MASKED.
+          tiles: tokens per own tile and per other tile.
+          columns: those of the own tile; created when a part needs them.
+          body: called with a part's tokens in the own and the other tile, and ONE_DOCUMENT or
+            MASKED.
         """
         sizes = [compute.part(tile) for tile in tiles]
         own_parts, other_parts = (tile // size for tile, size in zip(tiles, sizes, strict=True))
@@ -146,7 +146,7 @@ class TileRanges(NamedTuple):
     def _bounds(
         self, row, own_column, other_column, own_are_keys: bool
     ) -> tuple[TileBounds, TileBounds]:
-        """The bounds of queries and of keys in these columns of the tables."""
+        """Returns the bounds of queries and of keys in these columns of the tables."""
         batch = (self.own.shape[0] - self.other.shape[0]) // 2
         own_bounds, other_bounds = (
             TileBounds(
@@ -158,16 +158,16 @@ class TileRanges(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Index and segment of the tokens of an own tile along the sublanes, as `column` and
+    """Index and segment of an own tile's tokens along the sublanes, as in `column` and
     `document_column`.
 
-    Their transposition takes as long as a quarter of a masked tile, so that they are made when the
+    Transposing them takes as long as a quarter of a masked tile, so they are created only when the
     first part needs them.
 
     Attributes:
-      rows: [2, tile], of `coordinate_rows`.
+      rows: [2, tile], from `coordinate_rows`.
       index, segment: scratch memory [tile, 128].
-      made: whether each of both is made, in scalar memory.
+      made: for each of the two whether it has been created, in scalar memory.
     """
 
     rows: Any
@@ -177,15 +177,15 @@ class Columns(NamedTuple):
 
     @staticmethod
     def scratch(tile: int) -> list:
-        """The shapes of index, segment and made."""
+        """Returns the shapes of index, segment and made."""
         return [pltpu.VMEM((tile, LANES), jnp.int32)] * 2 + [pltpu.SMEM((2,), jnp.int32)]
 
     def reset(self) -> None:
-        """Before the first step of an own tile."""
+        """Resets the state, before the first step of an own tile."""
         self.made[0] = self.made[1] = 0
 
     def make(self, kind: int) -> None:
-        """What a part of this kind compares."""
+        """Creates the columns that a part of this kind compares."""
 
         @pl.when(self.made[0] == 0)
         def _index():
@@ -198,12 +198,12 @@ class Columns(NamedTuple):
             self.made[1] = 1
 
     def spread(self, tokens, width: int) -> tuple[jax.Array, jax.Array]:
-        """(index, segment) of some tokens, each [n, width]."""
+        """Returns (index, segment) of some tokens, each [n, width]."""
         return spread(self.index[tokens], width), spread(self.segment[tokens], width)
 
 
 def _bounds_table(coords: TokenCoords, tile: int, compute: Scores) -> Int[Array, "5*B n"]:
-    """The bounds of all tiles and, behind them, of all parts of tiles, if these are smaller."""
+    """Returns the bounds of all tiles and, after them, of their parts if these are smaller."""
     sizes = dict.fromkeys((tile, compute.part(tile)))
     return jnp.concatenate(
         [jnp.concatenate(jax.tree.leaves(tile_bounds(coords, size))) for size in sizes], 1
@@ -211,21 +211,21 @@ def _bounds_table(coords: TokenCoords, tile: int, compute: Scores) -> Int[Array,
 
 
 def _part_column(table, tile, parts: int, part):
-    """Where a table of `_bounds_table` has a part of a tile."""
+    """Returns the column of a tile's part in a table of `_bounds_table`."""
     return tile if parts == 1 else table.shape[1] // (1 + parts) + tile * parts + part
 
 
 def coordinate_rows(coords: TokenCoords) -> Int[Array, "B 2 T"]:
-    """Index and segment of each token as a kernel reads them, with the tokens along the lanes."""
+    """Returns index and segment of each token as a kernel reads them, tokens along the lanes."""
     return jnp.stack([coords.index, coords.segment_ids], 1)
 
 
 def key_operands(kv, tile: int, index_map) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
-    """K and V as operands of a kernel, in tiles [tile, D].
+    """Returns K and V as operands of a kernel, in tiles [tile, D].
 
     Args:
-      kv: a pair of [B, Hkv, T, D], or both stacked [2, B, Hkv, T, D] as they travel. The stack is
-        passed twice and each operand reads its half, because slicing it would copy.
+      kv: a pair of [B, Hkv, T, D], or both stacked [2, B, Hkv, T, D] as schedules send them. The
+        stack is passed twice and each operand reads its half, because slicing it would copy.
       index_map: grid indices -> the tile of [B, Hkv, T, D].
     """
     if isinstance(kv, tuple):
@@ -248,8 +248,8 @@ class QueryTileGrid(NamedTuple):
       grid: (B, Hq, query tiles, steps).
       queries, statistics: blocks of [B, Hq, Tq, D] and of [B, Hq, 1, Tq].
       query_rows, key_rows: blocks of the coordinates [B, 2, T].
-      keys, key_specs: of `key_operands`; the index map takes each query head to its key head.
-      scratch: two float32 columns for the rows of a query tile, and what `Columns` needs.
+      keys, key_specs: from `key_operands`; the index map takes each query head to its key head.
+      scratch: two float32 columns for the rows of a query tile, and the scratch of `Columns`.
     """
 
     ranges: TileRanges
@@ -266,8 +266,8 @@ class QueryTileGrid(NamedTuple):
     def create(
         cls, q, kv, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions
     ) -> QueryTileGrid:
-        """For q [B, Hq, Tq, D] and kv two of [B, Hkv, Tk, D] or their stack; the tiles divide the
-        lengths."""
+        """Creates the grid for q [B, Hq, Tq, D] and kv: two of [B, Hkv, Tk, D], or their stack. The
+        tiles divide the lengths."""
         batch, heads, length, head_dim = q.shape
         group, query_tile, key_tile = heads // kv[0].shape[1], options.query_tile, options.key_tile
         ranges, steps = TileRanges.create(
@@ -294,33 +294,89 @@ class QueryTileGrid(NamedTuple):
         )
 
 
+class KeyTileGrid(NamedTuple):
+    """The grid and the blocks of a kernel that writes tiles of keys and, for each query head of the
+    group, steps through the tiles of queries that see them.
+
+    Attributes:
+      ranges: the scalar prefetch.
+      grid: (B, Hkv, key tiles, query heads of the group, steps).
+      queries, statistics: blocks of [B, Hq, Tq, D] and of [B, Hq, 1, Tq].
+      query_rows, key_rows: blocks of the coordinates [B, 2, T].
+      keys, key_specs: from `key_operands`.
+      scratch: the scratch of `Columns`.
+    """
+
+    ranges: TileRanges
+    grid: tuple
+    queries: pl.BlockSpec
+    statistics: pl.BlockSpec
+    query_rows: pl.BlockSpec
+    key_rows: pl.BlockSpec
+    keys: list
+    key_specs: list
+    scratch: list
+
+    @classmethod
+    def create(
+        cls, q, kv, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions
+    ) -> KeyTileGrid:
+        """Creates the grid for q [B, Hq, Tq, D] and kv: two of [B, Hkv, Tk, D], or their stack. The
+        tiles divide the lengths."""
+        batch, kv_heads, kv_length, head_dim = kv[0].shape
+        group, query_tile, key_tile = q.shape[1] // kv_heads, options.query_tile, options.key_tile
+        ranges, steps = TileRanges.create(
+            kv_coords, q_coords, key_tile, query_tile, options.scores, True
+        )
+
+        def query_index(b, h, j, member, step, *refs):
+            return b, h * group + member, TileRanges(*refs).tile(b, j, step), 0
+
+        def statistic_index(b, h, j, member, step, *refs):
+            return b, h * group + member, 0, TileRanges(*refs).tile(b, j, step)
+
+        def query_row_index(b, h, j, member, step, *refs):
+            return b, 0, TileRanges(*refs).tile(b, j, step)
+
+        return cls(
+            ranges,
+            (batch, kv_heads, kv_length // key_tile, group, steps),
+            pl.BlockSpec((None, None, query_tile, head_dim), query_index),
+            pl.BlockSpec((None, None, 1, query_tile), statistic_index),
+            pl.BlockSpec((None, 2, query_tile), query_row_index),
+            pl.BlockSpec((None, 2, key_tile), lambda b, h, j, *_: (b, 0, j)),
+            *key_operands(kv, key_tile, lambda b, h, j, *_: (b, h, j, 0)),
+            Columns.scratch(key_tile),
+        )
+
+
 def column(row: jax.Array) -> jax.Array:
-    """A row [1, n] as [n, 128]: the values along the sublanes, each repeated over all lanes."""
+    """Transposes a row [1, n] to [n, 128]: values along the sublanes, repeated over all lanes."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
 def document_column(row: jax.Array) -> jax.Array:
-    """The `column` of segments, with padding as -1: padding on the other side, which is 0, is not
-    equal to it."""
+    """Returns the `column` of segments, with -1 for padding, so that it differs from padding in the
+    other block, which is 0."""
     return column(jnp.where(row == 0, -1, row))
 
 
 def spread(statistics: jax.Array, width: int) -> jax.Array:
-    """Columns [n, 128] of `column` as [n, width], or as [n, 1], which broadcasts to it."""
+    """Returns a `column` [n, 128] as [n, width], or as [n, 1], which broadcasts to it."""
     repeats, rest = divmod(width, LANES)
     return statistics[:, :1] if rest else jnp.tile(statistics, (1, repeats))
 
 
 def hide(scores: jax.Array, q: tuple, kv: tuple, mask: Mask, kind: int) -> jax.Array:
-    """The scores of a part of a tile, those of keys that are not `coords.visible` as -inf.
+    """Masks the scores of a part of a tile: -inf for keys that are not `coords.visible`.
 
-    Each comparison has a selection of its own: a conjunction of two keeps more mask registers than
-    a TPU has.
+    Each comparison has its own select: the conjunction of two would need more mask registers than a
+    TPU has.
 
     Args:
-      q, kv: (index, segment) of queries and of keys, which broadcast against each other; the
-        segments of one of both are those of `document_column`.
-      kind: of the part. Documents are compared if it is MASKED, nothing if it is FULL.
+      q, kv: (index, segment) of queries and of keys, which broadcast against each other; one side's
+        segments come from `document_column`.
+      kind: the part's kind. Documents are compared if it is MASKED, nothing if it is FULL.
     """
     if kind == FULL:
         return scores

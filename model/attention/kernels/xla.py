@@ -1,15 +1,15 @@
-"""The XLA kernel: blockwise attention in plain XLA. Runs everywhere, keeps one tile of scores, and
-skips hidden tiles.
+"""The XLA kernel: blockwise attention in plain XLA. It runs everywhere, holds one tile of scores at
+a time, and skips tiles that the mask hides.
 
-The forward is the memory-efficient attention of Rabe and Staats, on which Blockwise Parallel
-Transformer and Ring Attention
-build: an outer loop over tiles of queries, an inner one over tiles of keys, and a running softmax.
-The backward is that of FlashAttention-2 (Algorithm 2). Nothing of size Tq x Tk is kept.
+The forward pass is the memory-efficient attention of Rabe and Staats, on which Blockwise Parallel
+Transformer and Ring Attention build: an outer loop over tiles of queries, an inner one over tiles
+of keys, and a running softmax. The backward pass is FlashAttention-2's (Algorithm 2). Nothing of
+size Tq x Tk is stored.
 
-Inside, heads come before tokens and the G = Hq / Hkv query heads that share a key head are stacked,
-so that every product is one batched matrix product. Scores have keys as rows, [B, Hkv, tk, G * tq].
-The weights are then never the transposed left operand of a product, for which the CPU compiler has
-no fast matrix product (3 times slower in float32).
+Inside, heads come before tokens, and the G = Hq / Hkv query heads that share a key head are
+stacked, so that every product is one batched matrix product. Scores have keys as rows,
+[B, Hkv, tk, G * tq]: the weights are then never a transposed left operand, for which the CPU
+compiler has no fast matrix product (3 times slower in float32).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _from_key_tiles(x: Float[Array, "n B Hkv tile D"]) -> Float[Array, "B T Hkv 
 
 
 def _coord_tiles(coords: TokenCoords, tile: int, group: int = 1) -> TokenCoords:
-    """Coordinates [n, B, group * tile], those of a tile repeated for each query head of a group."""
+    """Returns coordinates [n, B, group * tile]: each tile's, repeated per query head of a group."""
     return jax.tree.map(
         lambda x: jnp.tile(x.reshape(x.shape[0], -1, tile).swapaxes(0, 1), group), coords
     )
@@ -74,8 +74,8 @@ def _coord_tiles(coords: TokenCoords, tile: int, group: int = 1) -> TokenCoords:
 def _tile_kinds(
     q_coords: TokenCoords, kv_coords: TokenCoords, query_tile: int, key_tile: int, mask: Mask
 ) -> jax.Array:
-    """The kind of each pair of tiles over the whole batch, int32 [Tq / query_tile, Tk / key_tile];
-    MASKED where rows differ."""
+    """Returns the kind of each pair of tiles for the whole batch, int32 [Tq / query_tile,
+    Tk / key_tile]; MASKED where rows differ."""
     q_bounds = jax.tree.map(lambda x: x[:, :, None], tile_bounds(q_coords, query_tile))
     kv_bounds = jax.tree.map(lambda x: x[:, None, :], tile_bounds(kv_coords, key_tile))
     kinds = tile_kind(q_bounds, kv_bounds, mask)
@@ -83,11 +83,11 @@ def _tile_kinds(
 
 
 def _for_visible_tiles(kinds: jax.Array, body, carry):
-    """`carry = body(tile, masked, carry)` for the FULL tiles and then for the MASKED ones; SKIP
-    tiles are not computed.
+    """Runs `carry = body(tile, masked, carry)` over the FULL tiles, then over the MASKED ones;
+    skips SKIP tiles.
 
-    Two loops rather than a condition in one: a conditional copies the tile that it passes on, and
-    ends fusions.
+    Two loops rather than one with a conditional, which would copy the tile that it passes on, and
+    end fusions.
     """
     order = jnp.argsort(jnp.select([kinds == FULL, kinds == MASKED], [0, 1], 2))
     full, visible_tiles = jnp.sum(kinds == FULL), jnp.sum(kinds != SKIP)
@@ -96,12 +96,12 @@ def _for_visible_tiles(kinds: jax.Array, body, carry):
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Batched matrix product, accumulated in float32."""
+    """Computes a batched matrix product, accumulated in float32."""
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
 
 
 def _tile(tiles, i):
-    """Tile i of a tree of tiles."""
+    """Returns tile i of each array in a tree."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tiles)
 
 
@@ -110,15 +110,15 @@ class XlaKernel(Kernel):
     """Blockwise attention in plain XLA.
 
     Attributes:
-      query_tile, key_tile: tokens in a tile to aim at; a length that neither they nor a smaller
-        tile down to half of them divides is padded.
+      query_tile, key_tile: the largest tile sizes in tokens; a length is padded if no size between
+        half of that and all of it divides it.
     """
 
     query_tile: int = 256
     key_tile: int = 512
 
     def _padded(self, queries: Queries, keys: Keys) -> tuple[Queries, Keys, int, int]:
-        """The blocks padded to whole tiles, and the tiles' sizes."""
+        """Returns the blocks padded to whole tiles, and the tile sizes."""
         (q, q_coords), (k, v, kv_coords) = queries, keys
         query_tile, key_tile = (
             tile_size(q.shape[1], self.query_tile),
@@ -133,7 +133,7 @@ class XlaKernel(Kernel):
         )
 
     def _scores(self, q, k, q_coords, kv_coords, mask, masked, scale):
-        """One tile of scores [B, Hkv, tk, G * tq]; in a `masked` tile hidden scores are -inf."""
+        """Returns a tile of scores [B, Hkv, tk, G * tq]; if `masked`, hidden scores are -inf."""
         scores = capped(_product("bhkd,bhqd->bhkq", k, q) * scale, self.softcap)
         if not masked:
             return scores
@@ -163,7 +163,7 @@ class XlaKernel(Kernel):
             q_tile, q_tile_coords, kinds = tile
             batch, _, rows, head_dim = q_tile.shape
             row = (batch, kv_heads, 1, rows)
-            nothing = (
+            start = (
                 jnp.zeros((batch, kv_heads, head_dim, rows), jnp.float32),
                 jnp.full(row, -jnp.inf, jnp.float32),
                 jnp.zeros(row, jnp.float32),
@@ -186,7 +186,7 @@ class XlaKernel(Kernel):
                 )
                 return out, new_highest, total
 
-            out, highest, total = _for_visible_tiles(kinds, add_key_tile, nothing)
+            out, highest, total = _for_visible_tiles(kinds, add_key_tile, start)
             nonzero = jnp.where(total == 0, 1.0, total)
             return None, (
                 out / nonzero,
