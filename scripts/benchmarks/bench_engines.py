@@ -196,7 +196,7 @@ def result_rows(rows: list[dict]) -> dict[str, dict[str, str]]:
     for measured in sorted(rows, key=lambda r: (r["engine"], r["cores"], r["bytes"])):
         engine, cores, size = measured["engine"], measured["cores"], measured["bytes"]
         name = f"{engine}_{cores}_{size / 1e6:.0f}mb"
-        what = f"{engine} on {cores} core{'s' * (cores > 1)}, {size / 1e9:.3g} GB"
+        what = f"preparing {size / 1e9:.3g} GB with {engine} on {cores} core{'s' * (cores > 1)}"
         result[name] = row(what, _described(measured))
         fitted = sorted(r["bytes"] for r in rows if _is(r, engine, 1))[:2]
         rule_seconds = predicted(rows, engine, size, cores)
@@ -211,7 +211,7 @@ def result_rows(rows: list[dict]) -> dict[str, dict[str, str]]:
     for engine, goal in SIZE_GOALS.items():
         largest = max((r["bytes"] for r in rows if r["engine"] == engine), default=0)
         result[f"{engine}_largest"] = row(
-            f"{engine}: largest data set prepared",
+            f"preparing data with {engine}: largest data set",
             f"{largest / 1e9:g} GB",
             f"{goal / 1e9:g} GB",
             largest >= goal,

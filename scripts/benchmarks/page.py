@@ -146,13 +146,14 @@ def goals_missed(results: Mapping[str, Result]) -> str:
             row["what"],
             row["goal"],
             row["found"],
+            machine(results[name]),
             ", ".join(filter(None, (f"[{name}]", note(results[name])))),
         )
         for name, _, row in with_verdict("short", results)
     ]
     return (
         "## Goals missed\n\n"
-        + table(("what", "goal", "measured", "source"), rows)
+        + table(("what", "goal", "measured", "machine", "source"), rows)
         + "\nKnown limits without figures: [docs/notes/limits.md](docs/notes/limits.md)\n"
     )
 

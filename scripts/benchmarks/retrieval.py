@@ -165,14 +165,14 @@ def save_result(
     for old, new in zip(before, after, strict=True):
         assert (old.num_lines, old.cases) == (new.num_lines, new.cases)
         rows[f"lines_{old.num_lines}"] = row(
-            f"one line of {old.num_lines} found, {old.mean_prompt_tokens:,.0f} tokens, {old.family} "
-            "cases, before -> after",
+            f"SmolLM2-135M: one line of {old.num_lines} found, {old.mean_prompt_tokens:,.0f} tokens, "
+            f"{old.family} cases, before -> after",
             f"{old.right} -> {new.right} of {new.cases}",
             GOAL,
             apart(old, new),
         )
     rows["book"] = row(
-        "loss on another book, nats per token, before -> after",
+        "SmolLM2-135M: loss on another book, nats per token, before -> after",
         f"{book[0]:.3f} -> {book[1]:.3f}",
         "at most 0.05 more",
         book[1] <= book[0] + 0.05,
@@ -184,7 +184,7 @@ def save_result(
             for each in (first, last)
         ]
         rows[task] = row(
-            f"accuracy on {task}, {last['cases']} questions, before -> after",
+            f"SmolLM2-135M: accuracy on {task}, {last['cases']} questions, before -> after",
             " -> ".join(texts),
             "within the interval before",
             first["low"] <= last["score"] <= first["high"],

@@ -211,7 +211,7 @@ def overlap(out: Path) -> Rows:
         counts = [exposed(name, backward) for backward in (False, True)]
         hidden = all(count.startswith("0 ") for count in counts)
         goal = ("none", hidden) if name == "balanced split" else ("", None)
-        what = f"{name}: permutes that no kernel hides, forward; backward"
+        what = f"schedule {name}: permutes that no kernel hides, forward; backward"
         rows[identifier(name)] = row(what, "; ".join(counts), *goal)
     return rows
 
