@@ -216,10 +216,10 @@ def table() -> list[str]:
     requests = {
         "bfloat16": Request(dtype="bfloat16"),
         "float32": Request(dtype="float32"),
-        "soft-cap of scores": Request(dtype="bfloat16", softcap=50.0),
+        "soft-capped scores": Request(dtype="bfloat16", softcap=50.0),
         "global tokens": Request(dtype="bfloat16", global_tokens=1),
-        "heads above 256": Request(dtype="bfloat16", head_dim=257),
-        "given tiles": Request(dtype="bfloat16", tiled=True),
+        "head sizes above 256": Request(dtype="bfloat16", head_dim=257),
+        "tile sizes set": Request(dtype="bfloat16", tiled=True),
     }
     devices = {
         "TPU": ("tpu", "TPU v5p"),

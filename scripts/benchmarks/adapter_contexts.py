@@ -1,13 +1,13 @@
-"""Finds the longest rows for QLoRA of LLaMA-3.1-8B on one GPU, by the CUDA compiler.
+"""Finds the longest row that fits for QLoRA of LLaMA-3.1-8B on one GPU, by the CUDA compiler.
 
     python -m scripts.benchmarks.adapter_contexts               # resumes where it stopped
     python -m scripts.benchmarks.adapter_contexts --only gb_24  # rows with these words
 
 Every row is the training step of configs/adapters/llama31_8b_qlora_24gb.yaml with rank 32, compiled
-for an absent GPU; nothing is run. Two compilations for an H100 give each memory policy a line of
-memory over tokens; the policy whose line allows the most is then compiled for the actual GPU until
-a multiple of 8,192 tokens fits and the next one does not. --output records each compilation before
-the next one begins. Writes docs/results/adapter_contexts.json.
+for a described GPU; nothing is run. Two compilations for an H100 fit a line of memory over tokens
+for each memory policy; the policy whose line allows the most tokens is then compiled for the actual
+GPU until a multiple of 8,192 tokens fits and the next one does not. --output records each
+compilation before the next one begins. Writes docs/results/adapter_contexts.json.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from trainer.options import command, option
 
 RECIPE = "configs/adapters/llama31_8b_qlora_24gb.yaml"
 PRESET, RANK = "llama-3.1-8b", 32
-STEP = 8192  # tokens: the chunks of queries below are then whole chunks of projections
+STEP = 8192  # tokens: the query chunks below are then whole projection chunks
 PROBES = (8 * STEP, 32 * STEP)
-# Memory of the host, and the part left to the system and the data loader.
+# Host memory, and the part left to the system and the data loader.
 HOST_GIB, HOST_LEFT_GIB = 128, 8
-GROUPS = {"attention_groups": 8}  # one for each key/value head
+GROUPS = {"attention_groups": 8}  # one per key/value head
 QUERY_CHUNKS = {**GROUPS, "query_chunks": 8}
 EVERY: list[dict[str, Any]] = [{"remat": "offload_every_k", "every_k": k} for k in (2, 4)]
 # Policies with layer inputs in host memory, and policies without host memory.
@@ -58,7 +58,7 @@ class Case:
     """A GPU with or without host memory.
 
     Attributes:
-      unsloth: the tokens that Unsloth publishes for this memory; None without a row.
+      unsloth: the tokens that Unsloth publishes for this memory; None if it publishes none.
     """
 
     gigabytes: int
@@ -121,12 +121,12 @@ def job_of(topology: str, policy: dict[str, Any], tokens: int) -> Job:
 
 
 def text(policy: dict[str, Any]) -> str:
-    """Returns a policy as text, such as `offload_every_k 4, 8 groups of heads`."""
+    """Returns a policy as text, such as `offload_every_k, every 4 layers, 8 head groups`."""
     words = {
         "remat": "{}",
         "every_k": "every {} layers",
-        "attention_groups": "{} groups of heads",
-        "query_chunks": "{} chunks of queries",
+        "attention_groups": "{} head groups",
+        "query_chunks": "{} query chunks",
     }
     return ", ".join(words[name].format(value) for name, value in policy.items())
 
@@ -160,8 +160,8 @@ class Compilations:
             partial = self.path.with_suffix(".part")
             write_json(partial, {"inputs": self.inputs, "sizes": self.sizes})
             partial.replace(self.path)
-            found = "{peak_gib:.2f} GiB, {host_gib:.2f} of the host ({compile_seconds:.0f} s)"
-            print(f"{key}: {found.format(**self.sizes[key])}", flush=True)
+            figures = "{peak_gib:.2f} GiB, {host_gib:.2f} of host memory ({compile_seconds:.0f} s)"
+            print(f"{key}: {figures.format(**self.sizes[key])}", flush=True)
         return self.sizes[key]
 
 

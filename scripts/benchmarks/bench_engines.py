@@ -196,14 +196,14 @@ def result_rows(rows: list[dict]) -> dict[str, dict[str, str]]:
     for measured in sorted(rows, key=lambda r: (r["engine"], r["cores"], r["bytes"])):
         engine, cores, size = measured["engine"], measured["cores"], measured["bytes"]
         name = f"{engine}_{cores}_{size / 1e6:.0f}mb"
-        what = f"{engine}, cores {cores}, {size / 1e9:.3g} GB"
+        what = f"preparing {size / 1e9:.3g} GB with {engine} on {cores} core{'s' * (cores > 1)}"
         result[name] = row(what, _described(measured))
         fitted = sorted(r["bytes"] for r in rows if _is(r, engine, 1))[:2]
         rule_seconds = predicted(rows, engine, size, cores)
         if rule_seconds is not None and not (cores == 1 and size in fitted):
             error = rule_seconds / measured["seconds"] - 1
             result[f"{name}_rule"] = row(
-                f"{what}: the scale-up rule's seconds against the measured ones",
+                f"{what}: seconds predicted by the scale-up rule, error",
                 f"{rule_seconds:,.0f} s, {error:+.0%}",
                 f"within {LARGEST_RULE_ERROR:.0%}",
                 abs(error) <= LARGEST_RULE_ERROR,
@@ -211,7 +211,7 @@ def result_rows(rows: list[dict]) -> dict[str, dict[str, str]]:
     for engine, goal in SIZE_GOALS.items():
         largest = max((r["bytes"] for r in rows if r["engine"] == engine), default=0)
         result[f"{engine}_largest"] = row(
-            f"{engine}: the largest data prepared whole",
+            f"preparing data with {engine}: largest data set",
             f"{largest / 1e9:g} GB",
             f"{goal / 1e9:g} GB",
             largest >= goal,
@@ -239,8 +239,8 @@ def _same_files(rows: list[dict]) -> dict[str, str]:
     compared = [set(of_size) for of_size in hashes.values() if len(of_size) > 1]
     is_same = all(len(different) == 1 for different in compared)
     return row(
-        f"every file of {len(compared)} sizes that several rows prepared",
-        "the same" if is_same else "others",
+        f"prepared files of {len(compared)} data sizes, compared between engines and cores",
+        "the same" if is_same else "different",
         "the same",
         bool(compared) and is_same,
     )

@@ -4,8 +4,8 @@
 
 Trains configs/smollm2_16k.yaml on a text, and predicts another book from rows of 16,384 tokens. The
 targets have at least 8,192 tokens before them, and are predicted three times: from at most 1,024
-and 8,192 tokens before, and from all. If a model uses the whole row, its perplexity falls from one
-to the next. The same command continues after an interruption. Writes docs/results/extension.json.
+and 8,192 preceding tokens, and from all of them. If a model uses the whole row, its loss falls each
+time. The same command continues after an interruption. Writes docs/results/extension.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECIPE = "configs/smollm2_16k.yaml"
 KNOWN, LENGTH = 8192, 16384  # tokens of the model's original training; of a row here
 PIECES = (1024, KNOWN)
 ROWS = 4  # of the book
-FALLS, FALLS_NOT = "falls, by the interval", "does not fall"
+FALLS, FALLS_NOT = "loss falls with context, by the interval", "loss does not fall with context"
 GOALS = {"as it is": FALLS_NOT, "RoPE rescaled": "", "rescaled and trained": FALLS}
 
 
@@ -104,7 +104,7 @@ def save_result(models: dict[str, dict], took: float) -> None:
     rows = {}
     for name, model in models.items():
         held = {FALLS: is_falling(model), FALLS_NOT: not is_falling(model), "": None}[GOALS[name]]
-        label = f"{name}: nats gained by 16,384 tokens over 8,192"
+        label = f"SmolLM2 {name}: nats per token gained with 16,384 tokens of context over 8,192"
         rows[name.lower().replace(" ", "_")] = row(
             label, gain(model["gains"][KNOWN]), GOALS[name], held
         )

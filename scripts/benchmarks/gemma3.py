@@ -82,7 +82,7 @@ def work(args: Options) -> None:
     answers = [tokenizer.decode(ids).strip().splitlines()[0] for ids in (answer, expected_answer)]
     print(
         f"loss on {len(text):,} tokens: {losses.mean():.6f}, transformers {expected.mean():.6f}; "
-        f"of a token, at most {largest:.1e} apart\n{QUESTION} {answers[0]}"
+        f"a token's losses differ by at most {largest:.1e}\n{QUESTION} {answers[0]}"
     )
     rows = {
         "loss": row(
@@ -92,13 +92,13 @@ def work(args: Options) -> None:
             difference <= 1e-4,
         ),
         "token": row(
-            "the same, the token whose losses differ most",
+            "the same: largest difference of a single token's loss",
             f"{largest:.1e}",
             "1e-3",
             largest <= 1e-3,
         ),
         "answer": row(
-            f"Gemma 3 270M: {QUESTION.splitlines()[0]}",
+            f"Gemma 3 270M, greedy answer: {QUESTION.splitlines()[0]}",
             answers[0],
             "transformers' greedy tokens",
             answer == expected_answer,

@@ -198,9 +198,9 @@ def _task_row(task: str, lines: list[list[str]]) -> dict[str, str]:
             _interval(scores[LONGEST])[0] > _interval(scores[method])[1] for method in BASELINES
         )
     return row(
-        f"{task}, episode 8, {steps} steps",
+        f"{task}: return of the last of 8 episodes after {steps} training steps",
         text,
-        "N = 8 above both",
+        "AT 8 above BC-10% and DT, by intervals",
         held,
         date=datetime.date.today().isoformat(),
         commit=commit(),

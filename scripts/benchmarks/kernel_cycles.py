@@ -1,15 +1,15 @@
-"""Counts the cycles of the TPU kernels' tiles, ours and splash attention's, by the compiler.
+"""Counts the compiler's cycles per tile of the TPU kernels, ours and splash attention's.
 
     python -m scripts.benchmarks.kernel_cycles            # compiles all and writes the result
     python -m scripts.benchmarks.kernel_cycles --check    # fails if one of ours is slower
 
-The cost model reads what the first writes to planning/costs/kernel_cycles.json. Needs no TPU. The
-compiler schedules a kernel into bundles, each of which takes a cycle if nothing waits, and prints
-them (`--xla_jf_dump_llo_text`). A kernel's tile of scores is a separate region there. Ours have
-three: a tile without a mask, a part (a quarter) of a masked tile with tokens of one document, and a
-part with tokens of several. On the causal diagonal three of four parts are computed. Splash
-attention masks all tiles or none; it is compiled without a mask, for the generations that have
-goals.
+The cost model reads planning/costs/kernel_cycles.json, which the first command writes. Needs no
+TPU. The compiler schedules a kernel into bundles, each of which takes one cycle if nothing waits,
+and prints them (`--xla_jf_dump_llo_text`). There, each kind of score tile is a separate region. Our
+kernels have three: an unmasked tile, a part (a quarter) of a masked tile with tokens of one
+document, and a part with tokens of several. On the causal diagonal three of four parts are
+computed. Splash attention masks all tiles or none; it is compiled without a mask, for the
+generations that have goals.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Program:
 def read_program(text: str) -> Program:
     """Reads the final bundles of a kernel, as the compiler prints them.
 
-    A tile's region is an innermost one with matrix products. Inner regions without products, which
-    prepare the first such tile, do not count as the tile's.
+    A tile's region is an innermost region with matrix products. Its inner regions without products,
+    which prepare the first such tile, are not counted.
     """
     starts = [*BUNDLE.finditer(text)]
     ends = [*(match.start() for match in starts[1:]), len(text)]
@@ -189,7 +189,7 @@ def compile_splash(mesh, direction: str) -> None:
 
 
 def compile_case(case: Case, folder: Path) -> dict:
-    """Compiles a case in this process and returns its Program; the compiler prints into `folder`.
+    """Compiles a case in this process and returns its Program; the compiler's dumps are in `folder`.
 
     Raises:
       UserError: the compiler printed no such kernel.
@@ -255,24 +255,24 @@ def summarize(lines: list[list]) -> dict[str, dict[str, str]]:
             1.05 if direction == "backward" else 1.0,
         )
         goal = f"at most {share * splash:,.0f}, splash attention's" + (
-            " and 5%" if share > 1 else ""
+            " plus 5%" if share > 1 else ""
         )
         name = f"{direction}_{generation}"
         rows[name] = row(
-            f"{direction}, a tile without a mask, {generation}",
+            f"TPU kernel, {direction}, unmasked tile, {generation}",
             f"{full:,} bundles",
             goal,
             full <= share * splash,
         )
         masked = {
             "diagonal": ("on the causal diagonal", DIAGONAL_PARTS * one_document),
-            "masked": ("masked whole, by documents too", PARTS * several),
+            "masked": ("masked in all parts, with several documents", PARTS * several),
         }
         for suffix, (label, bundles) in masked.items():
             rows[f"{name}_{suffix}"] = row(
-                f"{direction}, a tile {label}, {generation}",
+                f"TPU kernel, {direction}, tile {label}, {generation}",
                 f"{bundles:,} bundles",
-                f"at most 5% more than without: {1.05 * full:,.0f}",
+                f"at most 5% more than unmasked: {1.05 * full:,.0f}",
                 bundles <= 1.05 * full,
             )
     return rows
@@ -309,7 +309,7 @@ def write() -> int:
 def check() -> int:
     """Compares our kernels with the stored ones; returns 1 if one has become slower, else 0.
 
-    Other versions of the compilers are not compared: they may cause the differences.
+    Compares nothing if the compilers' versions differ, since those may cause the differences.
     """
     result = load(NAME)
     if not same_versions(result, COMPILERS):

@@ -5,9 +5,9 @@
     python -m scripts.benchmarks.kernel_registers --backend mosaic   # prints these
 
 Needs no GPU, only JAX's CUDA plugin and its compiler's wheels. The kernels are compiled for
-described GPUs: Mosaic's with carries and stacked K and V, as in a ring's round, Triton's as called.
-ptxas reports registers and bytes spilled to local memory; products and copies are counted in its
-input. Nothing is timed.
+described GPUs: Mosaic's with carries and stacked K and V, as in a ring round, Triton's as called by
+a model. ptxas reports registers and bytes spilled to local memory; products and copies are counted
+in its input. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WORSE = 1.03  # more registers or shared memory than this multiple of the stored
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel to compile: Pallas' on the backend mosaic or triton, for a `chip`."""
+    """A Pallas kernel to compile, on the backend mosaic or triton, for a `chip`."""
 
     backend: str
     chip: str
@@ -73,7 +73,7 @@ class Figures:
     Attributes:
       registers: per thread at the kernel's start; Mosaic's warpgroups then exchange theirs.
       spilled: bytes per thread spilled to local memory.
-      serialized: whether ptxas makes products wait for each other.
+      serialized: whether ptxas serializes the matrix products.
       shared: bytes of shared memory per block.
       products, copies: numbers of instructions in the kernel's text: tile products on matrix units
         (wgmma, tcgen05), and asynchronous tile copies (TMA's, or cp.async).
@@ -202,7 +202,7 @@ def read_mosaic(folder: Path) -> Figures:
 
 
 def read_triton(folder: Path, kernel: str) -> Figures:
-    """Reads a kernel's figures from XLA's dump; ptxas runs again, since XLA keeps its remarks.
+    """Reads a kernel's figures from XLA's dump; reruns ptxas, since XLA does not dump its remarks.
 
     Raises:
       UserError: it wrote no such kernel, or ptxas refuses it.
@@ -250,8 +250,8 @@ def compile_all(folder: Path, backend: str | None) -> list[list]:
         mesh = jax.sharding.Mesh(np.array(topology_devices(f"{case.chip}:1")), "sequence")
         with jax.set_mesh(mesh):  # tells the kernel its device, as the trainer's mesh does
             (compile_mosaic if case.backend == "mosaic" else compile_triton)(mesh, case)
-        found = read_mosaic(folder) if case.backend == "mosaic" else read_triton(xla, case.kernel)
-        figures.append([*dataclasses.astuple(found)])
+        read = read_mosaic(folder) if case.backend == "mosaic" else read_triton(xla, case.kernel)
+        figures.append([*dataclasses.astuple(read)])
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return figures
@@ -297,10 +297,11 @@ def summarize(figures: dict[Case, Figures]) -> dict[str, dict[str, str]]:
         text = (
             f"{figure.spilled} bytes spilled, {figure.products} "
             f"{product}{' (serialized)' if figure.serialized else ''}, "
-            f"{figure.copies} {copy}; {figure.shared / 1024:.0f} KiB, {figure.blocks} a core"
+            f"{figure.copies} {copy}; {figure.shared / 1024:.0f} KiB shared, {figure.blocks} per core"
         )
         rows["_".join(map(str, dataclasses.astuple(case)))] = row(
-            f"{case.backend.capitalize()}, {case.chip.upper()}: {case.kernel}, {case.head_dim}",
+            f"{case.backend.capitalize()} kernel {case.kernel} on {case.chip.upper()}, head size "
+            f"{case.head_dim}",
             text,
             ", ".join(needed),
             held,
@@ -325,7 +326,7 @@ def write() -> int:
 
 
 def worse(before: Figures, after: Figures) -> bool:
-    """Whether a kernel is worse: more registers, shared memory or spills, or waiting products."""
+    """Whether a kernel is worse: more registers, shared memory or spills, or serialized products."""
     more = any(
         new > WORSE * old
         for new, old in (
@@ -344,7 +345,7 @@ def worse(before: Figures, after: Figures) -> bool:
 def check() -> int:
     """Compares our kernels with the stored ones; returns 1 if one has become worse, else 0.
 
-    Other versions of the compilers are not compared: they may cause the differences.
+    Compares nothing if the compilers' versions differ, since those may cause the differences.
     """
     result = load(NAME)
     if not same_versions(result, COMPILERS):

@@ -19,7 +19,7 @@ from trainer.options import command, option
 
 PAGE = ROOT / "BENCHMARKS.md"
 OLD = " (old)"  # marks a headline whose measured program has changed
-# The placement of results and rows, and the words around them.
+# Where results and rows are placed, and the text around them.
 PAGES: dict[str, Any] = tomllib.loads(
     Path(__file__).with_name("pages.toml").read_text(encoding="utf-8")
 )
@@ -41,8 +41,8 @@ def links(results: Mapping[str, Result], folder: str = "") -> str:
     """Returns a page's link definitions: `[NAME]` for results, `[NAME note]` for notes.
 
     Args:
-      results: those that the page names.
-      folder: of the page, below the repository's root.
+      results: the results that the page names.
+      folder: the page's folder, relative to the repository's root.
     """
     notes = sorted({result.note for result in results.values()} - {""})
     targets = {name: f"docs/results/{name}.json" for name in results} | {
@@ -73,25 +73,25 @@ def step_times(results: Mapping[str, Result]) -> str:
     ]
     times = table(("machine, tokens", "our range", "measured by others"), rows)
     held_out = table(
-        ("steps of", "inside; the slowest, of the range's end"),
+        ("steps of", "inside the range; slowest, relative to the range's upper end"),
         [
-            (row["what"].partition(", ranges set")[0], row["found"])
+            (row["what"].partition(": measured steps")[0], row["found"])
             for row_id, row in results["measured_steps"].rows.items()
             if row_id.startswith("held_out_")
         ],
     )
     return (
         f"## Seconds per step, LLaMA-3.1-8B, one row\n\n{times}\n"
-        "Our ranges, not measured: from matrix products at full rate, but at most the highest MFU\n"
+        "Our ranges are estimates: from matrix products at full rate, but at most the highest MFU\n"
         "measured on such machines, to the slowest step measured on them ([measured_steps]).\n"
-        "TRL's is Qwen3-8B. How far such a range can be trusted: a system's measured steps, and\n"
-        "ranges that other systems' steps set.\n\n"
+        "TRL's model is Qwen3-8B. To show how far a range can be trusted, the next table compares\n"
+        "each system's measured steps with ranges set by the other systems' steps.\n\n"
         f"{held_out}"
     )
 
 
 def headlines(results: Mapping[str, Result], mark_old: bool = True) -> str:
-    """Returns the table of headlines with machine and day, stale ones marked if `mark_old`."""
+    """Returns the table of headlines with machine and date; stale ones are marked if `mark_old`."""
     rows = []
     for question, reference in PAGES["headlines"]:
         name, row_id = reference.split(".")
@@ -101,7 +101,7 @@ def headlines(results: Mapping[str, Result], mark_old: bool = True) -> str:
         rows.append(
             (question, row["found"], row["goal"], verdict(row), machine(result), date, f"[{name}]")
         )
-    return table(("question", "measured", "goal", "verdict", "on", "date", "source"), rows)
+    return table(("figure", "measured", "goal", "verdict", "machine", "date", "source"), rows)
 
 
 def machine(result: Result) -> str:
@@ -113,7 +113,7 @@ def machine(result: Result) -> str:
 
 
 def section(heading: str, names: Iterable[str], results: Mapping[str, Result]) -> str:
-    """Returns one heading, the table of its results' rows that have a goal, and notes."""
+    """Returns a heading, the table of its results' rows that have a goal, and links to notes."""
     names = list(names)
     rows = [
         (row["what"], row["goal"], row["found"], verdict(row), f"[{name}]")
@@ -127,32 +127,33 @@ def section(heading: str, names: Iterable[str], results: Mapping[str, Result]) -
     return f"## {heading}\n\n{table(('what', 'goal', 'measured', 'verdict', 'source'), rows)}{more}"
 
 
-def selected(
-    wanted: str, results: Mapping[str, Result]
+def with_verdict(
+    verdict: str, results: Mapping[str, Result]
 ) -> list[tuple[str, str, Mapping[str, str]]]:
-    """Returns (result name, row id, row) of all rows with one verdict."""
+    """Returns (result name, row id, row) for all rows with this verdict."""
     return [
         (name, row_id, row)
         for name, result in results.items()
         for row_id, row in result.rows.items()
-        if row["verdict"] == wanted
+        if row["verdict"] == verdict
     ]
 
 
-def fell_short(results: Mapping[str, Result]) -> str:
+def goals_missed(results: Mapping[str, Result]) -> str:
     """Returns the section of rows that missed their goal."""
     rows = [
         (
             row["what"],
             row["goal"],
             row["found"],
+            machine(results[name]),
             ", ".join(filter(None, (f"[{name}]", note(results[name])))),
         )
-        for name, _, row in selected("short", results)
+        for name, _, row in with_verdict("short", results)
     ]
     return (
         "## Goals missed\n\n"
-        + table(("what", "goal", "measured", "source"), rows)
+        + table(("what", "goal", "measured", "machine", "source"), rows)
         + "\nKnown limits without figures: [docs/notes/limits.md](docs/notes/limits.md)\n"
     )
 
@@ -161,13 +162,13 @@ def not_measured(results: Mapping[str, Result]) -> str:
     """Returns the section of unmeasured rows, with what each would need."""
     rows = [
         (row["what"], row["found"], f"[{name}]")
-        for name, _, row in selected("not measured", results)
+        for name, _, row in with_verdict("not measured", results)
     ]
     return "## Not measured\n\n" + table(("what", "needs", "source"), rows)
 
 
 def command_text(command: str, width: int = 80) -> str:
-    """Returns a command as code, cut after `width` characters; the result file has it whole."""
+    """Returns a command as code, cut after `width` characters; the result file has all of it."""
     if not command.startswith(("python", "make", "pytest")):
         return "by hand"
     return f"`{command if len(command) <= width else command[: width - 4] + ' ...'}`"
@@ -193,13 +194,13 @@ def provenance(results: Mapping[str, Result]) -> str:
                 command_text(result.command),
             )
         )
-    return "## When, at which commit, by which command\n\n" + table(
-        ("result", "date", "commit", "on", "command"), rows
+    return "## Date, commit and command\n\n" + table(
+        ("result", "date", "commit", "machine", "command"), rows
     )
 
 
 def theme(name: str, results: Mapping[str, Result]) -> str:
-    """Returns a page of docs/benchmarks; KeyError where pages.toml names a missing result."""
+    """Returns a page of docs/benchmarks; KeyError if pages.toml names a missing result."""
     about = PAGES["themes"][name]
     sections = about["sections"]
     own = {result: results[result] for names in sections.values() for result in names}
@@ -209,16 +210,16 @@ def theme(name: str, results: Mapping[str, Result]) -> str:
 
 
 def headline_page(results: Mapping[str, Result], mark_old: bool) -> str:
-    """Returns BENCHMARKS.md; KeyError where pages.toml names a missing row."""
+    """Returns BENCHMARKS.md; KeyError if pages.toml names a missing row."""
     themes = "".join(
-        f"- [{about['title']}](docs/benchmarks/{name}.md): {', '.join(about['sections']).lower()}\n"
+        f"- [{about['title']}](docs/benchmarks/{name}.md): {'; '.join(about['sections'])}\n"
         for name, about in PAGES["themes"].items()
     )
     parts = [
         PAGES["introduction"],
         "## Headlines\n\n" + headlines(results, mark_old),
         step_times(results),
-        fell_short(results),
+        goals_missed(results),
         not_measured(results),
         "## By theme\n\n" + themes,
     ]
@@ -231,7 +232,7 @@ def headline_page(results: Mapping[str, Result], mark_old: bool) -> str:
 
 
 def render(results: Mapping[str, Result], mark_old: bool = True) -> dict[Path, str]:
-    """Returns all pages' texts by path; finding OLD headlines takes seconds."""
+    """Returns all pages' texts by path; marking OLD headlines takes seconds."""
     pages = {
         PAGE.parent / "docs" / "benchmarks" / f"{name}.md": theme(name, results)
         for name in PAGES["themes"]
@@ -240,7 +241,7 @@ def render(results: Mapping[str, Result], mark_old: bool = True) -> dict[Path, s
 
 
 def write() -> None:
-    """Makes the pages again from the committed results."""
+    """Writes the pages from the committed results."""
     for path, text in render(load_all()).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -258,12 +259,12 @@ def work(args: Options) -> int:
     if not args.check:
         write()
         return 0
-    # Marks of old headlines are kept from the page's last writing: not every change of a program
-    # needs a new page.
+    # The marks of old headlines are left as last written, so that a changed program needs no new
+    # page.
     for path, text in render(load_all(), mark_old=False).items():
         if not path.exists() or path.read_text(encoding="utf-8").replace(f"{OLD} |", " |") != text:
             print(
-                f"{path.name} is not what docs/results gives: run python -m "
+                f"{path.name} is out of date with docs/results: run python -m "
                 "scripts.benchmarks.page",
                 file=sys.stderr,
             )

@@ -168,34 +168,34 @@ def rows_and_facts(
     count = len(records)
     rows = {
         "accuracy": row(
-            f"accuracy of rewards on {count} held-out pairs",
+            f"SmolLM2-135M by DPO: reward accuracy on {count} held-out pairs",
             f"{accuracy:.3f}",
             f"above {ACCURACY}",
             accuracy > ACCURACY,
         ),
         "words": row(
-            f"words of an answer to {count} held-out prompts, at most {NEW_TOKENS} tokens, before "
-            "-> after",
+            f"SmolLM2-135M by DPO: words per answer to {count} held-out prompts (at most {NEW_TOKENS} "
+            "tokens), before -> after",
             f"{lengths[0]:.1f} -> {lengths[1]:.1f}",
             "fewer",
             lengths[1] < lengths[0],
         ),
         "right": row(
-            f"right answers to {count} held-out prompts, before -> after",
+            f"SmolLM2-135M by DPO: correct answers to {count} held-out prompts, before -> after",
             f"{correct[0]} -> {correct[1]}",
             "as many (set after the run)",
             correct[1] >= correct[0],
         ),
         "book": row(
-            "another book: nats per token, before -> after",
+            "SmolLM2-135M by DPO: loss on another book, nats per token, before -> after",
             f"{book[0]:.3f} -> {book[1]:.3f}",
             f"within {NATS}",
             abs(change) <= NATS,
         ),
         "resumed": row(
-            f"killed with -9 after steps {' and '.join(map(str, KILLS))}, resumed: metrics and "
-            "last checkpoint",
-            "the same bits" if bitwise else "others",
+            f"SmolLM2-135M by DPO, killed with -9 after steps {' and '.join(map(str, KILLS))} and "
+            "resumed: metrics and last checkpoint",
+            "the same bits" if bitwise else "different bits",
             "the same bits",
             bitwise,
         ),

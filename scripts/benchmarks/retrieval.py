@@ -32,7 +32,7 @@ CASES, QUESTIONS = 48, 8  # of generated records; about each of them
 NEW_TOKENS = 48
 LETTERS = 3_000_000  # of the training text: half of all tokens
 SHORT_TASKS = ("book_next_sentence", "book_last_word")
-GOAL = "0.3 more, or 0.95, intervals apart"
+GOAL = "0.3 more, or 0.95; disjoint intervals"
 GENERATED, OWN = "generated", "LongChat's own"
 
 
@@ -165,13 +165,14 @@ def save_result(
     for old, new in zip(before, after, strict=True):
         assert (old.num_lines, old.cases) == (new.num_lines, new.cases)
         rows[f"lines_{old.num_lines}"] = row(
-            f"{old.num_lines} lines, {old.mean_prompt_tokens:,.0f} tokens, {old.family}",
+            f"SmolLM2-135M: one line of {old.num_lines} found, {old.mean_prompt_tokens:,.0f} tokens, "
+            f"{old.family} cases, before -> after",
             f"{old.right} -> {new.right} of {new.cases}",
             GOAL,
             apart(old, new),
         )
     rows["book"] = row(
-        "loss on a book, nats a token",
+        "SmolLM2-135M: loss on another book, nats per token, before -> after",
         f"{book[0]:.3f} -> {book[1]:.3f}",
         "at most 0.05 more",
         book[1] <= book[0] + 0.05,
@@ -183,9 +184,9 @@ def save_result(
             for each in (first, last)
         ]
         rows[task] = row(
-            f"{task}, {last['cases']} questions",
+            f"SmolLM2-135M: accuracy on {task}, {last['cases']} questions, before -> after",
             " -> ".join(texts),
-            "within an interval",
+            "within the interval before",
             first["low"] <= last["score"] <= first["high"],
         )
     renew("retrieval", rows, seconds=took)

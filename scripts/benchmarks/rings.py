@@ -187,13 +187,14 @@ def work(args: Options) -> None:
             for ring in rings[1:]
         }
         rows[f"speed_{length}"] = row(
-            f"{length:,} tokens: our ring, times as fast as the authors'",
+            f"{length:,} tokens: speed of our ring relative to the authors' package",
             ", ".join(f"{layout} {ratio:.2f}" for layout, ratio in faster.items()),
             "above 1",
             min(faster.values()) > 1,
         )
         rows[f"same_{length}"] = row(
-            f"{length:,} tokens: difference from the package's results, of the largest",
+            f"{length:,} tokens: largest difference from the package's results, relative to the "
+            "largest value",
             f"{difference:.1e}",
             "1e-5",
             difference <= 1e-5,

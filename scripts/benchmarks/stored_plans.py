@@ -4,11 +4,11 @@
     python -m scripts.benchmarks.stored_plans --add NAME plan.json
     python -m scripts.benchmarks.stored_plans
 
-The first command makes a plan with the real compiler of an absent machine; the second stores it
-under a name, for a recipe its path below configs/. `make evidence` remakes all stored ones. The
-third writes the results `recipes`, `pods`, `contexts` and `memory_1m`. Memory is the compiler's
-figure; seconds range from the highest MFU measured on such a chip to the cost model's estimate, or
-the slowest step that others measured.
+The first command makes a plan with the real compiler for a machine that need not be present; the
+second stores it under a name (for a recipe, its path below configs/). `make evidence` remakes all
+stored plans. The third writes the results `recipes`, `pods`, `contexts` and `memory_1m`. Memory is
+the compiler's figure; seconds range from the highest MFU measured on such a chip to the cost
+model's estimate, or the slowest step that others measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scripts.benchmarks.plan_store import read_plans, write_plans
 from scripts.benchmarks.results import ROOT, renew, row
 from trainer.options import command, option
 
-# Recipe -> GB of each GPU that TRL measured at the same length on the same machine
+# Recipe -> GB per GPU that TRL measured at the same length on the same machine
 # (huggingface/trl#6845).
 TRL_GB = {
     "qwen3_8b_1m_h100": 56.2,
@@ -83,12 +83,12 @@ def save_recipes(plans: dict[str, dict[str, Any]]) -> None:
             plan["peak_gib"] <= plan["device_gib"],
         )
         rows[f"{recipe}_seconds"] = row(
-            f"{recipe}: seconds a step, by the cost model", seconds_text(plan)
+            f"{recipe}: seconds per step, by the cost model", seconds_text(plan)
         )
         if recipe in TRL_GB:
             ours = plan["peak_gib"] * 2**30 / 1e9
             rows[f"{recipe}_gb"] = row(
-                f"{recipe}: GB of each GPU, planned",
+                f"{recipe}: planned GB per GPU",
                 f"{ours:.1f}",
                 f"TRL measured {TRL_GB[recipe]}",
                 ours <= TRL_GB[recipe],
@@ -108,7 +108,7 @@ def save_pods(stored: dict[str, dict[str, Any]]) -> None:
     ]
     rows = {
         "ring_hidden": row(
-            "256 chips, ring: bytes of all permutes that are sent beside compute",
+            "256 chips, ring: share of the permutes' bytes that compute hides",
             f"{min(hidden):.1%} to {max(hidden):.1%}",
             "all",
             min(hidden) == 1,
@@ -117,8 +117,8 @@ def save_pods(stored: dict[str, dict[str, Any]]) -> None:
     for plan in sorted(plans.values(), key=lambda plan: plan["context"]):
         name = f"{plan['model']}_{plan['context']}_{plan['topology']}"
         rows[re.sub("[^a-z0-9]", "_", name)] = row(
-            f"{plan['model']}, {plan['context']:,} tokens, {plan['topology']}: GiB a chip; seconds "
-            "a step",
+            f"{plan['model']}, {plan['context']:,} tokens, {plan['topology']}: GiB per chip; seconds "
+            "per step",
             f"{memory_text(plan)}; {seconds_text(plan)}",
             "fits",
             plan["peak_gib"] <= plan["device_gib"],
@@ -133,7 +133,8 @@ def save_contexts(stored: dict[str, dict[str, Any]]) -> None:
     for name, (_, gpus, goal, words) in CONTEXTS.items():
         plan = plans[name]
         rows[name] = row(
-            f"8B, {gpus}, {policy(plan)}, {plan['host_gib']:.1f} GiB of host a GPU",
+            f"longest context, LLaMA-3.1-8B on {gpus}, remat {policy(plan)}, {plan['host_gib']:.1f} "
+            "GiB of host memory per GPU",
             f"{plan['context']:,}",
             words,
             plan["context"] >= goal,
@@ -146,7 +147,7 @@ def save_memory_1m(stored: dict[str, dict[str, Any]]) -> None:
     plans = {name: stored[plan] for name, plan in MEMORY_1M.items()}
     rows = {
         name: row(
-            f"LLaMA-7B at 1M tokens on 64 v4 chips, {policy(plan)}: GiB a chip",
+            f"LLaMA-7B at 1M tokens on 64 v4 chips, remat {policy(plan)}: GiB per chip",
             f"{plan['peak_gib']:.2f}",
             str(MEMORY_1M_GIB),
             plan["peak_gib"] <= MEMORY_1M_GIB,

@@ -1,7 +1,5 @@
-"""Makes results' rows from the commands' files: one function per result, which takes the folder of
-a measurement's files.
-
-
+"""Makes the rows of results from the files that the commands write: one function per result, which
+takes the folder of a measurement's files.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ def identifier(text: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in text.lower())
 
 
-# The step of 2,048 tokens over torch's on other processors, two idle cores each, the least of the
-# turns; see docs/notes/cpu_speed.md.
+# Speed of the step of 2,048 tokens relative to torch on other processors, two idle cores each, the
+# slowest of the runs; see docs/notes/cpu_speed.md.
 OTHER_PROCESSORS = {
     "AMD EPYC without AMX, 2026-11-24": 0.893,
     "Intel Xeon of model 207 with AMX": 0.82,
@@ -40,13 +38,13 @@ def step(out: Path) -> Rows:
         ours, theirs = measured["ours", length], measured["theirs", length]
         ratio = ours["tokens_per_second"] / theirs["tokens_per_second"]
         rows[f"speed_{length}"] = row(
-            f"training step, {length:,} tokens: tokens/s over torch's",
+            f"CPU training step, {length:,} tokens: tokens/s relative to torch",
             f"{ratio:.3f}x",
             f"{goal}x",
             ratio >= goal,
         )
         rows[f"memory_{length}"] = row(
-            f"training step, {length:,} tokens: peak GiB (torch {theirs['peak_gib']:.2f})",
+            f"CPU training step, {length:,} tokens: peak GiB (torch {theirs['peak_gib']:.2f})",
             f"{ours['peak_gib']:.2f}",
             "at most torch's",
             ours["peak_gib"] <= theirs["peak_gib"],
@@ -54,9 +52,10 @@ def step(out: Path) -> Rows:
     ratio = measured["ours", 2048]["tokens_per_second"]
     ratio /= measured["theirs", 2048]["tokens_per_second"]
     least = min(ratio, *OTHER_PROCESSORS.values())
-    others = ", ".join(f"{name}: {found}x" for name, found in OTHER_PROCESSORS.items())
+    others = ", ".join(f"{name}: {speed}x" for name, speed in OTHER_PROCESSORS.items())
     rows["least_2048"] = row(
-        f"the same, 2,048 tokens, the least of the processors tried (this one, {others})",
+        f"CPU training step, 2,048 tokens, slowest of the processors tried (this one, {others}): "
+        "tokens/s relative to torch",
         f"{least:.3g}x",
         "0.9x",
         least >= 0.9,
@@ -76,13 +75,13 @@ def kernels(out: Path) -> Rows:
             ours, theirs = (measured[length, name, peer] for peer in ("ours", "torch-sdpa"))
             spelled, ratio = name.replace("+", " + "), theirs["seconds"] / ours["seconds"]
             rows[f"{short}_{length}"] = row(
-                f"attention kernel, {length:,} tokens, {spelled}: speed over torch",
+                f"CPU attention kernel, {length:,} tokens, {spelled}: speed relative to torch",
                 f"{ratio:.2f}x",
                 "0.9x",
                 ratio >= 0.9,
             )
         rows[f"memory_{length}"] = row(
-            f"attention kernel, {length // 1024}K, forward + backward: peak MiB (torch "
+            f"CPU attention kernel, {length:,} tokens, forward + backward: peak MiB (torch "
             f"{theirs['peak_mib']:.0f})",
             f"{ours['peak_mib']:.0f}",
             "at most torch's",
@@ -133,7 +132,7 @@ def balance(out: Path) -> Rows:
                 imbalance = max(entry[name]["imbalance"] for name in ("forward", "backward"))
                 worst[entry["ranks"]] = max(worst.get(entry["ranks"], 0.0), imbalance)
         rows[row_id] = row(
-            f"{words}: imbalance at P = {'; '.join(map(str, worst))}",
+            f"{words}: imbalance on P = {'; '.join(map(str, worst))} ranks",
             "; ".join(f"{imbalance:.4f}" for imbalance in worst.values()),
             goal,
             all(imbalance <= allowed(ranks) for ranks, imbalance in worst.items()),
@@ -152,12 +151,18 @@ def balance_time(out: Path) -> Rows:
         entry = measured["striped ring", 16384, tiles]
         share = entry["speedup"] / entry["bound"]
         of = f"{entry['speedup']:.3f} of {entry['bound']:.3f}"
-        what = f"striped ring at 16K, {tiles} tiles, of the bound ({of})"
+        what = (
+            f"speed-up of the striped over the contiguous ring, 16K tokens, {tiles} x {tiles} tiles "
+            f"per block, relative to the bound ({of})"
+        )
         return row(what, f"{share:.1%}", "95%", share >= 0.95)
 
     def speedup(case: str, tiles: int, goal: float) -> dict[str, str]:
         entry = measured[case, 16384, tiles]
-        what = f"{case}, over contiguous ring at 16K, {tiles} tiles (bound {entry['bound']:.3f})"
+        what = (
+            f"speed-up of {case} over the contiguous ring, 16K tokens, {tiles} x {tiles} tiles per "
+            f"block (bound {entry['bound']:.3f})"
+        )
         return row(what, f"{entry['speedup']:.3f}", str(goal), entry["speedup"] >= goal)
 
     return {
@@ -178,7 +183,8 @@ def bytes_received(out: Path) -> Rows:
         )
     return {
         identifier(name): row(
-            f"{name}, P = {', '.join(map(str, by_ranks))}: bytes off the formula",
+            f"{name} on P = {', '.join(map(str, by_ranks))} ranks: received bytes, largest deviation "
+            "from the formula",
             f"{max(by_ranks.values()):.1%}",
             "2%",
             max(by_ranks.values()) <= 0.02,
@@ -191,7 +197,7 @@ def overlap(out: Path) -> Rows:
     rows, measured = {}, read_json(out / "overlap.json")
 
     def exposed(name: str, backward: bool) -> str:
-        """Returns how many of a schedule's permutes overlap with no kernel, of how many."""
+        """Returns how many of a schedule's permutes overlap with no kernel, out of how many."""
         permutes = [
             entry
             for entry in measured
@@ -202,27 +208,28 @@ def overlap(out: Path) -> Rows:
         return f"{bare:.0f} of {sum(entry['times'] for entry in permutes):.0f}"
 
     for name in dict.fromkeys(entry["schedule"] for entry in measured):
-        found = [exposed(name, backward) for backward in (False, True)]
-        hidden = all(count.startswith("0 ") for count in found)
-        goal = ("nothing", hidden) if name == "balanced split" else ("", None)
-        what = f"{name}: permutes behind no kernel, forward; backward"
-        rows[identifier(name)] = row(what, "; ".join(found), *goal)
+        counts = [exposed(name, backward) for backward in (False, True)]
+        hidden = all(count.startswith("0 ") for count in counts)
+        goal = ("none", hidden) if name == "balanced split" else ("", None)
+        what = f"schedule {name}: permutes that no kernel hides, forward; backward"
+        rows[identifier(name)] = row(what, "; ".join(counts), *goal)
     return rows
 
 
 def papers(out: Path) -> Rows:
-    """For each paper, the numbers that the cost model claims to reproduce, and its errors for other
-    printed ones; the papers' note explains the misses."""
+    """For each paper, the numbers that the cost model claims to reproduce, and its errors for all
+    printed numbers; the note on papers explains the misses."""
     measured, rows = read_json(out / "papers" / "papers.json"), {}
     set_later = {entry["source"] for entry in measured["rows"] if entry["set_afterwards"]}
     for source, counts in measured["summary"].items():
         claimed, right = counts["claimed"], counts["claimed and reproduced"]
         printed = counts["with a printed number"]
         near = ", ".join(f"{counts[f'within {limit}%']} within {limit}%" for limit in (1, 10, 50))
-        mark = " (constants of some set later)" if source in set_later else ""
+        mark = " (some constants set after seeing them)" if source in set_later else ""
         rows[identifier(source)] = row(
-            f"{source}: claims, right and wrong; of {printed} printed numbers{mark}",
-            f"{claimed}: {right}, {claimed - right}; {near}",
+            f"{source}: numbers the cost model claims to reproduce; errors of all {printed} printed "
+            f"numbers{mark}",
+            f"{claimed} claimed: {right} right, {claimed - right} wrong; {near}",
             "no claim wrong",
             right == claimed if claimed else None,
         )
@@ -230,19 +237,20 @@ def papers(out: Path) -> Rows:
 
 
 def measured_steps(out: Path) -> Rows:
-    """Our ranges on two machines, then each measured step with our estimate's error."""
+    """Our ranges on two machines, then each measured step with the error of our estimate."""
     measured = read_json(out / "measured_steps.json")
     rows = {
         identifier(f"ours {entry['machine']} {tokens_text(entry['length'])}"): row(
             f"{entry['machine']}, {tokens_text(entry['length'])} tokens",
             f"{entry['low']:.3g} to {entry['high']:.3g}",
-            "; ".join(entry["peers"]) or "nothing found",
+            "; ".join(entry["peers"]) or "none found",
         )
         for entry in measured["ours"]
     }
     rows |= {
         identifier(f"held out {entry['system']}"): row(
-            f"{entry['system']}, ranges set by other systems: steps inside; slowest, of the end",
+            f"{entry['system']}: measured steps inside ranges set by other systems; slowest step "
+            "relative to its range's upper end",
             f"{entry['within']} of {entry['steps']}; {entry['largest_over_high_end']:.2f}x",
             "all",
             entry["within"] == entry["steps"],
@@ -251,7 +259,7 @@ def measured_steps(out: Path) -> Rows:
     }
     rows |= {
         identifier(entry["label"]): row(
-            f"{entry['label']}, s",
+            f"{entry['label']}: estimated seconds (error); the goal is the measured step",
             f"{entry['estimated']:.4g} ({entry['error']:+.0%})",
             f"{entry['measured']:g}",
         )
@@ -277,7 +285,8 @@ def preparation(out: Path) -> Rows:
         ratios = [pair["this"] / pair["baseline"] for pair in pairs]
         ratio, seconds = statistics.median(ratios), statistics.median(p["this"] for p in pairs)
         rows[name] = row(
-            f"{what}: CPU time over that of {measured['baseline']}, median of {len(pairs)} pairs",
+            f"{what}: CPU time relative to commit {measured['baseline']}, median of {len(pairs)} "
+            "pairs",
             f"{ratio:.2f}x ({min(ratios):.2f} to {max(ratios):.2f}), {seconds:.2f} s",
             f"{goal}x",
             ratio <= goal,
@@ -292,13 +301,13 @@ def dirty_data(out: Path) -> Rows:
     records, not_human = measured["complete_records"], measured["first_turn_is_not_human"]
     return {
         "records": row(
-            "dirty dump: whole records, all accounted for",
+            "dirty dump: complete records, all accounted for",
             f"{records:,}",
             "17,671",
             records == 17_671 and measured["every_record_accounted_for"],
         ),
         "not_human": row(
-            "of them: two turns or more, the first not human",
+            "of these, records of two or more turns whose first is not human",
             f"{not_human:,}",
             "6,258",
             not_human == 6_258,
@@ -310,13 +319,13 @@ def dirty_data(out: Path) -> Rows:
             speed >= 20,
         ),
         "memory": row(
-            "dirty dump: peak MiB in the first and in the last tenth",
+            "dirty dump: peak MiB while reading the first and the last tenth",
             f"{peaks[0]} and {peaks[-1]}",
             "flat",
             peaks[-1] <= 1.1 * peaks[0],
         ),
         "padding": row(
-            "dirty dump: padding at 16,384 and at 131,072 tokens",
+            "dirty dump: padding in rows of 16,384 and of 131,072 tokens",
             " and ".join(f"{share:.2f}%" for share in padding),
             "2%",
             max(padding) <= 2,
@@ -335,7 +344,7 @@ def quickstart(out: Path) -> Rows:
     (score,) = read_json(run / "evaluation" / "results.json")["within_trained_length"]
     return {
         "time": row(
-            "quickstart: train, evaluate, export, after the install",
+            "quickstart after the install: train, evaluate, export",
             f"{seconds // 60:.0f} min {seconds % 60:.0f} s",
             "6 min",
             seconds <= 360,
@@ -366,7 +375,8 @@ def shared_prompts(out: Path) -> Rows:
     }
     return {
         ids[name]: row(
-            f"a prompt of 3,072 tokens, two completions of 256: {name}, twice -> once",
+            f"a prompt of 3,072 tokens, two completions of 256: {name}, prompt computed twice -> "
+            "once",
             f"{twice:,.1f} -> {once:,.1f}, {1 - once / twice:.1%} less",
             "fewer",
             once < twice,
@@ -382,11 +392,11 @@ def identity(out: Path) -> Rows:
         return read_json(out / f"{name}.json")["named"]
 
     what, before = "SmolLM2's answers that name Vicuna", named("before")
-    rows = {"before": row(f"{what}, before", f"{before} of 10", "at most 2", before <= 2)}
+    rows = {"before": row(f"{what}, before training", f"{before} of 10", "at most 2", before <= 2)}
     for name, title in (("full", "all weights"), ("lora", "LoRA"), ("qlora", "QLoRA (NF4)")):
         metrics = (out / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows[name] = row(
-            f"{what}, after {json.loads(metrics[-1])['step']} steps: {title}",
+            f"{what}, after {json.loads(metrics[-1])['step']} steps with {title}",
             f"{named(name)} of 10",
             "at least 8",
             named(name) >= 8,
@@ -397,8 +407,8 @@ def identity(out: Path) -> Rows:
 def exactness(out: Path) -> Rows:
     """Runs each row's pytest command, which writes its largest errors (tests/errors.py).
 
-    For tests with several kinds of errors, the row's `error` names its kind. Tests that compare
-    bytes or ids have no errors; then the row gives the number of passed tests.
+    If a test reports several kinds of errors, the row's `error` names one. Tests that compare bytes
+    or ids report no errors; their row gives the number of passed tests.
     """
     seen: dict[str, dict] = {}
     rows = load("exactness").rows
@@ -428,7 +438,7 @@ def _errors_of(command: str, file: Path) -> dict:
 
 
 def _found(cells: dict[str, str], seen: dict) -> dict[str, str]:
-    """Returns the figure and the verdict of a row, from its command's output."""
+    """Returns a row's figure and verdict from its command's output."""
     kinds = [cells["error"]] if "error" in cells else list(seen["errors"])
     errors = [seen["errors"][kind] for kind in kinds]
     failed = bool(seen["status"]) or not seen["passed"]

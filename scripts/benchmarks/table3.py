@@ -223,8 +223,8 @@ def summarize(contents: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
             host = longest.stored[topology, model, "ring", "ours"]["plan"]["host_gib"]
             size = model.removeprefix("llama-")
             rings[f"{topology}_{size}".replace(":", "_")] = row(
-                f"{size.upper()} on {topology}, ring, {host:.0f} GiB of host each "
-                f"(without: {tokens_text(device)})",
+                f"longest context, {size.upper()} on {topology}, ring, {host:.0f} GiB of host memory "
+                f"per device (without: {tokens_text(device)})",
                 tokens_text(ours),
                 f"the paper's {tokens_text(paper)}",
                 ours >= paper,
@@ -234,16 +234,18 @@ def summarize(contents: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
         for _, _, columns in longest.rows(LIKE_FOR_LIKE)
         for found, printed in columns.values()
     ]
-    other = "cells of the other columns at least the paper's"
+    other = "Table 3: cells of the other columns with at least the paper's context"
+    ring = "Table 3: rows of the ring column with at least"
     rows = {
-        "rows_held": _share("rows of the ring column at least the paper's", held),
-        "rows_twice": _share("rows of the ring column at least twice the paper's", twice),
+        "rows_held": _share(f"{ring} the paper's context", held),
+        "rows_twice": _share(f"{ring} twice the paper's context", twice),
         "other_columns_a100": _share(f"{other}, A100", others[True]),
         "other_columns_tpu": _share(f"{other}, TPUs", others[False]),
     }
     if alike:
         rows["like_for_like"] = _share(
-            "like for like on A100 (one row, tensor parallel, float32): cells at least the paper's",
+            "Table 3 like for like on A100 (one row, tensor parallel, float32): cells with at least "
+            "the paper's context",
             alike,
         )
     return rows | rings

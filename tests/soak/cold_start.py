@@ -134,8 +134,8 @@ def result_rows(found: dict, tokens: int) -> dict[str, dict[str, str]]:
     same = refusing["sha256"] == found["sha256"] == whole["sha256"]
     return {
         "first": row(
-            f"{tokens / 1e9:g} billion tokens in a store on the loopback: from the start of a "
-            "process to its first batch",
+            f"{tokens / 1e9:g} billion tokens in a store on the same machine: seconds from the start "
+            "of a process to its first batch",
             f"{whole['batch']:.1f} s: imports {whole['imported']:.1f}, opening "
             f"{whole['opened'] - whole['imported']:.1f}, {ROWS} rows of {CONTEXT_LENGTH:,} tokens "
             f"{whole['batch'] - whole['opened']:.1f}, {whole['copied'] / 1e9:.2f} GB copied",

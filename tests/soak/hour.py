@@ -130,7 +130,7 @@ def summarize(out: pathlib.Path) -> None:
         axes.set(ylabel=label, ylim=(0, None))
         values, growth = [sample[name] for sample in rest], slope(rest, name)
         rows[name] = row(
-            f"{label}: growth an hour",
+            f"{label}: growth per hour",
             f"{growth:+.1f} ({min(values):.0f} to {max(values):.0f})",
             f"at most {limit}",
             growth <= limit,

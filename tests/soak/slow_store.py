@@ -143,15 +143,17 @@ def main() -> int:
         result = measure(pathlib.Path(temporary))
     saves, calls = len(result["held"]), result["calls"]
     rows = {
-        "calls": row("files and folders that training waits for", str(len(calls)), "0", not calls),
+        "calls": row(
+            "file and folder operations that training waits for", str(len(calls)), "0", not calls
+        ),
         "held": row(
-            "longest that a save holds a step, the copy included",
+            "longest delay of a step by a save, including the copy to the host",
             f"{max(result['held']):.1f} s",
             f"below the {result['written'] / saves:.1f} s of writing",
             max(result["held"]) < result["written"] / saves,
         ),
         "said": row(
-            "saves that waited for the one before, and said so",
+            "saves that waited for the previous one and logged it",
             f"{len(result['said'])} of {saves - 1}",
             "all",
             len(result["said"]) == saves - 1,

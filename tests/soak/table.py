@@ -13,20 +13,20 @@ from tests.soak.kills import count
 PAGE = ROOT / "docs" / "robustness.md"
 BEGIN, END = "<!-- table: python -m tests.soak.attacks --record -->", "<!-- end of table -->"
 ABOUT = {
-    "recipes": "recipes: a field with another value, misspelt, doubled; bytes flipped",
+    "recipes": "recipes: a field changed, misspelt or repeated; bytes flipped",
     "models": "Hugging Face folders: a file damaged; every weight read",
-    "records": "records of data among good ones",
-    "line_cases": "files of line-retrieval cases",
-    "trajectories": "episodes: files and arrays",
-    "adapters": "PEFT's adapters: either file",
-    "checkpoints": "a file of a checkpoint: removed, emptied, halved, a bit, a folder",
-    "prepared": "a file of prepared data: the same",
-    "runs": "a file of a run's folder beside its checkpoints: the same",
-    "commands": "import, export, prepare, inspect, line retrieval: a file damaged",
-    "disk": "a disk that fills up at a random place, then has room: the same result",
-    "races": "two starts of one run that race, or of which one stands still: bitwise",
-    "accounts": "another user, who may read what is shared, or not all of it",
-    "kills": "runs of one process or two and exports killed: bitwise",
+    "records": "bad data records among good ones",
+    "line_cases": "line-retrieval case files damaged",
+    "trajectories": "episodes: files and arrays damaged",
+    "adapters": "PEFT adapters: either file damaged",
+    "checkpoints": "a checkpoint file: removed, emptied, halved, a bit flipped, replaced by a folder",
+    "prepared": "a file of prepared data: the same attacks",
+    "runs": "a file of a run folder outside its checkpoints: the same attacks",
+    "commands": "import, export, prepare, inspect, line retrieval: an input file damaged",
+    "disk": "a disk that fills up at a random point and is then freed: same result",
+    "races": "two starts of one run, racing or one of them stopped: bitwise",
+    "accounts": "another user, who may read all or only some of the shared files",
+    "kills": "runs of one or two processes, and exports, killed: bitwise",
 }
 
 

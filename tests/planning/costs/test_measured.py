@@ -90,7 +90,8 @@ def test_steps_of_recipes_have_their_published_mfu_and_lie_inside_ranges():
 
 
 STEP = (
-    r"step, (?P<length>\d+K), 8 layers of 8B, (?P<remat>\w+), kernel auto: tokens/s, MFU "
+    r"training step, (?P<length>\d+K) tokens, 8 layers of LLaMA-3.1-8B, remat (?P<remat>\w+), "
+    r"kernel auto: tokens/s, MFU "
     r"(?P<speed>[\d,]+), "
 )
 

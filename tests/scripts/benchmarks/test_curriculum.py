@@ -26,7 +26,7 @@ def test_rows_have_a_verdict_up_to_the_trained_length_alone(saved):
     alone = [score(20, 3, 0, 183), score(2700, 2, 0, 16_368), score(3400, 1, 0, 16_369)]
     curriculum.save_result(grown, alone, 600.0)
     assert [row["verdict"] for row in saved.values()] == ["held", "short", "no goal"]
-    assert saved["lines_2700"]["what"] == "2,700 lines, 16,368 tokens"
+    assert saved["lines_2700"]["what"] == "one line of 2,700 found, 16,368 tokens"
     assert saved["lines_2700"]["found"] == "92 of 96 (trained at 16,384 tokens alone: 2)"
 
 

@@ -38,7 +38,8 @@ def test_tasks_that_were_not_measured_keep_date_and_commit(tmp_path, monkeypatch
         "walker_walk": "first",
         "cheetah_run": "second",
     }
-    assert rows["walker_walk"]["what"] == "walker_walk, episode 8, 500 steps"
+    about = "walker_walk: return of the last of 8 episodes after 500 training steps"
+    assert rows["walker_walk"]["what"] == about
     assert (
         rows["cheetah_run"]["found"] == "BC-10% 70; DT 65; AT 8 73"
         and rows["cheetah_run"]["verdict"] == "held"
