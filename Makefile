@@ -54,7 +54,7 @@ CHECKED := tests/test_rooms.py tests/test_dependencies.py tests/data/test_packin
 UNCHECKED := tests/trainer/config/test_load.py::test_every_recipe_loads_and_opens_with_its_command \
 	tests/trainer/config/test_load.py::test_a_run_that_began_with_another_default_template \
 	tests/trainer/config/test_numbers.py::test_any_number_in_any_field tests/trainer/config/test_golden.py \
-	tests/data/templates/test_random.py tests/data/templates/test_published.py tests/model/test_rope.py::test_equal_to_transformers \
+	tests/data/templates/test_random.py tests/data/templates/test_published.py tests/model/test_rope.py::test_embedding_matches_transformers \
 	tests/test_dependencies.py::test_every_import_is_declared
 check: $(VENV)/.requirements-test.stamp
 	$(RUN) -m ruff check .

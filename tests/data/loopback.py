@@ -1,5 +1,4 @@
-"""A server on this machine that sends one file, as servers on the internet do, with failures to
-order."""
+"""A local server that sends one file like servers on the internet do, with failures on demand."""
 
 import contextlib
 import http.server
@@ -12,20 +11,20 @@ class FileServer:
     """A server's answers, and the requests it received.
 
     Attributes:
-      content: the file's bytes; etag: its version, or None where the server has none.
-      has_ranges: whether parts of the file are sent; has_length: whether the length is.
-      told: what the server says the size is, in place of the truth.
-      breaks: number of bytes after which each of the next responses breaks off; then responses are
-        whole.
+      content: the file's bytes; etag: its version, or None if the server has none.
+      has_ranges: whether the server sends parts of the file; has_length: whether it sends the length.
+      claimed_size: the size that the server claims instead of the true one.
+      breaks: number of bytes after which each of the next responses breaks off; later responses are
+        complete.
       stalls: number of bytes after which each of the next responses waits for `stalled` to be set.
-      statuses: statuses of the next responses, in place of the file.
+      statuses: statuses of the next responses, instead of the file.
       requests: (path, Range) of every request, in order.
     """
 
     def __init__(self, content: bytes) -> None:
         self.content, self.etag = content, '"1"'
         self.has_ranges = self.has_length = True
-        self.told: str | None = None
+        self.claimed_size: str | None = None
         self.breaks: list[int] = []
         self.stalls: list[int] = []
         self.stalled = threading.Event()
@@ -35,7 +34,7 @@ class FileServer:
 
     @property
     def ranges(self) -> list[str | None]:
-        """The header Range of every request."""
+        """The Range header of every request."""
         return [header for _, header in self.requests]
 
     def respond(self, handler: http.server.BaseHTTPRequestHandler) -> None:
@@ -56,13 +55,13 @@ class FileServer:
             handler.send_response(206)
             handler.send_header(
                 "Content-Range",
-                f"bytes {start}-{len(self.content) - 1}/{self.told or len(self.content)}",
+                f"bytes {start}-{len(self.content) - 1}/{self.claimed_size or len(self.content)}",
             )
         else:
             handler.send_response(200)
         if self.has_length:
             length = str(len(self.content) - start)
-            handler.send_header("Content-Length", length if start else self.told or length)
+            handler.send_header("Content-Length", length if start else self.claimed_size or length)
         if self.etag is not None:
             handler.send_header("ETag", self.etag)
         handler.end_headers()
@@ -94,11 +93,11 @@ def serving(content: bytes):
 
 
 class HubHandler(http.server.BaseHTTPRequestHandler):
-    """Answers of a hub on this machine; a test's own hub says which."""
+    """Base of a local hub's responses; each test's hub decides what to answer."""
 
     def answer(self, status: int, content: bytes, headers: Mapping[str, str], body: bool) -> None:
-        """Sends a response, JSON unless the headers say otherwise; the content only where `body` is
-        true (no HEAD)."""
+        """Sends a response, JSON unless the headers say otherwise; the content only if `body` is
+        true (not for HEAD)."""
         self.send_response(status)
         for key, value in {
             "Content-Type": "application/json",

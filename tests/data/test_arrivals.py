@@ -49,7 +49,7 @@ def killed(repository, **arrived):
 
 
 @pytest.mark.parametrize("digest", [SHA256, GIT, PLAIN, SHA256.upper()])
-def test_what_a_killed_download_has_left_is_checked_by_the_next(repository, capsys, digest):
+def test_files_of_a_killed_download_are_checked_by_the_next(repository, capsys, digest):
     killed(repository, **{digest: WHOLE.decode()[:-1], "of-a-mirror": "x"})
     (repository / "blobs" / "of-a-mirror").chmod(0o400)
     assert len(notes(repository)) == 1
@@ -59,15 +59,15 @@ def test_what_a_killed_download_has_left_is_checked_by_the_next(repository, caps
     assert notes(repository) == []
 
 
-def test_a_whole_file_stays_and_one_that_was_there_before_is_not_read_again(repository):
+def test_a_complete_file_is_kept_and_an_earlier_one_is_not_read_again(repository):
     before = repository / "blobs" / ("a" * 64)
-    before.write_bytes(b"of another kind: an earlier download checked it")
+    before.write_bytes(b"does not match its name, but an earlier download checked it")
     killed(repository, **{SHA256: WHOLE.decode()})
     remove_damaged(repository)
     assert {blob.name for blob in (repository / "blobs").iterdir()} == {SHA256, before.name}
 
 
-def test_a_note_without_an_end_has_all_files_checked(repository):
+def test_a_truncated_note_causes_all_files_to_be_checked(repository):
     killed(repository)
     (note,) = notes(repository)
     (repository.parent / note).write_bytes(b'["' + SHA256.encode())
@@ -76,7 +76,7 @@ def test_a_note_without_an_end_has_all_files_checked(repository):
     assert not list((repository / "blobs").iterdir())
 
 
-def test_a_download_that_goes_on_is_left_alone(repository):
+def test_a_running_download_is_left_alone(repository):
     with checked(repository):
         blob = repository / "blobs" / SHA256
         blob.write_bytes(b"not all of it yet")
@@ -88,9 +88,9 @@ def test_a_download_that_goes_on_is_left_alone(repository):
 
 
 @pytest.mark.parametrize("error", [None, OSError])
-def test_what_arrives_damaged_is_removed_with_the_error(repository, error):
-    arrived = pytest.raises(UserError, match=f"{SHA256}: does not match the hub's digest")
-    with arrived, checked(repository):
+def test_a_damaged_file_is_removed_with_an_error(repository, error):
+    refused = pytest.raises(UserError, match=f"{SHA256}: does not match the hub's digest")
+    with refused, checked(repository):
         (repository / "blobs" / SHA256).write_bytes(WHOLE[1:])
         if error:
             raise error("the connection broke off")
@@ -98,7 +98,7 @@ def test_what_arrives_damaged_is_removed_with_the_error(repository, error):
     assert notes(repository) == []
 
 
-def test_an_interruption_does_not_wait_and_leaves_its_note(repository):
+def test_an_interruption_skips_the_check_and_leaves_its_note(repository):
     blob = repository / "blobs" / SHA256
     with pytest.raises(KeyboardInterrupt), checked(repository):
         blob.write_bytes(WHOLE[1:])
@@ -109,9 +109,7 @@ def test_an_interruption_does_not_wait_and_leaves_its_note(repository):
 
 
 @pytest.mark.parametrize("problem", [errno.EROFS, errno.EACCES, errno.ENOSPC])
-def test_a_cache_that_takes_no_note_is_used_and_checked_all_the_same(
-    repository, monkeypatch, problem
-):
+def test_a_cache_that_cannot_be_written_to_is_still_checked(repository, monkeypatch, problem):
     def rename(*_):
         raise OSError(problem, os.strerror(problem))
 

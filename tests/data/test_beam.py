@@ -1,4 +1,4 @@
-"""Prepared data are the same, to the byte, whether one process or the workers of Beam made them."""
+"""Prepared data are byte for byte the same whether one process or Beam's workers make them."""
 
 import errno
 import gzip
@@ -56,19 +56,19 @@ def _contents(folder):
 
 
 def _both(tmp_path, sources, tokenizer, length=LENGTH, clean=CLEAN, **options):
-    """Returns what one process and Beam prepare."""
-    made = [
+    """Returns the data that one process and Beam prepare."""
+    results = [
         prepare(sources, tokenizer, length, tmp_path / name, clean=clean, progress=False, **more)
         for name, more in (("one", options), ("beam", {**options, "engine": Beam()}))
     ]
-    assert not list((tmp_path / "beam").glob(".*")), "the workers' folder is removed"
-    assert [prepared.folder.name for prepared in made[:1]] == [made[1].folder.name]
-    return made
+    assert not list((tmp_path / "beam").glob(".*")), "the workers' folder is left behind"
+    assert [prepared.folder.name for prepared in results[:1]] == [results[1].folder.name]
+    return results
 
 
 def _write_every_shape(folder):
-    """Writes files that repeat each other's conversations, hold trees' rows, and cannot all be
-    used."""
+    """Writes files that repeat each other's conversations, contain rows of trees, and have unusable
+    records."""
     chats = [_chat(f"Question {number}?", f"Answer {number}. " * 9) for number in range(20)]
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, [*chats[:8], {"x": 1}, chats[2]])))
     (folder / "b.json.gz").write_bytes(gzip.compress(json.dumps([*chats[5:14], 3]).encode()))
@@ -102,7 +102,7 @@ def sources(tmp_path):
     ]
 
 
-def test_every_shape_gives_the_files_that_one_process_writes(
+def test_beam_writes_the_files_of_one_process_for_every_shape(
     sources, tokenizer, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(record_store, "RECORDS_IN_A_FILE", 7)  # shards begin and end within parts
@@ -114,7 +114,7 @@ def test_every_shape_gives_the_files_that_one_process_writes(
     assert contents == _contents(beam.folder)
     assert sum("array_record" in name for name in contents) > 5
     chats, trees = one.report.sources[:2]
-    # By hand: of 20 conversations, those of a.jsonl come again in b, and those of b in c.
+    # By hand: of 20 conversations, b repeats some of a.jsonl, and c some of b.
     assert chats.kept == 20 and chats.dropped["duplicate"] == 1 + 3 + 4
     assert trees.kept == 1 and one.train.sources.tolist().count(1) in (0, 1)
     dropped = [json.loads(line) for line in contents["dropped.jsonl"].splitlines()]
@@ -124,7 +124,7 @@ def test_every_shape_gives_the_files_that_one_process_writes(
     assert [1, 2, 3] in last or [1, 2, 4] in last or [1, 2, 5] in last
 
 
-def test_near_duplicates_are_the_same_over_files_and_shapes(sources, tokenizer, tmp_path):
+def test_near_duplicates_match_one_process_across_files_and_shapes(sources, tokenizer, tmp_path):
     for name in ("chats", "texts"):
         folder = tmp_path / "in" / name
         long = " ".join(f"w{number}" for number in range(80))
@@ -147,26 +147,26 @@ def test_near_duplicates_are_the_same_over_files_and_shapes(sources, tokenizer, 
     assert len(kept) == 3
 
 
-def test_workers_write_to_a_store_that_fails_one_request_in_five(
+def test_workers_write_to_a_store_that_fails_every_fifth_request(
     sources, tokenizer, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(record_store, "RECORDS_IN_A_FILE", 7)
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
-    store, made = tmp_path / "store", []
+    store, results = tmp_path / "store", []
     one = prepare(sources, tokenizer, LENGTH, tmp_path / "one", clean=CLEAN, progress=False)
     failed = _failing_store(store, monkeypatch)
     options = {"clean": CLEAN, "progress": False, "engine": Beam()}
     write = record_store.write_metadata
     monkeypatch.setattr(record_store, "write_metadata", _raising)
-    with pytest.raises(RuntimeError, match="killed"):  # after all shards
+    with pytest.raises(RuntimeError, match="killed"):  # after all shards were written
         prepare(sources, tokenizer, LENGTH, f"file://{store}", **options)
     monkeypatch.setattr(record_store, "write_metadata", write)
     assert list(store.glob("*/documents/*")) and not list(store.glob("*/index.npz"))
     for _ in range(2):
-        made.append(prepare(sources, tokenizer, LENGTH, f"file://{store}", **options))
+        results.append(prepare(sources, tokenizer, LENGTH, f"file://{store}", **options))
     assert _contents(store / one.folder.name) == _contents(one.folder)
-    assert [path.name for path in store.iterdir()] == [one.folder.name], "no folder of workers"
-    assert len(failed) > 20 and made[1].train[0].tokens.tolist() == one.train[0].tokens.tolist()
+    assert [path.name for path in store.iterdir()] == [one.folder.name], "workers' folder left"
+    assert len(failed) > 20 and results[1].train[0].tokens.tolist() == one.train[0].tokens.tolist()
 
 
 def _raising(*_):
@@ -174,7 +174,7 @@ def _raising(*_):
 
 
 def _failing_store(store, monkeypatch):
-    """Lets every fifth request to a folder that is a store fail; returns those that did."""
+    """Makes every fifth request to a folder that acts as a store fail; returns the failed ones."""
     file_system, calls, failed = type(paths.fsspec.filesystem("file")), [], []
 
     def failing(name, method):
@@ -194,7 +194,7 @@ def _failing_store(store, monkeypatch):
     return failed
 
 
-def test_unpaired_preferences_go_to_the_record_before_in_another_file(tokenizer, tmp_path):
+def test_unpaired_preferences_borrow_from_the_previous_record_across_files(tokenizer, tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     for file in range(3):
@@ -208,7 +208,7 @@ def test_unpaired_preferences_go_to_the_record_before_in_another_file(tokenizer,
     assert len(one.train) == 9 and _contents(one.folder) == _contents(beam.folder)
 
 
-def test_what_one_process_refuses_is_refused_in_the_same_words(tokenizer, tmp_path):
+def test_beam_refuses_with_the_message_of_one_process(tokenizer, tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.json").write_text(json.dumps([_chat("a", "b")]))
@@ -231,14 +231,12 @@ def test_what_one_process_refuses_is_refused_in_the_same_words(tokenizer, tmp_pa
         assert messages[0] == messages[1] and "\n" not in messages[0]
 
 
-def test_a_failure_keeps_what_is_done_and_the_same_command_goes_on(
-    sources, tokenizer, tmp_path, monkeypatch
-):
-    write, made = record_store.write_shard, []
+def test_rerunning_after_a_failure_keeps_finished_work(sources, tokenizer, tmp_path, monkeypatch):
+    write, written = record_store.write_shard, []
 
     def write_few(path, serialized):
-        made.append(path.name)
-        if len(made) in (3, 12):
+        written.append(path.name)
+        if len(written) in (3, 12):
             raise RuntimeError("the machine is gone")
         return write(path, serialized)
 
@@ -251,13 +249,13 @@ def test_a_failure_keeps_what_is_done_and_the_same_command_goes_on(
             prepare(sources, tokenizer, LENGTH, tmp_path / "beam", **options)
     beam = prepare(sources, tokenizer, LENGTH, tmp_path / "beam", **options)
     assert _contents(one.folder) == _contents(beam.folder)
-    parts = 3 + 1 + 1 + 3 + 2 + 1  # files; a source of trees' rows is one part
+    parts = 3 + 1 + 1 + 3 + 2 + 1  # files per source; a source of tree rows is one part
     shards = sum("array_record" in name for name in _contents(one.folder))
-    assert len(made) == parts + shards + 2, "only what failed is made again"
+    assert len(written) == parts + shards + 2, "more than the failed files are written again"
 
 
-def test_a_full_disk_of_a_worker_is_named_and_the_same_command_goes_on(tokenizer, tmp_path):
-    """A limit on the size of files stands in for the disk."""
+def test_a_workers_full_disk_is_named_and_the_same_command_continues(tokenizer, tmp_path):
+    """A limit on file sizes stands in for the disk."""
     folder = tmp_path / "in"
     folder.mkdir()
     for file in range(2):
@@ -265,7 +263,7 @@ def test_a_full_disk_of_a_worker_is_named_and_the_same_command_goes_on(tokenizer
         (folder / f"{file}.jsonl").write_text("\n".join(map(json.dumps, chats)))
     one, beam = (tmp_path / name for name in ("one", "beam"))
     source = [Source(str(folder), template="vicuna_v1.1")]
-    made = prepare(source, tokenizer, LENGTH, one, progress=False)
+    expected = prepare(source, tokenizer, LENGTH, one, progress=False)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
     try:
@@ -276,10 +274,10 @@ def test_a_full_disk_of_a_worker_is_named_and_the_same_command_goes_on(tokenizer
     assert str(error.value).startswith(tempfile.gettempdir()) and "\n" not in str(error.value)
     assert not [path for path in _contents(beam) if "/parts/" in path or path[0] != "."]
     again = prepare(source, tokenizer, LENGTH, beam, progress=False, engine=Beam())
-    assert _contents(again.folder) == _contents(made.folder)
+    assert _contents(again.folder) == _contents(expected.folder)
 
 
-def test_a_cached_data_set_of_the_hub_gives_the_same_files(tokenizer, tmp_path, monkeypatch):
+def test_beam_reads_a_cached_data_set_of_the_hub(tokenizer, tmp_path, monkeypatch):
     cache = tmp_path / "hub/datasets--me--chats"
     snapshot = cache / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
@@ -299,7 +297,7 @@ def test_a_cached_data_set_of_the_hub_gives_the_same_files(tokenizer, tmp_path, 
     assert _contents(one.folder) == _contents(beam.folder)
 
 
-def test_one_and_two_workers_of_dask_give_the_files_of_one_process(
+def test_one_and_two_dask_workers_write_the_files_of_one_process(
     sources, tokenizer, tmp_path, monkeypatch
 ):
     distributed = pytest.importorskip("distributed")
@@ -316,11 +314,11 @@ def test_one_and_two_workers_of_dask_give_the_files_of_one_process(
         ):
             engine = Beam("dask", (f"--dask_client_address={client.scheduler.address}",))
             target = tmp_path / f"dask-{workers}"
-            made = prepare(sources, tokenizer, LENGTH, target, engine=engine, **options)
-            assert _contents(made.folder) == _contents(one.folder)
+            prepared = prepare(sources, tokenizer, LENGTH, target, engine=engine, **options)
+            assert _contents(prepared.folder) == _contents(one.folder)
             if workers == 2:
                 engine.run([*range(8)], partial(_note_process, tmp_path))
-                assert len(list(tmp_path.glob("process-*"))) == 2, "both do a part of the work"
+                assert len(list(tmp_path.glob("process-*"))) == 2, "only one worker works"
 
 
 def _note_process(folder, number):
@@ -335,7 +333,7 @@ def _note_run(folder, number):
     return ()
 
 
-def test_what_is_done_is_not_run_again_when_a_worker_of_dask_dies_later(tmp_path):
+def test_finished_work_is_not_rerun_when_dask_workers_die(tmp_path):
     distributed = pytest.importorskip("distributed")
     with (
         distributed.LocalCluster(
@@ -353,7 +351,7 @@ def test_what_is_done_is_not_run_again_when_a_worker_of_dask_dies_later(tmp_path
             assert time.monotonic() < deadline
             time.sleep(0.05)
         client.wait_for_workers(2, timeout=30)
-        # What would run again comes before it.
+        # Anything rerun would run before this.
         client.submit(_note_run, tmp_path, 8, priority=-1).result()
     runs = [path.read_text().count("\n") for path in sorted(tmp_path.iterdir())]
     assert runs == [1] * 9
@@ -368,30 +366,30 @@ def test_unknown_flags_and_runners_are_refused():
     assert Beam("dataflow", ("--project=p", "--region=r", "--temp_location=gs://b/t")).options
 
 
-def test_the_command_prepares_by_beam_what_a_run_then_finds(small_recipe, tmp_path, capsys):
+def test_a_run_finds_data_that_the_command_prepared_with_beam(small_recipe, tmp_path, capsys):
     command = ["--config", str(small_recipe), "--data.prepared", str(tmp_path / "made")]
     assert main([*command, "--engine", "beam", "--runner", "direct", "--", "--workers=1"]) == 2
     assert "--workers=1 is unknown" in capsys.readouterr().err
     assert main([*command, "--runner", "dask"]) == 2
     assert "--runner dask: is for --engine beam" in capsys.readouterr().err
     assert main([*command, "--engine", "beam", "--", "--direct_num_workers=1"]) == 0
-    said = capsys.readouterr().out
-    assert main(command) == 0 and capsys.readouterr().out == said
+    output = capsys.readouterr().out
+    assert main(command) == 0 and capsys.readouterr().out == output
 
 
-def test_counts_of_parts_add_up_to_those_of_one_process(monkeypatch):
-    """Only the first names are counted by themselves, in whichever part they are."""
+def test_counts_of_parts_add_up_to_the_counts_of_one_process(monkeypatch):
+    """Only the first names are counted individually, whichever part they are in."""
     monkeypatch.setattr("data.report.MOST_NAMES", 3)
     names = ["b: 1", "a: 2", "a: 3", "a: 2", "c", "d: 1", "a: 3", "b: 2"]
-    whole, merged = (SourceReport("", most_names=3) for _ in range(2))
+    expected, merged = (SourceReport("", most_names=3) for _ in range(2))
     for name in names:
-        whole.drop(name)
-        whole.count_kept([name], [name])
+        expected.drop(name)
+        expected.count_kept([name], [name])
     for first in (0, 3):
         part = SourceReport("", most_names=100)
         for name in names[first : first + 3 if not first else None]:
             part.drop(name)
             part.count_kept([name], [name])
         merged.add(part)
-    assert whole.to_dict() == merged.to_dict()
-    assert whole.unread["other fields"] == 3 and whole.dropped["d"] == 1
+    assert expected.to_dict() == merged.to_dict()
+    assert expected.unread["other fields"] == 3 and expected.dropped["d"] == 1

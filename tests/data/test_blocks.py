@@ -1,4 +1,5 @@
-"""Plans in blocks: every document as often as it should be, sources mixed, rows as best fit's."""
+"""Plans in blocks: every document is used as often as its weight says, sources are mixed, and rows
+match best fit."""
 
 import numpy as np
 import pytest
@@ -21,14 +22,14 @@ def _plan(lengths, epoch=0, seed=5, weights=None):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_are_counted_as_best_fit_makes_them(seed):
+def test_counted_rows_match_best_fit(seed):
     draw = np.random.default_rng(seed)
     context = int(draw.integers(1, 300))
     lengths = draw.integers(0, draw.choice([context, 2 * context, 8]) + 1, draw.integers(0, 2000))
     assert count_rows(lengths, context) == len(packing.plan(lengths, context, seed, 0))
 
 
-def test_rows_hold_every_token_once(lengths):
+def test_rows_contain_every_token_once(lengths):
     plan = _plan(lengths)
     rows = [plan.row(number) for number in range(len(plan))]
     assert all(0 < sum(piece.length for piece in row) <= LENGTH for row in rows)
@@ -41,7 +42,7 @@ def test_rows_hold_every_token_once(lengths):
     assert sorted(plan.documents) == list(range(400))
 
 
-def test_a_block_takes_of_every_source_its_share_from_few_places(lengths):
+def test_a_block_has_a_share_of_every_source_in_few_runs(lengths):
     plan = _plan(lengths)
     for block in range(7):
         numbers = plan.documents_of(block)
@@ -50,9 +51,9 @@ def test_a_block_takes_of_every_source_its_share_from_few_places(lengths):
         assert (np.diff(np.sort(numbers)) > 1).sum() <= 3 * blocks.CHUNKS, "consecutive documents"
 
 
-def test_rows_are_a_function_of_seed_and_epoch_and_follow_each_other_in_blocks(lengths):
+def test_rows_depend_only_on_seed_and_epoch_and_stay_within_blocks(lengths):
     plan, again, later, other = (_plan(lengths, *x) for x in ((0, 5), (0, 5), (1, 5), (0, 6)))
-    order = [17, 3, len(plan) - 1, 0, 40]  # also when rows are asked for in any order
+    order = [17, 3, len(plan) - 1, 0, 40]  # whatever the order of the requests
     assert [plan.row(n) for n in order] == [again.row(n) for n in reversed(order)][::-1]
     assert plan.row(0) not in (later.row(0), other.row(0))
     first = set(plan.documents_of(0))
@@ -60,7 +61,7 @@ def test_rows_are_a_function_of_seed_and_epoch_and_follow_each_other_in_blocks(l
     assert not first & {piece.document for piece in plan.row(len(plan) - 1)}
 
 
-def test_weights_repeat_the_documents_of_their_source(lengths):
+def test_weights_set_how_often_documents_repeat(lengths):
     weights = np.array([2.5, 1.0, 1.0, 0.25])
     used = sum(
         np.bincount(_plan(lengths, epoch, weights=weights).documents, minlength=400)

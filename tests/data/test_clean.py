@@ -1,4 +1,4 @@
-"""Cleaning: what each rule drops or changes and what it does not; filters are off by default;
+"""Cleaning: what each rule drops or changes and what it keeps; filters are off by default;
 splitting loses nothing."""
 
 import pytest
@@ -58,7 +58,7 @@ def test_filters_drop_only_if_enabled(rule, record, kept):
         contents(record, **rule)
 
 
-def test_one_exchange_in_alpacas_form():
+def test_a_record_in_alpacas_form_is_one_exchange():
     assert contents({"instruction": "Add.", "input": "1, 2", "output": "3"}) == [
         "Add.\n\n1, 2",
         "3",
@@ -165,7 +165,7 @@ def test_ids_made_for_calls_are_counted(ids, made):
         ({"train": True, "weight": 0}, False),
     ],
 )
-def test_a_turns_flag_says_whether_it_is_trained_on(flag, train):
+def test_a_turns_flag_decides_whether_it_is_trained_on(flag, train):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **flag}]
     assert [message.train for message in Cleaner().clean({"messages": turns})[1]] == [True, train]
 
@@ -204,7 +204,7 @@ KEYS = ["id", "conversations", "messages", "instruction", "output", "system", "h
     ),
     st.sampled_from(["any", "question first", "alternating"]),
 )
-def test_any_json_is_turns_in_order_or_a_reason(record, config, order):
+def test_any_json_gives_ordered_turns_or_a_reason(record, config, order):
     try:
         identity, messages, *_ = Cleaner(config, order).clean(record)
     except Drop as drop:
@@ -224,7 +224,7 @@ def test_any_json_is_turns_in_order_or_a_reason(record, config, order):
     )
 
 
-def test_duplicates_are_told_by_what_is_said():
+def test_duplicates_are_detected_by_the_text_of_turns():
     cleaner, again = Cleaner(), {**talk("Hi", "Ho"), "id": "another"}
     cleaner.clean(talk("Hi", "Ho"))
     cleaner.clean(talk("Hi", "Ho", system="Sing."))
@@ -234,7 +234,7 @@ def test_duplicates_are_told_by_what_is_said():
     assert [lenient.clean(again)[0] for _ in range(2)] == ["another"] * 2
 
 
-def test_busy_replies_end_a_conversation_and_talk_about_them_does_not():
+def test_a_busy_reply_ends_a_conversation_but_a_mention_of_one_does_not():
     busy = "Too many requests in 1 hour. Try again later."
     assert contents(talk("a", "b", "c", busy, "d", "e"), **SCRAPED) == ["a", "b"]
     assert contents(talk("a", "b", "c", busy)) == ["a", "b", "c", busy]
@@ -246,7 +246,7 @@ def test_busy_replies_end_a_conversation_and_talk_about_them_does_not():
 
 
 @pytest.mark.parametrize("apostrophe", ["'", "’"])
-def test_either_apostrophe_is_one(apostrophe):
+def test_both_apostrophes_are_recognized(apostrophe):
     busy = f"You{apostrophe}ve reached our usage limit. Try again later."
     assert contents(talk("a", "b", "c", busy), **SCRAPED) == ["a", "b"]
     for written in (
@@ -273,11 +273,11 @@ def test_either_apostrophe_is_one(apostrophe):
         "1 / 2\nCopy code",
     ],
 )
-def test_markdown_that_holds_html_is_left_alone(text):
+def test_markdown_with_html_is_left_unchanged(text):
     assert contents(talk(text, text), **SCRAPED) == [text, text]
 
 
-def test_pages_become_markdown():
+def test_html_pages_become_markdown():
     page = (
         '<h2>Title</h2><p>A <a href="https://x.y">link</a><br>and <em>more_or_less</em> 2 * 3</p>'
     )
@@ -300,7 +300,7 @@ def test_pages_become_markdown():
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.booleans(), st.integers(1, 60))
-def test_split_keeps_every_exchange_in_order(sizes, with_system, room):
+def test_splitting_keeps_every_exchange_in_order(sizes, with_system, room):
     messages = [Message("system", "s")] * with_system
     for number, size in enumerate(sizes):
         messages += [Message("user", f"{number}"), Message("assistant", "x" * size)]
@@ -316,5 +316,5 @@ def test_split_keeps_every_exchange_in_order(sizes, with_system, room):
         assert body[0].role == "user" and body[-1].role == "assistant"
         assert length(body) <= room or len(body) == 2
         assert following is None or length(body) + len(following[1].content) > room, (
-            "as long as there is room"
+            "a part has room for the next exchange"
         )

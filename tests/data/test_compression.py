@@ -1,4 +1,4 @@
-"""Compressed files are read until what they hold is out of proportion to their size."""
+"""Compressed files are read until their content is out of proportion to their size."""
 
 import gzip
 import lzma
@@ -23,7 +23,7 @@ def unpacked(path):
 
 
 @pytest.mark.parametrize("ending", PACK)
-def test_a_file_that_unpacks_to_hundreds_of_times_its_size_is_refused(ending, tmp_path):
+def test_a_file_that_unpacks_to_over_200_times_its_size_is_refused(ending, tmp_path):
     path = tmp_path / f"a.json{ending}"
     text = b"[" + b"1234567," * (3 << 20)  # 24 MiB
     path.write_bytes(PACK[ending](text))
@@ -33,7 +33,7 @@ def test_a_file_that_unpacks_to_hundreds_of_times_its_size_is_refused(ending, tm
 
 
 @pytest.mark.parametrize("ending", PACK)
-def test_a_small_text_of_one_letter_and_a_usual_one_are_read(ending, tmp_path):
+def test_a_small_repetitive_text_and_a_normal_one_are_read(ending, tmp_path):
     path = tmp_path / f"a.json{ending}"
     for text in (b"a" * (1 << 20), random.Random(0).randbytes(1 << 18).hex().encode()):
         path.write_bytes(PACK[ending](text))

@@ -30,7 +30,7 @@ from data.sources import Source, read
 from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 
-# Ctrl-C to all processes, as from a terminal, while the first one imports its modules.
+# Sends Ctrl-C to all processes, as a terminal does, while the first one imports its modules.
 INTERRUPTED = """
 import os, signal, sys, time
 from data.conversation import Text
@@ -54,7 +54,7 @@ def tiny():
     return Tokenizer.load("data/fixtures/tiny_tokenizer")
 
 
-def test_ctrl_c_while_several_processes_tokenize_is_one_line(repository):
+def test_ctrl_c_while_several_processes_tokenize_prints_one_line(repository):
     finished = subprocess.run(
         [sys.executable, "-c", INTERRUPTED],
         cwd=repository,
@@ -68,8 +68,8 @@ def test_ctrl_c_while_several_processes_tokenize_is_one_line(repository):
 
 
 @pytest.mark.slow
-def test_processes_end_with_the_one_that_started_them(tmp_path):
-    """A killed process cannot end those that it has started."""
+def test_worker_processes_end_with_their_parent(tmp_path):
+    """A killed process cannot stop its own workers."""
     code = (
         "import itertools, os; from data.conversation import Text; from data.encode import Encoder, encode_all\n"
         "from data.tokenizer import Tokenizer\n"
@@ -100,8 +100,9 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
         time.sleep(0.1)
 
 
-def test_a_texts_tokens_and_which_are_trained_on(repository):
-    """One BOS, the text, EOS; after a prompt of 5 characters only what goes beyond it, and EOS."""
+def test_a_text_is_encoded_and_its_prompt_is_not_trained_on(repository):
+    """BOS, the text, EOS; after a prompt of 5 characters only the tokens beyond it, and EOS, are
+    trained on."""
     tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
     spans = tokenizer.encode_spans("Hello there, you")
     ids = [tokenizer.bos_id, *spans.ids, tokenizer.eos_id]
@@ -112,12 +113,12 @@ def test_a_texts_tokens_and_which_are_trained_on(repository):
     ):
         (document,) = encoder.encode(Text("a", "Hello there, you", prompt=prompt)).documents
         assert document.tokens.tolist() == ids and document.loss_mask.tolist() == mask
-    assert any(end == 5 for _, end in spans.offsets), "a token ends with the prompt"
+    assert any(end == 5 for _, end in spans.offsets), "no token ends with the prompt"
 
 
-def test_a_records_variables_reach_its_template_and_precede_the_recipes(tmp_path):
-    """A template that writes `mood` after each turn; what is no dictionary is not read, and
-    counted."""
+def test_a_records_template_variables_override_the_recipes(tmp_path):
+    """A template that writes `mood` after each turn; a value that is not a dictionary is ignored
+    and counted."""
     path = tmp_path / "talks.jsonl"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     records = [
@@ -148,8 +149,8 @@ def pieces(encoded):
     return [(d.tokens.tolist(), d.loss_mask.tolist()) for d in encoded.documents]
 
 
-def test_token_ids_are_cut_at_the_contexts_length_and_pieces_without_a_target_left_out(tiny):
-    """A document's first token is no target, so a piece of one token has none."""
+def test_token_ids_are_cut_at_context_length_and_pieces_without_a_target_dropped(tiny):
+    """A document's first token is not a target, so a piece of one token has none."""
     encoder = Encoder(("plain",), tiny, 4)
     assert pieces(encoder.encode(tokens([5, 6, 7, 8]))) == [([5, 6, 7, 8], [1] * 4)]
     assert not encoder.encode(tokens([5, 6, 7, 8])).changes
@@ -163,7 +164,7 @@ def test_token_ids_are_cut_at_the_contexts_length_and_pieces_without_a_target_le
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_ids_that_the_tokenizer_does_not_have_are_dropped(tiny, on_disk, tmp_path):
+def test_ids_outside_the_vocabulary_are_dropped(tiny, on_disk, tmp_path):
     for wrong, reason in ((-1, FOREIGN_ID), (tiny.vocab_size, FOREIGN_ID), (0, None)):
         ids = np.asarray([5, wrong, tiny.vocab_size - 1], np.int32)
         encoded = Encoder(("plain",), tiny, 8).encode(on_disk_or_not(ids, on_disk, tmp_path))
@@ -179,7 +180,7 @@ def on_disk_or_not(ids, on_disk, folder):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 10])
-def test_an_array_on_disk_is_cut_as_one_in_memory(tiny, tmp_path, count):
+def test_an_array_on_disk_is_cut_like_one_in_memory(tiny, tmp_path, count):
     encoder, ids = Encoder(("plain",), tiny, 4), np.arange(5, 5 + count, dtype=np.uint16)
     mapped = encoder.encode(on_disk_or_not(ids, True, tmp_path))
     in_memory = encoder.encode(tokens(ids))
@@ -199,7 +200,7 @@ def talk(*texts, trained=()):
 
 @pytest.fixture
 def letters(tiny):
-    """A tokenizer whose template writes each turn's letters alone, of a token each."""
+    """Returns a tokenizer whose template writes only the letters of turns, one token each."""
     tiny.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     return tiny
 
@@ -220,7 +221,7 @@ def test_a_long_conversation_is_split_between_exchanges_or_cut(letters):
     assert not Encoder(("tokenizer",), letters, length).encode(talk_of_two).changes
 
 
-def test_the_last_answer_alone_is_trained_on_where_that_is_asked_for(letters):
+def test_train_on_last_trains_only_the_last_answer(letters):
     conversation = Conversation("a", talk("Q", "A", "B", "C"))
     for train_on, trained in (("all", "AC"), ("last", "C")):
         encoder = Encoder(("tokenizer",), letters, 99, train_on=train_on)
@@ -236,7 +237,7 @@ def pair(chosen, rejected, prompt="PROMPT"):
     return Preference("a", whole(chosen), whole(rejected))
 
 
-def test_a_pair_is_one_document_the_chosen_one_first(letters):
+def test_a_pair_is_one_document_with_the_chosen_completion_first(letters):
     encoded = Encoder(("tokenizer",), letters, 99).encode(pair("YES", "NO"))
     (document,) = encoded.documents
     ids = document.tokens
@@ -248,8 +249,8 @@ def test_a_pair_is_one_document_the_chosen_one_first(letters):
     assert "".join(trained) == "YESNO"
 
 
-def test_a_pair_that_is_too_long_is_dropped_or_its_prompts_beginning_is_cut(letters):
-    """Down to one token of the prompt, which predicts the completion's first."""
+def test_a_pair_that_is_too_long_is_dropped_or_loses_the_start_of_its_prompt(letters):
+    """At least one token of the prompt stays: it predicts the completion's first."""
     (whole,) = Encoder(("tokenizer",), letters, 99).encode(pair("YES", "NO")).documents
     length = len(whole.tokens)
     prompt = int(whole.loss_mask.argmax())
@@ -278,7 +279,7 @@ def test_a_pair_that_is_too_long_is_dropped_or_its_prompts_beginning_is_cut(lett
         )
 
 
-def test_completions_with_a_label_are_documents_of_their_own_where_the_loss_asks_for_them(letters):
+def test_unpaired_losses_get_one_document_per_labelled_completion(letters):
     encoder = Encoder(("tokenizer",), letters, 99, unpaired=True)
     documents = encoder.encode(pair("YES", "NO")).documents
     assert [(text_of(letters, d).strip(), d.label, d.chosen) for d in documents] == [
@@ -293,7 +294,7 @@ def test_completions_with_a_label_are_documents_of_their_own_where_the_loss_asks
     assert not refused.documents and refused.drop_reason == NOT_PAIRED
 
 
-def test_a_completion_that_a_template_does_not_write_has_no_target(letters):
+def test_a_completion_that_the_template_omits_has_no_target(letters):
     letters.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     )
@@ -301,7 +302,7 @@ def test_a_completion_that_a_template_does_not_write_has_no_target(letters):
     assert not encoded.documents and encoded.drop_reason
 
 
-def test_several_processes_give_the_records_in_order_with_the_encoding_of_one(tiny):
+def test_several_processes_encode_in_order_like_one_process(tiny):
     records = [Text(str(i), f"text {i} " * (1 + i % 5)) for i in range(5 * BATCH + 3)]
     encoder = Encoder(("plain",), tiny, 16)
     one, two = (list(encode_all(encoder, iter(records), processes)) for processes in (1, 2))
@@ -310,8 +311,9 @@ def test_several_processes_give_the_records_in_order_with_the_encoding_of_one(ti
     assert [encoded.changes for _, encoded in two] == [encoded.changes for _, encoded in one]
 
 
-def test_what_a_template_leaves_out_is_told_of_wholes_parts_and_pairs(letters):
-    """Reasoning, which the letters' template does not write."""
+def test_content_that_a_template_omits_is_reported(letters):
+    """Reasoning, which the letters' template does not write, in whole and split conversations and
+    in pairs."""
     left_out = {"reasoning left out: the template cannot write it"}
     turns = talk("QQQ", "AAA", "BBB", "CCC")
     thought = (*turns[:3], replace(turns[3], reasoning="Why."))

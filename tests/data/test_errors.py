@@ -1,4 +1,4 @@
-"""The first line of an error's message, as the project's own errors quote it."""
+"""The first line of an error's message, as our own errors quote it."""
 
 import pytest
 
@@ -17,5 +17,5 @@ from data.errors import first_line
         (ValueError("x" * 300), "x" * 200),
     ],
 )
-def test_the_first_line_says_something(error, expected):
+def test_the_first_line_is_never_empty(error, expected):
     assert first_line(error) == expected

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all: what killed processes leave is removed, and other users
+"""Folders appear complete or not at all: leftovers of killed processes are removed, and other users
 can read the result."""
 
 import os
@@ -35,7 +35,7 @@ def test_a_folder_has_the_users_permissions(tmp_path):
     assert [path.name for path in (tmp_path / NAME).iterdir()] == ["whole"]
 
 
-def test_a_whole_folder_is_kept_and_a_damaged_one_replaced(tmp_path):
+def test_a_complete_folder_is_kept_and_a_damaged_one_replaced(tmp_path):
     build(tmp_path / NAME, "first")
     build(tmp_path / NAME, "second")
     assert (tmp_path / NAME / "whole").read_text() == "first"
@@ -52,7 +52,7 @@ def test_an_error_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_process_left_is_removed_and_what_another_one_builds_is_not(tmp_path):
+def test_leftovers_of_killed_processes_are_removed_but_not_folders_being_built(tmp_path):
     code = (
         "import os, pathlib, sys, time; from data import folders\n"
         "with folders.building(pathlib.Path(sys.argv[1]), lambda folder: True) as scratch:\n"
@@ -86,7 +86,7 @@ def test_a_full_disk_is_named(tmp_path):
     with pytest.raises(UserError, match=words), folders.building(tmp_path / NAME, is_whole):
         raise RuntimeError(
             "write() failed: No space left on device; writing a"
-        )  # as array_record says it
+        )  # array_record's wording
     with pytest.raises(FileNotFoundError), folders.named_errors(tmp_path):
         open(tmp_path / "none").close()
     assert not list(tmp_path.iterdir())
@@ -98,7 +98,7 @@ def test_a_parent_that_cannot_be_written_to_is_named():
 
 
 def test_two_processes_do_not_write_into_one_folder(tmp_path):
-    """The lock is gone with the process that held it."""
+    """The lock ends with the process that held it."""
     lock = tmp_path / ".lock"
     code = (
         "import sys, time; from pathlib import Path; from data.folders import exclusive\n"
@@ -119,9 +119,7 @@ def test_two_processes_do_not_write_into_one_folder(tmp_path):
         pass
 
 
-def test_a_temporary_folder_that_a_killed_process_left_is_removed_by_the_next(
-    tmp_path, monkeypatch
-):
+def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
     code = (
         "import sys, tempfile, time; from data import folders; tempfile.tempdir = sys.argv[1]\n"
@@ -135,13 +133,13 @@ def test_a_temporary_folder_that_a_killed_process_left_is_removed_by_the_next(
         cwd=REPOSITORY,
     )
     used = process.stdout.readline().strip()
-    mine = [tmp_path / "longstripe-scratch-of-mine", tmp_path / "longstripe-scratch-link"]
-    mine[0].mkdir()
-    mine[1].symlink_to(REPOSITORY)
+    unrelated = [tmp_path / "longstripe-scratch-of-mine", tmp_path / "longstripe-scratch-link"]
+    unrelated[0].mkdir()
+    unrelated[1].symlink_to(REPOSITORY)
     with folders.scratch_folder() as scratch:
         assert os.path.exists(used) and not any(scratch.iterdir())
     process.kill()
     process.wait()
     with folders.scratch_folder():
         assert not os.path.exists(used)
-    assert sorted(tmp_path.iterdir()) == sorted(mine)
+    assert sorted(tmp_path.iterdir()) == sorted(unrelated)

@@ -1,5 +1,5 @@
-"""Data sets of the Hugging Face hub, from a hub on this machine: what is downloaded, what the cache
-serves, what is refused."""
+"""Data sets of the Hugging Face hub, from a local hub: what is downloaded, what the cache serves,
+what is refused."""
 
 import gzip
 import hashlib
@@ -40,8 +40,8 @@ PARQUET = "refs%2Fconvert%2Fparquet"
 
 
 class Hub(HubHandler):
-    """The part of the hub's interface that a download needs, of one data set; its server keeps the
-    files that were sent."""
+    """The part of the hub's API that a download needs, for one data set; its server records the
+    files that it sent."""
 
     def do_HEAD(self):
         self.do_GET(body=False)
@@ -81,7 +81,7 @@ class Hub(HubHandler):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A hub on this machine, and an empty cache."""
+    """Yields a local hub, with an empty cache."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         server.sent, server.requests = [], []
         server.listing, server.content, server.headers = None, None, {}
@@ -126,7 +126,7 @@ def answers(path):
         (f"hf://datasets/me/chats@{PARQUET}/more", ["Answer 3."], ["more/b.jsonl.gz"]),
     ],
 )
-def test_what_is_named_is_downloaded_once_and_read(hub, path, expected, sent):
+def test_named_files_are_downloaded_once_and_read(hub, path, expected, sent):
     files = paths.find_files(path, (".json", ".jsonl", ".parquet"))
     assert sorted(hub.sent) == sent
     assert [str(file).partition(f"/{SHA}/")[2] for file in files] == sent
@@ -136,9 +136,8 @@ def test_what_is_named_is_downloaded_once_and_read(hub, path, expected, sent):
 
 
 @pytest.mark.parametrize("is_cached", [False, True], ids=["downloaded", "cached"])
-def test_what_the_hub_says_about_a_data_set_is_no_record(hub, monkeypatch, is_cached):
-    """Also where another program has put all files into the cache; a file that the path names is
-    read."""
+def test_cards_and_metadata_of_the_hub_are_not_read_as_records(hub, monkeypatch, is_cached):
+    """Even if another program put all files into the cache; a file that the path names is read."""
     for name, content in {
         "more/README.md": b"another card",
         "dataset_infos.json": b"{}",
@@ -160,7 +159,7 @@ def test_what_the_hub_says_about_a_data_set_is_no_record(hub, monkeypatch, is_ca
     assert answers("hf://datasets/me/chats") == ["Answer 3.", "Answer 0.", "Answer 1.", "Answer 2."]
 
 
-def test_a_card_in_a_folder_of_the_users_own_is_a_text(tmp_path):
+def test_a_readme_in_a_local_folder_is_read_as_a_text(tmp_path):
     (tmp_path / "README.md").write_text("mine")
     assert [record.text for record in read(Source(str(tmp_path), "text"), Report())] == ["mine"]
 
@@ -182,7 +181,7 @@ def test_a_card_in_a_folder_of_the_users_own_is_a_text(tmp_path):
         (["test.jsonl"], []),
     ],
 )
-def test_a_split_to_measure_on_among_others_is_named(hub, monkeypatch, names, others):
+def test_evaluation_splits_next_to_training_files_are_named(hub, monkeypatch, names, others):
     for name in [*FILES]:
         monkeypatch.delitem(FILES, name)
     for name in names:
@@ -190,36 +189,35 @@ def test_a_split_to_measure_on_among_others_is_named(hub, monkeypatch, names, ot
     assert Source("hf://datasets/me/chats").other_splits() == others
 
 
-def test_the_report_warns_of_a_split_to_measure_on(hub, monkeypatch, tmp_path):
-    """Of the sources to train on, once; not of those that are held out, nor of folders of the
-    user's own."""
+def test_the_report_warns_of_evaluation_splits(hub, monkeypatch, tmp_path):
+    """Once per training source; not for held-out sources, nor for local folders."""
     for number in range(7):
         monkeypatch.setitem(FILES, f"test-{number}.jsonl", json.dumps(CHATS[3]).encode())
     own = tmp_path / "own"
     own.mkdir()
     for name in ("train.jsonl", "test.jsonl"):
         (own / name).write_bytes(FILES["train.jsonl"])
-    whole = Source("hf://datasets/me/chats")
+    source = Source("hf://datasets/me/chats")
     prepared = prepare(
-        [whole, Source(str(own))],
+        [source, Source(str(own))],
         Tokenizer.load(REPOSITORY / "data/fixtures/tiny_tokenizer"),
         64,
         tmp_path / "prepared",
-        held_out_sources=[whole],
+        held_out_sources=[source],
         progress=False,
     )
     names = ", ".join(f"test-{number}.jsonl" for number in range(5))
     assert [
         line for line in prepared.report.summary().splitlines() if line.startswith("warning")
     ] == [
-        f"warning: {whole.path}: also reads {names}, ...; name the folder or file of the training "
+        f"warning: {source.path}: also reads {names}, ...; name the folder or file of the training "
         "split to leave them out"
     ]
 
 
 @pytest.mark.parametrize("offline", [True, False])
-def test_what_was_downloaded_is_read_without_a_network(hub, monkeypatch, offline):
-    """With HF_HUB_OFFLINE, and where nobody answers."""
+def test_cached_files_are_read_without_a_network(hub, monkeypatch, offline):
+    """With HF_HUB_OFFLINE, and when the hub does not respond."""
     first = answers("hf://datasets/me/chats/train.jsonl")
     hub.shutdown()
     hub.server_close()
@@ -235,9 +233,7 @@ def test_what_was_downloaded_is_read_without_a_network(hub, monkeypatch, offline
         answers("hf://datasets/me/other")
 
 
-def test_a_data_set_of_which_one_file_was_downloaded_is_not_read_as_that_file_alone(
-    hub, monkeypatch
-):
+def test_a_data_set_is_not_read_from_a_partial_cache(hub, monkeypatch):
     assert len(answers("hf://datasets/me/chats/train.jsonl")) == 3
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="hf://datasets/me/chats: cannot be downloaded"):
@@ -254,13 +250,13 @@ def test_a_data_set_of_which_one_file_was_downloaded_is_not_read_as_that_file_al
         ("hf://datasets/me/chats/test.jsonl", "has no test.jsonl"),
     ],
 )
-def test_what_is_not_there_is_one_line(hub, path, words):
+def test_a_missing_data_set_revision_or_file_is_a_one_line_error(hub, path, words):
     with pytest.raises(UserError, match=words) as caught:
         answers(path)
     assert "\n" not in str(caught.value) and hub.sent == []
 
 
-def test_a_source_on_this_machine_asks_no_hub(hub, tmp_path):
+def test_a_local_source_sends_no_request_to_the_hub(hub, tmp_path):
     (tmp_path / "chats.jsonl").write_bytes(FILES["train.jsonl"])
     assert len(answers(str(tmp_path / "chats.jsonl"))) == 3 and hub.requests == []
 
@@ -271,15 +267,13 @@ SHA256 = hashlib.sha256(TRAIN).hexdigest()
 
 
 @pytest.mark.parametrize(
-    "mark", ['"../../../../x"', 'W/"a/../../x"', '".."', '"{tmp_path}/x"', '"{secret}"']
+    "etag", ['"../../../../x"', 'W/"a/../../x"', '".."', '"{tmp_path}/x"', '"{secret}"']
 )
 @pytest.mark.parametrize("header", ["ETag", "X-Linked-ETag"])
-def test_a_hub_that_names_a_file_outside_the_cache_writes_and_reads_none(
-    hub, tmp_path, header, mark
-):
-    """The hub's library takes the name of the file that it writes from the mark."""
+def test_an_etag_cannot_make_the_cache_write_or_read_outside_it(hub, tmp_path, header, etag):
+    """The hub's library names the file that it writes after the ETag."""
     (tmp_path / "secret").write_text("the user's own")
-    hub.headers = {header: mark.format(tmp_path=tmp_path, secret=tmp_path / "secret")}
+    hub.headers = {header: etag.format(tmp_path=tmp_path, secret=tmp_path / "secret")}
     with pytest.raises(UserError, match=f"its {header} leads out of the cache") as caught:
         answers("hf://datasets/me/chats/train.jsonl")
     assert "\n" not in str(caught.value)
@@ -287,12 +281,12 @@ def test_a_hub_that_names_a_file_outside_the_cache_writes_and_reads_none(
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.name == "x"]
 
 
-@pytest.mark.parametrize("mark", [GIT, SHA256, hashlib.sha1(TRAIN).hexdigest(), "of-a-mirror"])
-def test_contents_are_those_of_the_digest(hub, tmp_path, mark):
-    """What arrived changed is removed; nothing can be told by a mark that is no digest."""
-    path, hub.headers = "hf://datasets/me/chats/train.jsonl", {"ETag": f'"{mark}"'}
+@pytest.mark.parametrize("etag", [GIT, SHA256, hashlib.sha1(TRAIN).hexdigest(), "of-a-mirror"])
+def test_contents_must_match_the_digest(hub, tmp_path, etag):
+    """A changed file is removed; an ETag that is not a digest cannot be checked."""
+    path, hub.headers = "hf://datasets/me/chats/train.jsonl", {"ETag": f'"{etag}"'}
     hub.content = TRAIN.replace(b"Answer 1", b"Answer 9")
-    if mark == "of-a-mirror":
+    if etag == "of-a-mirror":
         assert answers(path)[1] == "Answer 9."
         return
     with pytest.raises(UserError, match="does not match the hub's digest"):
@@ -307,8 +301,8 @@ def test_contents_are_those_of_the_digest(hub, tmp_path, mark):
     [(TRAIN * 50, "more than the .* bytes announced"), (TRAIN[:-1], "should be of size")],
     ids=["more", "less"],
 )
-def test_a_file_of_another_size_than_announced_is_not_kept(hub, tmp_path, sent, words):
-    """Packed, so that its length on the way does not tell; a body without end would fill the
+def test_a_file_of_another_size_than_announced_is_discarded(hub, tmp_path, sent, words):
+    """Compressed in transit, so Content-Length does not tell; an endless body would fill the
     disk."""
     hub.headers, hub.content = {"X-Linked-Size": str(len(TRAIN))}, gzip.compress(sent)
     hub.headers |= {"Content-Encoding": "gzip", "Content-Length": str(len(hub.content))}
@@ -332,7 +326,7 @@ def test_a_file_of_another_size_than_announced_is_not_kept(hub, tmp_path, sent, 
     ],
     ids=["page", "list", "nested", "no revision", "path", "no names", "out", "without end"],
 )
-def test_an_answer_that_is_no_hubs_is_one_line(hub, monkeypatch, tmp_path, listing):
+def test_an_invalid_response_of_the_hub_is_a_one_line_error(hub, monkeypatch, tmp_path, listing):
     monkeypatch.setattr(data_hub, "MAX_JSON_BYTES", 1_000_000)
     hub.listing = listing
     with pytest.raises(UserError, match="hf://datasets/me/chats: cannot be downloaded") as caught:

@@ -1,4 +1,4 @@
-"""Numbers of tokens are read as people write them."""
+"""Numbers of tokens are read in the notations that people use."""
 
 import pytest
 
@@ -22,19 +22,19 @@ from data.lengths import tokens_of, with_lengths
         (" 64K ", 65536),
     ],
 )
-def test_tokens(text, tokens):
+def test_numbers_of_tokens_are_parsed(text, tokens):
     assert tokens_of(text) == tokens
 
 
 @pytest.mark.parametrize(
     "text", ["", "K", "64X", "64KB", "64 tokens", "nan", "inf", "infk", "1e400", "0.3K", "9" * 99]
 )
-def test_what_is_no_number_of_tokens_is_named_with_what_is(text):
+def test_an_invalid_number_of_tokens_is_refused_with_valid_ones(text):
     with pytest.raises(ValueError, match="write a number of tokens such as 4096, 64K or 1M"):
         tokens_of(text)
 
 
-def test_lengths_in_nested_fields_become_numbers():
+def test_lengths_in_nested_fields_are_parsed():
     names = ("max_position_embeddings", "original_max_position_embeddings")
     written = {
         "max_position_embeddings": "128K",

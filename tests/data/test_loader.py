@@ -1,5 +1,5 @@
-"""Prepared folders and the loader: rows compared with a simple implementation, reuse, and
-resumption at a step."""
+"""Prepared folders and the loader: rows against a simple implementation, reuse, and resuming at a
+step."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Returns a file of 60 of the fixtures' conversations."""
+    """Returns a file with 60 of the fixtures' conversations."""
     path = tmp_path_factory.mktemp("data") / "small.json"
     path.write_text(json.dumps(json.loads((FIXTURES / "conversations.json").read_text())[:60]))
     return path
@@ -49,10 +49,7 @@ def prepared(small, tokenizer, tmp_path_factory):
     return prepare([Source(str(small))], tokenizer, LENGTH, folder, **OPTIONS)
 
 
-def test_documents_are_the_rendered_conversations_and_splits_share_none(prepared, small, tokenizer):
-    from data.report import Report
-    from data.sources import read
-
+def test_documents_match_rendered_conversations_and_splits_are_disjoint(prepared, small, tokenizer):
     expected = {}
     for conversation in read(Source(str(small)), Report()):
         segments = render(conversation.messages, "vicuna_v1.1", tokenizer)
@@ -111,7 +108,7 @@ def test_rows_follow_the_plan(prepared):
         assert row["index"].tolist() == list(range(LENGTH))
 
 
-def test_a_step_is_the_whole_state_and_reading_ahead_changes_nothing(prepared):
+def test_batches_depend_only_on_the_step_and_not_on_prefetching(prepared):
     loader = Loader(prepared, LENGTH, 4, seed=3)
     again = Loader(pickle.loads(pickle.dumps(loader.documents)), LENGTH, 4, seed=3)
     ahead = loader.batches(start=7)
@@ -132,9 +129,8 @@ def test_a_step_is_the_whole_state_and_reading_ahead_changes_nothing(prepared):
     assert len({other.fingerprint for other in [loader, *others]}) == 5
 
 
-def test_record_ids_are_those_of_the_tokens_in_a_step(prepared):
-    """Each listed record has a piece in the batch, and each piece in the batch belongs to a listed
-    record."""
+def test_record_ids_match_the_documents_of_a_step(prepared):
+    """Each listed record has a piece in the batch, and each piece belongs to a listed record."""
     loader = Loader(prepared, LENGTH, 3, seed=3)
     texts = {}
     for number in range(len(prepared.train)):
@@ -159,7 +155,7 @@ def test_one_epoch_of_held_out_counts_each_target_once(prepared):
     assert sum(batch["loss_weights"].sum() for batch in batches) == prepared.held_out.trained.sum()
 
 
-def test_a_sources_weight_does_not_change_what_is_measured(prepared, small, tokenizer):
+def test_a_sources_weight_does_not_affect_evaluation(prepared, small, tokenizer):
     for weight in (0.01, 2.5):
         weighted = prepare(
             [Source(str(small), weight=weight)],
@@ -175,7 +171,7 @@ def test_a_sources_weight_does_not_change_what_is_measured(prepared, small, toke
         assert set(weighted.train.weights) == {weight}
 
 
-def test_prepared_folder_is_reused_by_content_and_made_anew_by_any_change(
+def test_a_prepared_folder_is_reused_for_equal_content_and_not_after_any_change(
     prepared, small, tokenizer, tmp_path
 ):
     folder = prepared.folder.parent
@@ -201,17 +197,17 @@ def test_prepared_folder_is_reused_by_content_and_made_anew_by_any_change(
         ),
     ]
     assert len({prepared.folder, *(c.folder for c in changed)}) == 5
-    assert not list(folder.glob(".*"))  # nothing half-made is left
+    assert not list(folder.glob(".*")), "an incomplete folder is left"
 
 
-def test_another_date_makes_another_folder_where_a_template_writes_it(small, tokenizer, tmp_path):
+def test_the_date_affects_the_folder_only_if_the_template_writes_it(small, tokenizer, tmp_path):
     folder = shutil.copytree(FIXTURES / "tiny_tokenizer", tmp_path / "tokenizer")
     turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     (folder / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}" + turns)
-    made = {}
+    folders = {}
     for name, dated in (("writes it", Tokenizer.load(folder)), ("writes none", tokenizer)):
         template = "tokenizer" if name == "writes it" else "vicuna_v1.1"
-        made[name] = {
+        folders[name] = {
             prepare(
                 [Source(str(small), template=template)],
                 dated.with_template_date(date),
@@ -221,12 +217,10 @@ def test_another_date_makes_another_folder_where_a_template_writes_it(small, tok
             ).folder
             for date in (datetime(2024, 3, 4), datetime(2025, 3, 4))
         }
-    assert len(made["writes it"]) == 2 and len(made["writes none"]) == 1
+    assert len(folders["writes it"]) == 2 and len(folders["writes none"]) == 1
 
 
-def test_data_that_another_process_prepared_is_opened_without_its_sources(
-    prepared, tokenizer, tmp_path
-):
+def test_data_prepared_by_another_process_open_without_their_sources(prepared, tokenizer, tmp_path):
     missing, folder = [Source(str(tmp_path / "gone.json"))], prepared.folder
     opened = prepare(missing, tokenizer, LENGTH, folder.parent, **OPTIONS, key=folder.name)
     assert opened.folder == folder and opened.train.fingerprint == prepared.train.fingerprint
@@ -235,7 +229,9 @@ def test_data_that_another_process_prepared_is_opened_without_its_sources(
         prepare(missing, tokenizer, LENGTH, tmp_path, **OPTIONS, key=folder.name)
 
 
-def test_weighted_sources_and_held_out_sources(small, tokenizer, tmp_path):
+def test_held_out_sources_are_separate_and_epochs_have_their_own_lengths(
+    small, tokenizer, tmp_path
+):
     sources = [Source(str(small)), Source(str(FIXTURES / "dirty.json"), weight=0.5)]
     held_out = [Source(str(FIXTURES / "conversations_held_out.json"))]
     made = prepare(sources, tokenizer, 512, tmp_path, held_out_sources=held_out, progress=False)
@@ -254,12 +250,15 @@ def test_weighted_sources_and_held_out_sources(small, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("weight", [1.0, 2.5])
-def test_concurrent_threads_get_the_same_rows_and_make_each_plan_once(
+def test_concurrent_threads_get_the_same_rows_and_compute_each_plan_once(
     small, tokenizer, tmp_path, weight, monkeypatch
 ):
-    made = prepare([Source(str(small), weight=weight)], tokenizer, LENGTH, tmp_path, progress=False)
+    prepared = prepare(
+        [Source(str(small), weight=weight)], tokenizer, LENGTH, tmp_path, progress=False
+    )
     plans = [
-        packing.plan(made.train.lengths, LENGTH, 0, epoch, made.train.weights) for epoch in range(3)
+        packing.plan(prepared.train.lengths, LENGTH, 0, epoch, prepared.train.weights)
+        for epoch in range(3)
     ]
     expected = [(epoch, row) for epoch, plan in enumerate(plans) for row in range(len(plan))]
     planned = []
@@ -270,7 +269,7 @@ def test_concurrent_threads_get_the_same_rows_and_make_each_plan_once(
         return plans[epoch]
 
     monkeypatch.setattr(packing, "plan", slowly)
-    loader = Loader(made, LENGTH, 4, seed=0)
+    loader = Loader(prepared, LENGTH, 4, seed=0)
     with ThreadPoolExecutor(8) as pool:
         located = list(pool.map(loader.locate, range(len(expected))))
         rows = list(pool.map(lambda item: loader._plan(item.epoch).row(item.row), located))
@@ -284,7 +283,7 @@ def _documents(split):
     return [split[number] for number in range(len(split))]
 
 
-def test_long_conversations_are_split_on_whole_exchanges(tokenizer, tmp_path):
+def test_long_conversations_are_split_between_exchanges(tokenizer, tmp_path):
     exchanges = [(f"Question {i}?", "word " * (3 + 5 * i)) for i in range(9)]
     turns = [
         {"from": role, "value": text}
@@ -295,14 +294,16 @@ def test_long_conversations_are_split_on_whole_exchanges(tokenizer, tmp_path):
     path.write_text(
         json.dumps([{"conversations": [{"from": "system", "value": "Be brief."}, *turns]}])
     )
-    made = prepare([Source(str(path))], tokenizer, 128, tmp_path / "prepared", progress=False)
-    texts = [tokenizer.decode(document.tokens) for document in _documents(made.train)]
+    prepared = prepare([Source(str(path))], tokenizer, 128, tmp_path / "prepared", progress=False)
+    texts = [tokenizer.decode(document.tokens) for document in _documents(prepared.train)]
     assert len(texts) >= 3 and all(text.startswith("Be brief. USER: Question") for text in texts)
-    assert all(text.rstrip().endswith("word") for text in texts) and max(made.train.lengths) <= 128
-    asked = [f"Question {i}?" for i in range(9)]
-    assert [sum(question in text for text in texts) for question in asked] == [1] * 9
-    assert "".join(texts).index(asked[-1]) > "".join(texts).index(asked[0])
-    assert made.report.repaired == {
+    assert (
+        all(text.rstrip().endswith("word") for text in texts) and max(prepared.train.lengths) <= 128
+    )
+    questions = [f"Question {i}?" for i in range(9)]
+    assert [sum(question in text for text in texts) for question in questions] == [1] * 9
+    assert "".join(texts).index(questions[-1]) > "".join(texts).index(questions[0])
+    assert prepared.report.repaired == {
         "longer than context_length, split on whole exchanges": 1,
         "white space at the ends of a turn removed": 1,
     }
@@ -314,7 +315,7 @@ def test_long_conversations_are_split_on_whole_exchanges(tokenizer, tmp_path):
     assert trained.split() == ["word"] * 43 and tokenizer.decode(document.tokens) == texts[-1]
 
 
-def test_texts_and_tokens_are_prepared_like_conversations(small, tokenizer, tmp_path):
+def test_texts_and_tokens_are_prepared(small, tokenizer, tmp_path):
     book = "A long story of many words. " * 40
     (tmp_path / "book.txt").write_text(book)
     ready = [
@@ -328,8 +329,8 @@ def test_texts_and_tokens_are_prepared_like_conversations(small, tokenizer, tmp_
         Source(str(tmp_path / "book.txt"), "text"),
         Source(str(tmp_path / "ready.json"), "tokens"),
     ]
-    made = prepare(sources, tokenizer, LENGTH, tmp_path / "prepared", progress=False)
-    documents = _documents(made.train)
+    prepared = prepare(sources, tokenizer, LENGTH, tmp_path / "prepared", progress=False)
+    documents = _documents(prepared.train)
     ids = np.concatenate([document.tokens for document in documents if document.source == 1])
     assert ids.tolist() == [*tokenizer.encode(book), tokenizer.eos_id]
     assert all(document.loss_mask.all() for document in documents if document.source == 1)
@@ -340,18 +341,16 @@ def test_texts_and_tokens_are_prepared_like_conversations(small, tokenizer, tmp_
         True,
         True,
     ]
-    dropped = [json.loads(line) for line in made.report.dropped_file.read_text().splitlines()]
+    dropped = [json.loads(line) for line in prepared.report.dropped_file.read_text().splitlines()]
     assert [(entry["source"], entry["record"], entry["reason"]) for entry in dropped] == [
         (2, 2, "an id that the tokenizer does not have"),
         (2, 3, "no trained token"),
     ]
-    assert str(made.report.dropped_file) in made.report.summary()
-    assert made.report.sources[1].repaired == {"longer than context_length, cut": 1}
+    assert str(prepared.report.dropped_file) in prepared.report.summary()
+    assert prepared.report.sources[1].repaired == {"longer than context_length, cut": 1}
 
 
-def test_a_process_is_started_for_each_core_that_may_be_used(
-    small, tokenizer, tmp_path, monkeypatch
-):
+def test_one_process_is_started_per_usable_core(small, tokenizer, tmp_path, monkeypatch):
     started, cores = [], os.sched_getaffinity(0)
     monkeypatch.setattr("data.job.WORTH_PROCESSES", 1)
     monkeypatch.setattr(
@@ -369,7 +368,7 @@ def test_a_process_is_started_for_each_core_that_may_be_used(
 
 
 @pytest.mark.parametrize("name", ["tiny_tokenizer", "tiny.model"])
-def test_several_processes_write_what_one_does(small, name, tmp_path, monkeypatch):
+def test_several_processes_write_the_same_data_as_one(small, name, tmp_path, monkeypatch):
     """Documents in order, dropped records with their numbers; also with a sentencepiece model."""
     thought = [{"from": "human", "value": "?</s>"}, {"from": "gpt", "value": "<think> Hm."}]
     (tmp_path / "thought.json").write_text(json.dumps([{"conversations": thought}]))
@@ -404,34 +403,34 @@ def test_several_processes_write_what_one_does(small, name, tmp_path, monkeypatc
     )
 
 
-def test_a_file_that_is_read_in_another_way_by_its_name_is_prepared_anew(tokenizer, tmp_path):
-    """Its bytes are the same; a table's rows are cut at commas or at tabs."""
+def test_the_same_bytes_under_another_kind_of_name_are_prepared_again(tokenizer, tmp_path):
+    """The name decides how a file is read: a table's rows are cut at commas or at tabs."""
     rows = "text\n" + "".join(f"story {number}\n" for number in range(20))
     folders = set()
     for name in ("rows.csv", "rows.tsv", "rows.txt", "README.md"):
         (tmp_path / name).write_text(rows)
         source = Source(str(tmp_path / name), "text")
-        made = prepare([source], tokenizer, LENGTH, tmp_path / "made", held_out_fraction=0)
-        folders.add(made.folder)
+        prepared = prepare([source], tokenizer, LENGTH, tmp_path / "made", held_out_fraction=0)
+        folders.add(prepared.folder)
     assert len(folders) == 4
 
 
 def test_weights_mix_sources_and_the_mix_resumes(small, tokenizer, tmp_path):
-    """Each source is used as often as its weight says; a second loader that starts later gives the
+    """Each source is used as often as its weight says; another loader that starts later gives the
     same batches."""
     (tmp_path / "book.txt").write_text("Once upon a time there was a word. " * 120)
     sources = [
         Source(str(small), weight=0.5),
         Source(str(tmp_path / "book.txt"), "text", weight=3.0),
     ]
-    made = prepare(sources, tokenizer, LENGTH, tmp_path / "prepared", progress=False)
-    loader = Loader(made, LENGTH, 4, seed=1)
+    prepared = prepare(sources, tokenizer, LENGTH, tmp_path / "prepared", progress=False)
+    loader = Loader(prepared, LENGTH, 4, seed=1)
     visits, epochs = np.zeros(2), 40
     for epoch in range(epochs):
-        visits += np.bincount(made.train.sources[loader._plan(epoch).pieces[:, 0]], minlength=2)
-    shares = visits / epochs / np.bincount(made.train.sources)
+        visits += np.bincount(prepared.train.sources[loader._plan(epoch).pieces[:, 0]], minlength=2)
+    shares = visits / epochs / np.bincount(prepared.train.sources)
     assert abs(shares[0] - 0.5) < 0.05 and shares[1] == 3.0
-    resumed = Loader(made, LENGTH, 4, seed=1).batches(start=50)
+    resumed = Loader(prepared, LENGTH, 4, seed=1).batches(start=50)
     for step in range(50, 60):
         batch = next(resumed)
         assert all((batch[name] == array).all() for name, array in loader.batch(step).items())
@@ -443,19 +442,21 @@ def test_weights_mix_sources_and_the_mix_resumes(small, tokenizer, tmp_path):
         progress=False,
     )
     assert (
-        other.folder == made.folder
+        other.folder == prepared.folder
         and Loader(other, LENGTH, 4, seed=1).fingerprint != loader.fingerprint
     )
 
 
-def test_weights_that_leave_nothing_are_told_with_their_field(small, tokenizer, tmp_path):
-    made = prepare([Source(str(small), weight=1e-9)], tokenizer, LENGTH, tmp_path, progress=False)
-    said = r"^data\.sources: their weights, 1e-09 to 1e-09, leave no document in 100 epochs; larger ones would work$"
-    with pytest.raises(UserError, match=said):
-        Loader(made, LENGTH, 4, seed=1).locate(0)
+def test_weights_that_leave_no_document_are_refused_by_field(small, tokenizer, tmp_path):
+    prepared = prepare(
+        [Source(str(small), weight=1e-9)], tokenizer, LENGTH, tmp_path, progress=False
+    )
+    message = r"^data\.sources: their weights, 1e-09 to 1e-09, leave no document in 100 epochs; larger ones would work$"
+    with pytest.raises(UserError, match=message):
+        Loader(prepared, LENGTH, 4, seed=1).locate(0)
 
 
-def test_no_data_is_an_error(small, tokenizer, tmp_path):
+def test_sources_without_documents_are_refused(small, tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"data\.sources is empty"):
         prepare([], tokenizer, 64, tmp_path)
     with pytest.raises(UserError, match="no such file"):
@@ -495,7 +496,7 @@ def test_no_data_is_an_error(small, tokenizer, tmp_path):
         ),
     ],
 )
-def test_an_option_that_does_not_work_is_told_with_its_field(
+def test_an_invalid_option_is_refused_by_field(
     tokenizer, tmp_path, context_length, fraction, words
 ):
     (tmp_path / "book.txt").write_text("Once upon a time there was a word. " * 4)
@@ -510,13 +511,13 @@ def test_an_option_that_does_not_work_is_told_with_its_field(
         )
 
 
-def test_permute_moves_every_array(prepared):
+def test_permute_permutes_every_array(prepared):
     batch = Loader(prepared, LENGTH, 2, seed=0).batch(0)
     order = np.arange(LENGTH).reshape(4, -1).T.ravel()
-    moved = permute(batch, order)
+    permuted = permute(batch, order)
     for name, array in batch.items():
         for index, original in enumerate(order):
-            assert (moved[name][:, index] == array[:, original]).all()
+            assert (permuted[name][:, index] == array[:, original]).all()
     with pytest.raises(ValueError, match="the order has shape"):
         permute(batch, order[:-1])
 
@@ -542,16 +543,25 @@ _PREPARED_FILES = (
 )
 
 
-@pytest.mark.parametrize("kind", ["removed", "emptied", "halved", "flipped", "folder"])
-@pytest.mark.parametrize("name", _PREPARED_FILES)
-def test_damaged_prepared_data_is_named_and_made_again(
+_DAMAGES = ("removed", "emptied", "halved", "flipped", "folder")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("index.npz", kind) for kind in _DAMAGES),
+        *((name, "removed") for name in _PREPARED_FILES if name != "index.npz"),
+        *((name, "flipped") for name in _PREPARED_FILES if name != "index.npz"),
+    ],
+)
+def test_damaged_prepared_data_are_named_and_prepared_again(
     prepared, small, tokenizer, tmp_path, name, kind, capfd
 ):
     folder = shutil.copytree(prepared.folder, tmp_path / prepared.folder.name)
     _damage(folder / name, kind)
     again = prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, **OPTIONS)
     warned = capfd.readouterr().err
-    if (name, kind) == ("index.npz", "removed"):  # as that of a folder which is not complete
+    if (name, kind) == ("index.npz", "removed"):  # like a folder that is not complete
         assert not warned
     else:
         assert warned.startswith(f"warning: {folder}: {name} is damaged (") and warned.endswith(
@@ -566,7 +576,7 @@ def test_damaged_prepared_data_is_named_and_made_again(
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
-def test_documents_that_were_damaged_since_the_start_are_named(
+def test_documents_damaged_after_the_start_are_named(
     prepared, small, tokenizer, tmp_path, monkeypatch
 ):
     """Files too large to be hashed at each start have separate checksums."""
@@ -584,8 +594,9 @@ def test_documents_that_were_damaged_since_the_start_are_named(
         [train[number] for number in range(len(train))]
 
 
-def test_an_array_of_tokens_streams_and_is_refused_before_the_work(tokenizer, tmp_path):
-    """The documents are those of the same numbers as JSON; little of a long one is in memory."""
+def test_an_array_of_tokens_is_streamed_and_an_invalid_one_refused_early(tokenizer, tmp_path):
+    """The documents match the same numbers as JSON; only a small part of a long array is in
+    memory."""
     import tracemalloc
 
     numbers = (np.arange(4_000_000) * 7919 % 1000).astype(np.uint16)
@@ -615,9 +626,7 @@ def test_an_array_of_tokens_streams_and_is_refused_before_the_work(tokenizer, tm
         sum(len(document.tokens) for document in documents) == len(numbers)
         and documents[3].loss_mask.all()
     )
-    assert tracemalloc.get_traced_memory()[1] < 40e6, (
-        "a part of 4 Mi tokens, not the whole three times over"
-    )
+    assert tracemalloc.get_traced_memory()[1] < 40e6, "more than a part of 4 Mi tokens is in memory"
     tracemalloc.stop()
     for bad, words in (
         (numbers.astype(np.float32), "holds float32, not integers"),
@@ -635,7 +644,7 @@ def test_an_array_of_tokens_streams_and_is_refused_before_the_work(tokenizer, tm
     assert not (tmp_path / "none").exists()
 
 
-def test_prepared_data_within_the_datas_own_folder_are_not_read(small, tokenizer, tmp_path):
+def test_prepared_data_inside_the_source_folder_are_not_read(small, tokenizer, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     shutil.copy(small, folder / "a.json")

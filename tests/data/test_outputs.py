@@ -12,9 +12,9 @@ OUTPUT_FILE = functools.partial(outputs.output_file, marker=b"of this command")
 
 
 @pytest.mark.parametrize("check", [outputs.output_folder, OUTPUT_FILE, outputs.new_folder])
-def test_where_results_go_is_known_before_the_work(check, tmp_path):
-    """A new place is made as far as it is needed; a file in its way, or what would be overwritten,
-    is told in one line."""
+def test_an_output_path_is_checked_before_the_work(check, tmp_path):
+    """A new path is created as far as needed; a file in its way, or one that would be overwritten,
+    is a one-line error."""
     path = tmp_path / "a" / "b"
     assert (
         check(path) == path
@@ -31,7 +31,7 @@ def test_where_results_go_is_known_before_the_work(check, tmp_path):
         check(full)
 
 
-def test_only_what_a_command_wrote_is_overwritten(tmp_path):
+def test_only_files_written_by_the_command_are_overwritten(tmp_path):
     file = tmp_path / "config.yaml"
     for content in ("", "made by us: 1"):
         file.write_text(content)
@@ -46,8 +46,9 @@ def test_only_what_a_command_wrote_is_overwritten(tmp_path):
         outputs.results_folder(tmp_path)
 
 
-def test_nothing_is_written_through_a_link_that_a_stranger_left(tmp_path):
-    """A run's folder, an evaluation's: the link makes a file elsewhere, or replaces one there."""
+def test_nothing_is_written_through_a_planted_link(tmp_path):
+    """In a run's or an evaluation's folder, such a link could create or replace a file
+    elsewhere."""
     folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere.json"
     folder.mkdir()
     (folder / "results.json").symlink_to(elsewhere)
@@ -64,23 +65,23 @@ def test_nothing_is_written_through_a_link_that_a_stranger_left(tmp_path):
     assert outputs.results_folder(linked) == linked
 
 
-def test_a_picture_of_others_is_not_overwritten_and_an_evaluations_is(tmp_path):
+def test_only_an_evaluations_own_picture_is_overwritten(tmp_path):
     from matplotlib.figure import Figure
 
     picture = tmp_path / "needle.png"
     Figure().savefig(picture, metadata=outputs.PICTURE_METADATA)
     assert outputs.results_folder(tmp_path, "needle.png") == tmp_path
-    for of_others in (
+    for write_foreign in (
         Figure().savefig,
         lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n a photograph"),
     ):
-        of_others(picture)
+        write_foreign(picture)
         with pytest.raises(UserError, match=r"needle\.png: exists, but was not written"):
             outputs.results_folder(tmp_path, "needle.png")
 
 
 @pytest.mark.parametrize(
-    "take",
+    "check",
     [
         outputs.output_folder,
         OUTPUT_FILE,
@@ -91,11 +92,11 @@ def test_a_picture_of_others_is_not_overwritten_and_an_evaluations_is(tmp_path):
 @pytest.mark.parametrize(
     "path", ["gs://b/out", "s3://b/x/y.json", "GS://b/out", Path("gs://b/out"), "hf://datasets/a/b"]
 )
-def test_an_output_in_a_store_is_refused_by_name(take, path, tmp_path, monkeypatch):
-    """Also after pathlib has made one slash of two; a folder of this machine may have a colon in
-    its name."""
+def test_an_output_in_a_store_is_refused_by_name(check, path, tmp_path, monkeypatch):
+    """Even if pathlib has collapsed the two slashes; a local folder may have a colon in its
+    name."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"^\w+:/.*(gs|s3|GS|hf):// is not supported here"):
-        take(path)
+        check(path)
     assert not list(tmp_path.iterdir())
     assert outputs.on_this_machine("run:/2").name == "2"

@@ -1,4 +1,4 @@
-"""What tables unpack to is told before they are unpacked, whatever their metadata say of it."""
+"""The unpacked size of tables is known before they are unpacked, whatever their metadata claim."""
 
 import collections
 import contextlib
@@ -17,7 +17,7 @@ from data.paths import File
 from data.report import SourceReport
 from data.tables import read_table
 
-BIG = 1 << 25  # bytes of a text that packs to a few KB
+BIG = 1 << 25  # bytes of a text that compresses to a few KB
 
 
 def read(path):
@@ -25,8 +25,8 @@ def read(path):
 
 
 @contextlib.contextmanager
-def counted():
-    """Yields a pool that counts what Arrow allocates within the context."""
+def counting_pool():
+    """Yields a pool that counts Arrow's allocations within the context."""
     default = pyarrow.default_memory_pool()
     pyarrow.set_memory_pool(pool := pyarrow.proxy_memory_pool(default))
     try:
@@ -36,7 +36,7 @@ def counted():
 
 
 def varint(value, length):
-    """Returns Thrift's form of a number, in as many bytes as asked for."""
+    """Returns Thrift's encoding of a number in `length` bytes."""
     value *= 2
     return bytes(
         (value >> 7 * number & 127) | (128 if number < length - 1 else 0)
@@ -44,8 +44,8 @@ def varint(value, length):
     )
 
 
-def with_sizes_of(path, told):
-    """Rewrites all sizes before compression in a Parquet file's footer."""
+def with_claimed_sizes(path, claimed):
+    """Rewrites all uncompressed sizes in a Parquet file's footer to `claimed`."""
     metadata, content = parquet.read_metadata(path), path.read_bytes()
     (length,) = struct.unpack("<i", content[-8:-4])
     pages, footer = content[: -8 - length], content[-8 - length : -8]
@@ -55,20 +55,20 @@ def with_sizes_of(path, told):
     for size in {*sizes, *(column.total_uncompressed_size for column in columns)}:
         count = (size * 2).bit_length() // 7 + bool((size * 2).bit_length() % 7)
         assert varint(size, count) in footer
-        footer = footer.replace(varint(size, count), varint(told, count))
+        footer = footer.replace(varint(size, count), varint(claimed, count))
     path.write_bytes(pages + footer + content[-8:])
 
 
 @pytest.mark.parametrize("compression", ["zstd", "gzip"])
-def test_pages_larger_than_their_metadata_say_are_not_unpacked(tmp_path, compression):
+def test_pages_larger_than_their_metadata_claim_are_not_unpacked(tmp_path, compression):
     path = tmp_path / "a.parquet"
     table = pyarrow.table({"text": pyarrow.array(["a" * BIG])})
     parquet.write_table(
         table, path, compression=compression, use_dictionary=False, write_statistics=False
     )
-    with_sizes_of(path, 100)
+    with_claimed_sizes(path, 100)
     assert parquet.read_metadata(path).row_group(0).total_byte_size == 100
-    with counted() as pool:
+    with counting_pool() as pool:
         with pytest.raises(UserError, match=r"a\.parquet: unpacks to more than 200 times its size"):
             read(path)
         assert pool.max_memory() < BIG // 2
@@ -77,7 +77,9 @@ def test_pages_larger_than_their_metadata_say_are_not_unpacked(tmp_path, compres
 @pytest.mark.parametrize("opened_as", [ipc.new_file, ipc.new_stream])
 @pytest.mark.parametrize("compression", ["zstd", "lz4"])
 @pytest.mark.parametrize("kind", ["text", "dictionary"])
-def test_a_batch_out_of_proportion_is_not_unpacked(tmp_path, opened_as, compression, kind):
+def test_a_batch_that_unpacks_to_over_200_times_its_size_is_refused(
+    tmp_path, opened_as, compression, kind
+):
     path, text = tmp_path / "a.arrow", pyarrow.array(["a" * BIG])
     if kind == "dictionary":
         text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0], pyarrow.int32()), text)
@@ -85,7 +87,7 @@ def test_a_batch_out_of_proportion_is_not_unpacked(tmp_path, opened_as, compress
     options = ipc.IpcWriteOptions(compression=compression)
     with opened_as(path, table.schema, options=options) as file:
         file.write_table(table)
-    with counted() as pool:
+    with counting_pool() as pool:
         with pytest.raises(UserError, match=r"a\.arrow: unpacks to more than 200 times its size"):
             read(path)
         assert pool.max_memory() < BIG // 2
@@ -119,8 +121,8 @@ def a_table():
         {"data_page_size": 200, "row_group_size": 100, "write_statistics": False},
     ],
 )
-def test_pages_of_whole_files_are_as_large_as_their_metadata_say(tmp_path, options):
-    """Arrow's writer tells the pages' sizes with those of their headers, of 15 to 100 bytes."""
+def test_page_sizes_of_valid_files_match_their_metadata(tmp_path, options):
+    """Arrow's writer counts page headers of 15 to 100 bytes in the sizes of pages."""
     path = tmp_path / "a.parquet"
     parquet.write_table(a_table(), path, **options)
     metadata = parquet.read_metadata(path)
@@ -128,8 +130,8 @@ def test_pages_of_whole_files_are_as_large_as_their_metadata_say(tmp_path, optio
         groups = parquet_chunks(opened, metadata)
     assert len(groups) == metadata.num_row_groups
     for number, chunks in enumerate(groups):
-        for place, chunk in enumerate(chunks):
-            column = metadata.row_group(number).column(place)
+        for column_number, chunk in enumerate(chunks):
+            column = metadata.row_group(number).column(column_number)
             assert chunk.values == column.num_values
             headers = column.total_uncompressed_size - chunk.unpacked
             assert 0 < headers < 200 + chunk.unpacked // 4
@@ -138,7 +140,7 @@ def test_pages_of_whole_files_are_as_large_as_their_metadata_say(tmp_path, optio
 
 @pytest.mark.parametrize("opened_as", [ipc.new_file, ipc.new_stream])
 @pytest.mark.parametrize("compression", ["zstd", "lz4"])
-def test_batches_unpack_to_what_they_are_without_compression(opened_as, compression):
+def test_unpacked_sizes_of_batches_match_uncompressed_ones(opened_as, compression):
     table = a_table()
     table = table.append_column("of", pyarrow.array(["a", "b"] * 250).dictionary_encode())
 
@@ -150,12 +152,12 @@ def test_batches_unpack_to_what_they_are_without_compression(opened_as, compress
     packed = unpacked(ipc.IpcWriteOptions(compression=compression))
     plain = unpacked(ipc.IpcWriteOptions())
     assert len(packed) >= 4  # a dictionary and three batches
-    # Without compression buffers are padded to 8 or 64 bytes.
+    # Uncompressed buffers are padded to 8 or 64 bytes.
     assert all(0 <= after - before < 64 * 30 for before, after in zip(packed, plain, strict=True))
     assert sum(packed) > sum(plain) / 2
 
 
-def test_columns_that_share_their_pages_and_pages_without_end_are_damaged(tmp_path):
+def test_a_damaged_page_header_is_refused(tmp_path):
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": ["ab", "cd"]}), path, compression="none")
     content = bytearray(path.read_bytes())
@@ -165,21 +167,21 @@ def test_columns_that_share_their_pages_and_pages_without_end_are_damaged(tmp_pa
         read(path)
 
 
-def test_a_text_that_a_list_repeats_is_counted_before_it_is_copied(tmp_path):
-    """A row of 4 GiB, of a text of 1 MiB that is once in the file."""
+def test_a_text_repeated_by_a_list_is_counted_before_it_is_copied(tmp_path):
+    """A row of 4 GiB from a text of 1 MiB that the file has once."""
     path, times = tmp_path / "a.parquet", 1 << 12
     text = pyarrow.array(["ab" * (1 << 19)])
     texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * times, pyarrow.int32()), text)
     lists = pyarrow.ListArray.from_arrays(pyarrow.array([0, times], pyarrow.int32()), texts)
     parquet.write_table(pyarrow.table({"texts": lists}), path, dictionary_pagesize_limit=1 << 22)
-    with counted() as pool:
+    with counting_pool() as pool:
         with pytest.raises(UserError, match=r"a\.parquet: unpacks to more than 200 times its size"):
             read(path)
         assert pool.max_memory() < 1 << 26
 
 
-def test_texts_that_begin_as_the_one_before_are_refused_in_lists(tmp_path, monkeypatch):
-    """How often a row repeats them is told by reading it alone."""
+def test_delta_encoded_texts_are_refused_in_lists_that_are_too_large(tmp_path, monkeypatch):
+    """How often a row repeats them is known only after reading it."""
     path = tmp_path / "a.parquet"
     table = pyarrow.table({"texts": [["ab" * (1 << 10)] * 4096]})
     parquet.write_table(
@@ -194,8 +196,8 @@ def test_texts_that_begin_as_the_one_before_are_refused_in_lists(tmp_path, monke
         read(path)
 
 
-def test_lists_of_dictionaries_are_read_as_they_were_written(tmp_path, monkeypatch):
-    """Also where their texts are counted before they are copied, in several batches."""
+def test_lists_of_dictionaries_are_read_unchanged(tmp_path, monkeypatch):
+    """Even if their texts are counted before they are copied, in several batches."""
     path, table = tmp_path / "a.parquet", a_table()
     parquet.write_table(table, path)
     monkeypatch.setattr(tables, "_BYTES", 1 << 10)

@@ -13,16 +13,16 @@ LENGTHS = st.lists(st.integers(0, 90), max_size=60)
 
 @settings(max_examples=200, deadline=None)
 @given(LENGTHS, st.integers(1, 64), st.integers(-3, 2**70), st.integers(0, 5))
-def test_each_token_once_and_every_row_fits(lengths, context_length, seed, epoch):
-    made = plan(lengths, context_length, seed, epoch)
+def test_rows_contain_each_token_once_and_fit(lengths, context_length, seed, epoch):
+    packed = plan(lengths, context_length, seed, epoch)
     seen = [np.zeros(length, int) for length in lengths]
-    for row in made.rows:
+    for row in packed.rows:
         assert row and sum(length for _, _, length in row) <= context_length
         for document, start, length in row:
             assert length > 0 and start + length <= lengths[document]
             seen[document][start : start + length] += 1
     assert all((count == 1).all() for count in seen)
-    assert made.rows == plan(np.array(lengths), context_length, seed, epoch).rows
+    assert packed.rows == plan(np.array(lengths), context_length, seed, epoch).rows
 
 
 @settings(max_examples=50, deadline=None)
@@ -31,12 +31,12 @@ def test_row_count_is_the_same_in_every_epoch(lengths, context_length):
     assert len({len(plan(lengths, context_length, 1, epoch)) for epoch in range(4)}) == 1
 
 
-def test_order_changes_with_seed_and_epoch_and_stays_as_recorded():
+def test_the_order_depends_on_seed_and_epoch_and_matches_the_record():
     lengths = [5, 9, 3, 7, 7, 2, 8, 4]
     assert (
         len({plan(lengths, 12, seed, epoch).rows for seed in range(3) for epoch in range(3)}) == 9
     )
-    # Recorded once: a run that is resumed with another version of numpy must have the same order.
+    # Recorded: a run that resumes with another version of numpy must have the same order.
     assert plan(lengths, 12, 0, 0).rows == RECORDED
 
 
@@ -55,13 +55,14 @@ def test_padding_of_chats_is_at_most_two_percent(context_length):
     assert plan(lengths, context_length, 0, 0).padding_share <= 0.02
 
 
-def test_the_share_of_padding_by_hand():
-    """Rows of 10: 6 and 4 tokens fill one, 7 leave 3 of another; 3 of 20. No rows have none."""
+def test_the_padding_share_by_hand():
+    """Rows of 10: 6 and 4 tokens fill one, 7 leave 3 of another; 3 of 20. No rows have no
+    padding."""
     assert plan([6, 7, 4], 10, 0, 0).padding_share == pytest.approx(3 / 20)
     assert plan([], 10, 0, 0).padding_share == 0
 
 
-def test_weights_are_the_average_number_of_visits():
+def test_weights_equal_the_average_number_of_visits():
     weights = np.array([0.5, 1.0, 2.25] * 40)
     visits = np.zeros(120)
     for epoch in range(200):

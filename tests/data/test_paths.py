@@ -1,5 +1,5 @@
-"""Files in a store are read as local ones are; prepared data in a store come back through this
-machine's cache."""
+"""Files in a store are read like local ones; prepared data in a store are read through the local
+cache."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ FIXTURES = REPOSITORY / "data/fixtures"
 
 @pytest.fixture
 def store():
-    """fsspec's own store in memory, empty before and after."""
+    """Yields fsspec's in-memory store, empty before and after."""
     system = fsspec.filesystem("memory")
     system.rm("/", recursive=True) if system.ls("/") else None
     yield system
@@ -41,7 +41,7 @@ def store():
         ("/elsewhere", "/elsewhere"),
     ],
 )
-def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch, variable, expected):
+def test_the_cache_folder_follows_the_environment(tmp_path, monkeypatch, variable, expected):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("LONGSTRIPE_CACHE", raising=False)
     if variable is not None:
@@ -58,8 +58,8 @@ def put(system, path, content):
 @pytest.mark.parametrize(
     "root", ["lr[0.1]", "a*b", "a?b", "a::b", "memory://lr[0.1]", "memory://a*b"]
 )
-def test_no_path_is_a_pattern(store, tmp_path, monkeypatch, root):
-    """Beside each folder lies one that its name, taken for a pattern, would mean."""
+def test_paths_are_never_patterns(store, tmp_path, monkeypatch, root):
+    """Next to each folder is one that its name would match as a pattern."""
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
     system = store if paths.is_remote(root) else fsspec.filesystem("file", auto_mkdir=True)
     root = root if paths.is_remote(root) else str(tmp_path / root)
@@ -81,7 +81,7 @@ def test_no_path_is_a_pattern(store, tmp_path, monkeypatch, root):
     assert first == again and first
 
 
-def test_a_store_is_read_as_a_folder_is(store, tmp_path):
+def test_a_store_is_read_like_a_folder(store, tmp_path):
     dirty = (FIXTURES / "dirty.json").read_bytes()
     array, local = np.arange(9, dtype=np.int32), tmp_path / "local"
     np.save(tmp_path / "a.npy", array)
@@ -96,7 +96,7 @@ def test_a_store_is_read_as_a_folder_is(store, tmp_path):
     for format in ("sharegpt", "text", "tokens"):
         source = Source(str(local / "dirty.json") if format == "sharegpt" else str(local), format)
         remote = Source(source.path.replace(str(local), "memory://set"), format)
-        if format == "text":  # a text is not looked for in dirty.json
+        if format == "text":  # dirty.json is not a text
             (local / "dirty.json").unlink()
             store.rm("/set/dirty.json")
         records, remote_records = list(read(source, Report())), list(read(remote, Report()))
@@ -120,7 +120,7 @@ def test_an_array_in_a_store_stays_on_disk(store, tmp_path, monkeypatch):
     used = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert isinstance(array, np.memmap) and np.array_equal(array, ids)
-    assert used < ids.nbytes, "a part at a time is in memory"
+    assert used < ids.nbytes, "the whole array is in memory"
     [record] = read(Source("memory://set/ids.npy", "tokens"), Report())
     assert isinstance(record.tokens, np.memmap) and np.array_equal(record.tokens, ids)
     assert [path.name for path in tmp_path.rglob("*")] == ["downloads"]
@@ -128,7 +128,7 @@ def test_an_array_in_a_store_stays_on_disk(store, tmp_path, monkeypatch):
         list(read(Source("nostore://set/none.json"), Report()))
 
 
-def test_prepared_data_in_a_store_are_made_once(store, tmp_path, monkeypatch):
+def test_data_in_a_store_are_prepared_once(store, tmp_path, monkeypatch):
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
     tokenizer, records = (
         Tokenizer.load(FIXTURES / "tiny_tokenizer"),
@@ -136,20 +136,20 @@ def test_prepared_data_in_a_store_are_made_once(store, tmp_path, monkeypatch):
     )
     put(store, "/in/talks.json", json.dumps(records[:5]).encode())
     sources = [Source("memory://in/talks.json")]
-    made = prepare(sources, tokenizer, 128, "memory://out/prepared/", progress=False)
-    assert made.folder.parent == tmp_path / "cache/prepared" and len(made.train) >= 5
-    first = [made.train[number].tokens.tolist() for number in range(len(made.train))]
-    assert store.isfile(f"/out/prepared/{made.folder.name}/index.npz")
-    shutil.rmtree(tmp_path / "cache")  # another machine
-    monkeypatch.setattr("data.prepare._build", lambda *_: pytest.fail("it is in the store"))
+    prepared = prepare(sources, tokenizer, 128, "memory://out/prepared/", progress=False)
+    assert prepared.folder.parent == tmp_path / "cache/prepared" and len(prepared.train) >= 5
+    first = [prepared.train[number].tokens.tolist() for number in range(len(prepared.train))]
+    assert store.isfile(f"/out/prepared/{prepared.folder.name}/index.npz")
+    shutil.rmtree(tmp_path / "cache")  # as on another machine
+    monkeypatch.setattr("data.prepare._build", lambda *_: pytest.fail("prepared again"))
     again = prepare(sources, tokenizer, 128, "memory://out/prepared", progress=False)
     assert [again.train[number].tokens.tolist() for number in range(len(again.train))] == first
-    assert again.folder == tmp_path / "cache/shards" / made.folder.name
+    assert again.folder == tmp_path / "cache/shards" / prepared.folder.name
     assert again.report.records == 5
 
 
-def test_a_folder_comes_whole_or_not_at_all(store, tmp_path):
-    """Without the file that is put there last it is not whole, and is not taken."""
+def test_a_folder_is_downloaded_completely_or_not_at_all(store, tmp_path):
+    """Without the file that is uploaded last it is incomplete and is not used."""
     for name in ("z.npz", "a/b"):
         (tmp_path / "from" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "from" / name).write_text(name)
@@ -163,8 +163,8 @@ def test_a_folder_comes_whole_or_not_at_all(store, tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["from", "to"]
 
 
-def test_a_store_that_cannot_be_reached_is_told_in_one_line(monkeypatch):
-    """Stores' libraries raise errors of their own kind: botocore's NoCredentialsError is a plain
+def test_an_unreachable_store_is_a_one_line_error(monkeypatch):
+    """Stores' libraries raise their own errors: botocore's NoCredentialsError is a plain
     Exception."""
 
     def unreachable(self, path, **options):
@@ -181,14 +181,13 @@ def test_a_store_that_cannot_be_reached_is_told_in_one_line(monkeypatch):
     "path",
     ["github://org:repo@/a.txt", "data:,https://a", "zip://a.txt::memory://a.zip", "reference://a"],
 )
-def test_only_stores_are_read(path):
+def test_only_known_stores_are_read(path):
     with pytest.raises(UserError, match=r"is not a supported store; gs, .* are$"):
         Source(path, "text").files()
 
 
-def test_a_digest_is_of_every_byte_and_kept(tmp_path, monkeypatch):
-    """Kept for large files, by size and times; what the cache says is believed only of the same
-    file."""
+def test_a_digest_covers_every_byte_and_is_cached(tmp_path, monkeypatch):
+    """Cached for large files, by size and times; a cached digest is used only for the same file."""
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(paths, "LARGE_BYTES", 1000)
     monkeypatch.setattr(paths, "_SETTLED_SECONDS", -1.0)
@@ -208,7 +207,7 @@ def test_a_digest_is_of_every_byte_and_kept(tmp_path, monkeypatch):
     assert paths.file_digest(large) == hashlib.sha256(large.read_bytes()).hexdigest()
 
 
-def test_a_digest_is_not_kept_of_a_file_that_may_change_within_a_tick(tmp_path, monkeypatch):
+def test_a_digest_is_not_cached_for_a_file_that_may_change_within_a_tick(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(paths, "LARGE_BYTES", 1000)
     large, other = tmp_path / "large", tmp_path / "other"
@@ -219,7 +218,7 @@ def test_a_digest_is_not_kept_of_a_file_that_may_change_within_a_tick(tmp_path, 
     before, times = paths.file_digest(large), (large.stat().st_atime_ns, large.stat().st_mtime_ns)
     other.write_bytes(b"x" * 100_000)
     os.utime(other, ns=times)
-    other.replace(large)  # another file of the same size and time of writing
+    other.replace(large)  # another file of the same size and modification time
     assert paths.file_digest(large) != before
     large.write_bytes(b"y" * 100_000)
     os.utime(large, ns=times)

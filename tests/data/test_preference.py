@@ -1,5 +1,5 @@
-"""Records of preferences: TRL's shapes, and others of public data sets, become two conversations
-that begin alike."""
+"""Preference records: TRL's shapes, and others of public data sets, become two conversations that
+begin alike."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def read(record, **options):
     return PreferenceReader(**options).read(record)
 
 
-def said(conversation):
+def messages_of(conversation):
     return [(m.role, m.content, m.train) for m in conversation.messages]
 
 
@@ -53,13 +53,13 @@ GOOD, BAD = [ASKED, ("assistant", "This.", True)], [ASKED, ("assistant", "That."
     ],
     ids=["texts", "question", "turns", "implicit", "repeated", "one turn", "dialogue"],
 )
-def test_shapes(record):
+def test_every_shape_of_pairs_is_read(record):
     pair, changes, unread = read(record)
-    assert said(pair.chosen) == GOOD and said(pair.rejected) == BAD
+    assert messages_of(pair.chosen) == GOOD and messages_of(pair.rejected) == BAD
     assert not changes and not unread
 
 
-def test_names_system_and_tools_are_read_and_the_rest_is_named():
+def test_renamed_fields_system_and_tools_are_read_and_others_named():
     record = {
         "id": 7,
         "system": "Be brief.",
@@ -74,14 +74,14 @@ def test_names_system_and_tools_are_read_and_the_rest_is_named():
         record, fields={"ask": "prompt", "better": "chosen", "worse": "rejected"}
     )
     assert pair.id == "7" and unread == {"record field `score_chosen`"}
-    assert said(pair.rejected) == [("system", "Be brief.", False), *BAD]
+    assert messages_of(pair.rejected) == [("system", "Be brief.", False), *BAD]
     assert (
         pair.chosen.tools == pair.rejected.tools
         and pair.chosen.tools[0]["function"]["name"] == "look"
     )
 
 
-def test_a_prompt_of_another_conversation_is_named():
+def test_a_prompt_that_differs_from_the_conversation_is_named():
     record = {
         "prompt": "Why?",
         "chosen": turns("Which?", "This."),
@@ -96,7 +96,7 @@ def test_earlier_answers_are_part_of_the_prompt():
         "rejected": turns("Hi", "Hello", "Which?", "That."),
     }
     pair = read(record)[0]
-    assert [train for *_, train in said(pair.chosen)] == [False, False, False, True]
+    assert [train for *_, train in messages_of(pair.chosen)] == [False, False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_earlier_answers_are_part_of_the_prompt():
         ([1], "not a record"),
     ],
 )
-def test_what_cannot_be_used_is_named(record, reason):
+def test_an_unusable_pair_is_dropped_with_a_reason(record, reason):
     with pytest.raises(Drop) as dropped:
         read(record)
     assert str(dropped.value).startswith(reason) and str(dropped.value)
@@ -154,9 +154,9 @@ def test_a_pair_is_a_duplicate_only_if_both_completions_are():
         {"prompt": turns("Which?"), "completion": turns("This.", first="assistant"), "label": True},
     ],
 )
-def test_labelled_completions(record):
+def test_labelled_completions_are_read(record):
     labelled, changes, unread = read({**record, "origin": "web"})
-    assert said(labelled.conversation) == GOOD and labelled.desirable is True
+    assert messages_of(labelled.conversation) == GOOD and labelled.desirable is True
     assert not changes and unread == {"record field `origin`"}
     assert read({**record, "label": False})[0].desirable is False
 
@@ -172,13 +172,13 @@ def test_labelled_completions(record):
         ({"prompt": None}, "completions without a prompt"),
     ],
 )
-def test_labelled_completions_that_cannot_be_used(change, reason):
+def test_an_unusable_labelled_completion_is_dropped_with_a_reason(change, reason):
     with pytest.raises(Drop) as dropped:
         read({"prompt": "Which?", "completion": "This.", "label": True, **change})
     assert str(dropped.value).startswith(reason)
 
 
-def test_the_same_completion_with_another_label_is_no_duplicate():
+def test_the_same_completion_with_another_label_is_not_a_duplicate():
     reader = PreferenceReader()
     record = {"prompt": "Which?", "completion": "This.", "label": True}
     reader.read(record)

@@ -1,5 +1,4 @@
-"""More documents than a prepared folder can number are refused, and never numbered from the start
-again."""
+"""More documents than a prepared folder can number are refused instead of wrapping around."""
 
 import json
 from array import array
@@ -32,7 +31,8 @@ def _prepare(folder, target, engine):
 
 @pytest.fixture
 def chats(tmp_path):
-    """Three files of four conversations; the first of each file is the same."""
+    """Returns a folder of three files with four conversations each, whose first one is always the
+    same."""
     folder = tmp_path / "in"
     folder.mkdir()
     for file in range(3):
@@ -45,7 +45,7 @@ def chats(tmp_path):
     return folder
 
 
-def test_the_largest_number_is_the_columns_largest():
+def test_the_most_documents_are_the_largest_int32():
     assert np.iinfo(np.int32).max == prepared.MOST_DOCUMENTS
     index = prepared.Index()
     index._columns = {name: array("i", [5]) for name in index._columns}
@@ -57,14 +57,14 @@ def test_the_largest_number_is_the_columns_largest():
 
 @pytest.mark.parametrize("engine", [PROCESSES, InParts()])
 def test_too_many_documents_are_refused(chats, tmp_path, monkeypatch, capsys, engine):
-    """By hand: 12 conversations, 2 of them repetitions."""
+    """By hand: 12 conversations, 2 of them repeated."""
     monkeypatch.setattr(prepared, "MOST_DOCUMENTS", 9)
     with pytest.raises(UserError, match=r"found 10 documents, and a prepared .* at most 9 docu"):
         _prepare(chats, tmp_path / "made", engine)
-    made = [path.name for path in (tmp_path / "made").rglob("*") if path.is_file()]
-    assert not any("array_record" in name for name in made), "it is known before shards are made"
-    said = capsys.readouterr().err
-    assert ("warning: data.sources: found 10 conversations" in said) == engine.in_parts
+    files = [path.name for path in (tmp_path / "made").rglob("*") if path.is_file()]
+    assert not any("array_record" in name for name in files), "refused after writing shards"
+    errors = capsys.readouterr().err
+    assert ("warning: data.sources: found 10 conversations" in errors) == engine.in_parts
     monkeypatch.setattr(prepared, "MOST_DOCUMENTS", 10)
     assert len(_prepare(chats, tmp_path / "made", engine).train) == 10
     assert not capsys.readouterr().err and len(list((tmp_path / "made").glob("[!.]*"))) == 1

@@ -25,7 +25,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("text", ATTACKS.values(), ids=ATTACKS)
-def test_nothing_that_a_terminal_obeys_stays(text):
+def test_control_characters_are_replaced(text):
     shown = printable(text)
     assert len(shown) == len(text)
     assert "\ufffd" in shown and not any(unicodedata.category(c) in ("Cc", "Cs") for c in shown)
@@ -33,14 +33,14 @@ def test_nothing_that_a_terminal_obeys_stays(text):
 
 
 @given(st.text())
-def test_other_characters_stay_as_they_are(text):
+def test_other_characters_are_unchanged(text):
     pairs = zip(text, printable(text), strict=True)
     assert all(
         a == b or unicodedata.category(a) in ("Cc", "Cs", "Cf", "Zl", "Zp") for a, b in pairs
     )
 
 
-def test_words_of_any_script_and_joined_emoji_stay():
+def test_any_script_and_joined_emoji_are_unchanged():
     text = "naïve 日本語 עברית\tfamily: 👩\u200d👩\u200d👧\nsoft\u00adhyphen"
     assert printable(text) == text
 
@@ -48,8 +48,8 @@ def test_words_of_any_script_and_joined_emoji_stay():
 EVIL = "".join(ATTACKS.values())
 
 
-def test_what_is_printed_is_printable(capsys):
-    """Through print, warnings and a console of rich, whose own colours stay."""
+def test_printed_output_is_printable(capsys):
+    """Through print, warnings and a rich console, whose own colours stay."""
     with printable_output():
         print(EVIL)
         print(EVIL, file=sys.stderr)
@@ -70,7 +70,7 @@ def test_what_is_printed_is_printable(capsys):
     assert not isinstance(sys.stdout, _Output)
 
 
-def test_what_an_encoding_lacks_is_replaced(monkeypatch):
+def test_characters_missing_in_the_encoding_are_replaced(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
     with printable_output():
@@ -80,7 +80,7 @@ def test_what_an_encoding_lacks_is_replaced(monkeypatch):
 
 
 @pytest.mark.parametrize("printing", ["print('x' * 99)", "console().print('x' * 99)"])
-def test_a_reader_that_has_left_is_no_error(repository, printing):
+def test_a_closed_pipe_is_not_an_error(repository, printing):
     program = (
         "from data.printable import printable_output, console\nimport sys\nsys.stdin.read()\nwith printable_output():\n"
         f"    for _ in range(500): {printing}\n    print('at the end', file=sys.stderr)"
@@ -94,5 +94,5 @@ def test_a_reader_that_has_left_is_no_error(repository, printing):
         text=True,
     )
     process.stdout.close()
-    _, said = process.communicate("")
-    assert (process.returncode, said) == (0, "at the end\n")
+    _, errors = process.communicate("")
+    assert (process.returncode, errors) == (0, "at the end\n")

@@ -1,4 +1,4 @@
-"""Progress where there is no terminal: a line when one is due, and none before."""
+"""Progress without a terminal: a line when one is due, and none before."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from data.progress import ProgressBar
         (ProgressBar("playing", 7), 7, "playing: 7 of 7"),
     ],
 )
-def test_lines_say_how_much_is_done(bar, amount, line):
+def test_a_line_shows_how_much_is_done(bar, amount, line):
     bar.advance(amount)
     assert bar.line() == line
 
@@ -28,7 +28,7 @@ def test_lines_are_printed_when_they_are_due(monkeypatch, capsys):
     assert capsys.readouterr().err == "answering: 2 of 4 answers\n"
 
 
-def test_nothing_is_printed_where_none_is_asked_for(monkeypatch, capsys):
+def test_nothing_is_printed_with_show_false(monkeypatch, capsys):
     monkeypatch.setattr(progress, "SECONDS", -1)
     with ProgressBar("answering", 4, show=False) as bar:
         bar.advance(4)

@@ -1,4 +1,4 @@
-"""Records are written as they come: more of them than memory holds, and read back in their order."""
+"""Records are written as they arrive, more than memory can hold, and read back in order."""
 
 import tracemalloc
 
@@ -9,10 +9,10 @@ from data.prepared import document_features
 from data.record_store import open_records, serialize, write_records
 
 
-def test_records_beyond_the_librarys_buffer_are_written_and_are_not_kept_in_memory(
+def test_records_beyond_the_librarys_buffer_are_written_without_keeping_them_in_memory(
     tmp_path, monkeypatch
 ):
-    """tensorflow-datasets holds back a gigabyte, and asks for tensorflow to write more."""
+    """tensorflow-datasets buffers a gigabyte, and needs tensorflow to write more."""
     monkeypatch.setattr(shuffle, "MAX_MEM_BUFFER_SIZE", 1 << 20)
     count, length = 40, 1 << 16
 
@@ -43,10 +43,10 @@ def test_records_beyond_the_librarys_buffer_are_written_and_are_not_kept_in_memo
 
 
 def test_every_process_writes_the_same_bytes():
-    """Protocol buffers have maps in another order in each process, unless asked not to."""
+    """Protocol buffers order maps differently in each process unless told not to."""
     tokens, mask = np.array([1, 2], np.int32), np.array([0, 1], np.uint8)
     record = {"tokens": tokens, "loss_mask": mask, "source": 3, "record_id": "r"}
     [stored] = serialize(document_features, [record])
     names = ("loss_mask", "record_id", "source", "tokens")
-    places = [stored.index(name.encode()) for name in names]
-    assert places == sorted(places)
+    offsets = [stored.index(name.encode()) for name in names]
+    assert offsets == sorted(offsets)

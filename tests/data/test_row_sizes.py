@@ -1,4 +1,4 @@
-"""What rows take is counted with every value as often as it occurs, for every type of Arrow's."""
+"""The size of rows counts every value as often as it occurs, for every Arrow type."""
 
 import collections
 import itertools
@@ -33,7 +33,7 @@ def runs(times, values):
 
 
 def views(form, times):
-    """Returns views, each of a text of 1 MiB that the array has once."""
+    """Returns views of a text of 1 MiB that the array has once."""
     view = struct.pack("<i4sii", MIB, b"aaaa", 0, 0) * times
     buffers = [None, pyarrow.py_buffer(view), pyarrow.py_buffer(TEXT.encode())]
     return pyarrow.Array.from_buffers(form, times, buffers)
@@ -48,7 +48,7 @@ def unions(times):
 
 
 def list_views(times):
-    """Returns lists, all of the same million numbers."""
+    """Returns lists that all view the same million numbers."""
     starts, sizes = (pyarrow.array([number] * times, pyarrow.int32()) for number in (0, MIB))
     return pyarrow.ListViewArray.from_arrays(starts, sizes, pyarrow.nulls(MIB, pyarrow.int8()))
 
@@ -95,7 +95,7 @@ def read(path):
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_value_that_is_once_in_the_file_counts_as_often_as_it_occurs(tmp_path, name):
+def test_a_value_stored_once_counts_as_often_as_it_occurs(tmp_path, name):
     write(path := tmp_path / "a.arrow", BOMBS[name]())
     with pytest.raises(UserError, match=r"a\.arrow: unpacks to more than 200 times its size"):
         read(path)
@@ -110,8 +110,8 @@ def test_a_value_that_is_once_in_the_file_counts_as_often_as_it_occurs(tmp_path,
         (pyarrow.list_(pyarrow.int8()), [0, 9, 2, 7, 9]),
     ],
 )
-def test_offsets_that_lead_out_or_back_are_damage(tmp_path, form, offsets):
-    """Arrow takes them as they are, and its own readers end the process."""
+def test_invalid_offsets_are_refused(tmp_path, form, offsets):
+    """Arrow accepts them, and its own readers crash the process."""
     content = pyarrow.py_buffer(b"123456789")
     starts = pyarrow.array(offsets, pyarrow.int32()).buffers()[1]
     if pyarrow.types.is_list(form):
@@ -125,7 +125,7 @@ def test_offsets_that_lead_out_or_back_are_damage(tmp_path, form, offsets):
 
 
 def in_python(value):
-    """Returns the bytes of a value, counted one by one."""
+    """Returns the size of a value in bytes, counted recursively."""
     if isinstance(value, dict):
         return sum(map(in_python, value.values()))
     if isinstance(value, list):
@@ -157,7 +157,7 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("start", [0, 1])
-def test_rows_count_as_what_python_makes_of_them_and_a_little(name, start):
+def test_row_sizes_are_at_most_slightly_above_those_in_python(name, start):
     values, form = FORMS[name]
     if form == "map":
         form = pyarrow.map_(pyarrow.string(), pyarrow.list_(pyarrow.string()))
@@ -175,16 +175,16 @@ def test_plain_columns_are_not_counted_row_by_row():
     assert all(may_repeat(pyarrow.record_batch({"a": make()}).schema) for make in BOMBS.values())
 
 
-def test_text_that_is_not_utf8_is_left_out_of_its_row_alone(tmp_path):
-    bytes_of = pyarrow.array([[b"ok"], [b"\xff\xfe"]], pyarrow.list_(pyarrow.binary()))
-    write(path := tmp_path / "a.arrow", bytes_of.view(pyarrow.list_(pyarrow.string())))
+def test_text_that_is_not_utf8_is_omitted_only_from_its_row(tmp_path):
+    column = pyarrow.array([[b"ok"], [b"\xff\xfe"]], pyarrow.list_(pyarrow.binary()))
+    write(path := tmp_path / "a.arrow", column.view(pyarrow.list_(pyarrow.string())))
     report = SourceReport(str(path))
     assert list(read_table(File(str(path)), report)) == [{"a": ["ok"]}, {}]
     assert len(report.notes) == 1
 
 
 def test_rows_are_read_in_parts_that_fit(tmp_path, monkeypatch):
-    """A text of a dictionary stands in many rows, of which as many as fit are made at a time."""
+    """A dictionary's text occurs in many rows, which are converted as many at a time as fit."""
     texts = ["a" * 1000, "b" * 10]
     indices = pyarrow.array([0, 1] * 300, pyarrow.int32())
     write(tmp_path / "a.arrow", pyarrow.DictionaryArray.from_arrays(indices, texts))

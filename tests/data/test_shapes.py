@@ -1,5 +1,5 @@
-"""Shapes of public data: each is read as the turns that its authors meant, what is not read is
-named; docs/data.md says so."""
+"""Shapes of public data: each is read as the turns that its authors meant, and anything unread is
+named; docs/data.md lists them."""
 
 import json
 from pathlib import Path
@@ -114,7 +114,7 @@ def turns(record, **options):
             TWO,
         ),
         ({"messages": json.dumps(FLAT)}, TWO),
-        ({"messages": repr(FLAT)}, TWO),  # as pandas writes a list to CSV
+        ({"messages": repr(FLAT)}, TWO),  # pandas writes lists to CSV like this
         (FLAT, TWO),
         ({"conversations": {"from": ["human", "gpt"], "value": ["Hi?", "Hello."]}}, ONE),
         (
@@ -194,7 +194,7 @@ def test_a_glaive_dialogue_has_tools_and_calls():
     ] and plain.tools == ()
 
 
-def test_a_question_with_calls_for_an_answer():
+def test_an_answer_may_be_a_list_of_calls():
     calls = [{"name": "f", "arguments": {"a": 1}}]
     for answers, tools in ((calls, [{"name": "f"}]), (json.dumps(calls), '[{"name": "f"}]')):
         cleaned = Cleaner().clean({"id": 7, "query": "Hi?", "answers": answers, "tools": tools})
@@ -205,18 +205,18 @@ def test_a_question_with_calls_for_an_answer():
     assert functions.tools[0]["function"] == {"name": "f"} and not functions.unread
 
 
-def test_what_is_not_trained_on_of_a_preference_is_named():
+def test_the_rejected_completion_of_a_preference_is_named_as_unread():
     cleaned = Cleaner().clean({"prompt": "Hi?", "chosen": "Hello.", "rejected": "No."})
     assert cleaned.unread == {"record field `rejected`"}
 
 
-def test_a_switch_is_no_reasoning():
+def test_a_reasoning_switch_is_not_reasoning():
     cleaned = Cleaner().clean({"input": "Hi?", "output": "Hello.", "reasoning": "off"})
     assert not cleaned.messages[1].reasoning and cleaned.unread == {"record field `reasoning`"}
     assert Cleaner().clean({"input": "?", "output": "!", "reasoning": "so"}).messages[1].reasoning
 
 
-def test_replies_other_than_the_best_ranked_are_counted():
+def test_replies_below_the_best_ranked_are_counted():
     changes = {"replies of a tree other than the best ranked left out"}
     assert Cleaner().clean(TREE).changes == changes
 
@@ -232,7 +232,7 @@ def test_replies_other_than_the_best_ranked_are_counted():
         ({"question": "a", "answer": 3}, "`question` and `answer`"),
     ],
 )
-def test_another_shape_is_dropped_with_its_fields(record, reason):
+def test_an_unknown_shape_is_dropped_with_its_fields(record, reason):
     with pytest.raises(Drop, match=reason):
         turns(record)
 
@@ -253,20 +253,20 @@ BAD = [
 
 
 @pytest.mark.parametrize("record", BAD)
-def test_an_answer_that_is_labelled_bad_is_not_trained_on(record):
+def test_an_answer_labelled_bad_is_dropped(record):
     with pytest.raises(Drop, match="an answer that its `label` calls bad"):
         turns(record)
 
 
 @pytest.mark.parametrize("label", [True, 1, 2, None, "", "no"])
-def test_other_labels_leave_an_answer(label):
+def test_an_answer_with_another_label_is_kept(label):
     assert turns({"prompt": "Go?", "completion": "Yes.", "label": label})
-    # The number of a class.
+    # Here 0 is a class number.
     assert turns({"question": "Go?", "answer": "Yes.", "label": 0})
 
 
 def test_bad_answers_are_counted_in_every_format(tmp_path):
-    """One of a labelled pair is left, in every source format."""
+    """The good answer of a labelled pair is kept in every source format."""
     path = tmp_path / "labelled.jsonl"
     path.write_text(
         "".join(
@@ -282,7 +282,7 @@ def test_bad_answers_are_counted_in_every_format(tmp_path):
         assert UNDESIRABLE in report.summary()
 
 
-def test_a_mapping_of_fields_reads_any_shape():
+def test_a_field_mapping_reads_any_shape():
     assert turns({"q": "Hi?", "a": "Hello."}, fields={"q": "user", "a": "assistant"}) == ONE
     talk = {
         "dialog": [
@@ -305,14 +305,14 @@ def test_a_mapping_of_fields_reads_any_shape():
         turns({"q": "Hi?"}, fields={"q": "user", "a": "assistant"})
 
 
-def test_a_prompt_of_turns_has_no_field_that_is_not_read():
+def test_every_field_of_a_prompt_of_turns_is_read():
     hi, hello = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}
     cleaned = Cleaner().clean({"prompt": [hi], "completion": [hello]})
     assert [turn.train for turn in cleaned.messages] == [False, True]
     assert not cleaned.unread and not cleaned.changes
 
 
-def test_what_is_not_read_is_named():
+def test_unread_fields_are_named():
     cleaned = Cleaner().clean(
         {
             "id": 3,
@@ -350,7 +350,7 @@ def test_what_is_not_read_is_named():
     }
 
 
-def test_what_is_not_read_is_counted_once_for_a_source(tmp_path):
+def test_unread_fields_are_counted_per_source(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(
         "\n".join(
@@ -384,7 +384,7 @@ def test_docs_have_the_table_of_shapes():
     assert ", ".join(f"`{question}`/`{answer}`" for question, answer in PAIRS) in words
 
 
-def test_what_is_read_by_no_name_is_named_as_it_was_written():
+def test_unread_fields_are_named_in_their_original_case():
     cleaned = Cleaner().clean(
         {"Question": "Hi?", "Answer": "Hello.", "Level": 3, "HISTORY": None, "Functions": 0}
     )

@@ -1,4 +1,4 @@
-"""Training reads shards from a store: only those that its rows need, within a bounded cache."""
+"""Training reads shards from a store: only those that its rows need, in a cache of bounded size."""
 
 import errno
 import hashlib
@@ -29,8 +29,8 @@ def tokenizer():
 
 @pytest.fixture
 def opened(tokenizer, tmp_path, monkeypatch):
-    """Returns a function that opens prepared data in a store as another machine would, and the
-    data as the first machine has them."""
+    """Returns a function that opens prepared data in a store like another machine, and the data as
+    opened by the first machine."""
     monkeypatch.setattr(record_store, "RECORDS_IN_A_FILE", 32)
     monkeypatch.setattr(blocks, "MOST_DOCUMENTS", 40)
     monkeypatch.setattr(blocks, "BLOCK", 100)
@@ -39,12 +39,12 @@ def opened(tokenizer, tmp_path, monkeypatch):
     chats = json.loads((FIXTURES / "conversations.json").read_text())[:60]
     texts.write_text("\n".join(json.dumps({"text": json.dumps(chat)}) for chat in chats))
 
-    def open_it(machine, cache_gib=1.0):
+    def open_on(machine, cache_gib=1.0):
         monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / machine))
         source, store = Source(str(texts), "text"), f"file://{tmp_path}/store"
         return prepare([source], tokenizer, LENGTH, store, progress=False, cache_gib=cache_gib)
 
-    return open_it, open_it("first")
+    return open_on, open_on("first")
 
 
 def _equal(a, b):
@@ -56,14 +56,14 @@ def _shards(prepared):
     return sorted(prepared.folder.glob("documents/[!.]*.array_record-*"))
 
 
-def test_rows_are_those_of_the_whole_and_the_cache_stays_within_its_size(opened):
-    open_it, first = opened
+def test_rows_match_local_data_and_the_cache_stays_within_its_size(opened):
+    open_on, first = opened
     sizes = [path.stat().st_size for path in _shards(first)]
     limit = 2 * max(sizes)
     assert first.train.cache is None and sum(sizes) > 3 * limit
-    second = open_it("second", limit / 2**30)
-    assert not _shards(second), "nothing is copied before it is needed"
-    loaders = [Loader(made, LENGTH, 4, 0) for made in (first, second)]
+    second = open_on("second", limit / 2**30)
+    assert not _shards(second), "a shard is copied before it is needed"
+    loaders = [Loader(prepared, LENGTH, 4, 0) for prepared in (first, second)]
     assert loaders[0].fingerprint == loaders[1].fingerprint
     batches = loaders[1].batches(ahead=2)
     for step in range(len(loaders[0]) // 4):
@@ -72,61 +72,61 @@ def test_rows_are_those_of_the_whole_and_the_cache_stays_within_its_size(opened)
             assert sum(sizes[int(path.name[-5:])] for path in _shards(second)) <= limit
 
 
-def test_a_process_copies_what_its_rows_need(opened, monkeypatch):
-    """Of 1, 2 or 4 processes, each reads its rows of the same batches, of a plan in blocks."""
-    open_it, first = opened
+def test_a_process_copies_only_the_shards_of_its_rows(opened, monkeypatch):
+    """Each of 1, 2 or 4 processes reads its rows of the same batches, of a plan in blocks."""
+    open_on, first = opened
     loader = Loader(first, LENGTH, 4, 0)
     last = len(loader) // 4 - 1
     assert loader._in_blocks and loader._plan(0)._blocks > 2
-    whole, whole_last = loader.batch(0), loader.batch(last)
+    expected, expected_last = loader.batch(0), loader.batch(last)
     for processes in (1, 2, 4):
         for process in range(processes):
-            made = open_it(f"{processes}-{process}")
+            prepared = open_on(f"{processes}-{process}")
             rows = [row for row in range(4) if row % processes == process]
-            loader = Loader(made, LENGTH, 4, 0)
-            part = loader.batch(0, rows)
-            assert all(np.array_equal(part[name], whole[name][rows]) for name in whole)
+            loader = Loader(prepared, LENGTH, 4, 0)
+            batch = loader.batch(0, rows)
+            assert all(np.array_equal(batch[name], expected[name][rows]) for name in expected)
             numbers = {piece.document for row in rows for piece in loader._pieces(row)}
-            assert len(_shards(made)) == len({number // 32 for number in numbers})
-            part = loader.batch(last, rows)
-            assert all(np.array_equal(part[name], whole_last[name][rows]) for name in whole)
+            assert len(_shards(prepared)) == len({number // 32 for number in numbers})
+            batch = loader.batch(last, rows)
+            assert all(np.array_equal(batch[name], expected_last[name][rows]) for name in expected)
 
 
-def test_what_is_needed_soon_is_copied_in_advance(opened):
-    made = opened[0]("second")
-    made.train.prefetch(range(40))
+def test_upcoming_shards_are_copied_in_advance(opened):
+    prepared = opened[0]("second")
+    prepared.train.prefetch(range(40))
     deadline = time.monotonic() + 10
-    while len(_shards(made)) < 2 and time.monotonic() < deadline:
+    while len(_shards(prepared)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert [path.name[-5:] for path in _shards(made)] == ["00000", "00001"]
+    assert [path.name[-5:] for path in _shards(prepared)] == ["00000", "00001"]
 
 
 def test_a_damaged_shard_and_a_small_cache_are_named(opened, tmp_path):
-    open_it, first = opened
+    open_on, first = opened
     with pytest.raises(
         UserError, match=r"data.cache_gib: found .* a shard of file://.* would work"
     ):
-        open_it("small", 1e-6)
+        open_on("small", 1e-6)
     [shard] = (tmp_path / "store" / first.folder.name).glob("documents/*-00000")
     content = bytearray(shard.read_bytes())
     content[100] ^= 1
     shard.write_bytes(content)
-    made = open_it("second")
+    prepared = open_on("second")
     with pytest.raises(UserError, match=r"documents/.*-00000: is damaged"):
-        _ = made.train[0]
-    assert not _shards(made) and made.train[40].tokens.any()
+        _ = prepared.train[0]
+    assert not _shards(prepared) and prepared.train[40].tokens.any()
 
 
-def test_a_copy_of_the_small_files_that_is_damaged_is_made_again(opened):
-    open_it, _ = opened
-    made = open_it("second")
-    (made.folder / "report.json").write_text("[")
-    assert open_it("second").report.records == 60
-    assert read(made.folder, with_shards=False).reports
+def test_damaged_copies_of_small_files_are_replaced(opened):
+    open_on, _ = opened
+    prepared = open_on("second")
+    (prepared.folder / "report.json").write_text("[")
+    assert open_on("second").report.records == 60
+    assert read(prepared.folder, with_shards=False).reports
 
 
-def test_a_store_that_fails_is_tried_again(opened, monkeypatch):
-    made, calls = opened[0]("second"), []
+def test_a_failing_store_is_retried(opened, monkeypatch):
+    prepared, calls = opened[0]("second"), []
     file_system = paths.fsspec.filesystem("file")
     get = type(file_system).get_file
 
@@ -138,18 +138,18 @@ def test_a_store_that_fails_is_tried_again(opened, monkeypatch):
 
     monkeypatch.setattr(type(file_system), "get_file", failing)
     monkeypatch.setattr(paths, "_FIRST_WAIT", 0.001)
-    assert made.train[0].tokens.any() and len(calls) == 4
+    assert prepared.train[0].tokens.any() and len(calls) == 4
 
 
-def test_a_full_disk_is_one_line(opened, monkeypatch):
-    made = opened[0]("second")
+def test_a_full_disk_is_a_one_line_error(opened, monkeypatch):
+    prepared = opened[0]("second")
 
     def full(source, local):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(paths, "get_file", full)
     with pytest.raises(TransientError, match=r"No space left on device; with more room there"):
-        made.train.cache.local("documents/longstripe-documents.array_record-00000")
+        prepared.train.cache.local("documents/longstripe-documents.array_record-00000")
 
 
 def test_threads_copy_a_shard_once(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a command at once wherever it is, before there is anything to save."""
+"""SIGTERM and Ctrl-C end a command at once, wherever it is, before there is anything to save."""
 
 import os
 import shutil
@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-# Minutes in which no handler of Python's runs, as while a program compiles.
+# Runs for minutes without returning to Python's signal handlers, like a compilation.
 BUSY = """
 import hashlib, os, signal, sys
 from data.signals import end_at_once
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as a terminal has it, also where tests run by nohup
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the default in a terminal, even if tests run under nohup
 end_at_once()
 if sys.argv[1] == "fork":
     child = os.fork()
@@ -45,21 +45,21 @@ def busy(repository, how="", *before):
         (signal.SIGINT, 130, "stopped\n"),
     ],
 )
-def test_a_signal_ends_a_command_within_a_long_call(repository, number, code, line):
+def test_a_signal_ends_a_command_during_a_long_call(repository, number, code, line):
     process = busy(repository)
     assert process.stdout.readline().startswith("busy")
-    time.sleep(0.5)  # until it is within the call
+    time.sleep(0.5)  # until the call has started
     start = time.monotonic()
     process.send_signal(number)
     try:
-        _, said = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert (process.returncode, said) == (code, line) and time.monotonic() - start < 5
+    assert (process.returncode, errors) == (code, line) and time.monotonic() - start < 5
 
 
-def test_what_is_printed_to_a_closed_terminal_ends_nothing(repository):
-    """Its terminal is closed while it writes; the signal for that is ignored, as under nohup."""
+def test_printing_to_a_closed_terminal_does_not_end_a_command(repository):
+    """The terminal closes while the command writes; it ignores SIGHUP, as under nohup."""
     code = """
 import signal, sys, time
 from data.printable import printable_output
@@ -82,9 +82,8 @@ sys.exit(7)
     assert process.wait(timeout=30) == 7
 
 
-def test_as_pid_1_too(repository):
-    """As which a container starts its command: the system ignores SIGTERM for it without a
-    handler."""
+def test_sigterm_ends_a_command_that_is_pid_1(repository):
+    """As in a container: without a handler the system ignores SIGTERM for PID 1."""
     if (
         os.geteuid() != 0
         or shutil.which("unshare") is None
@@ -92,7 +91,7 @@ def test_as_pid_1_too(repository):
             ["unshare", "--pid", "--fork", "true"], check=False, capture_output=True
         ).returncode
     ):
-        pytest.skip("needs root, for a name space of processes")
+        pytest.skip("needs root, for a PID namespace")
     process = busy(repository, "", "unshare", "--pid", "--fork", "--kill-child")
     assert process.stdout.readline() == "busy 1\n"
     [child] = subprocess.run(
@@ -105,7 +104,7 @@ def test_as_pid_1_too(repository):
     assert process.returncode == 143
 
 
-def test_a_childs_sigterm_is_not_its_parents(repository):
+def test_a_childs_sigterm_does_not_end_its_parent(repository):
     process = busy(repository, "fork")
     assert process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
     assert process.stdout.readline().startswith("busy")

@@ -1,5 +1,5 @@
-"""Reading sources: every record of a malformed dump is counted, and each unusable file gives an
-error of one line."""
+"""Reading sources: every record of a malformed dump is counted, and each unusable file gives a
+one-line error."""
 
 import collections
 import datetime
@@ -29,7 +29,7 @@ def _read(path, clean=CleanConfig(), **options):
     return list(read(Source(str(path), **options), report, clean=clean)), report
 
 
-def test_dirty_dump_is_counted_record_by_record(repository):
+def test_every_record_of_a_dirty_dump_is_counted(repository):
     entries = []
     report = Report(on_drop=entries.append)
     rules = CleanConfig(**SETS["scraped"])
@@ -54,9 +54,7 @@ def test_dirty_dump_is_counted_record_by_record(repository):
     )
     assert Counter(entry.reason for entry in entries) == report.dropped
     assert entries[2].content == {"id": "empty_list", "conversations": []}
-    assert "This one" in entries[-1].content, (
-        "the text of the cut record is reported as far as it goes"
-    )
+    assert "This one" in entries[-1].content, "the text of the cut record is not reported"
     assert report.dropped == Counter(
         {
             "empty record": 1,
@@ -99,7 +97,7 @@ def test_dirty_dump_is_counted_record_by_record(repository):
         "Use **this** & snake_case:\n\n```python\nif a_b < 3:\n\n\n    print(a_b)\n```\n\n- one\n- two"
     )
     assert turns["about_html"][1][1].startswith("<div class='box'>"), (
-        "an answer that is an HTML file is not changed"
+        "an answer that is an HTML file is changed"
     )
     assert turns["surrogate"][0][1] == "A half pair \ufffd here"
 
@@ -110,20 +108,20 @@ def test_a_list_cut_anywhere_gives_its_complete_records(tmp_path, keep):
         "id": "é😀",
         "conversations": [{"from": "human", "value": 'a]}\\"é'}, {"from": "gpt", "value": "b😀"}],
     }
-    whole = json.dumps([record] * 3, ensure_ascii=False).encode()
-    part = whole[:keep]
+    full = json.dumps([record] * 3, ensure_ascii=False).encode()
+    cut = full[:keep]
     complete = sum(
-        end <= len(part) for end in _ends(whole, json.dumps(record, ensure_ascii=False).encode())
+        end <= len(cut) for end in _ends(full, json.dumps(record, ensure_ascii=False).encode())
     )
     path = tmp_path / "cut.json"
-    path.write_bytes(part)
+    path.write_bytes(cut)
     if complete == 0:
         with pytest.raises(UserError, match=r"cut\.json"):
             _read(path, CleanConfig(duplicates=False))
     else:
         conversations, report = _read(path, CleanConfig(duplicates=False))
         assert len(conversations) == complete
-        assert bool(report.notes) == (len(part) < len(whole))
+        assert bool(report.notes) == (len(cut) < len(full))
 
 
 def _ends(whole, record):
@@ -134,10 +132,10 @@ def _ends(whole, record):
     return ends
 
 
-def test_records_longer_than_a_chunk_and_lines(tmp_path, monkeypatch):
+def test_records_may_cross_chunks_in_lists_and_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "data.records.CHUNK", 37
-    )  # so that every record crosses chunks, and characters are split
+    )  # so small that every record and some characters cross chunks
     records = [
         {
             "id": i,
@@ -195,7 +193,7 @@ def test_records_longer_than_a_chunk_and_lines(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_a_useless_file_is_an_error_of_one_line(tmp_path, content, reason):
+def test_a_useless_file_is_a_one_line_error(tmp_path, content, reason):
     path = tmp_path / "data.json"
     if content is not None:
         path.write_bytes(content)
@@ -237,7 +235,7 @@ def test_white_space_may_follow_a_list(tmp_path, monkeypatch, chunk):
 
 
 @pytest.mark.parametrize("end", [".json.gz", ".jsonl.gz", ".parquet"])
-def test_packed_and_parquet_files_are_the_same_records(tmp_path, end):
+def test_compressed_and_parquet_files_give_the_same_records(tmp_path, end):
     records = [
         {
             "id": str(i),
@@ -252,8 +250,7 @@ def test_packed_and_parquet_files_are_the_same_records(tmp_path, end):
     path = tmp_path / "in" / f"data{end.upper() if end == '.json.gz' else end}"
     path.parent.mkdir()
     if end == ".parquet":
-        # As in merged data sets, which have the columns and fields of both kinds, empty ones as
-        # None.
+        # Merged data sets have the columns and fields of both kinds, with None in empty ones.
         rows = [{**record, "messages": None, "system": None} for record in records]
         rows[0]["conversations"] = [
             {**turn, "role": None, "weight": None} for turn in rows[0]["conversations"]
@@ -286,7 +283,7 @@ def test_packed_and_parquet_files_are_the_same_records(tmp_path, end):
         _read(path)
 
 
-def test_texts_and_tokens_of_files_and_folders(tmp_path):
+def test_texts_and_tokens_are_read_from_files_and_folders(tmp_path):
     books = tmp_path / "books"
     (books / "more").mkdir(parents=True)
     (books / "b.txt").write_bytes("\ufeffOne\r\nbook é".encode())
@@ -295,7 +292,7 @@ def test_texts_and_tokens_of_files_and_folders(tmp_path):
     parquet.write_table(
         pyarrow.Table.from_pylist([{"id": 9, "text": "Four"}]), books / "more/d.parquet"
     )
-    (books / "notes.pdf").write_text("not looked at")
+    (books / "notes.pdf").write_text("not read")
     texts, report = _read(books, format="text")
     assert [item.text for item in texts] == ["One\nbook é", "Two", "Three", "Four"] and texts[
         1
@@ -378,7 +375,7 @@ def test_tokens_that_are_not_32_bit_integers_are_dropped(tmp_path, values):
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.float32, np.bool_])
 @pytest.mark.parametrize("suffix", [".npy", ".parquet"])
-def test_tokens_of_binary_files_are_32_bit_integers(tmp_path, dtype, suffix):
+def test_tokens_of_binary_files_must_be_32_bit_integers(tmp_path, dtype, suffix):
     """The lowest int64 is its own absolute value; the highest uint64 is -1 as int32."""
     value = {"i": np.iinfo(np.int64).min, "u": np.iinfo(np.uint64).max, "f": np.nan, "b": True}[
         np.dtype(dtype).kind
@@ -446,7 +443,7 @@ def _text_that_is_not_utf8():
         "not UTF-8",
     ],
 )
-def test_columns_that_json_or_python_lack_end_nothing(tmp_path, column, dropped, note):
+def test_columns_without_json_or_python_values_do_not_stop_reading(tmp_path, column, dropped, note):
     path, lines = tmp_path / "a.parquet", []
     parquet.write_table(pyarrow.table({"conversations": [_CONVERSATION, []], "x": column}), path)
     report = Report(on_drop=lambda record: lines.append(json.loads(record.to_json())))
@@ -473,7 +470,7 @@ def test_a_damaged_parquet_file_is_named(tmp_path, seed):
         _, report = _read(path)
     except UserError as error:
         assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
-    else:  # damage within a text is not seen by Parquet without checksums
+    else:  # without checksums Parquet does not detect damage within a text
         assert report.records == 200
 
 
@@ -499,7 +496,7 @@ def test_a_record_with_a_broken_id_or_a_very_long_number_is_dropped(tmp_path):
     }
 
 
-def test_a_malformed_list_is_refused_without_reading_on(tmp_path, monkeypatch):
+def test_a_malformed_list_is_refused_without_reading_further(tmp_path, monkeypatch):
     monkeypatch.setattr("data.records.CHUNK", 1000)
     path, read_bytes = tmp_path / "a.json", []
     path.write_text('[{"text": "a" "b"}' + ", {}" * 100_000 + "]")
@@ -523,7 +520,7 @@ def test_a_dropped_record_nested_as_deeply_as_python_reads_is_reported():
     }
 
 
-def test_an_npz_is_no_npy(tmp_path):
+def test_an_npz_named_npy_is_refused(tmp_path):
     np.savez(tmp_path / "a.npz", a=np.arange(3))
     (tmp_path / "a.npz").rename(tmp_path / "a.npy")
     with pytest.raises(
@@ -537,7 +534,7 @@ def test_an_npz_is_no_npy(tmp_path):
     ("name", "format"),
     [("a.txt.gz", "text"), ("a.json.gz", "sharegpt"), ("a.jsonl.gz", "sharegpt")],
 )
-def test_a_text_or_record_beyond_all_memory_is_refused_while_it_is_read(
+def test_a_text_or_record_beyond_memory_is_refused_while_reading(
     tmp_path, monkeypatch, name, format
 ):
     monkeypatch.setattr("data.records.CHUNK", 1000)
@@ -552,8 +549,8 @@ def test_a_text_or_record_beyond_all_memory_is_refused_while_it_is_read(
 
 
 def test_dropped_records_are_listed_with_file_and_line(tmp_path, monkeypatch):
-    """Of lines, of a list and of a table; those that the template refuses too; a bounded number of
-    bounded length."""
+    """For lines, a list and a table, and for records that the template refuses; the listing is
+    bounded in number and length."""
     good, empty = (
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": text}]}
         for text in ("b", "")
@@ -576,9 +573,11 @@ def test_dropped_records_are_listed_with_file_and_line(tmp_path, monkeypatch):
     monkeypatch.setattr("data.report.LONGEST_CONTENT", 400)
 
     def listed(name):
-        made = prepare([Source(str(folder))], tokenizer, 64, tmp_path / name, progress=False)
-        dropped = [json.loads(line) for line in made.report.dropped_file.read_text().splitlines()]
-        return made.report.summary(), dropped
+        prepared = prepare([Source(str(folder))], tokenizer, 64, tmp_path / name, progress=False)
+        dropped = [
+            json.loads(line) for line in prepared.report.dropped_file.read_text().splitlines()
+        ]
+        return prepared.report.summary(), dropped
 
     summary, dropped = listed("prepared")
     reported = [(Path(record["file"]).name, record["line"], record["reason"]) for record in dropped]
@@ -626,24 +625,24 @@ def _talks(count):
         "semicolons.csv",
     ],
 )
-def test_files_of_other_kinds_hold_the_same_records(tmp_path, kind):
+def test_every_kind_of_file_gives_the_same_records(tmp_path, kind):
     import bz2
     import lzma
 
     talks, path = _talks(5), tmp_path / kind
     lines = "\n".join(map(json.dumps, talks)).encode()
     if kind.endswith((".csv", ".tsv")):
-        mark = {"a.csv": ",", "a.tsv": "\t", "semicolons.csv": ";"}[kind]
+        separator = {"a.csv": ",", "a.tsv": "\t", "semicolons.csv": ";"}[kind]
         path.write_text(
-            mark.join(["instruction", "input", "output"])
+            separator.join(["instruction", "input", "output"])
             + "\n"
-            + "".join(f'"{n}?"{mark}{mark}{n}.\n' for n in range(5)),
+            + "".join(f'"{n}?"{separator}{separator}{n}.\n' for n in range(5)),
             encoding="utf-8",
         )
     elif kind.endswith((".arrow", ".feather")):
         table = pyarrow.Table.from_pylist(talks)
-        new = pyarrow.ipc.new_stream if kind == "a.arrow" else pyarrow.ipc.new_file
-        with pyarrow.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
+        new_writer = pyarrow.ipc.new_stream if kind == "a.arrow" else pyarrow.ipc.new_file
+        with pyarrow.OSFile(str(path), "wb") as sink, new_writer(sink, table.schema) as writer:
             writer.write_table(table)
     elif kind.endswith(".zst"):
         path.write_bytes(pyarrow.compress(lines, codec="zstd", asbytes=True))
@@ -670,7 +669,7 @@ def test_files_of_other_kinds_hold_the_same_records(tmp_path, kind):
             _read(path)
 
 
-def test_what_a_folder_says_about_its_data_is_passed_over_by_what_it_holds(tmp_path):
+def test_metadata_files_of_a_folder_are_skipped_by_content(tmp_path):
     (tmp_path / "train.json").write_text(json.dumps(_talks(2)))
     (tmp_path / "one.json").write_text(json.dumps(_talks(3)[2], indent=1))
     (tmp_path / "dataset_info.json").write_text(
@@ -704,14 +703,14 @@ def test_what_a_folder_says_about_its_data_is_passed_over_by_what_it_holds(tmp_p
         (b"a,b\n\xff,1\n", "is not UTF-8"),
     ],
 )
-def test_a_broken_table_in_text_is_one_line(tmp_path, content, words):
+def test_a_broken_text_table_is_a_one_line_error(tmp_path, content, words):
     path = tmp_path / "a.csv"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=words):
         _read(path)
 
 
-def test_a_packed_file_under_another_name_is_named(tmp_path):
+def test_a_compressed_file_without_its_suffix_is_named(tmp_path):
     (tmp_path / "a.json").write_bytes(gzip.compress(b"[]"))
     with pytest.raises(
         UserError, match=r"a\.json: is compressed with gzip; its name must end in \.gz"
@@ -719,7 +718,7 @@ def test_a_packed_file_under_another_name_is_named(tmp_path):
         _read(tmp_path / "a.json")
 
 
-def test_a_sources_fields_and_bos_are_checked():
+def test_a_sources_fields_and_add_bos_are_validated():
     for options, words in (
         ({"fields": {"a": "usr"}}, "'a' stands for 'usr'"),
         ({"add_bos": True}, "is for format: text"),
@@ -729,8 +728,7 @@ def test_a_sources_fields_and_bos_are_checked():
 
 
 def test_a_saved_data_set_is_read_without_its_caches_and_warns_of_its_test_split(tmp_path):
-    """As datasets.DatasetDict.save_to_disk writes it, with the copies that its `map` leaves
-    there."""
+    """As datasets.DatasetDict.save_to_disk writes it, with the caches that `map` leaves there."""
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     names = (
         "train/data-00000-of-00001",
@@ -767,7 +765,7 @@ def _one_text_in_many_rows(texts, rows):
     ids=["dictionary", "dictionary of Arrow", "list", "text", "rows without values", "packed"],
 )
 def test_a_table_out_of_proportion_to_its_file_is_refused(tmp_path, name, column):
-    """A few hundred bytes may stand for terabytes; 256 rows at most are read before."""
+    """A few hundred bytes may stand for terabytes; at most 256 rows are read first."""
     path, table = tmp_path / name, pyarrow.table({"text": column})
     if path.suffix == ".parquet":
         parquet.write_table(table, path, compression="zstd")

@@ -1,5 +1,5 @@
-"""Tokenizers and templates compared with transformers and with texts written by hand; typed control
-tokens stay text."""
+"""Tokenizers and templates against transformers and hand-written texts; typed control tokens stay
+text."""
 
 import functools
 import itertools
@@ -57,7 +57,7 @@ ALL_CONTROLS = [token for tokens in CONTROLS.values() for token in tokens]
 
 @pytest.fixture(scope="module", params=["tiny", "smollm2"])
 def pair(request, tmp_path_factory):
-    """Returns our tokenizer and transformers' of one folder, with the control tokens of every
+    """Returns our tokenizer and transformers' for one folder, with the control tokens of every
     template."""
     from transformers import AutoTokenizer
 
@@ -84,8 +84,8 @@ def test_ids_equal_apply_chat_template(pair, template, system, prompt):
 
 
 def by_hand(template, talk, bos, eos):
-    """Returns the text of [system] user assistant ... turns under a template: parts, and whether
-    each is trained on."""
+    """Returns the text of [system] user assistant ... turns under a template, as (part, is trained
+    on)."""
     system = talk[0][1] if talk[0][0] == "system" else None
     pairs = list(
         zip(talk[system is not None :: 2], talk[(system is not None) + 1 :: 2], strict=True)
@@ -153,8 +153,8 @@ def mask_of(segments):
     return [segment.train for segment in segments for _ in segment.ids]
 
 
-# The fixtures' conversations, FastChat's if the shared folder exists, and the files that the user
-# names.
+# The fixtures' conversations, FastChat's if the shared folder exists, and files named in the
+# environment.
 FILES = [
     REPOSITORY / "data/fixtures/conversations.json",
     *filter(
@@ -204,7 +204,7 @@ def conversations(file, controls, count=200):
 
 @pytest.mark.parametrize("template", BUILT_IN)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_ids_and_mask_of_200_conversations_are_the_text_written_by_hand(pair, template, file):
+def test_ids_and_masks_of_200_conversations_match_hand_written_texts(pair, template, file):
     ours, theirs = pair
     for number, turns in enumerate(conversations(file, ours.controls)):
         talk = [("system", "Be brief.\n\nBe kind."), *turns] if number % 3 == 0 else turns
@@ -216,7 +216,7 @@ def test_ids_and_mask_of_200_conversations_are_the_text_written_by_hand(pair, te
 
 
 def sentencepiece_ids_and_mask(library, parts, controls):
-    """Returns the same by sentencepiece itself; text between two control tokens is encoded
+    """Returns the same from sentencepiece itself; text between two control tokens is encoded
     separately."""
     ids, mask = [], []
     run, trained = "", []
@@ -224,7 +224,7 @@ def sentencepiece_ids_and_mask(library, parts, controls):
     def finish():
         nonlocal run, trained
         for piece in library.encode(run, out_type="proto").pieces if run else ():
-            ids.append(piece.id)  # offsets are in bytes; the mark of a beginning has no bytes
+            ids.append(piece.id)  # offsets are in bytes; the word-start mark has none
             mask.append(
                 any(
                     piece.begin < end and start < max(piece.end, piece.begin + 1)
@@ -251,7 +251,7 @@ def sentencepiece_ids_and_mask(library, parts, controls):
 
 @pytest.mark.parametrize("template", BUILT_IN)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_ids_and_mask_are_sentencepieces(template, file):
+def test_ids_and_masks_match_sentencepiece(template, file):
     import sentencepiece
 
     ours = Tokenizer.load(MODEL).with_controls(ALL_CONTROLS)
@@ -270,13 +270,13 @@ def test_ids_and_mask_are_sentencepieces(template, file):
 
 
 @pytest.mark.parametrize("template", BUILT_IN)
-def test_loss_on_the_last_answer_and_on_flagged_ones(pair, template):
+def test_the_loss_covers_the_last_answer_or_the_flagged_ones(pair, template):
     ours, _ = pair
     whole = render(_messages(TALK), template, ours)
     last = render(with_last_answer_trained(_messages(TALK)), template, ours)
     assert _ids(last) == _ids(whole)
     muted = [Message(role, text, train=number != 1) for number, (role, text) in enumerate(TALK)]
-    assert render(muted, template, ours) == last  # the second answer alone, either way
+    assert render(muted, template, ours) == last  # only the second answer in both cases
     first, second = ("".join(_trained(ours, segments)) for segments in (whole, last))
     assert "Pim" in first and "Pim" not in second and "You too!" in second and "fine" not in second
     assert first.endswith(second)
@@ -287,7 +287,7 @@ def test_loss_on_the_last_answer_and_on_flagged_ones(pair, template):
 
 
 @pytest.mark.parametrize("folder", [TINY, MODEL], ids=["tiny", "sentencepiece"])
-def test_lacking_control_tokens_are_refused_or_added(tmp_path, folder):
+def test_missing_control_tokens_are_refused_or_added(tmp_path, folder):
     from transformers import AutoTokenizer
 
     bare = Tokenizer.load(folder)
@@ -298,33 +298,33 @@ def test_lacking_control_tokens_are_refused_or_added(tmp_path, folder):
         ) as caught:
             render(_messages(TALK), template, bare)
         assert all(token in str(caught.value) for token in tokens)
-        grown = bare.with_controls(missing_controls(template, bare))
-        assert [grown.control_id(token) for token in tokens] == [
+        extended = bare.with_controls(missing_controls(template, bare))
+        assert [extended.control_id(token) for token in tokens] == [
             bare.vocab_size + i for i in range(len(tokens))
         ]
         assert (
-            grown.vocab_size == bare.vocab_size + len(tokens)
-            and grown.fingerprint != bare.fingerprint
+            extended.vocab_size == bare.vocab_size + len(tokens)
+            and extended.fingerprint != bare.fingerprint
         )
         for text in ("Who are you? 123 é 😀", "".join(tokens), f"a {tokens[0]}"):
-            assert grown.encode(text) == bare.encode(text)  # typed, they stay text
-        grown.save(tmp_path / template, jinja_template(template, grown))
+            assert extended.encode(text) == bare.encode(text)  # typed control tokens stay text
+        extended.save(tmp_path / template, jinja_template(template, extended))
         again, theirs = (
             Tokenizer.load(tmp_path / template),
             AutoTokenizer.from_pretrained(tmp_path / template),
         )
         assert (again.bos_id, again.eos_id) == (bare.bos_id, bare.eos_id)
-        assert again.controls == grown.controls
+        assert again.controls == extended.controls
         assert [theirs.convert_tokens_to_ids(token) for token in tokens] == [
             again.control_id(t) for t in tokens
         ]
         assert (
             end_ids("tokenizer", again)
-            == end_ids(template, grown)
-            == (grown.control_id(tokens[-1]),)
+            == end_ids(template, extended)
+            == (extended.control_id(tokens[-1]),)
         )
         assert _ids(render(_messages(TALK), "tokenizer", again)) == _ids(
-            render(_messages(TALK), template, grown)
+            render(_messages(TALK), template, extended)
         )
 
 
@@ -347,7 +347,7 @@ def test_lacking_control_tokens_are_refused_or_added(tmp_path, folder):
         ),
     ],
 )
-def test_a_template_that_cannot_be_used_is_told_with_its_field(tmp_path, template, words):
+def test_an_unusable_template_is_refused_by_field(tmp_path, template, words):
     shutil.copy(TINY / "tokenizer.json", tmp_path)
     with pytest.raises(
         UserError, match=r"^data\.template, or the template of one of data\.sources: " + words
@@ -355,7 +355,7 @@ def test_a_template_that_cannot_be_used_is_told_with_its_field(tmp_path, templat
         jinja_template(template, Tokenizer.load(tmp_path))
 
 
-def test_templates_that_need_no_control_tokens_end_answers_with_eos():
+def test_templates_without_control_tokens_end_answers_with_eos():
     tokenizer = Tokenizer.load(TINY)
     for template in set(BUILT_IN) - set(CONTROLS):
         assert missing_controls(template, tokenizer) == () and end_ids(template, tokenizer) == (
@@ -388,7 +388,7 @@ _TEXT = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(_TEXT, min_size=2, max_size=5))
-def test_no_users_text_gives_a_control_id_in_any_template(texts):
+def test_user_text_never_becomes_a_control_id_under_any_template(texts):
     """A conversation of any texts has only its template's control ids, the same as one of clean
     texts."""
     roles = ["system", "user", "assistant", "user", "assistant"][
@@ -416,7 +416,7 @@ def test_no_users_text_gives_a_control_id_in_any_template(texts):
         assert typed == clean, (template, texts)
 
 
-def test_vicuna_is_fastchats_text_and_trains_on_answers_alone():
+def test_vicuna_writes_fastchats_text_and_trains_only_on_answers():
     tokenizer = Tokenizer.load(TINY)
     segments = render(_messages(TALK), "vicuna_v1.1", tokenizer)
     assert tokenizer.decode(_ids(segments), skip_control=False) == (
@@ -427,12 +427,12 @@ def test_vicuna_is_fastchats_text_and_trains_on_answers_alone():
     assert _trained(tokenizer, segments) == [" I'm Pim, é 😀 fine.</s>", " You too!</s>"]
     muted = [Message("user", "Hi"), Message("assistant", "No.", train=False), *_messages(TALK[2:])]
     assert _trained(tokenizer, render(muted, "vicuna_v1.1", tokenizer)) == [" You too!</s>"]
-    # The model sees the same before an answer in training and when it generates one.
+    # The model sees the same prefix in training as in generation.
     prompt = _ids(render(_messages(TALK[:1]), "vicuna_v1.1", tokenizer, add_generation_prompt=True))
     assert list(segments[0].ids) == prompt and VICUNA_SYSTEM in tokenizer.decode(prompt)
 
 
-# Tool turns as in Llama 3.1's template, and marks of answers for transformers' masks.
+# Tool turns as in Llama 3.1's template, with generation blocks for transformers' masks.
 MARKED = (
     "{% for message in messages %}{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content | trim + '<|eot_id|>' }}{% endgeneration %}"
@@ -442,7 +442,7 @@ MARKED = (
 )
 
 
-def test_a_template_that_writes_json_and_marks_answers(pair, tmp_path):
+def test_a_template_with_json_and_generation_blocks_matches_transformers(pair, tmp_path):
     ours, theirs = pair
     ours.save(tmp_path, MARKED)
     talk = [
@@ -462,7 +462,7 @@ def test_a_template_that_writes_json_and_marks_answers(pair, tmp_path):
     )
 
 
-def test_smollm2_trains_on_answers_and_their_end_token():
+def test_smollm2s_template_trains_on_answers_and_their_end_token():
     tokenizer = Tokenizer.load(smollm2_dir())
     segments = render(_messages(TALK), "tokenizer", tokenizer)
     assert _trained(tokenizer, segments) == ["I'm Pim, é 😀 fine.<|im_end|>", "You too!<|im_end|>"]
@@ -494,7 +494,7 @@ def test_typed_control_tokens_stay_text(folder):
         max_size=6,
     )
 )
-def test_no_text_gives_a_control_id(parts):
+def test_text_never_becomes_a_control_id(parts):
     text = "".join(parts)
     for folder in (TINY, MODEL):
         tokenizer = _cached(folder)
@@ -522,7 +522,7 @@ def test_control_tokens_that_are_unigram_pieces_stay_text(tmp_path):
     library = Library(models.Unigram(pieces, unk_id=0))
     library.add_special_tokens([AddedToken("</s>")])
     library.save(str(tmp_path / "tokenizer.json"))
-    assert library.encode("a</s>").ids[-1] == 1  # the ids of the library itself
+    assert library.encode("a</s>").ids[-1] == 1  # the library itself gives the control id
     tokenizer = Tokenizer.load(tmp_path)
     ids = tokenizer.encode("a</s>b")
     assert 1 not in ids and tokenizer.decode(ids).replace(" ", "") == "a</s>b"
@@ -551,7 +551,7 @@ def test_user_defined_sentencepiece_symbols_stay_text(tmp_path):
     assert symbol not in tokenizer.encode("a<|im_end|>")
 
 
-def test_sentencepiece_ids_are_the_librarys():
+def test_sentencepiece_ids_match_the_library():
     import sentencepiece
 
     library = sentencepiece.SentencePieceProcessor(model_file=str(MODEL))
@@ -573,7 +573,7 @@ def test_sentencepiece_ids_are_the_librarys():
 
 
 @pytest.mark.parametrize("folder", [TINY, MODEL], ids=["tiny", "sentencepiece"])
-def test_saved_folder_is_loaded_by_transformers_with_the_template_trained_with(tmp_path, folder):
+def test_transformers_loads_a_saved_folder_with_the_training_template(tmp_path, folder):
     from transformers import AutoTokenizer
 
     tokenizer = Tokenizer.load(folder)
@@ -593,7 +593,7 @@ def test_saved_folder_is_loaded_by_transformers_with_the_template_trained_with(t
         assert theirs.apply_chat_template(talk, return_dict=False) == _ids(segments)
 
 
-def test_errors_are_one_line(tmp_path):
+def test_unusable_tokenizers_and_templates_are_one_line_errors(tmp_path):
     with pytest.raises(UserError, match="no such file"):
         Tokenizer.load(tmp_path / "none")
     with pytest.raises(UserError, match="no tokenizer in this folder"):
@@ -615,12 +615,12 @@ def test_errors_are_one_line(tmp_path):
         render(_messages(TALK), "tokenizer", Tokenizer.load(tmp_path / "bare"))
 
 
-def test_time_is_linear_in_the_number_of_turns(tmp_path):
-    """30,000 turns once took 50 s, nearly all of it to count them."""
+def test_rendering_time_is_linear_in_the_number_of_turns(tmp_path):
+    """30,000 turns once took 50 s, nearly all of it spent counting them."""
     tokenizer, seconds = Tokenizer.load(TINY), {2_000: [], 20_000: []}
     for turns in 3 * list(seconds):
         start = time.process_time()
         render([Message("user", "a"), Message("assistant", "b")] * (turns // 2), "plain", tokenizer)
         seconds[turns].append(time.process_time() - start)
-    # The least of three each: a busy machine slows now the one, now the other.
+    # The minimum of three runs each: a busy machine slows them unevenly.
     assert min(seconds[20_000]) < 30 * min(seconds[2_000]) and min(seconds[20_000]) < 10

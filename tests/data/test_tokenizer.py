@@ -1,5 +1,5 @@
-"""Tokens that are added to a vocabulary have the same ids as in transformers, and text becomes none
-that are control tokens."""
+"""Tokens added to a vocabulary have the same ids as in transformers, and text never becomes control
+tokens."""
 
 import json
 import shutil
@@ -14,8 +14,8 @@ from tests.data.test_templates import MODEL, TINY, _ids, _messages
 
 
 @pytest.mark.parametrize("written", ["added_tokens.json", "tokenizer_config.json"])
-def test_tokens_that_a_folder_adds_to_a_sentencepiece_model_keep_their_ids(tmp_path, written):
-    """As in chat models of 2023 without a tokenizer.json; ids as in transformers."""
+def test_tokens_added_to_a_sentencepiece_model_keep_their_ids(tmp_path, written):
+    """As in chat models of 2023 without a tokenizer.json; ids match transformers."""
     from transformers import AutoTokenizer
 
     added = {"<|im_end|>": 1000, "<|im_start|>": 1001, "[PAD]": 1002}  # not in our order
@@ -44,9 +44,9 @@ def test_tokens_that_a_folder_adds_to_a_sentencepiece_model_keep_their_ids(tmp_p
     assert theirs.convert_tokens_to_ids(list(added)) == list(added.values())
     for text in ("Who are you?", "".join(added)):
         assert tokenizer.encode(text) == bare.encode(text)
-    grown = tokenizer.with_controls(["<|eot_id|>"])
-    grown.save(tmp_path / "saved")
-    for again in (grown, Tokenizer.load(tmp_path / "saved")):
+    extended = tokenizer.with_controls(["<|eot_id|>"])
+    extended.save(tmp_path / "saved")
+    for again in (extended, Tokenizer.load(tmp_path / "saved")):
         assert {**added, "<|eot_id|>": 1003}.items() <= {
             text: token.id for text, token in again.controls.items()
         }.items()
@@ -58,7 +58,7 @@ def test_tokens_that_a_folder_adds_to_a_sentencepiece_model_keep_their_ids(tmp_p
 
 
 def with_added(folder, tokens, **options):
-    """Makes a folder of the tiny tokenizer with further added tokens that are not special."""
+    """Writes a folder with the tiny tokenizer and more added tokens that are not special."""
     spec = json.loads((TINY / "tokenizer.json").read_text())
     option = {
         "single_word": False,
@@ -78,8 +78,8 @@ def with_added(folder, tokens, **options):
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-def test_runs_of_white_space_and_letters_that_are_added_tokens_are_text(tmp_path, normalized):
-    """As in GPT-NeoX and DeepSeek, with ids after the vocabulary's; ids as in transformers."""
+def test_added_tokens_of_white_space_and_letters_are_text(tmp_path, normalized):
+    """As in GPT-NeoX and DeepSeek, with ids after the vocabulary's; ids match transformers."""
     from transformers import AutoTokenizer
 
     folder = with_added(tmp_path / "in", ["     ", "   ", "語x", "<think>"], normalized=normalized)
@@ -100,9 +100,9 @@ def test_runs_of_white_space_and_letters_that_are_added_tokens_are_text(tmp_path
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "sentencepiece"])
-def test_text_tokens_are_tokens_where_they_are_typed(tmp_path, kind):
-    """Such as <think> and </think> of reasoning models, which are letters unless a recipe names
-    them."""
+def test_text_tokens_in_a_text_are_encoded_as_tokens(tmp_path, kind):
+    """For example <think> and </think> of reasoning models, which are plain text unless a recipe
+    names them."""
     if kind == "tokenizer.json":
         bare = Tokenizer.load(with_added(tmp_path / "in", ["<think>", "</think>"]))
     else:
@@ -174,19 +174,19 @@ def test_text_tokens_are_tokens_where_they_are_typed(tmp_path, kind):
     ],
 )
 @pytest.mark.parametrize("library", ["tiny_tokenizer/tokenizer.json", "tiny.model"])
-def test_a_file_with_values_of_other_types_is_named(tmp_path, library, name, content, reason):
+def test_a_tokenizer_file_with_wrong_types_is_named(tmp_path, library, name, content, reason):
     shutil.copy(REPOSITORY / "data/fixtures" / library, tmp_path)
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError) as caught:
         Tokenizer.load(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path}: ") and "\n" not in str(caught.value)
-    # The sentencepiece engine reads this file before anything else does.
+    # The sentencepiece engine reads this file first.
     assert reason in str(caught.value) or (
         library == "tiny.model" and name == "tokenizer_config.json"
     )
 
 
-def test_bos_is_what_transformers_tokenizer_adds(tmp_path):
+def test_bos_is_added_as_by_transformers(tmp_path):
     """With and without a post-processor that adds it; by LlamaTokenizer's default for a
     sentencepiece model."""
     from tokenizers import processors
@@ -212,8 +212,8 @@ def test_bos_is_what_transformers_tokenizer_adds(tmp_path):
     assert Tokenizer.load(MODEL).adds_bos
 
 
-def test_empty_names_of_special_tokens_are_none(tmp_path):
-    """As in LLaMA's first conversions; the model file names them itself."""
+def test_empty_names_of_special_tokens_are_ignored(tmp_path):
+    """As in LLaMA's first conversions; the model file names the tokens itself."""
     shutil.copy(MODEL, tmp_path / "tokenizer.model")
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": "", "eos_token": "", "unk_token": ""})
@@ -225,7 +225,7 @@ def test_empty_names_of_special_tokens_are_none(tmp_path):
 
 
 @pytest.mark.parametrize("described", [False, True])
-def test_a_vocabulary_with_merges_is_what_transformers_makes_of_it(tmp_path, described):
+def test_a_vocabulary_with_merges_encodes_as_in_transformers(tmp_path, described):
     from tokenizers import ByteLevelBPETokenizer
     from transformers import AutoTokenizer, GPT2Tokenizer
 
@@ -260,7 +260,7 @@ def _replaces(text, content):
         ("decoder", {"type": "Sequence", "decoders": [_replaces("a", "aa")] * 40}),
     ],
 )
-def test_a_tokenizer_that_makes_gigabytes_of_a_text_is_refused(part, value, tmp_path):
+def test_a_tokenizer_that_inflates_text_to_gigabytes_is_refused(part, value, tmp_path):
     spec = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
     (tmp_path / "tokenizer.json").write_text(json.dumps({**spec, part: value}), encoding="utf-8")
     with pytest.raises(
@@ -270,7 +270,7 @@ def test_a_tokenizer_that_makes_gigabytes_of_a_text_is_refused(part, value, tmp_
         Tokenizer.load(tmp_path)
 
 
-def test_padding_and_truncation_of_a_tokenizer_are_not_of_texts(tmp_path):
+def test_a_tokenizers_padding_and_truncation_are_ignored(tmp_path):
     """Padding to 10**11 tokens aborts the process."""
     spec = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
     spec["padding"] = {
@@ -284,7 +284,7 @@ def test_padding_and_truncation_of_a_tokenizer_are_not_of_texts(tmp_path):
     assert Tokenizer.load(tmp_path).encode(text) == Tokenizer.load(TINY).encode(text)
 
 
-def test_a_pattern_that_backtracks_without_end_is_one_line(tmp_path, capfd):
+def test_a_pattern_that_backtracks_endlessly_is_a_one_line_error(tmp_path, capfd):
     spec = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
     pattern = {"Regex": "(a|aa)+$"}
     spec["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated"}
@@ -304,7 +304,7 @@ _WITH_TOOLS = "{{ tools | tojson }}" + _PLAIN
 @pytest.mark.parametrize(
     "files",
     [
-        {  # the older file has other tokens; transformers takes them if the config adds none
+        {  # the older file names other tokens; transformers uses them if the config adds none
             "tokenizer_config.json": {"chat_template": "{{ bos_token + eos_token }}" + _PLAIN},
             "special_tokens_map.json": {"bos_token": "</s>", "eos_token": {"content": "<s>"}},
         },
@@ -315,14 +315,14 @@ _WITH_TOOLS = "{{ tools | tojson }}" + _PLAIN
             },
             "special_tokens_map.json": {"bos_token": "</s>", "eos_token": {"content": "<s>"}},
         },
-        {  # further names
+        {  # more token names
             "tokenizer_config.json": {
                 "sep_token": "</s>",
                 "extra_special_tokens": {"image_token": "<pad>"},
                 "chat_template": "{{ sep_token + image_token }}" + _PLAIN,
             },
         },
-        {  # another template with tools, in three spellings
+        {  # a separate template for tools, in three spellings
             "tokenizer_config.json": {
                 "chat_template": [
                     {"name": "default", "template": _PLAIN},
@@ -343,7 +343,7 @@ _WITH_TOOLS = "{{ tools | tojson }}" + _PLAIN
     ],
 )
 @pytest.mark.parametrize("tools", [(), _TOOLS])
-def test_names_and_templates_are_those_that_transformers_takes(tmp_path, files, tools):
+def test_token_names_and_templates_match_transformers(tmp_path, files, tools):
     from transformers import AutoTokenizer
 
     from data.conversation import Message

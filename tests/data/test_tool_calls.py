@@ -1,5 +1,5 @@
-"""Tool calls under three families' templates: ids and masks equal transformers'; what a record's
-forms become."""
+"""Tool calls under three families' templates: ids and masks equal transformers'; and how records'
+forms are read."""
 
 import json
 
@@ -17,7 +17,7 @@ from tests.conftest import REPOSITORY
 
 TINY = REPOSITORY / "data/fixtures/tiny_tokenizer"
 
-# As Llama 3.1's: calls without their text, results and tools in JSON, the tools in the first user's
+# Like Llama 3.1's: calls without their text, results and tools in JSON, the tools in the first user
 # turn.
 LLAMA = (
     "{{- bos_token }}{%- for message in messages %}"
@@ -39,8 +39,8 @@ LLAMA = (
     "{%- else %}{{- message.content }}{%- endif %}{{- '<|eot_id|>' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
-# As Qwen 2.5's and Hermes': calls between their own control tokens after the text, consecutive
-# results in one user's turn.
+# Like Qwen 2.5's and Hermes': calls between their own control tokens after the text, consecutive
+# results in one user turn.
 QWEN = (
     "{%- if tools %}{{- '<|im_start|>system\n' }}"
     "{%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}{%- else %}{{- 'Be helpful.' }}{%- endif %}"
@@ -66,7 +66,7 @@ QWEN = (
     "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
-# As Mistral's: no generation prompt, the tools before the last user's turn, ids of nine characters.
+# Like Mistral's: no generation prompt, the tools before the last user turn, ids of nine characters.
 MISTRAL = (
     "{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}{{- bos_token }}"
     "{%- for message in messages %}"
@@ -126,8 +126,8 @@ def _call(name, call_id, **arguments):
 
 
 def _talk(several, text):
-    """Two exchanges with calls and one without, in OpenAI's form; perhaps with two calls at once,
-    and text beside a call."""
+    """Returns two exchanges with calls and one without, in OpenAI's form; optionally with two calls
+    at once, and with text next to a call."""
     first = [_call("weather", "abcdef123", city='Ulm "é"')] + [
         _call("add", "abcdef124", a=[1, 2.5], b=None)
     ] * several
@@ -171,7 +171,7 @@ def _ids_and_mask(segments):
 
 
 def _as_json(talk):
-    """Returns the turns with arguments as JSON texts, as OpenAI's files have them."""
+    """Returns the turns with arguments as JSON texts, as in OpenAI's files."""
     talk = json.loads(json.dumps(talk))
     for call in (call for turn in talk for call in turn.get("tool_calls", [])):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
@@ -181,7 +181,7 @@ def _as_json(talk):
 @pytest.mark.parametrize("tools", [TOOLS, None], ids=["tools", "no_tools"])
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("text", [False, True])
-def test_ids_and_masks_are_those_of_apply_chat_template(family, tools, several, text):
+def test_ids_and_masks_match_apply_chat_template(family, tools, several, text):
     name, ours, theirs = family
     talk = _talk(several, text)
     cleaned = Cleaner().clean(
@@ -219,7 +219,7 @@ def test_only_the_last_answer_or_marked_turns_are_trained_on(family):
     )
 
 
-def test_control_tokens_typed_in_calls_and_tools_stay_letters(family):
+def test_control_tokens_typed_in_calls_and_tools_stay_text(family):
     name, ours, _ = family
     control = CONTROLS[name][0]
     clean, typed = (
@@ -255,9 +255,9 @@ def test_control_tokens_typed_in_calls_and_tools_stay_letters(family):
     assert text.count(f"{control}</s>\ufffd") == 2
 
 
-def test_sharegpts_calls_are_calls(family):
-    """`function_call` and `observation`, with the tools as a JSON text and without ids, which are
-    made."""
+def test_calls_in_sharegpts_form_are_read(family):
+    """`function_call` and `observation`, with the tools as a JSON text; missing ids are
+    generated."""
     _, ours, _ = family
     record = {
         "conversations": [
@@ -284,7 +284,7 @@ def test_sharegpts_calls_are_calls(family):
     assert '"city": "Ulm"' in trained and "sky" not in trained and trained.strip().endswith("Blue.")
 
 
-def test_templates_that_write_no_calls_refuse_them_and_leave_tools_out():
+def test_templates_without_calls_refuse_them_and_omit_tools():
     tokenizer = Tokenizer.load(TINY)
     cleaned = Cleaner().clean({"messages": _talk(False, False), "tools": TOOLS})
     encoder = Encoder(("vicuna_v1.1", "plain"), tokenizer, 4096)
@@ -316,13 +316,13 @@ def test_templates_that_write_no_calls_refuse_them_and_leave_tools_out():
         ({"role": "user", "tool_calls": [{"function": {"name": "f"}}]}, "not the assistant's"),
     ],
 )
-def test_broken_calls_are_dropped_with_their_reason(turn, reason):
+def test_broken_calls_are_dropped_with_a_reason(turn, reason):
     with pytest.raises(Drop, match=reason):
         Cleaner().clean({"messages": [{"role": "user", "content": "a"}, turn]})
 
 
-def test_a_prompts_completion_alone_is_trained_on(tmp_path):
-    """As texts under a template, as lists of turns, and as a plain text."""
+def test_only_the_completion_of_a_prompt_is_trained_on(tmp_path):
+    """As texts under a template, as lists of turns, and as plain text."""
     tokenizer = Tokenizer.load(TINY)
     turns = [
         {"role": "user", "content": "One?"},
@@ -363,9 +363,9 @@ def test_a_prompts_completion_alone_is_trained_on(tmp_path):
         "world, please",
     ]
     assert sum(dropped.values()) == 2 and all(reason.startswith("no `text`") for reason in dropped)
-    whole = (
+    document = (
         Encoder(("plain",), tokenizer, 512)
         .encode(Text("a", "Say hello to the world, please"))
         .documents[0]
     )
-    assert tokenizer.decode(whole.tokens) == texts[0][0] and whole.loss_mask.all()
+    assert tokenizer.decode(document.tokens) == texts[0][0] and document.loss_mask.all()

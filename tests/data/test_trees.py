@@ -1,5 +1,5 @@
-"""Trees of messages, nested or a row for each message: the best ranked replies, or every path, and
-nothing lost unseen."""
+"""Trees of messages, nested or one row per message: the best ranked replies, or every path, with
+everything else reported."""
 
 import json
 
@@ -37,19 +37,19 @@ def conversations(tmp_path, records, replies):
     return texts, [record.id for record in read_records], report.sources[0]
 
 
-def test_rows_and_nested_trees_are_the_same_conversations(tmp_path):
+def test_rows_and_nested_trees_give_the_same_conversations(tmp_path):
     trees = [{"message_tree_id": name, "prompt": nested(name)} for name in ("r", "s")]
     for records in (ROWS, trees, [{"data": ROWS}]):
         texts, ids, report = conversations(tmp_path, records, "best")
         assert texts == BEST and ids == ["r", "s"] and not report.unread
         assert report.repaired == {"replies of a tree other than the best ranked left out": 1}
         texts, ids, report = conversations(tmp_path, records, "all")
-        # One id for a tree: it is held out, or trained on, as a whole.
+        # One id per tree, which is held out or trained on as a whole.
         assert texts == ALL and ids == ["r", "r", "r", "s"] and not report.repaired
         assert (report.records, report.kept, report.unread) == (4, 4, {})
 
 
-def test_rows_that_are_in_no_tree_are_dropped_with_their_line(tmp_path):
+def test_rows_outside_any_tree_are_dropped_with_their_line(tmp_path):
     lost = [
         {"message_id": "x", "parent_id": "y", "role": "assistant", "text": "?"},
         {"message_id": "p", "parent_id": "q", "role": "assistant", "text": "a"},
@@ -73,7 +73,7 @@ def test_rows_that_are_in_no_tree_are_dropped_with_their_line(tmp_path):
     }
 
 
-def test_other_fields_of_trees_are_named(tmp_path):
+def test_unread_fields_of_trees_are_named(tmp_path):
     tree = {"message_tree_id": "r", "tree_state": "ready", "prompt": {**nested("r"), "lang": "en"}}
     for replies in ("best", "all"):
         _, _, report = conversations(tmp_path, [tree], replies)

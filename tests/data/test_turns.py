@@ -1,5 +1,5 @@
-"""Turns: reasoning wherever records keep it, flags of the loss, names of roles, and the order that
-templates can write."""
+"""Turns: reasoning wherever records have it, loss flags, role names, and the order that templates
+can write."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def clean(*turns, **fields):
         {"content": [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "Hello."}]},
     ],
 )
-def test_reasoning_is_kept_apart(more):
+def test_reasoning_is_separated_from_content(more):
     cleaned = clean(USER, {**ANSWER, **more})
     assert (
         cleaned.messages[1].reasoning == "so"
@@ -38,7 +38,7 @@ def test_reasoning_is_kept_apart(more):
     )
 
 
-def test_a_turn_of_reasoning_belongs_to_the_answer_after_it():
+def test_a_reasoning_turn_belongs_to_the_following_answer():
     cleaned = clean(USER, {"role": "thinking", "content": "so"}, ANSWER)
     assert [turn.role for turn in cleaned.messages] == ["user", "assistant"] and cleaned.messages[
         1
@@ -51,7 +51,7 @@ def test_a_turn_of_reasoning_belongs_to_the_answer_after_it():
             clean(*turns)
 
 
-def test_reasoning_that_has_no_place_is_named():
+def test_misplaced_reasoning_is_named():
     cleaned = clean({**USER, "thinking": "hm"}, {**ANSWER, "reasoning": "a", "thinking": "b"})
     assert cleaned.messages[1].reasoning == "b"
     assert cleaned.unread == {"turn field `thinking`", "turn field `reasoning`"}
@@ -65,11 +65,11 @@ def test_reasoning_that_has_no_place_is_named():
     )
     assert beside_call.messages[1].reasoning == "so" and beside_call.messages[1].tool_calls
     assert clean(USER, ANSWER).id != clean(USER, {**ANSWER, "reasoning": "a"}).id, (
-        "what is thought is said too"
+        "reasoning is not part of the id"
     )
 
 
-def test_flags_and_masks_are_counted():
+def test_loss_flags_and_masks_are_counted():
     cleaned = clean(
         {**USER, "loss": True},
         {**ANSWER, "loss": False},
@@ -110,7 +110,7 @@ def test_flags_and_masks_are_counted():
         ("", None),
     ],
 )
-def test_roles_of_real_dumps(name, role):
+def test_role_names_of_real_dumps_are_recognized(name, role):
     assert role_of(name) == role
 
 
@@ -136,7 +136,7 @@ SYSTEM = {"role": "system", "content": "Be."}
         ([ANSWER, USER, ANSWER], ["assistant", "user", "assistant"]),
     ],
 )
-def test_any_order_is_kept_where_the_template_can_write_it(turns, roles):
+def test_any_order_is_kept_if_the_template_can_write_it(turns, roles):
     cleaned = clean(*turns)
     assert [turn.role for turn in cleaned.messages] == roles
     opening = [turn.train for turn in cleaned.messages if turn.role == "assistant"]
@@ -156,7 +156,7 @@ def test_any_order_is_kept_where_the_template_can_write_it(turns, roles):
             alternating.clean({"messages": turns})
 
 
-def test_templates_say_which_order_they_require(tmp_path):
+def test_the_required_order_is_derived_from_the_template(tmp_path):
     tokenizer = Tokenizer.load(REPOSITORY / "data/fixtures/tiny_tokenizer")
     assert [order_of(name) for name in ("vicuna_v1.1", "llama-2", "chatml", "llama-3")] == [
         "alternating",
@@ -173,7 +173,7 @@ def test_templates_say_which_order_they_require(tmp_path):
         assert order_of("tokenizer", Tokenizer.load(tmp_path)) == order
 
 
-def test_a_template_that_needs_a_question_first_refuses_other_orders_by_itself():
+def test_question_first_drops_only_leading_answers():
     cleaner = Cleaner(order="question first")
     for turns in ([USER, USER, ANSWER], [USER, ANSWER, SYSTEM, USER, ANSWER]):
         assert cleaner.clean({"messages": turns}).changes == set()
@@ -182,8 +182,8 @@ def test_a_template_that_needs_a_question_first_refuses_other_orders_by_itself()
     assert opened.changes == {"leading assistant turns dropped"}
 
 
-def test_what_a_template_would_read_otherwise_is_kept_or_counted():
-    """An empty system turn and reasoning, a developer's turn, a missing content, joined parts."""
+def test_turns_that_change_rendering_are_kept_or_counted():
+    """An empty system turn and reasoning, a developer turn, a missing content, joined parts."""
     empty = {"role": "system", "content": ""}
     assert clean(empty, USER, ANSWER).messages[0].role == "system"
     left_out = Cleaner(order="alternating").clean({"messages": [empty, USER, ANSWER]})
@@ -207,7 +207,7 @@ def test_what_a_template_would_read_otherwise_is_kept_or_counted():
     }
 
 
-def test_a_split_conversation_keeps_its_opening_and_late_system_turns():
+def test_a_split_conversation_keeps_opening_and_late_system_turns():
     from data.splitting import split
 
     cleaned = clean(

@@ -12,7 +12,7 @@ from data.within import check_within, file_within
 
 
 def snapshot(root: Path, name: str = "models--org--name") -> Path:
-    """A folder of the Hugging Face cache with one file, a link to a blob."""
+    """Returns a snapshot folder of the Hugging Face cache whose one file links to a blob."""
     folder, blobs = root / name / "snapshots" / "0123", root / name / "blobs"
     folder.mkdir(parents=True)
     blobs.mkdir()
@@ -30,10 +30,10 @@ def test_plain_files_and_links_inside_are_read(tmp_path):
         assert file_within(folder, "linked").read_text() == "x"
         assert file_within(folder, "inner/real").read_text() == "x"
         assert file_within(folder, "missing") is None
-        assert file_within(folder, "inner") is None, "a folder is no file"
+        assert file_within(folder, "inner") is None, "a folder is returned as a file"
 
 
-def test_the_caches_blobs_are_read_and_nothing_else_beside_them(tmp_path):
+def test_a_snapshot_may_link_only_to_its_own_blobs(tmp_path):
     folder = snapshot(tmp_path)
     assert file_within(folder, "config.json").read_text() == "{}"
     (tmp_path / "models--org--name/refs").write_text("secret")
@@ -46,7 +46,7 @@ def test_the_caches_blobs_are_read_and_nothing_else_beside_them(tmp_path):
         file_within(other, "merges.txt")
 
 
-def test_a_link_in_the_place_of_the_blobs_leads_out(tmp_path):
+def test_blobs_that_are_a_link_lead_outside(tmp_path):
     (tmp_path / "secrets").mkdir()
     (tmp_path / "secrets/id_rsa").write_text("secret")
     folder = tmp_path / "models--a--b/snapshots/0"
@@ -57,7 +57,7 @@ def test_a_link_in_the_place_of_the_blobs_leads_out(tmp_path):
         file_within(folder, "merges.txt")
 
 
-def test_what_is_no_file_is_refused_and_names_are_printable(tmp_path):
+def test_special_files_are_refused_with_printable_names(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="pipe: is neither a file nor a folder"):
         file_within(tmp_path, "pipe")
@@ -67,7 +67,7 @@ def test_what_is_no_file_is_refused_and_names_are_printable(tmp_path):
     assert "\x1b" not in str(error.value)
 
 
-def test_data_folders_too(tmp_path):
+def test_links_out_of_a_data_folder_are_refused(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a.jsonl").write_text("{}")
     assert len(find_files(tmp_path / "data", (".jsonl",))) == 1
@@ -78,13 +78,13 @@ def test_data_folders_too(tmp_path):
     ):
         find_files(tmp_path / "data", (".jsonl",))
     assert len(find_files(tmp_path / "data/b.jsonl", (".jsonl",))) == 1, (
-        "a link that the user names is the user's"
+        "a link that the user names is refused"
     )
 
 
-def test_links_of_many_folders(tmp_path):
-    """500 folders with links at random: read is what lies inside, by an independent judgement of
-    each link."""
+def test_random_chains_of_links_are_judged_by_their_end(tmp_path):
+    """500 folders with random links: only those that end inside are read, judged independently of
+    the code."""
     draw = random.Random(0)
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/secret").write_text("secret")
@@ -92,7 +92,7 @@ def test_links_of_many_folders(tmp_path):
         folder = tmp_path / f"{number}"
         (folder / "sub").mkdir(parents=True)
         (folder / "real").write_text("ours")
-        # The last link of a chain decides.
+        # The end of a chain decides.
         ends = {
             "real": True,
             "../outside/secret": False,

@@ -1,4 +1,4 @@
-"""Small models and batches that the model's tests share."""
+"""Small models and batches shared by the model's tests."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from model.memory.options import MemoryConfig
 from trainer.config.schema import MeshConfig
 from trainer.mesh import make_mesh
 
-# Sizes of chunks: position-wise work runs on all of a device's tokens at once.
+# Chunk sizes with which position-wise work runs on all of a device's tokens at once.
 ALL_AT_ONCE = {"projection_chunk": 0, "feed_forward_chunk": 0, "loss_chunk": 0}
 MESHES = {
     "one": {},
@@ -28,7 +28,7 @@ MESHES = {
 
 
 def tiny(**changes) -> TransformerConfig:
-    """Two layers, grouped heads, sizes that all meshes divide."""
+    """Returns a config of two layers with grouped heads and sizes that all meshes divide."""
     values = {
         "vocab_size": 128,
         "hidden_size": 64,
@@ -43,14 +43,14 @@ def tiny(**changes) -> TransformerConfig:
 
 
 def mesh_of(shape: dict):
-    """A mesh on the first devices that it needs."""
+    """Returns a mesh on the first devices, as many as it needs."""
     config = MeshConfig(**shape)
     return make_mesh(config, jax.devices()[: config.devices])
 
 
 def llama(config, shape=None, **options) -> LanguageModel:
-    """A float32 model with small tiles and chunks, so that there are several of each; options of
-    memory go by their names."""
+    """Returns a float32 model with tiles and chunks so small that there are several of each; memory
+    options go by their names."""
     options = {
         "dtype": jnp.float32,
         "kernel": get_kernel(query_tile=16, key_tile=16),
@@ -68,7 +68,7 @@ def llama(config, shape=None, **options) -> LanguageModel:
 
 
 def mean_loss(model):
-    """(params, batch) -> the mean loss in nats with that of routers, and the sum of weights."""
+    """Returns (params, batch) -> (mean loss in nats including router losses, sum of weights)."""
 
     def loss(params, batch):
         sums = model.loss(params, batch)
@@ -78,8 +78,8 @@ def mean_loss(model):
 
 
 def packed_batch(config, rows=8, length=128, seed=0) -> dict[str, np.ndarray]:
-    """Documents of uneven lengths, padding at the row's end, an uneven loss mask; in natural
-    order."""
+    """Returns documents of uneven lengths, padding at the end of each row and an uneven loss mask;
+    in natural order."""
     rng = np.random.default_rng(seed)
     batch = {
         name: np.zeros((rows, length), np.int32) for name in ("index", "segment_ids", "positions")
@@ -93,7 +93,7 @@ def packed_batch(config, rows=8, length=128, seed=0) -> dict[str, np.ndarray]:
     batch["tokens"], batch["targets"] = (
         rng.integers(0, config.vocab_size, (rows, length), np.int32) for _ in "tt"
     )
-    # The first rows hold far more targets than the last: a mean of the shards' means would be
+    # The first rows have far more targets than the last, so a mean of the shards' means would be
     # wrong.
     share = np.linspace(0.9, 0.02, rows)[:, None]
     batch["loss_weights"] = (
@@ -103,7 +103,7 @@ def packed_batch(config, rows=8, length=128, seed=0) -> dict[str, np.ndarray]:
 
 
 def permuted(batch, model, layout="striped"):
-    """The batch as the model's mesh wants it."""
+    """Returns the batch in the order of the model's mesh, and the order."""
     length = batch["tokens"].shape[1]
     order = permutation(length, model.mesh.shape["sequence"], layout)
     return {name: x[:, order] for name, x in batch.items()}, order

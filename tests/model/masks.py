@@ -1,5 +1,4 @@
-"""The masks of `model.dropout` by numpy alone, one element after the other as its docstring defines
-them."""
+"""The masks of `model.dropout` in plain numpy, element by element as its docstring defines them."""
 
 import numpy as np
 
@@ -7,7 +6,8 @@ WEYL, FIRST, SECOND = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
 
 
 def mix(key: np.ndarray, number) -> np.ndarray:
-    """MurmurHash3's finaliser of key + number * WEYL, of 32 bits; computed in 64 bits and cut."""
+    """Returns MurmurHash3's finalizer of key + number * WEYL in 32 bits, computed in 64 bits and
+    truncated."""
     x = (np.asarray(key, np.uint64) + np.asarray(number, np.uint64) * np.uint64(WEYL)) & np.uint64(
         0xFFFFFFFF
     )
@@ -26,7 +26,7 @@ def mask(
     projection: int,
     features: int,
 ) -> np.ndarray:
-    """Which elements [rows, length, features] of an adapter's input are kept."""
+    """Returns which elements [rows, length, features] of an adapter's input are kept."""
     row, index, feature = np.ogrid[:rows, :length, :features]
     key = WEYL
     for number in (seed, step, row, index, layer, projection, feature):

@@ -1,5 +1,5 @@
-"""Low-rank adapters in the model: the same loss and gradients however the layers run, and frozen
-weights without gradients."""
+"""Low-rank adapters in the model: the same loss and gradients however the layers run, and no
+gradients of frozen weights."""
 
 import dataclasses
 import functools
@@ -24,24 +24,26 @@ BATCH = (4, 64)  # rows, tokens
 
 
 def loss_and_gradients(model, batch, params=None):
-    """The mean loss, and its gradients by name and without padding, of adapters whose B is not
+    """Returns the mean loss and its gradients by name, without padding, for adapters whose B is not
     zero."""
     params = params or model.init(0)
     frozen = {name: x for name, x in params.items() if model.parameters[name].frozen}
     generator = np.random.default_rng(0)
-    own = {name: tuple(map(slice, model.own_shapes[name])) for name in params if name not in frozen}
+    unpadded = {
+        name: tuple(map(slice, model.own_shapes[name])) for name in params if name not in frozen
+    }
 
-    def moved(name, x):
+    def perturbed(name, x):
         noise = np.zeros(x.shape, np.float32)
-        noise[own[name]] = 0.05 * generator.normal(size=model.own_shapes[name])
+        noise[unpadded[name]] = 0.05 * generator.normal(size=model.own_shapes[name])
         return jax.device_put(x + noise, x.sharding)
 
-    trained = {name: moved(name, params[name]) for name in own}
+    trained = {name: perturbed(name, params[name]) for name in unpadded}
     fn = jax.jit(
         jax.value_and_grad(lambda trained: mean_loss(model)({**trained, **frozen}, batch)[0])
     )
     value, gradients = fn(trained)
-    return float(value), {name: np.asarray(x)[own[name]] for name, x in gradients.items()}
+    return float(value), {name: np.asarray(x)[unpadded[name]] for name, x in gradients.items()}
 
 
 @functools.cache
@@ -72,7 +74,7 @@ def on_one_device(config=CONFIG):
     ],
     ids=str,
 )
-def test_every_mesh_and_memory_option_computes_the_same(mesh, options):
+def test_loss_and_gradients_match_one_device(mesh, options):
     check_against_one_device(CONFIG, mesh, options)
 
 
@@ -86,16 +88,17 @@ def test_every_mesh_and_memory_option_computes_the_same(mesh, options):
         pytest.param(
             {"sequence": 2, "tensor": 2}, {"sequence_parallel": True}, marks=pytest.mark.slow
         ),
-        pytest.param({"fsdp": 3}, {}, marks=pytest.mark.slow),  # which pads the hidden size
+        pytest.param({"fsdp": 3}, {}, marks=pytest.mark.slow),  # pads the hidden size
     ],
     ids=str,
 )
-def test_dora_is_the_same_on_every_mesh(mesh, options):
+def test_dora_matches_one_device(mesh, options):
     check_against_one_device(DORA, mesh, options)
 
 
 def check_against_one_device(config, mesh, options):
-    """Within 1e-5 of one device, gradients relative to the largest of their parameter."""
+    """Checks that loss and gradients are within 1e-5 of one device, gradients relative to the
+    parameter's largest."""
     model = llama(config, mesh, **options)
     rows = 6 if mesh.get("fsdp") == 3 else BATCH[0]
     whole = packed_batch(config, rows, BATCH[1])
@@ -112,9 +115,9 @@ def check_against_one_device(config, mesh, options):
         assert np.abs(gradients[name] - x).max() <= 1e-5 * np.abs(x).max(), name
 
 
-def test_new_adapters_change_nothing():
-    """B is zero, and A within PEFT's bounds and not constant; the base is that of a model without
-    adapters."""
+def test_new_adapters_do_not_change_the_loss():
+    """B is zero, and A is within PEFT's bounds and not constant; the base is that of a model
+    without adapters."""
     batch = packed_batch(CONFIG, rows=1, length=32)
     plain, adapted = llama(tiny()), llama(CONFIG)
     params, adapters = plain.init(0), adapted.init_adapters(0)
@@ -132,15 +135,15 @@ def test_new_adapters_change_nothing():
     }
 
 
-def test_new_magnitudes_are_the_lengths_of_the_weights_columns():
-    """By numpy, on one device and on a mesh; then DoRA computes what the base does, but for
+def test_new_magnitudes_are_the_norms_of_the_weights_columns():
+    """Against numpy, on one device and on meshes; DoRA then computes what the base does, up to
     rounding."""
     batch = packed_batch(DORA, rows=1, length=32)
     plain, losses = llama(tiny()), []
     params = plain.init(0)
     for mesh in ({}, {"fsdp": 2, "tensor": 2, "sequence": 2}, {"tensor": 4}):
         model = llama(DORA, mesh)
-        drawn = model.init(0)
+        adapted = model.init(0)
         for name, inputs in (
             ("self_attn.q_proj", 1),
             ("self_attn.k_proj", 1),
@@ -148,21 +151,21 @@ def test_new_magnitudes_are_the_lengths_of_the_weights_columns():
             ("mlp.down_proj", 1),
         ):
             weight = np.asarray(params[f"layers.{name}.weight"], np.float64)
-            lengths = np.sqrt(np.sum(weight**2, tuple(range(1, 1 + inputs))))
+            norms = np.sqrt(np.sum(weight**2, tuple(range(1, 1 + inputs))))
             np.testing.assert_allclose(
-                np.asarray(drawn[f"layers.{name}.lora_magnitude_vector"]), lengths, rtol=1e-6
+                np.asarray(adapted[f"layers.{name}.lora_magnitude_vector"]), norms, rtol=1e-6
             )
         if not mesh:
             losses = [
-                float(jax.jit(mean_loss(model))(drawn, batch)[0]),
+                float(jax.jit(mean_loss(model))(adapted, batch)[0]),
                 float(jax.jit(mean_loss(plain))(params, batch)[0]),
             ]
     assert abs(losses[0] - losses[1]) <= 1e-6 * losses[1]
 
 
 def float32_sizes(adapter):
-    """The sizes of all float32 arrays in the traced training step of a bfloat16 model, and those of
-    its matrices, as stored and of a layer."""
+    """Returns the sizes of all float32 arrays in the traced training step of a bfloat16 model, and
+    the sizes of its matrices, both stacked and per layer."""
     config = tiny(
         hidden_size=88,
         intermediate_size=112,
@@ -190,8 +193,8 @@ def float32_sizes(adapter):
 
 
 def test_no_float32_array_has_the_size_of_a_frozen_matrix():
-    """Neither a copy nor a gradient nor a moment, in the step as it is handed to the compiler; with
-    all trained all matrices have them."""
+    """No copy, gradient or moment in the step as passed to the compiler; if everything is trained,
+    every matrix has them."""
     for use_dora in (False, True):
         arrays, matrices = float32_sizes(AdapterConfig(rank=4, use_dora=use_dora))
         assert not arrays & matrices, arrays & matrices
@@ -222,8 +225,8 @@ def test_no_float32_array_has_the_size_of_a_frozen_matrix():
     ],
     ids=str,
 )
-def test_what_makes_no_adapter_is_refused(fields, facts):
-    """In one line that names the field and what would work."""
+def test_an_invalid_adapter_is_refused(fields, facts):
+    """In one line that names the field and a valid value."""
     with pytest.raises(ValueError) as error:
         llama(tiny(adapter=AdapterConfig(**{"rank": 4, **fields})))
     message = str(error.value)

@@ -39,7 +39,7 @@ def model_on(axes=None, config=CONFIG, sizes=SIZES, **options):
 
 
 def batch_of(rows=ROWS, length=LENGTH, padding=8, seed=0):
-    """Two rows of (return, state, action, reward) tokens, the second row padded."""
+    """Returns two rows of (return, state, action, reward) tokens, the second one padded."""
     generator = np.random.default_rng(seed)
     kinds = np.tile(np.arange(4, dtype=np.int32), (rows, length // 4))
     index = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length)).copy()
@@ -72,7 +72,7 @@ def loss_and_gradient(model, params, batch):
     return jax.jit(jax.value_and_grad(mean_loss))(params)
 
 
-def test_inputs_of_a_kind_see_their_own_matrix():
+def test_each_kind_of_input_is_embedded_with_its_own_matrix():
     model, batch = model_on(), batch_of()
     params = model.init(0)
     weight = np.asarray(params["embed_inputs.weight"]).reshape(len(Kind), SIZES.width, -1)
@@ -100,37 +100,39 @@ def test_the_loss_is_the_mean_squared_error_at_states():
     )
 
 
-def test_of_several_actions_the_loss_is_their_mixtures_likelihood_and_the_most_probable_is_taken():
+def test_a_mixture_of_actions_trains_its_likelihood_and_chooses_the_most_probable():
     model, batch = model_on(sizes=SIZES._replace(components=3)), batch_of()
     params = model.init(0)
     assert params["action_head.weight"].shape[1] == 3 * (SIZES.action + 1)
     loss, gradient = loss_and_gradient(model, params, batch)
 
-    def numbers(params, batch):
+    def head_outputs(params, batch):
         x = rms_norm(model.local_hidden(params, batch), params["norm.weight"], CONFIG.rms_norm_eps)
         return x @ params["action_head.weight"] + params["action_head.bias"]
 
     everywhere = jax.sharding.PartitionSpec()
-    numbers = jax.shard_map(
-        numbers,
+    head_outputs = jax.shard_map(
+        head_outputs,
         mesh=model.mesh,
         in_specs=(model.specs, everywhere),
         out_specs=everywhere,
         check_vma=False,
     )
-    numbers = np.asarray(jax.jit(numbers)(params, batch), np.float64)
-    actions = np.tanh(numbers[..., :6]).reshape(*numbers.shape[:2], 3, 2)
-    probabilities = np.exp(numbers[..., 6:]) / np.exp(numbers[..., 6:]).sum(-1, keepdims=True)
+    head_outputs = np.asarray(jax.jit(head_outputs)(params, batch), np.float64)
+    actions = np.tanh(head_outputs[..., :6]).reshape(*head_outputs.shape[:2], 3, 2)
+    probabilities = np.exp(head_outputs[..., 6:]) / np.exp(head_outputs[..., 6:]).sum(
+        -1, keepdims=True
+    )
     distances = np.square(actions - np.asarray(batch["targets"])[:, :, None]).sum(-1)
     losses = -np.log((probabilities * np.exp(-distances / (2 * 0.2**2))).sum(-1))
     weights = np.asarray(batch["loss_weights"])
     assert float(loss) == pytest.approx((losses * weights).sum() / weights.sum(), rel=1e-5)
-    taken = np.take_along_axis(actions, probabilities.argmax(-1)[..., None, None], 2)[:, :, 0]
-    np.testing.assert_allclose(jax.jit(model.actions)(params, batch), taken, atol=1e-5)
+    chosen = np.take_along_axis(actions, probabilities.argmax(-1)[..., None, None], 2)[:, :, 0]
+    np.testing.assert_allclose(jax.jit(model.actions)(params, batch), chosen, atol=1e-5)
     assert all(np.isfinite(value).all() and np.abs(value).max() > 0 for value in gradient.values())
 
 
-def test_an_action_sees_nothing_that_comes_after_its_state():
+def test_an_action_does_not_depend_on_anything_after_its_state():
     model, batch = model_on(), batch_of()
     params, actions = model.init(0), jax.jit(model.actions)
     state = 21
@@ -143,7 +145,7 @@ def test_an_action_sees_nothing_that_comes_after_its_state():
 
 
 def test_a_new_model_with_gemmas_norms_does_not_predict_zeros():
-    """The weights of its norms begin at 0, and their offset is 1."""
+    """The weights of its norms start at 0, with an offset of 1."""
     gemma = TransformerConfig(
         **{
             name: getattr(CONFIG, name)
@@ -187,7 +189,7 @@ def test_a_new_model_with_gemmas_norms_does_not_predict_zeros():
         ),
     ],
 )
-def test_loss_and_gradients_are_those_of_one_device(axes, layout, schedule, memory):
+def test_loss_and_gradients_match_one_device(axes, layout, schedule, memory):
     config = (
         dataclasses.replace(CONFIG, hidden_size=40, head_dim=8) if "tensor" not in axes else CONFIG
     )
@@ -200,13 +202,13 @@ def test_loss_and_gradients_are_those_of_one_device(axes, layout, schedule, memo
     )
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
     for name, value in expected.items():
-        own = np.asarray(gradient[name])[tuple(slice(size) for size in value.shape)]
+        unpadded = np.asarray(gradient[name])[tuple(slice(size) for size in value.shape)]
         np.testing.assert_allclose(
-            own, value, rtol=0, atol=1e-5 * float(jnp.abs(value).max()), err_msg=name
+            unpadded, value, rtol=0, atol=1e-5 * float(jnp.abs(value).max()), err_msg=name
         )
 
 
-# The columns of Ring Attention's Table 5: mesh, kernel, sizes of chunks.
+# The columns of Ring Attention's Table 5: (mesh, kernel, chunk size).
 TILES = get_kernel("xla", query_tile=8, key_tile=8)
 COLUMNS = {
     "vanilla": ({}, get_kernel("reference"), 0),
@@ -218,7 +220,7 @@ COLUMNS = {
 
 @pytest.fixture(scope="module")
 def trajectories():
-    """Two rows of three trajectories each, as training makes them: 60 tokens and padding."""
+    """Returns two rows of three trajectories each, built as for training: 60 tokens and padding."""
     scales = Scales(np.zeros(SIZES.observation), np.ones(SIZES.observation), 2.0)
     generator = np.random.default_rng(4)
 
@@ -259,13 +261,13 @@ def in_column(name, batch):
 
 @pytest.fixture(scope="module")
 def vanilla(trajectories):
-    """The loss and the gradient with attention that keeps every score."""
+    """Returns the loss and the gradient with attention that keeps every score."""
     return in_column("vanilla", trajectories)
 
 
 @pytest.mark.parametrize("column", list(COLUMNS)[1:])
-def test_kinds_of_attention_differ_in_memory_alone(column, trajectories, vanilla):
-    """The same trajectories in a context have the same loss and gradient."""
+def test_all_kinds_of_attention_give_the_same_loss_and_gradient(column, trajectories, vanilla):
+    """They differ only in memory."""
     (expected_loss, expected), (loss, gradient) = vanilla, in_column(column, trajectories)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5) and float(loss) > 0.1
     for name, value in expected.items():

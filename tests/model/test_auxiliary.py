@@ -1,5 +1,5 @@
-"""Auxiliary losses of the layers: their values and gradients, by every runner, against a plain
-function on one device."""
+"""Auxiliary losses of the layers: values and gradients under every runner, against a plain function
+on one device."""
 
 import functools
 
@@ -27,8 +27,8 @@ RING = {"fsdp": 2, "sequence": 4}
 
 
 class RoutedFeedForward(FeedForward):
-    """Gives a router's z-loss of each token, with the gate for a router, summed over the tokens
-    (Zoph et al., ST-MoE)."""
+    """Returns the router z-loss summed over the tokens, with the gate as the router (Zoph et al.,
+    ST-MoE)."""
 
     def __call__(self, x, parallel, labels):
         y, _ = super().__call__(x, parallel, labels)
@@ -40,8 +40,8 @@ class RoutedFeedForward(FeedForward):
 
 
 class RoutedLlama(LanguageModel):
-    """Adds each layer's z-loss, the upper ones with more weight, so that no two layers could be
-    mistaken for each other."""
+    """Adds each layer's z-loss, with more weight in upper layers so that swapped layers would
+    show."""
 
     def auxiliary_losses(self, sums, batch):
         return {"router_z": jnp.dot(jnp.arange(1.0, 5), sums["z"]), "twice": 2 * jnp.sum(sums["z"])}
@@ -49,7 +49,7 @@ class RoutedLlama(LanguageModel):
 
 @pytest.fixture(autouse=True)
 def routed_layers(monkeypatch):
-    """Layers are made with the routed feed-forward."""
+    """Builds layers with the routed feed-forward."""
     monkeypatch.setattr(modules, "FeedForward", RoutedFeedForward)
     declarations._layer_module.cache_clear()
     yield
@@ -57,8 +57,8 @@ def routed_layers(monkeypatch):
 
 
 def by_formula(params, batch):
-    """The loss of the tokens, and both auxiliary losses: sums over the batch, differentiated by jax
-    itself."""
+    """Returns the token loss and both auxiliary losses, as sums over the batch that jax
+    differentiates itself."""
     x, size, z_losses = params["embed_tokens.weight"][batch["tokens"]], CONFIG.head_dim, []
     frequencies = inverse_frequencies(CONFIG.rope, size, LENGTH)
     seen = (batch["segment_ids"][:, :, None] == batch["segment_ids"][:, None]) & (
@@ -66,7 +66,7 @@ def by_formula(params, batch):
     )
     seen &= batch["index"][:, :, None] >= batch["index"][:, None]
     for i in range(CONFIG.num_hidden_layers):
-        of_layer = {
+        layer_weights = {
             name.removeprefix("layers."): w[i]
             for name, w in params.items()
             if name.startswith("layers.")
@@ -74,8 +74,8 @@ def by_formula(params, batch):
         q, k, v = (
             jnp.einsum(
                 "bte,ehd->bthd",
-                rms_norm(x, of_layer["input_layernorm.weight"], CONFIG.rms_norm_eps),
-                of_layer[f"self_attn.{name}_proj.weight"],
+                rms_norm(x, layer_weights["input_layernorm.weight"], CONFIG.rms_norm_eps),
+                layer_weights[f"self_attn.{name}_proj.weight"],
             )
             for name in "qkv"
         )
@@ -84,14 +84,14 @@ def by_formula(params, batch):
         scores = jnp.where(seen[:, None], jnp.einsum("bqhd,bkhd->bhqk", q, k) * size**-0.5, -1e30)
         weights = jnp.where(seen[:, None], jax.nn.softmax(scores, -1), 0)
         attended = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-        x = x + jnp.einsum("bthd,hde->bte", attended, of_layer["self_attn.o_proj.weight"])
-        hidden = rms_norm(x, of_layer["post_attention_layernorm.weight"], CONFIG.rms_norm_eps)
-        gate = hidden @ of_layer["mlp.gate_proj.weight"]
+        x = x + jnp.einsum("bthd,hde->bte", attended, layer_weights["self_attn.o_proj.weight"])
+        hidden = rms_norm(x, layer_weights["post_attention_layernorm.weight"], CONFIG.rms_norm_eps)
+        gate = hidden @ layer_weights["mlp.gate_proj.weight"]
         z_losses.append(jnp.sum(jnp.square(jax.nn.logsumexp(gate, -1))))
         x = (
             x
-            + (jax.nn.silu(gate) * (hidden @ of_layer["mlp.up_proj.weight"]))
-            @ of_layer["mlp.down_proj.weight"]
+            + (jax.nn.silu(gate) * (hidden @ layer_weights["mlp.up_proj.weight"]))
+            @ layer_weights["mlp.down_proj.weight"]
         )
     logits = rms_norm(x, params["norm.weight"], CONFIG.rms_norm_eps) @ params["lm_head.weight"]
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[
@@ -107,8 +107,8 @@ def by_formula(params, batch):
 
 @functools.cache
 def expected():
-    """A batch, parameters, and of these the loss, the auxiliary losses and the gradient, all
-    divided by the weights' sum."""
+    """Returns a batch, parameters, and their loss, auxiliary losses and gradient, all divided by
+    the sum of weights."""
     batch = packed_batch(CONFIG, ROWS, LENGTH)
     params = llama(CONFIG).init(0)
     weight = batch["loss_weights"].sum()
@@ -133,7 +133,7 @@ def slow(*case):
         slow(RING, {"prefetch": True, "remat": "nothing"}, 1),
     ],
 )
-def test_every_runner_trains_the_layers_losses(mesh, options, parts):
+def test_every_runner_trains_auxiliary_losses(mesh, options, parts):
     batch, params, (loss, auxiliary), gradient = expected()
     plain = llama(CONFIG, mesh, **{**ALL_AT_ONCE, "feed_forward_chunk": 4}, **options)
     model = RoutedLlama(
@@ -155,14 +155,14 @@ def test_every_runner_trains_the_layers_losses(mesh, options, parts):
         return builder._over_parts(functools.partial(builder._sums_and_gradient, params, {}), batch)
 
     sharded = {name: jax.device_put(x, model.shardings[name]) for name, x in params.items()}
-    sums, found = jax.jit(sums_and_gradient)(sharded, placed)
+    sums, gradients = jax.jit(sums_and_gradient)(sharded, placed)
     np.testing.assert_allclose(sums.total / sums.weight, loss, rtol=1e-5)
     assert sums.auxiliary.keys() == auxiliary.keys()
     for name, value in auxiliary.items():
         np.testing.assert_allclose(sums.auxiliary[name] / sums.weight, value, rtol=1e-5)
     for name, value in gradient.items():
         np.testing.assert_allclose(
-            found[name] / sums.weight,
+            gradients[name] / sums.weight,
             value,
             rtol=1e-4,
             atol=1e-5 * np.abs(value).max(),
@@ -170,7 +170,7 @@ def test_every_runner_trains_the_layers_losses(mesh, options, parts):
         )
 
 
-def test_metrics_name_them():
+def test_metrics_report_auxiliary_losses_by_name():
     batch, params, (loss, auxiliary), _ = expected()
     plain = llama(CONFIG)
     model = RoutedLlama(
@@ -181,13 +181,13 @@ def test_metrics_name_them():
     )
     state, placed = builder.init_optimizer(params), place_batch(batch, model.mesh)
     *_, metrics = jax.jit(builder.train)(params, {}, state, placed, np.int32(0))
-    np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)  # of the tokens alone
+    np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)  # without auxiliary losses
     assert {
         name: pytest.approx(float(value), rel=1e-5) for name, value in metrics.auxiliary.items()
     } == auxiliary
 
 
-def test_dense_layers_have_none(monkeypatch):
+def test_dense_layers_have_no_auxiliary_losses(monkeypatch):
     monkeypatch.undo()
     declarations._layer_module.cache_clear()
     batch, model = packed_batch(CONFIG, ROWS, LENGTH), llama(CONFIG)

@@ -1,4 +1,4 @@
-"""The cache: however tokens are split when appended, results are those of the whole row at once."""
+"""The cache: however appended tokens are split, results match a forward pass over the whole row."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from tests.model.test_agentic import batch_of, model_on
 
 
 def pieces(length, sizes):
-    """Returns the first token of each piece and its size; the sizes repeat."""
+    """Yields the first token of each piece and its size; the sizes repeat."""
     first, number = 0, 0
     while first < length:
         size = min(sizes[number % len(sizes)], length - first)
@@ -21,7 +21,7 @@ def pieces(length, sizes):
 
 
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "sequence": 4}])
-def test_actions_token_by_token_are_those_of_the_whole_row(axes):
+def test_cached_actions_match_the_whole_row(axes):
     batch, one_device = batch_of(), model_on()
     params = one_device.init(0)
     expected = np.asarray(jax.jit(one_device.actions)(params, batch))
@@ -52,10 +52,10 @@ def test_actions_token_by_token_are_those_of_the_whole_row(axes):
         pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_logits_of_rows_of_different_lengths_are_those_of_each_alone(axes):
+def test_cached_logits_of_rows_of_different_lengths_match_each_row_alone(axes):
     config = tiny()
     model, one_device = llama(config, axes), llama(config)
-    whole = one_device.init(0)
+    expected_params = one_device.init(0)
     params = jax.device_put(model.init(0), model.shardings)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24)).astype(np.int32)
     lengths = (24, 13)
@@ -79,7 +79,7 @@ def test_logits_of_rows_of_different_lengths_are_those_of_each_alone(axes):
             "index": index,
             "segment_ids": np.ones_like(index),
         }
-        expected = np.asarray(jax.jit(one_device.logits)(whole, batch))[0]
+        expected = np.asarray(jax.jit(one_device.logits)(expected_params, batch))[0]
         np.testing.assert_allclose(actual[row, :length], expected, atol=2e-5)
 
 

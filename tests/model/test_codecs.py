@@ -1,6 +1,6 @@
-"""NF4 and int8 as bitsandbytes computes them, to the bit: against numbers that it made, and itself.
+"""NF4 and int8 match bitsandbytes bit for bit: against stored vectors, and against the library.
 
-python -m tests.model.test_codecs     # makes the stored numbers again
+python -m tests.model.test_codecs     # recreates the stored vectors
 """
 
 import base64
@@ -20,13 +20,13 @@ from model.quantized_weights import Int8Weight, assemble, declare_parts, quantiz
 from model.sharding import Parameter
 
 STORED = pathlib.Path(__file__).with_name("bitsandbytes_vectors.json")
-# Shape, and dtype of the weights; 12 x 192 has a last group of blocks that is not full, 40 x 576
+# Shape and dtype of the weights; 12 x 192 has an incomplete last group of blocks, 40 x 576
 # several groups.
 CASES = [((12, 192), "float32"), ((40, 576), "bfloat16"), ((256, 128), "float16")]
 
 
 def weight(shape, dtype):
-    """A matrix with a block of zeros, an outlier, and numbers of several magnitudes."""
+    """Returns a matrix with a block of zeros, an outlier, and values of several magnitudes."""
     drawn = np.random.RandomState(0).standard_normal(shape) * np.logspace(-3, 0, shape[0])[:, None]
     drawn[0, :64], drawn[1, 1] = 0, 7.5
     return drawn.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
@@ -41,8 +41,8 @@ def digest(array):
 
 
 def by_bitsandbytes(shape, dtype):
-    """What bitsandbytes makes of the weight: the arrays of NF4, the dequantized matrix, and the
-    same of int8."""
+    """Returns bitsandbytes' results for the weight: the arrays of NF4, the dequantized matrix, and
+    the same for int8."""
     import torch
     from bitsandbytes import functional
 
@@ -51,7 +51,7 @@ def by_bitsandbytes(shape, dtype):
         tensor, blocksize=64, compress_statistics=True, quant_type="nf4"
     )
     state.dtype = torch.float32
-    made = {
+    results = {
         "codes": codes.numpy().reshape(shape[0], -1),
         "absmax": state.absmax.numpy().reshape(shape[0], -1),
         "nested": state.state2.absmax.numpy(),
@@ -59,7 +59,7 @@ def by_bitsandbytes(shape, dtype):
         "nf4": functional.dequantize_4bit(codes, state).numpy(),
     }
     rows, scales, _ = functional.int8_vectorwise_quant(tensor.clone())
-    return made | {
+    return results | {
         "rows": rows.numpy(),
         "scales": scales.numpy(),
         "int8": functional.int8_vectorwise_dequant(rows, scales).numpy(),
@@ -79,8 +79,8 @@ def ours(shape, dtype, offset):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
-def test_equal_to_stored_numbers_of_bitsandbytes(shape, dtype):
-    """Every code, scale and dequantized number, to the bit."""
+def test_results_equal_stored_bitsandbytes_vectors(shape, dtype):
+    """Every code, scale and dequantized value, bit for bit."""
     stored = json.loads(STORED.read_text(encoding="utf-8"))
     case = stored["cases"][f"{shape[0]}x{shape[1]} {dtype}"]
     weight = ours(shape, dtype, case["offset"])
@@ -89,7 +89,7 @@ def test_equal_to_stored_numbers_of_bitsandbytes(shape, dtype):
     assert {name: digest(weight[name]) for name in ("codes", "nf4", "rows", "int8")} == case[
         "digests"
     ]
-    # Our mean is rounded once; that of torch depends on the order of its sums.
+    # Our mean is rounded once; torch's depends on the order of its sums.
     assert abs(ours(shape, dtype, None)["offset"] - case["offset"]) <= 2 * np.spacing(
         np.float32(case["offset"])
     )
@@ -98,16 +98,16 @@ def test_equal_to_stored_numbers_of_bitsandbytes(shape, dtype):
 @pytest.mark.parametrize(
     ("shape", "dtype"), [*CASES, ((576, 1536), "bfloat16"), ((2, 64), "float32")], ids=str
 )
-def test_equal_to_bitsandbytes_itself(shape, dtype):
-    """The same with the program."""
+def test_results_equal_bitsandbytes(shape, dtype):
+    """The same against the library itself."""
     theirs = by_bitsandbytes(shape, dtype)
     weight = ours(shape, dtype, theirs["offset"])
     for name, array in theirs.items():
         assert np.array_equal(array, weight[name]), name
 
 
-def test_tables():
-    """16 ascending levels and 256, among which are 0 and 1; what two codes of zero stand for."""
+def test_levels_are_ascending_and_contain_zero_and_one():
+    """NF4 has 16 levels, the dynamic table 256; NF4_ZEROS is a byte of two zero codes."""
     levels = codecs.dynamic_levels()
     assert (
         len(set(levels.tolist())) == 256
@@ -123,8 +123,8 @@ def test_tables():
 @pytest.mark.parametrize(
     "name", ["self_attn.q_proj.weight", "self_attn.o_proj.weight", "mlp.down_proj.weight"]
 )
-def test_a_device_opens_what_numpy_does(name, dtype):
-    """To the bit, compiled; the sum of product and offset is rounded as twice, not once."""
+def test_dequantizing_nf4_on_a_device_equals_numpy(name, dtype):
+    """Bit for bit, compiled; the product is rounded before the offset is added, not fused."""
     shape = {"q": (192, 3, 64), "o": (3, 64, 192), "d": (448, 192)}[
         name.rpartition(".weight")[0].rpartition(".")[2][0]
     ]
@@ -141,7 +141,7 @@ def test_a_device_opens_what_numpy_does(name, dtype):
         dict.fromkeys(parts, device),
     )
 
-    def opened(arrays):
+    def dequantized(arrays):
         own = Parameter(shape, "xyz"[: len(shape)])
         by_part = {key.rpartition(".")[2]: x[1] for key, x in arrays.items()}
         return assemble(
@@ -151,39 +151,41 @@ def test_a_device_opens_what_numpy_does(name, dtype):
     inputs = 2 if "o_proj" in name else 1
     matrix = stacked[1].reshape(np.prod(shape[:inputs]), -1).T
     expected = codecs.dequantize_nf4(codecs.quantize_nf4(matrix)).T.reshape(shape)
-    assert np.array_equal(np.asarray(jax.jit(opened)(arrays)), expected.astype(jnp.dtype(dtype)))
+    assert np.array_equal(
+        np.asarray(jax.jit(dequantized)(arrays)), expected.astype(jnp.dtype(dtype))
+    )
 
 
-def test_int8_on_a_device():
-    """To the bit, compiled."""
+def test_dequantizing_int8_on_a_device_equals_numpy():
+    """Bit for bit, compiled."""
     rows = codecs.quantize_int8(np.random.RandomState(2).standard_normal((96, 40)))
-    opened = jax.jit(
+    dequantized = jax.jit(
         lambda codes, absmax: Int8Weight(codes.T, absmax[None]).dequantize(jnp.float32)
     )(rows.codes, rows.absmax)
-    assert np.array_equal(np.asarray(opened).T, codecs.dequantize_int8(rows))
+    assert np.array_equal(np.asarray(dequantized).T, codecs.dequantize_int8(rows))
 
 
-def test_what_codes_cost():
-    """4.127 bits a weight, as the paper says."""
-    made = codecs.quantize_nf4(np.ones((4096, 4096), np.float32))
+def test_nf4_takes_4_127_bits_per_weight():
+    """The figure of the QLoRA paper."""
+    quantized = codecs.quantize_nf4(np.ones((4096, 4096), np.float32))
     assert (
-        isinstance(made, Nf4)
-        and abs(8 * sum(np.asarray(x).nbytes for x in made) / 4096**2 - 4.127) < 1e-3
+        isinstance(quantized, Nf4)
+        and abs(8 * sum(np.asarray(x).nbytes for x in quantized) / 4096**2 - 4.127) < 1e-3
     )
 
 
 def write_stored():
-    """Writes what bitsandbytes makes of the cases."""
+    """Writes bitsandbytes' results for the cases."""
     import bitsandbytes
     import torch
 
     cases = {}
     for shape, dtype in CASES:
-        made = by_bitsandbytes(shape, dtype)
+        results = by_bitsandbytes(shape, dtype)
         cases[f"{shape[0]}x{shape[1]} {dtype}"] = {
-            "offset": float(made["offset"]),
-            "arrays": {name: pack(made[name]) for name in ("absmax", "nested", "scales")},
-            "digests": {name: digest(made[name]) for name in ("codes", "nf4", "rows", "int8")},
+            "offset": float(results["offset"]),
+            "arrays": {name: pack(results[name]) for name in ("absmax", "nested", "scales")},
+            "digests": {name: digest(results[name]) for name in ("codes", "nf4", "rows", "int8")},
         }
     content = {"bitsandbytes": bitsandbytes.__version__, "torch": torch.__version__, "cases": cases}
     STORED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

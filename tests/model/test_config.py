@@ -34,7 +34,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_preset_there_and_back(name):
+def test_a_preset_round_trips_and_matches_transformers(name):
     config = TransformerConfig.preset(name)
     assert hash(config) == hash(TransformerConfig.preset(name))
     assert TransformerConfig.from_hf_dict(json.loads(json.dumps(config.to_hf()))) == config
@@ -56,7 +56,7 @@ def test_preset_there_and_back(name):
     assert theirs.rope_parameters["rope_type"] == config.rope.rule
 
 
-def test_what_transformers_saves_is_read(tmp_path):
+def test_a_config_saved_by_transformers_is_read(tmp_path):
     theirs = transformers.LlamaConfig(
         hidden_size=64,
         num_attention_heads=4,
@@ -72,7 +72,7 @@ def test_what_transformers_saves_is_read(tmp_path):
     assert (config.head_dim, config.num_key_value_heads, config.eos_token_id) == (32, 4, (1, 7))
 
 
-def test_the_spelling_of_llama_1s_conversions_is_read():
+def test_the_architecture_name_of_llama_1_conversions_is_read():
     named = TransformerConfig.from_hf_dict(
         {"architectures": ["LLaMAForCausalLM"], "model_type": "llama", "hidden_size": 64}
     )
@@ -80,7 +80,7 @@ def test_the_spelling_of_llama_1s_conversions_is_read():
     assert named.to_hf()["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_both_spellings_of_rope():
+def test_all_spellings_of_rope_are_read():
     base = {"model_type": "llama"}
     old = TransformerConfig.from_hf_dict({**base, "rope_theta": 5e5, "rope_scaling": LLAMA3})
     new = TransformerConfig.from_hf_dict({**base, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}})
@@ -181,14 +181,14 @@ def test_both_spellings_of_rope():
         ({"tie_word_embeddings": "no"}, ["tie_word_embeddings", "no"]),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(change, words):
+def test_an_unsupported_field_is_refused_by_name(change, words):
     with pytest.raises(ValueError) as caught:
         TransformerConfig.from_hf_dict({"model_type": "llama", **change})
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
 
 
-def test_folder_and_preset_errors(tmp_path):
+def test_invalid_folders_and_presets_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no config\.json"):
         TransformerConfig.from_hf(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": ')
@@ -228,7 +228,7 @@ def test_folder_and_preset_errors(tmp_path):
         ({"eos_token_id": 2**70}, "eos_token_id: [0-9]+ is not a token id"),
     ],
 )
-def test_values_of_other_types_name_the_field(fields, words):
+def test_a_value_of_a_wrong_type_names_the_field(fields, words):
     with pytest.raises(ValueError, match=words):
         TransformerConfig.from_hf_dict({"model_type": "llama", **fields})
 
@@ -286,19 +286,19 @@ def test_values_of_other_types_name_the_field(fields, words):
         ),
     ],
 )
-def test_values_of_other_types_name_the_field_in_every_family(family, fields, words):
+def test_a_familys_value_of_a_wrong_type_names_the_field(family, fields, words):
     with pytest.raises(ValueError, match=f"^{words}"):
         TransformerConfig.from_hf_dict({"model_type": family, **fields})
 
 
-def test_other_positions_keep_the_adapter():
+def test_changing_positions_keeps_the_adapter():
     config = TransformerConfig(adapter=AdapterConfig(rank=4))
     assert config.with_positions(rope_theta=5e5) == dataclasses.replace(
         config, rope=RopeConfig(theta=5e5)
     )
 
 
-def test_other_positions_keep_the_embedding_of_layers_with_a_window():
+def test_changing_positions_keeps_the_rope_of_windowed_layers():
     local = RopeConfig("linear", 2e4, 8.0)
     config = TransformerConfig.preset("gemma-3-1b", local_rope=local)
     assert config.with_positions(
@@ -306,7 +306,7 @@ def test_other_positions_keep_the_embedding_of_layers_with_a_window():
     ) == dataclasses.replace(config, rope=RopeConfig("linear", 5e5, 2.0))
 
 
-def test_without_an_embedding_of_their_own_layers_with_a_window_have_the_others():
+def test_windowed_layers_share_rope_unless_they_have_their_own():
     config = TransformerConfig.preset("gemma-3-1b", local_rope=None)
     assert TransformerConfig.from_hf_dict(config.to_hf()).layer_kinds == config.layer_kinds
 
@@ -329,19 +329,19 @@ def test_without_an_embedding_of_their_own_layers_with_a_window_have_the_others(
         ),
     ],
 )
-def test_the_embedding_of_layers_with_a_window_is_checked_as_the_other_is(changes, words):
+def test_the_rope_of_windowed_layers_is_validated(changes, words):
     with pytest.raises(ValueError, match=f"^{words}"):
         TransformerConfig.preset("gemma-3-1b", **changes)
 
 
-def test_the_embedding_of_layers_with_a_window_grows_from_the_models_length():
+def test_the_rope_of_windowed_layers_is_scaled_from_the_models_length():
     config = TransformerConfig.preset("gemma-3-1b", local_rope=RopeConfig("dynamic", factor=2.0))
     assert config.local_rope.original_max_position_embeddings == config.max_position_embeddings
     longer = config.with_positions(max_position_embeddings=65536)
     assert longer.local_rope.original_max_position_embeddings == 65536
 
 
-def test_a_config_that_is_no_text_is_named(tmp_path):
+def test_a_config_that_is_not_utf_8_is_named(tmp_path):
     (tmp_path / "config.json").write_bytes(b'{"model_type": "ll\xffama"}')
     with pytest.raises(ValueError, match=rf"^{tmp_path}/config\.json: not UTF-8"):
         TransformerConfig.from_hf(tmp_path)

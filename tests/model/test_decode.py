@@ -1,4 +1,4 @@
-"""Greedy decoding on a mesh gives transformers' tokens."""
+"""Greedy decoding on a mesh returns the tokens of transformers."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ PROMPTS = [5, 31, 64]
     ],
     ids=str,
 )
-def test_tokens_equal_transformers_until_each_prompt_has_met_a_stop(tmp_path, shape):
+def test_tokens_match_transformers_until_each_prompt_reaches_a_stop(tmp_path, shape):
     truth = saved_by_transformers(tmp_path, tiny(), None).eval()
     config = TransformerConfig.from_hf(tmp_path)
     rng = np.random.default_rng(0)
@@ -43,7 +43,7 @@ def test_tokens_equal_transformers_until_each_prompt_has_met_a_stop(tmp_path, sh
                 pad_token_id=0,
             )
         answers.append(ids[0, len(prompt) :].tolist())
-    stops = tuple({answer[place] for answer, place in zip(answers, (3, 6, 8), strict=True)})
+    stops = tuple({answer[step] for answer, step in zip(answers, (3, 6, 8), strict=True)})
     ends = [min(answer.index(stop) for stop in stops if stop in answer) for answer in answers]
     model = llama(config, shape)
     generator = Generator(model, rows=4, capacity=76, new_tokens=12, stop_ids=stops, chunk=32)
@@ -60,15 +60,14 @@ def test_tokens_equal_transformers_until_each_prompt_has_met_a_stop(tmp_path, sh
         continuations == [answer[:end] for answer, end in zip(answers, ends, strict=True)]
         and len(set(ends)) > 1
     )
-    # With the last of them all decoding has ended: the fourth row, which no prompt fills, does not
-    # hold it up.
+    # Decoding ends with the last prompt: the fourth row, which has no prompt, does not delay it.
     last, steps = np.argmax(ends), max(ends) + 1
     assert computed[0][last].tolist() == answers[last][:steps] + [0] * (12 - steps) and steps < 12
 
 
 @pytest.mark.parametrize("rule", ["dynamic", pytest.param("yarn", marks=pytest.mark.slow)])
-def test_tokens_are_those_of_one_forward_over_the_whole_row(tmp_path, rule):
-    """Under the rule `dynamic` the row's length, prompt and new tokens, is part of the model:
+def test_tokens_match_one_forward_pass_over_the_whole_row(tmp_path, rule):
+    """Under `dynamic` RoPE the row's length, prompt and new tokens, is part of the model, and
     cached keys agree with it."""
     truth = saved_by_transformers(tmp_path, tiny(), RULES[rule]).eval()
     config = TransformerConfig.from_hf(tmp_path)
@@ -90,12 +89,12 @@ def test_tokens_are_those_of_one_forward_over_the_whole_row(tmp_path, rule):
         )
 
 
-def test_no_token_is_computed_that_is_not_asked_for(monkeypatch):
-    """Of 3 new tokens the prompt's last one gives the first, and the third is never run through the
-    layers."""
+def test_only_requested_tokens_are_computed(monkeypatch):
+    """For 3 new tokens, the prompt's last token gives the first, and the third never runs through
+    the layers."""
     computed, embed = [], LanguageModel.local_embed
 
-    def counted(self, params, batch):
+    def counted_embed(self, params, batch):
         jax.debug.callback(
             lambda index, is_token: computed.extend(index[is_token > 0].tolist()),
             batch["index"],
@@ -103,7 +102,7 @@ def test_no_token_is_computed_that_is_not_asked_for(monkeypatch):
         )
         return embed(self, params, batch)
 
-    monkeypatch.setattr(LanguageModel, "local_embed", counted)
+    monkeypatch.setattr(LanguageModel, "local_embed", counted_embed)
     model = llama(tiny())
     Generator(model, rows=1, capacity=35, new_tokens=3, stop_ids=())(model.init(0), [[5] * 32])
     jax.effects_barrier()
@@ -127,9 +126,9 @@ def test_a_capacity_without_room_for_a_prompt_is_refused(capacity):
 
 
 @pytest.mark.parametrize("step", ["generate", pytest.param("truncate", marks=pytest.mark.slow)])
-def test_an_interrupted_call_leaves_nothing_that_counts_as_cached(step, monkeypatch):
-    """The next call computes the whole prompt again, though the last one that succeeded had the
-    same."""
+def test_an_interrupted_call_leaves_nothing_in_the_cache(step, monkeypatch):
+    """The next call prefills the whole prompt again, although the last successful one had the same
+    prompt."""
 
     def interrupted(*arguments):
         raise KeyboardInterrupt
@@ -154,9 +153,9 @@ def test_an_interrupted_call_leaves_nothing_that_counts_as_cached(step, monkeypa
     [{}, pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, marks=pytest.mark.slow)],
     ids=str,
 )
-def test_streamed_tokens_are_those_of_a_call(shape):
-    """Up to a stop, and sampled; the cache serves the next prompt, but not after a stream that
-    nobody read to its end."""
+def test_streamed_tokens_match_a_call(shape):
+    """Up to a stop, and sampled; the cache serves the next prompt, but not after an unfinished
+    stream."""
     model, prompt = llama(tiny(), shape), [5, 9, 77] * 8
     params = model.init(0)
     options = {
@@ -174,19 +173,14 @@ def test_streamed_tokens_are_those_of_a_call(shape):
     assert streamed.prefilled == called.prefilled == len(longer) - 2
     stopping = Generator(model, stop_ids=(answer[3],), **options)
     assert list(stopping.stream(params, prompt)) == answer[: answer.index(answer[3])]
-    left = streamed.stream(params, prompt)
-    assert 0 <= next(left) < 128
-    left.close()
+    unfinished = streamed.stream(params, prompt)
+    assert 0 <= next(unfinished) < 128
+    unfinished.close()
     before = streamed.prefilled
     assert (
         len(list(streamed.stream(params, prompt))) == 6
         and streamed.prefilled - before == len(prompt) - 1
     )
-
-
-def test_devices_are_eight():
-    """What every test here takes for granted."""
-    assert len(jax.devices()) == 8
 
 
 def answers_on(axes, config, params_of, prompts, new_tokens=8, **options):
@@ -206,16 +200,16 @@ def answers_on(axes, config, params_of, prompts, new_tokens=8, **options):
 
 
 def check_against_transformers(truth, prompts, answers, within=1e-3):
-    """Asserts that each token is transformers' most likely one, but where its two best logits are
-    within 1e-3."""
-    decided = 0
+    """Asserts that each token is transformers' most likely one, except where its two best logits
+    are within 1e-3."""
+    compared = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         logits = transformers_logits(truth, np.array([prompt + answer]))[0, len(prompt) - 1 : -1]
         second, best = np.sort(logits, -1)[:, -2:].T
-        clear = best - second > within
-        assert (logits.argmax(-1) == answer)[clear].all()
-        decided += clear.sum()
-    assert decided > 0.9 * sum(map(len, answers))
+        is_decided = best - second > within
+        assert (logits.argmax(-1) == answer)[is_decided].all()
+        compared += is_decided.sum()
+    assert compared > 0.9 * sum(map(len, answers))
 
 
 @pytest.mark.parametrize(
@@ -230,9 +224,9 @@ def check_against_transformers(truth, prompts, answers, within=1e-3):
     ],
     ids=str,
 )
-def test_eight_devices_give_the_tokens_of_one_and_of_transformers(tmp_path, schedule, lengths):
-    """Prompts of different lengths together, prefilled in several chunks; 20 of up to 8,192 tokens
-    in soak."""
+def test_eight_devices_generate_the_tokens_of_one_and_of_transformers(tmp_path, schedule, lengths):
+    """Prompts of different lengths in one batch, prefilled in several chunks; 20 of up to 8,192
+    tokens in soak."""
     truth = saved_by_transformers(tmp_path, tiny(max_position_embeddings=8300), None).eval()
     config = TransformerConfig.from_hf(tmp_path)
     rng = np.random.default_rng(0)
@@ -250,7 +244,7 @@ def test_eight_devices_give_the_tokens_of_one_and_of_transformers(tmp_path, sche
     check_against_transformers(truth, prompts, answers)
 
 
-def test_questions_to_one_context_prefill_it_once(tmp_path):
+def test_questions_about_one_context_prefill_it_once(tmp_path):
     config, rng = tiny(), np.random.default_rng(0)
     model = llama(config, {"sequence": 4})
     params = model.init(0)
@@ -265,8 +259,8 @@ def test_questions_to_one_context_prefill_it_once(tmp_path):
         before = generator.prefilled
         answers += generator(params, [question])
         costs.append(generator.prefilled - before)
-    # All but the last token, which decoding computes; from token 100 on they were forgotten when
-    # the shorter prompt came.
+    # All but the last token, which decoding computes; the shorter prompt discarded the cache from
+    # token 100 on.
     assert costs == [208, 0, 29, 8, 0, 99]
     expected = []
     for question in questions:
@@ -275,8 +269,8 @@ def test_questions_to_one_context_prefill_it_once(tmp_path):
     assert answers == expected and len({tuple(answer) for answer in answers}) > 1
 
 
-def test_each_device_keeps_its_share_of_the_cache():
-    """Of 2 layers, 2 key heads of 8 numbers in float32 a token takes 256 bytes, and 8 for its
+def test_each_device_holds_its_share_of_the_cache():
+    """With 2 layers and 2 float32 KV heads of size 8, a token takes 256 bytes, and 8 for its
     coordinates."""
     sizes = []
     for devices in (1, 2, 4, 8):
@@ -290,12 +284,12 @@ def test_each_device_keeps_its_share_of_the_cache():
 
 
 @pytest.mark.slow
-def test_the_longest_prompt_is_that_whose_prefill_takes_the_memory():
-    """Derived from a short capacity; the truth is the compiler's figure for a prefill with a cache
-    of the answer's size."""
+def test_the_longest_prompt_is_the_one_whose_prefill_fills_memory():
+    """Extrapolated from a short capacity; compared with the compiler's figure for a prefill with a
+    cache of that size."""
     model = llama(tiny(), {"sequence": 2})
 
-    def bytes_of(capacity):
+    def prefill_bytes(capacity):
         generator = Generator(
             model, rows=1, capacity=capacity, new_tokens=10, stop_ids=(), chunk=64
         )
@@ -315,8 +309,8 @@ def test_the_longest_prompt_is_that_whose_prefill_takes_the_memory():
         memory = cached._prefill.lower(*shapes, batch).compile().memory_analysis()
         return generator, memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
-    generator, _ = bytes_of(2048)
-    _, limit = bytes_of(20_000)
+    generator, _ = prefill_bytes(2048)
+    _, limit = prefill_bytes(20_000)
     assert generator.longest_prompt(limit) == pytest.approx(20_000, rel=0.02)
     assert generator.longest_prompt(1000) == 0
 
@@ -340,19 +334,19 @@ def test_sampling_draws_from_the_distribution():
             Sampling(**wrong)
 
 
-def test_sampled_tokens_are_those_of_any_mesh():
+def test_sampled_tokens_do_not_depend_on_the_mesh():
     config, prompts = tiny(), [[5, 9, 77], [8] * 40]
     sampling = Sampling(temperature=1.0, seed=3)
-    whole = llama(config).init(0)
-    _, answers = answers_on({}, config, lambda model: whole, prompts, sampling=sampling)
-    _, others = answers_on(
+    params = llama(config).init(0)
+    _, answers = answers_on({}, config, lambda model: params, prompts, sampling=sampling)
+    _, sharded_answers = answers_on(
         {"fsdp": 2, "sequence": 2},
         config,
-        lambda model: jax.device_put(whole, model.shardings),
+        lambda model: jax.device_put(params, model.shardings),
         prompts,
         sampling=sampling,
     )
-    assert answers == others and answers[0] != answers[1]
+    assert answers == sharded_answers and answers[0] != answers[1]
 
 
 @pytest.mark.slow
@@ -380,9 +374,9 @@ def test_sampled_tokens_do_not_depend_on_the_number_of_rows():
         pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_likelihoods_are_transformers(tmp_path, axes):
-    """In several chunks, of texts of different lengths; what a text has in common with the last one
-    is not computed again."""
+def test_likelihoods_match_transformers(tmp_path, axes):
+    """In several chunks, for texts of different lengths; the prefix that a text shares with the
+    last one is not recomputed."""
     truth = saved_by_transformers(tmp_path, tiny(), None).eval()
     config = TransformerConfig.from_hf(tmp_path)
     rng = np.random.default_rng(0)
@@ -402,15 +396,15 @@ def test_likelihoods_are_transformers(tmp_path, axes):
             ]
             np.testing.assert_allclose(scores.log_likelihoods, expected, atol=1e-4)
             assert scores.is_greedy == (logits[start - 1 : -1].argmax(-1) == text[start:]).tolist()
-    assert generator.prefilled == 2 + 3 + 0  # before the first starts; then all were there
+    assert generator.prefilled == 2 + 3 + 0  # before the first starts; the rest was cached
     assert generator.score(params, texts[1:2], [7])[0].is_greedy == [True]
     with pytest.raises(ValueError, match="start: found 2 in a text of 2 tokens; needs 1 to 1"):
         generator.score(params, [[5, 6]], [2])
 
 
-def test_each_step_draws_anew():
-    """Equal logits, seed and prompt; another step, draw or seed gives another of 1,000 tokens, the
-    same ones the same."""
+def test_samples_depend_on_seed_draw_and_step():
+    """Equal logits over 1,000 tokens: another step, draw or seed gives another token, the same ones
+    the same."""
     logits = jnp.zeros((1, 1000))
 
     def drawn(seed=0, draw=0, step=0):

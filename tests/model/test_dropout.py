@@ -1,5 +1,5 @@
-"""Dropout of adapters: what is dropped, that nothing but training drops, and that it is the same
-however the layers run."""
+"""Dropout of adapters: what it drops, that only training drops, and that it does not depend on how
+the layers run."""
 
 import dataclasses
 import functools
@@ -26,9 +26,9 @@ KINDS = {"lora": ADAPTER, "dora": dataclasses.replace(ADAPTER, use_dora=True)}
 ROWS, LENGTH, STEPS = 8, 64, 2
 
 
-def test_as_many_are_dropped_as_the_rate_says_and_independently():
-    """The share within four deviations; no correlation between neighbours along any of what names
-    an element."""
+def test_elements_are_dropped_independently_at_the_rate():
+    """The share is within four standard deviations; no correlation with neighbours along anything
+    that identifies an element."""
     shape = {"rows": 4, "length": 256, "features": 128}
     count = np.prod(list(shape.values()))
     first = mask(RATE, SEED, STEP, layer=1, projection=2, **shape)
@@ -51,26 +51,26 @@ def test_as_many_are_dropped_as_the_rate_says_and_independently():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_mask_is_the_documented_hash(dtype):
-    """By numpy; of a part of the features too; what is dropped has no gradient, and the rest all of
-    it."""
+def test_the_mask_matches_the_documented_hash(dtype):
+    """Against numpy, also for part of the features; dropped elements have no gradient, kept ones
+    their full gradient."""
     x = np.random.default_rng(0).normal(size=(3, 16, 24)).astype(np.float32)
     index = np.broadcast_to(np.arange(16, dtype=np.int32), (3, 16))
-    of_token = token_keys(SEED, np.int32(STEP), index)
+    keys = token_keys(SEED, np.int32(STEP), index)
     expected = mask(RATE, SEED, STEP, 3, 16, layer=0, projection=6, features=32)[..., 8:]
 
     def drop(x):
-        return kept(x, TokenInfo(index, of_token).of_layer(0).dropout, RATE, 6, first=8)
+        return kept(x, TokenInfo(index, keys).of_layer(0).dropout, RATE, 6, first=8)
 
-    y, pull = jax.vjp(drop, x.astype(dtype))
+    y, pullback = jax.vjp(drop, x.astype(dtype))
     np.testing.assert_array_equal(np.asarray(y), np.where(expected, x.astype(dtype), 0))
-    np.testing.assert_array_equal(np.asarray(pull(y)[0]), np.asarray(y))
+    np.testing.assert_array_equal(np.asarray(pullback(y)[0]), np.asarray(y))
 
 
 @pytest.mark.parametrize(
     ("seed", "same"), [(3_000_000_000, 3_000_000_000 - 2**32), (2**32 + SEED, SEED)]
 )
-def test_seeds_are_taken_modulo_32_bits(seed, same):
+def test_seeds_are_reduced_to_32_bits(seed, same):
     index = np.arange(16, dtype=np.int32)[None]
     keys, expected = (
         np.asarray(token_keys(number, np.int32(STEP), index)) for number in (seed, same)
@@ -79,7 +79,7 @@ def test_seeds_are_taken_modulo_32_bits(seed, same):
 
 
 class TorchAdapter(torch.nn.Module):
-    """A linear map with an adapter whose dropout has a given mask, as peft computes them."""
+    """A linear layer with an adapter and a fixed dropout mask, as peft computes it."""
 
     def __init__(self, linear, a, b, magnitude, kept):
         super().__init__()
@@ -99,14 +99,14 @@ class TorchAdapter(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
-def test_loss_and_gradients_are_those_of_torch_with_the_same_masks(kind, hf_model):
-    """In float64, with masks by numpy: transformers' model, whose linear maps have peft's adapters.
-    Within 1e-5, gradients relative to the largest of their parameter: ours are computed on a mesh,
-    in chunks, with masks made again in the backward pass."""
+def test_loss_and_gradients_match_torch_with_the_same_masks(kind, hf_model):
+    """Against transformers' model in float64, whose linear layers have peft's adapters and numpy's
+    masks. Within 1e-5, gradients relative to the parameter's largest: ours run on a mesh, in
+    chunks, and recompute the masks in the backward pass."""
     source, adapter = open_model(str(hf_model)), KINDS[kind]
     model = llama(dataclasses.replace(source.config, adapter=adapter), {"tensor": 2, "sequence": 2})
-    # The small model's matrices are so large that float32 would lose two digits (3.8e-5 was
-    # seen, and the scale chosen then); 1/8 of them is exact.
+    # The small model's matrices are so large that float32 loses two digits (the error was
+    # 3.8e-5, and this scale was chosen after that); dividing by 8 is exact.
     params = {
         name: x if name.endswith(("norm.weight", "lora_A")) else x / 8
         for name, x in source.read(model).items()
@@ -121,7 +121,7 @@ def test_loss_and_gradients_are_those_of_torch_with_the_same_masks(kind, hf_mode
         "positions": batch["index"],
     }
     batch["dropout"] = np.asarray(token_keys(SEED, np.int32(STEP), batch["index"]))
-    of_torch, batch = batch, place_batch(permuted(batch, model)[0], model.mesh)
+    torch_batch, batch = batch, place_batch(permuted(batch, model)[0], model.mesh)
     trained = {name: x for name, x in params.items() if name.endswith(("lora_A", "lora_B"))}
     loss, gradients = jax.jit(
         jax.value_and_grad(lambda trained: mean_loss(model)({**params, **trained}, batch)[0])
@@ -153,10 +153,10 @@ def test_loss_and_gradients_are_those_of_torch_with_the_same_masks(kind, hf_mode
             mask(RATE, SEED, STEP, 2, LENGTH, layer, number, linear.in_features),
         )
         theirs.set_submodule(f"model.layers.{layer}.{path}", adapters[layer, path])
-    logits = theirs(torch.tensor(of_torch["tokens"], dtype=torch.long)).logits
+    logits = theirs(torch.tensor(torch_batch["tokens"], dtype=torch.long)).logits
     targets, weights = (
-        torch.tensor(of_torch["targets"], dtype=torch.long),
-        torch.tensor(of_torch["loss_weights"]),
+        torch.tensor(torch_batch["targets"], dtype=torch.long),
+        torch.tensor(torch_batch["loss_weights"]),
     )
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="none"
@@ -166,12 +166,13 @@ def test_loss_and_gradients_are_those_of_torch_with_the_same_masks(kind, hf_mode
     assert abs(float(loss) - expected.item()) <= 1e-5 * expected.item()
     for (layer, path), torch_adapter in adapters.items():
         for part, parameter in (("A", torch_adapter.a), ("B", torch_adapter.b)):
-            gradient, needed = (
+            gradient, expected_gradient = (
                 np.asarray(gradients[f"layers.{path}.lora_{part}"][layer]),
                 parameter.grad.numpy(),
             )
             assert (
-                np.abs(gradient.reshape(needed.shape) - needed).max() <= 1e-5 * np.abs(needed).max()
+                np.abs(gradient.reshape(expected_gradient.shape) - expected_gradient).max()
+                <= 1e-5 * np.abs(expected_gradient).max()
             ), (layer, path, part)
 
 
@@ -188,7 +189,8 @@ def builder(adapter, mesh=None, accumulation=1, **options):
 
 
 def curve(step_builder, layout):
-    """The losses of a few steps with a high rate, so that B is not zero after the first."""
+    """Returns the losses of a few steps with a high learning rate, so that B is not zero after the
+    first."""
     model = step_builder.model
     params = model.init(0)
     trained = {name: params[name] for name in step_builder.trainable}
@@ -250,15 +252,15 @@ def on_one_device(kind):
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
-def test_losses_are_those_of_one_device(mesh, layout, options, kind):
-    """Of two steps within 1e-5, on every mesh, in every layout and however the layers run."""
+def test_losses_match_one_device(mesh, layout, options, kind):
+    """Two steps within 1e-5, on every mesh, in every layout and however the layers run."""
     losses, expected = curve(builder(KINDS[kind], mesh, **options), layout), on_one_device(kind)
     assert np.abs(losses - expected).max() <= 1e-5, (losses, expected)
 
 
 @pytest.mark.slow
 def test_only_training_with_dropout_drops():
-    """A rate of 0 leaves the step unchanged, and any rate the evaluation."""
+    """A rate of 0 does not change the training step, and no rate changes the evaluation."""
     none, zero, some = (
         builder(dataclasses.replace(ADAPTER, dropout=rate)) for rate in (None, 0.0, RATE)
     )
@@ -269,8 +271,8 @@ def test_only_training_with_dropout_drops():
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
-def test_a_rate_that_is_none_is_refused(rate):
-    """In one line that names the field and what would work."""
+def test_an_invalid_rate_is_refused(rate):
+    """In one line that names the field and a valid range."""
     with pytest.raises(
         ValueError, match=r"adapter.dropout: found .*, needs at least 0 and less than 1"
     ):

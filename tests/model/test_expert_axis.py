@@ -1,4 +1,4 @@
-"""Experts that ranks of `expert` share: whatever tokens choose, and the bytes that ranks send."""
+"""Experts split over ranks of `expert`: for any routing, and the bytes that ranks send."""
 
 import functools
 
@@ -25,8 +25,8 @@ NAMES = {"gate.weight": "gate"} | {
 
 
 @functools.cache
-def drawn():
-    """A mixture's graph and state, and its weights by short names."""
+def initial():
+    """Returns a mixture's graph and state, and its weights by short names."""
     graph, state = nnx.split(Mixture(CONFIG, rngs=nnx.Rngs(0)))
     return (
         graph,
@@ -36,8 +36,8 @@ def drawn():
 
 
 def output(weights, x):
-    """The mixture of a rank's tokens, from its own experts' matrices."""
-    graph, state, _ = drawn()
+    """Returns the mixture's output for a rank's tokens, from its own experts' matrices."""
+    graph, state, _ = initial()
     leaves = [
         (path, leaf.replace(weights[NAMES[".".join(path)]]))
         for path, leaf in nnx.to_flat_state(state)
@@ -48,27 +48,28 @@ def output(weights, x):
 
 @functools.cache
 def compiled():
-    """Output and gradients for any weights, of tokens and experts that four ranks have."""
+    """Returns a function of weights and inputs that computes output and gradients, for tokens and
+    experts on four ranks."""
     spec = PartitionSpec("expert")
-    of_weights = {name: PartitionSpec() if name == "gate" else spec for name in NAMES.values()}
+    weight_specs = {name: PartitionSpec() if name == "gate" else spec for name in NAMES.values()}
     split = jax.shard_map(
         output,
         mesh=mesh_of({"expert": RANKS}),
-        in_specs=(of_weights, spec),
+        in_specs=(weight_specs, spec),
         out_specs=spec,
         check_vma=False,
     )
 
     @jax.jit
     def run(weights, x, dy):
-        y, pull = jax.vjp(split, weights, x)
-        return y, *pull(dy)
+        y, pullback = jax.vjp(split, weights, x)
+        return y, *pullback(dy)
 
-    return run.lower(drawn()[2], *arrays()).compile()
+    return run.lower(initial()[2], *arrays()).compile()
 
 
 def arrays():
-    """x and the gradient of the output: [ranks, tokens of a rank, E]."""
+    """Returns x and the gradient of the output: [ranks, tokens per rank, E]."""
     rng = np.random.default_rng(0)
     x, dy = (rng.normal(size=(RANKS, TOKENS // RANKS, 64)).astype(np.float32) for _ in range(2))
     x[..., 0] = 1.0
@@ -76,14 +77,16 @@ def arrays():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_share_experts_however_tokens_choose(kind):
+def test_split_experts_are_exact_for_any_routing(kind):
     """All tokens on one rank, none on another, or ties: one program, outputs and gradients."""
     x, dy = arrays()
-    weights = {**drawn()[2], "gate": skewed(kind, drawn()[2]["gate"])}
+    weights = {**initial()[2], "gate": skewed(kind, initial()[2]["gate"])}
     plain = functools.partial(token_by_token, CONFIG, choices(CONFIG, weights, x))
-    expected, pull = jax.vjp(lambda w, x: plain(w, x.reshape(-1, 64)).reshape(x.shape), weights, x)
+    expected, pullback = jax.vjp(
+        lambda w, x: plain(w, x.reshape(-1, 64)).reshape(x.shape), weights, x
+    )
     y, dw, dx = compiled()(weights, x, dy)
-    dw_expected, dx_expected = pull(jnp.asarray(dy))
+    dw_expected, dx_expected = pullback(jnp.asarray(dy))
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(dx, dx_expected, rtol=1e-4, atol=1e-4)
     for name, gradient in dw_expected.items():
@@ -91,9 +94,9 @@ def test_ranks_share_experts_however_tokens_choose(kind):
         np.testing.assert_allclose(dw[name], gradient, rtol=1e-4, atol=bound, err_msg=name)
 
 
-def test_ranks_send_tokens_and_sums_once_and_no_matrix():
-    """The bytes that a rank receives, forward and backward: of three others their tokens with their
-    choices, and the gradients of their sums; and of all four the summands of its own."""
+def test_ranks_send_tokens_and_sums_but_no_expert_weights():
+    """The bytes that a rank receives, forward and backward: from the three others their tokens with
+    their routes and the gradients of their sums, and the partial sums of its own tokens."""
     received = {}
     for transfer in transfers(compiled().as_text(), RANKS):
         kind = transfer.kind

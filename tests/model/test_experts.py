@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token's experts one by one, the router losses, and metrics."""
+"""Mixtures of experts: against each token's experts one by one, the router losses, and metrics."""
 
 import dataclasses
 import functools
@@ -27,19 +27,19 @@ LOSSES = {"output_router_logits": True, "router_aux_loss_coef": 0.3, "router_z_l
 
 
 def mixture(**changes):
-    """The shape of a small mixture."""
+    """Returns the config of a small mixture."""
     sizes = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
     return tiny(**{"family": "qwen3_moe", "qk_norm": "head", **sizes, **changes})
 
 
 def choices(config, weights, x):
-    """The numbers of each token's experts."""
+    """Returns the indices of each token's experts."""
     logits = np.asarray(x.reshape(-1, 64) @ weights["gate"])
     return np.argsort(-logits, kind="stable")[:, : config.num_experts_per_tok]
 
 
 def token_by_token(config, experts, weights, x):
-    """Each token with the matrices of its own experts, copied for it."""
+    """Computes each token with copies of its own experts' matrices."""
     probabilities = jnp.take_along_axis(jax.nn.softmax(x @ weights["gate"], -1), experts, -1)
     if config.norm_topk_prob:
         probabilities /= probabilities.sum(-1, keepdims=True)
@@ -49,7 +49,7 @@ def token_by_token(config, experts, weights, x):
 
 
 def skewed(kind, gate):
-    """The router's weights so that inputs of ones in their first number choose as `kind` says."""
+    """Returns router weights for which inputs whose first feature is one choose as `kind` says."""
     if kind == "all choose the same, none choose another":
         return gate.at[0].set(jnp.array([9.0, 9, 9, 0, 0, 0, 0, -9]))
     if kind == "ties":
@@ -58,8 +58,8 @@ def skewed(kind, gate):
 
 
 @pytest.mark.parametrize("normalised", [False, True])
-def test_every_token_has_all_of_its_experts(normalised):
-    """Whatever they choose, in one compiled program: outputs and gradients."""
+def test_every_token_gets_all_of_its_experts(normalised):
+    """For any routing, in one compiled program: outputs and gradients."""
     config = mixture(norm_topk_prob=normalised)
     module = Mixture(config, rngs=nnx.Rngs(0))
     graph, state = nnx.split(module)
@@ -105,7 +105,7 @@ def test_ties_go_to_the_first_experts():
     assert route(jnp.zeros((1, 8)), mixture()).experts.tolist() == [[0, 1, 2]]
 
 
-def test_router_sums_leave_padding_out():
+def test_router_sums_ignore_padding():
     config = mixture()
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 8)), jnp.float32)
     routes, real = route(logits, config), jnp.array([1, 1, 0, 1, 0, 0], bool)
@@ -118,7 +118,7 @@ def test_router_sums_leave_padding_out():
     assert float(sums["entropy"]) == pytest.approx(-(probabilities * np.log(probabilities)).sum())
 
 
-def test_the_balance_loss_is_transformers():
+def test_router_losses_and_loads_match_transformers():
     import torch
 
     config = mixture(num_hidden_layers=3, **LOSSES)
@@ -147,23 +147,23 @@ def test_the_balance_loss_is_transformers():
     assert float(sums.auxiliary["router_z"] / weight) == pytest.approx(0.02 * squares, 1e-5)
     counts = np.stack([np.bincount(_best(gate), minlength=8) for gate in gates])
     loads = counts / (real.sum() * 3 / 8)
-    found = {name: float(value / weight) for name, value in sums.measures.items()}
-    assert [found[f"router/load/{e}"] for e in range(8)] == pytest.approx(loads.mean(0), 1e-5)
-    assert found["router/load_max"] == pytest.approx(loads.max(), 1e-5)
-    assert found["router/load_min"] == pytest.approx(loads.min(), 1e-5)
-    assert 0 < found["router/entropy"] < np.log(8)
-    assert found["router/dropped"] == 0
+    measures = {name: float(value / weight) for name, value in sums.measures.items()}
+    assert [measures[f"router/load/{e}"] for e in range(8)] == pytest.approx(loads.mean(0), 1e-5)
+    assert measures["router/load_max"] == pytest.approx(loads.max(), 1e-5)
+    assert measures["router/load_min"] == pytest.approx(loads.min(), 1e-5)
+    assert 0 < measures["router/entropy"] < np.log(8)
+    assert measures["router/dropped"] == 0
 
 
-def test_what_no_expert_got_is_counted():
+def test_dropped_tokens_are_counted():
     config = mixture(num_hidden_layers=2)
-    tokens = jnp.full((2, 8), 3.0).at[1, 5].set(0.0)  # of 8 tokens with three experts each
+    tokens = jnp.full((2, 8), 3.0).at[1, 5].set(0.0)  # 8 tokens with three experts each
     totals = RouterTotals(tokens, jnp.float32(8), jnp.float32(5))
-    found = router_measures(totals, jnp.float32(0), config)
-    assert float(found["router/dropped"]) == pytest.approx(5 * 3 / (2 * 8 * 3))
+    measures = router_measures(totals, jnp.float32(0), config)
+    assert float(measures["router/dropped"]) == pytest.approx(5 * 3 / (2 * 8 * 3))
 
 
-def test_a_router_without_tokens_gives_nothing():
+def test_a_router_without_tokens_has_no_loss():
     """All tokens are padding: no loss, no gradient, no NaN in the metrics."""
     config = mixture(**LOSSES)
     batch = packed_batch(config, rows=2, length=32)
@@ -182,9 +182,9 @@ def test_a_router_without_tokens_gives_nothing():
 
 
 @pytest.mark.parametrize(("remat", "forward"), [("everything", 3), ("save_attention", 6)])
-def test_products_of_experts_that_are_kept_run_once(remat, forward):
-    """A step has three products of experts forward, again where they are not kept, and twice as
-    many backward."""
+def test_kept_expert_products_run_once(remat, forward):
+    """A step has three expert products forward, again if they are not kept, and twice as many
+    backward."""
     config = mixture()
     model = llama(config, remat=remat)
     batch = packed_batch(config, rows=2, length=32)
@@ -197,7 +197,7 @@ def test_products_of_experts_that_are_kept_run_once(remat, forward):
 
 
 def grouped_products(jaxpr):
-    """How many products of a jaxpr choose their way by platform, a TPU's among them."""
+    """Returns the number of products in a jaxpr that are chosen by platform, a TPU's among them."""
     count = 0
     for equation in jaxpr.eqns:
         inner = jax.core.jaxprs_in_params(equation.params)
@@ -210,15 +210,15 @@ def grouped_products(jaxpr):
 
 
 def corrected(**changes):
-    """The shape of a small mixture with a shared expert, whose router's scores are corrected."""
+    """Returns the config of a small mixture with a shared expert and corrected router scores."""
     computes = FAMILIES["solar_open"].computes
     sizes = {"family": "solar_open", "qk_norm": "none", "shared_expert_intermediate_size": 40}
     return mixture(**{**sizes, **computes, **changes})
 
 
 @pytest.mark.parametrize("adapter", [None, AdapterConfig(rank=4)])
-def test_corrections_of_scores_are_float32_and_never_trained(adapter):
-    """Also in bfloat16 and with adapters; a full fine-tune's checkpoints hold them."""
+def test_score_corrections_are_float32_and_never_trained(adapter):
+    """Also in bfloat16 and with adapters; a full fine-tune's checkpoints include them."""
     model = llama(corrected(adapter=adapter), dtype=jnp.bfloat16)
     builder = StepBuilder(model, model.loss, text_batch(2, 32, model.mesh))
     name = "layers.mlp.gate.e_score_correction_bias"
@@ -227,7 +227,7 @@ def test_corrections_of_scores_are_float32_and_never_trained(adapter):
     assert (name in builder.abstract_saved) == (adapter is None)
 
 
-def test_a_corrected_score_chooses_and_does_not_weigh():
+def test_a_score_correction_affects_the_choice_but_not_the_weight():
     logits = jnp.array([[2.0, 1.0, 0.0, -1.0]])
     config = corrected(num_experts=4, num_experts_per_tok=2, routed_scaling_factor=2.5)
     routes = route(logits, config, jnp.array([-9.0, 0.0, 0.0, 9.0]))
@@ -238,9 +238,9 @@ def test_a_corrected_score_chooses_and_does_not_weigh():
     assert float(normalised.weights.sum()) == pytest.approx(2.5)
 
 
-def test_tensor_splits_all_widths_of_a_mixture_or_none():
+def test_tensor_splits_all_expert_widths_or_none():
     assert TensorParallel.of(corrected(), 8).mlp
-    assert not TensorParallel.of(corrected(), 16).mlp  # 16 divides 48, not 40
+    assert not TensorParallel.of(corrected(), 16).mlp  # 16 divides 48 but not 40
 
 
 def test_an_axis_that_does_not_divide_the_experts_is_refused():
@@ -263,7 +263,7 @@ def test_an_axis_that_does_not_divide_the_experts_is_refused():
         ),
     ],
 )
-def test_what_no_mixture_is_or_does_is_refused(change, words):
+def test_an_invalid_mixture_is_refused(change, words):
     with pytest.raises(ValueError) as caught:
         mixture(**change)
     assert all(word in str(caught.value) for word in words), caught.value
@@ -283,7 +283,7 @@ def test_what_no_mixture_is_or_does_is_refused(change, words):
         {"n_group": 8},
     ],
 )
-def test_a_config_that_drops_tokens_or_has_other_layers_is_refused_by_name(field):
+def test_a_config_with_dropped_tokens_or_unsupported_layers_is_refused_by_name(field):
     with pytest.raises(ValueError, match=next(iter(field))):
         TransformerConfig.from_hf_dict({**mixture().to_hf(), **field})
 
@@ -297,7 +297,7 @@ ROWS = 16
 
 @functools.cache
 def steps(mesh, parts, memory=(), count=20):
-    """Losses and router losses of some steps, and the router metrics of the last."""
+    """Returns losses and router losses of some steps, and the router metrics of the last."""
     config = mixture(**LOSSES)
     batch = packed_batch(config, rows=ROWS, length=32)
     model = llama(config, dict(mesh), **dict(memory))
@@ -314,13 +314,13 @@ def steps(mesh, parts, memory=(), count=20):
         builder.init_optimizer(params),
         place_batch(permuted(batch, model)[0], model.mesh),
     )
-    step, found = builder.lower_train().compile(), []
+    step, losses = builder.lower_train().compile(), []
     for i in range(count):
         params, state, metrics = step(params, {}, state, placed, np.int32(i))
-        found.append(
+        losses.append(
             [float(metrics.loss), float(metrics.grad_norm), *map(float, metrics.auxiliary.values())]
         )
-    return np.array(found), {name: float(x) for name, x in metrics.measures.items()}
+    return np.array(losses), {name: float(x) for name, x in metrics.measures.items()}
 
 
 @pytest.mark.parametrize(
@@ -341,9 +341,9 @@ def steps(mesh, parts, memory=(), count=20):
         ),
     ],
 )
-def test_steps_are_the_same_on_any_mesh_and_in_any_parts(mesh, parts, memory):
+def test_steps_do_not_depend_on_mesh_or_accumulation(mesh, parts, memory):
     expected, _ = steps((), 1)
-    found, measures = steps(tuple(mesh.items()), parts, tuple(memory.items()))
-    error = np.abs(np.divide(found, expected) - 1).max()
+    losses, measures = steps(tuple(mesh.items()), parts, tuple(memory.items()))
+    error = np.abs(np.divide(losses, expected) - 1).max()
     within(error, 1e-5, "steps of a mixture", (mesh, parts, memory))
     assert measures.keys() == steps((), 1)[1].keys()

@@ -1,4 +1,4 @@
-"""Grouped products against a product of each row by itself, and their FLOPs."""
+"""Grouped products against a product per row, and their FLOPs."""
 
 import dataclasses
 import functools
@@ -36,8 +36,8 @@ def arrays(dtype=jnp.float32):
 
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_products_and_gradients_are_those_of_each_row(transpose, frozen):
-    """All sizes in one compiled program."""
+def test_products_and_gradients_match_each_row_alone(transpose, frozen):
+    """All group sizes in one compiled program."""
     x, w, dy = arrays()
 
     @jax.jit
@@ -46,8 +46,8 @@ def test_products_and_gradients_are_those_of_each_row(transpose, frozen):
             w = w.swapaxes(1, 2) if transpose else w
             return grouped_product(x, Plain(w) if frozen else w, sizes, transpose)
 
-        y, pull = jax.vjp(product, x, w)
-        return y, *pull(dy)
+        y, pullback = jax.vjp(product, x, w)
+        return y, *pullback(dy)
 
     for name, sizes in SIZES.items():
         group = np.repeat(np.arange(4), sizes)
@@ -66,56 +66,58 @@ def test_products_and_gradients_are_those_of_each_row(transpose, frozen):
 
 
 def test_gradients_of_weights_are_summed_in_float32():
-    """A sum of 200 outer products in bfloat16 would be off by a percent."""
+    """Summing 200 outer products in bfloat16 would be off by a percent."""
     x, w, dy = arrays(jnp.bfloat16)
     sizes = jnp.array([200, 0, 0, 0])
 
     def product(w):
         return grouped_product(x.astype(jnp.bfloat16), w, sizes)
 
-    y, pull = jax.vjp(product, w)
+    y, pullback = jax.vjp(product, w)
     assert y.dtype == jnp.bfloat16
     expected = np.einsum("mk,mn->kn", x, dy)
-    np.testing.assert_allclose(pull(dy.astype(jnp.bfloat16))[0][0], expected, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(
+        pullback(dy.astype(jnp.bfloat16))[0][0], expected, rtol=1e-5, atol=1e-4
+    )
 
 
-@pytest.mark.parametrize("sizes", [[512] * 64, [0] * 63 + [64 * 512], [1] * 63 + [64 * 512 - 63]])
-def test_no_row_is_multiplied_with_every_matrix(sizes):
-    """The rows that are multiplied, padding included, are at most an eighth more than there are,
-    and a block for each group beside. A step's FLOPs, by the compiler, are a block's."""
+def test_rows_are_not_multiplied_with_every_matrix():
+    """The multiplied rows, padding included, exceed the rows by at most an eighth, plus a block per
+    group. The compiler's FLOPs of a step are those of a block."""
     rows, groups = 64 * 512, 64
     block = block_rows(rows, groups)
     count = jax.jit(
         lambda sizes: _over_blocks(sizes, block, lambda count, *_: count + 1, jnp.int32(0))
     )
-    steps = int(count(jnp.array(sizes)))
-    assert steps * block <= 1.125 * rows and block == 64
+    assert block == 64
+    for sizes in ([512] * 64, [0] * 63 + [rows], [1] * 63 + [rows - 63]):
+        assert int(count(jnp.array(sizes))) * block <= 1.125 * rows, sizes
     shapes = [
         jax.ShapeDtypeStruct(shape, jnp.float32)
         for shape in ((rows, 64), (groups, 64, 32), (rows, 32))
     ]
-    numbers = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    size_shape = jax.ShapeDtypeStruct((groups,), jnp.int32)
 
     def step(x, w, dy, sizes):
-        y, pull = jax.vjp(functools.partial(grouped_product, sizes=sizes), x, w)
-        return y, *pull(dy)
+        y, pullback = jax.vjp(functools.partial(grouped_product, sizes=sizes), x, w)
+        return y, *pullback(dy)
 
-    compiled = jax.jit(step).lower(*shapes, numbers).compile()
-    # A loop whose number of steps is not known counts once. What is left are masks and sums of as
-    # many numbers as there are.
+    compiled = jax.jit(step).lower(*shapes, size_shape).compile()
+    # The compiler counts a loop of unknown length once. The rest are masks, and sums over the
+    # arrays' elements.
     one_step = 3 * 2 * block * 64 * 32
     assert compiled.cost_analysis()["flops"] <= one_step + 4 * rows * 64
     dense = 3 * 2 * rows * 64 * 32
     assert compiled.cost_analysis()["flops"] < dense / 10
 
 
-def test_a_tpu_takes_its_compilers_product():
+def test_a_tpu_uses_its_compilers_ragged_product():
     x, w, dy = arrays()
     sizes = jnp.array([50, 50, 50, 50])
 
     def step(x, w):
-        y, pull = jax.vjp(functools.partial(grouped_product, sizes=sizes), x, w)
-        return y, *pull(dy)
+        y, pullback = jax.vjp(functools.partial(grouped_product, sizes=sizes), x, w)
+        return y, *pullback(dy)
 
     traced = jax.jit(step).trace(x, w)
     for platform, products in (("tpu", 3), ("cpu", 0), ("cuda", 0)):
@@ -124,9 +126,8 @@ def test_a_tpu_takes_its_compilers_product():
 
 
 @pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "olmoe-1b-7b"])
-def test_blocks_that_are_not_full_add_less_than_a_twentieth_to_a_step(preset):
-    """Over the formula of the active parameters, for 8K tokens in chunks whose choices are drawn
-    evenly."""
+def test_padding_of_blocks_adds_less_than_five_percent_to_a_step(preset):
+    """Relative to the FLOPs of the active parameters, for 8K tokens in chunks routed evenly."""
     config, chunk, length = TransformerConfig.preset(preset), 2048, 8192
     experts, rows = config.num_experts, chunk * config.num_experts_per_tok
     block = block_rows(rows, experts)
@@ -135,8 +136,8 @@ def test_blocks_that_are_not_full_add_less_than_a_twentieth_to_a_step(preset):
         lambda sizes: _over_blocks(sizes, block, lambda count, *_: count + 1, jnp.int32(0))
     )
     loads = rng.multinomial(rows, np.full(experts, 1 / experts), size=length // chunk)
-    made = sum(int(count(jnp.array(sizes))) * block for sizes in loads)
-    padding = made - length * config.num_experts_per_tok
+    computed_rows = sum(int(count(jnp.array(sizes))) * block for sizes in loads)
+    padding = computed_rows - length * config.num_experts_per_tok
     assert padding > 0
     weights = 3 * config.hidden_size * config.expert_width * config.num_hidden_layers
     needed = flops_per_step(config, length, length * (length + 1) / 2)
@@ -145,10 +146,10 @@ def test_blocks_that_are_not_full_add_less_than_a_twentieth_to_a_step(preset):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "olmoe-1b-7b"])
-def test_a_compiled_step_multiplies_what_the_active_parameters_need(preset):
-    """Within 5% of the formula for rows of 32K tokens, where the products are kept; attention's
-    products of queries and keys are taken from the formula. Of a small vocabulary, so that the
-    experts' share is a deep model's or more.
+def test_a_compiled_steps_flops_are_those_of_the_active_parameters(preset):
+    """Within 5% of the formula for rows of 32K tokens if the products are kept; attention's
+    products of queries and keys are taken from the formula. A small vocabulary gives the experts
+    at least the share of a deep model.
     """
     length = 2048
     config = dataclasses.replace(TransformerConfig.preset(preset), vocab_size=1024)
@@ -168,7 +169,7 @@ def test_a_compiled_step_multiplies_what_the_active_parameters_need(preset):
     experts, rows = config.num_experts, length * config.num_experts_per_tok
     loads = np.random.default_rng(0).multinomial(rows, np.full(experts, 1 / experts))
     blocks = np.sum(-(-loads // block_rows(rows, experts)))
-    made = product_flops(step.lower_train().compile().as_text(), "feed_forward", blocks)
+    compiled_flops = product_flops(step.lower_train().compile().as_text(), "feed_forward", blocks)
     needed = flops_per_step(config, length, pairs=length * 32768 / 2)
     attention = needed - flops_per_step(config, length, pairs=0)
-    within(abs((made + attention) / needed - 1), 0.05, "FLOPs of a mixture", preset)
+    within(abs((compiled_flops + attention) / needed - 1), 0.05, "FLOPs of a mixture", preset)

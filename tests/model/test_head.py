@@ -1,4 +1,4 @@
-"""The head in bfloat16: logits and losses are as exact as their float32 sums, and every product has
+"""The head in bfloat16: logits and losses are as accurate as float32 sums, and every product has
 bfloat16 operands."""
 
 import jax
@@ -15,8 +15,8 @@ from .build import llama, mean_loss, packed_batch, tiny
 VOCABULARY, WIDTH = 160, 64
 
 
-def test_logits_and_losses_in_bfloat16_are_those_of_float64():
-    """A layer that adds nothing and embeddings of plus and minus one: what meets the head is known
+def test_logits_and_losses_in_bfloat16_match_float64():
+    """A layer that adds nothing and embeddings of plus and minus one: the head's input is known
     without rounding."""
     config = tiny(vocab_size=VOCABULARY, num_hidden_layers=1)
     model = llama(config, {"tensor": 2}, dtype=jnp.bfloat16)
@@ -44,8 +44,9 @@ def test_logits_and_losses_in_bfloat16_are_those_of_float64():
         np.testing.assert_allclose(values, truth, rtol=0, atol=1e-6 * np.abs(logits).max())
 
 
-def test_the_losses_gradient_is_the_softmax_less_the_targets_and_scatters_nothing():
-    """A scatter into the logits would write their whole gradient in float32 before it is cast."""
+def test_the_losss_gradient_is_exact_without_a_scatter():
+    """Softmax minus targets. A scatter into the logits would write their whole gradient in float32
+    before it is cast."""
     config = tiny(vocab_size=VOCABULARY)
     parallel = TensorParallel.of(config, 1)
     rng = np.random.default_rng(4)
@@ -69,7 +70,7 @@ def test_the_losses_gradient_is_the_softmax_less_the_targets_and_scatters_nothin
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_product_with_the_head_has_bfloat16_operands(tied):
-    """Three in a training step: logits and dW with float32 results, and dx."""
+    """A training step has three: logits and dW with float32 results, and dx."""
     model = llama(
         tiny(vocab_size=VOCABULARY, num_hidden_layers=1, tie_word_embeddings=tied),
         dtype=jnp.bfloat16,
@@ -85,5 +86,9 @@ def test_every_product_with_the_head_has_bfloat16_operands(tied):
         shapes = [x.aval for x in (*equation.invars, *equation.outvars)]
         if equation.primitive.name == "dot_general" and any(VOCABULARY in x.shape for x in shapes):
             dtypes.append([str(x.dtype) for x in shapes])
-    narrow = ["bfloat16", "bfloat16"]
-    assert sorted(dtypes) == [[*narrow, "bfloat16"], [*narrow, "float32"], [*narrow, "float32"]]
+    operands = ["bfloat16", "bfloat16"]
+    assert sorted(dtypes) == [
+        [*operands, "bfloat16"],
+        [*operands, "float32"],
+        [*operands, "float32"],
+    ]

@@ -1,4 +1,4 @@
-"""Heads that `tensor` does not divide: padded, and nothing else changes."""
+"""Heads that `tensor` does not divide are padded, and nothing else changes."""
 
 from collections import Counter
 
@@ -14,8 +14,7 @@ from tests.model.attention.jaxprs import operations
 from .build import ALL_AT_ONCE, llama, mean_loss, packed_batch, permuted, tiny
 
 
-# Initial parameters are the same to the bit only with the compiler's default flags, which soak
-# uses.
+# Initial parameters are bitwise equal only with the compiler's default flags, which soak uses.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("query", "key", "shape"),
@@ -24,9 +23,9 @@ from .build import ALL_AT_ONCE, llama, mean_loss, packed_batch, permuted, tiny
         pytest.param(33, 33, {"tensor": 8}, marks=pytest.mark.slow),
     ],
 )
-def test_padded_heads_change_no_number(query, key, shape):
-    """Loss and gradients as on one device, biases and all; padding is zero, gets a gradient of
-    exactly zero, and is split."""
+def test_padded_heads_change_no_result(query, key, shape):
+    """Loss and gradients match one device, including biases; the padding is zero, gets a gradient
+    of exactly zero, and is split."""
     config = tiny(
         num_attention_heads=query, num_key_value_heads=key, attention_bias=True, vocab_size=64
     )
@@ -36,7 +35,7 @@ def test_padded_heads_change_no_number(query, key, shape):
         model = llama(config, mesh, **ALL_AT_ONCE)
         batch, _ = permuted(packed_batch(config, rows=2, length=32), model)
         params = model.init(0)
-        for name in params:  # biases begin at zero, and would hide what padding does to them
+        for name in params:  # biases start at zero, which would hide errors of their padding
             if name.endswith(".bias"):
                 bias = np.random.default_rng(0).normal(size=own[name]).astype(np.float32)
                 room = [(0, n - m) for n, m in zip(params[name].shape, own[name], strict=True)]
@@ -69,16 +68,16 @@ def test_padded_heads_change_no_number(query, key, shape):
         within(difference / np.abs(gradient[name]).max(), 1e-5, "gradients", name)
         if name in padded:
             assert "tensor" in jax.tree.leaves(tuple(model.specs[name])), (
-                "each rank has its own heads"
+                "heads are not split over tensor"
             )
             for array in (got_params[name], got_gradient[name]):
                 array[part] = 0
                 assert not array.any(), name
 
 
-def test_a_rank_projects_no_key_head_that_its_query_heads_do_not_share():
-    """2 key heads on 4 tensor ranks: the weights are cut to the rank's own head before they meet
-    the tokens."""
+def test_a_rank_projects_only_the_kv_heads_of_its_query_heads():
+    """2 KV heads on 4 tensor ranks: the weights are sliced to the rank's head before the
+    product."""
     config = tiny(num_attention_heads=16)
     model = llama(config, {"data": 2, "tensor": 4})
     batch = packed_batch(config)

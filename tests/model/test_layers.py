@@ -1,5 +1,5 @@
-"""A layer of another form than LLaMA's, which is one class, by every runner: parallel residuals,
-whose norm is read twice."""
+"""A layer of another form than LLaMA's, written as one class, under every runner: parallel
+residuals, whose norm is read twice."""
 
 import functools
 
@@ -41,7 +41,7 @@ def parallel_layers(monkeypatch):
 
 
 def by_formula(params, batch):
-    """The weighted sum of the tokens' losses, differentiated by jax itself."""
+    """Returns the weighted sum of the token losses, which jax differentiates itself."""
     x, size = params["embed_tokens.weight"][batch["tokens"]], CONFIG.head_dim
     frequencies, segments = inverse_frequencies(CONFIG.rope, size, LENGTH), batch["segment_ids"]
     seen = (segments[:, :, None] == segments[:, None]) & (segments[:, :, None] > 0)
@@ -94,21 +94,21 @@ def expected():
     ],
     ids=str,
 )
-def test_every_runner_runs_it(mesh, options):
+def test_every_runner_runs_a_parallel_layer(mesh, options):
     batch, params, total, gradient = expected()
     model = llama(CONFIG, mesh, **options)
     placed, _ = permuted(batch, model)
     sharded = {name: jax.device_put(x, model.shardings[name]) for name, x in params.items()}
-    value, found = jax.jit(
+    value, gradients = jax.jit(
         jax.value_and_grad(lambda params, batch: model.loss(params, batch).total)
     )(sharded, placed)
     np.testing.assert_allclose(value, total, rtol=1e-5)
     for name, dw in gradient.items():
         np.testing.assert_allclose(
-            found[name], dw, rtol=1e-4, atol=1e-5 * np.abs(dw).max(), err_msg=name
+            gradients[name], dw, rtol=1e-4, atol=1e-5 * np.abs(dw).max(), err_msg=name
         )
 
 
-def test_hugging_faces_table_follows_from_its_declaration():
+def test_the_hugging_face_table_follows_from_the_declaration():
     names = [entry.hf_name for entry in hf_layout(CONFIG) if "layernorm" in entry.hf_name]
     assert names == ["model.layers.{i}.input_layernorm.weight"]

@@ -1,4 +1,4 @@
-"""The model against transformers, against itself on other meshes, and the traps of bfloat16
+"""The model against transformers, against itself on other meshes, and the pitfalls of bfloat16
 gradients."""
 
 import functools
@@ -45,7 +45,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
     "rope_theta": 10000.0,
 }
-# The tiny model's own length is 32 here, SmolLM2's 2048, so that 64 and 8192 tokens are beyond it.
+# The tiny model's length is 32 here and SmolLM2's 2048, so 64 and 8192 tokens exceed them.
 RULES = {
     "llama3": LLAMA3,
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -64,7 +64,7 @@ RULES_8K = {
 
 
 def saved_by_transformers(folder, config: TransformerConfig, rope=None):
-    """A random transformers model with biases that are not zero, saved; gives the torch model."""
+    """Saves a random transformers model whose biases are not zero, and returns it."""
     torch.manual_seed(0)
     written = config.to_hf()
     if rope:
@@ -98,9 +98,14 @@ def one_document(tokens):
 
 @pytest.mark.parametrize(
     ("kind", "rope"),
-    [*((kind, None) for kind in KINDS), *(("grouped heads", rule) for rule in RULES)],
+    # tests/model/test_rope.py compares the embedding under every rule; `linear` only changes
+    # frequencies, as llama3 does.
+    [
+        *((kind, None) for kind in KINDS),
+        *(("grouped heads", rule) for rule in RULES if rule != "linear"),
+    ],
 )
-def test_logits_equal_transformers(tmp_path, kind, rope):
+def test_logits_match_transformers(tmp_path, kind, rope):
     truth = saved_by_transformers(tmp_path, tiny(**KINDS[kind]), RULES.get(rope))
     config = TransformerConfig.from_hf(tmp_path)
     assert config.rope.rule == (rope or "default")
@@ -114,7 +119,7 @@ def test_logits_equal_transformers(tmp_path, kind, rope):
         within(np.abs(got - expected[:, order]).max() / np.abs(expected).max(), 1e-4, "logits")
 
 
-@pytest.mark.slow  # minutes, and several GiB, for each
+@pytest.mark.slow  # each takes minutes and several GiB
 @pytest.mark.parametrize(
     ("shape", "rope"),
     [
@@ -131,12 +136,11 @@ def test_logits_equal_transformers(tmp_path, kind, rope):
         "yarn RoPE",
     ],
 )
-def test_smollm2_equals_transformers_to_position_8191(tmp_path, shape, rope):
-    """The real model, 9 heads and 3 key/value heads, on 8 devices: 1e-3 absolute in float32, on a
-    text that stays.
+def test_smollm2_matches_transformers_up_to_position_8191(tmp_path, shape, rope):
+    """The real model, 9 heads and 3 KV heads, on 8 devices: 1e-3 absolute in float32, on a fixed
+    text.
 
-    (Uniformly random tokens are no text: there rounding alone grows to 1e-2 in this model, see
-    BENCHMARKS.md.)
+    (On uniformly random tokens rounding alone reaches 1e-2 in this model, see BENCHMARKS.md.)
     """
     folder = rescaled(smollm2_dir(), tmp_path, RULES_8K[rope]) if rope else smollm2_dir()
     source = open_model(str(folder))
@@ -148,15 +152,15 @@ def test_smollm2_equals_transformers_to_position_8191(tmp_path, shape, rope):
 
 
 def text(tokenizer, length=8192) -> np.ndarray:
-    """The first tokens of text_8192.txt, prose and code of this project's first release: int32 [1,
-    length]."""
+    """Returns the first tokens of text_8192.txt, prose and code of this project's first release:
+    int32 [1, length]."""
     ids = tokenizer.encode(Path(__file__).with_name("text_8192.txt").read_text(encoding="utf-8"))
     assert len(ids) >= length
     return np.asarray(ids[:length], np.int32)[None]
 
 
 def rescaled(folder, to, rope):
-    """The same weights with another rotary embedding in their config, made for 2048 positions."""
+    """Links the same weights next to a config with another RoPE rule, made for 2048 positions."""
     for path in folder.iterdir():
         if path.name != "config.json":
             (to / path.name).symlink_to(path)
@@ -222,7 +226,7 @@ def assert_same(got, expected):
         if mesh != "one"
     ],
 )
-def test_every_mesh_gives_the_same_loss_and_gradients(mesh):
+def test_loss_and_gradients_do_not_depend_on_the_mesh(mesh):
     assert_same(loss_and_gradients(mesh), loss_and_gradients("one"))
 
 
@@ -241,7 +245,7 @@ def test_every_mesh_gives_the_same_loss_and_gradients(mesh):
         ("zigzag", "offload", "all_gather", 2, 4),
     ],
 )
-def test_layout_remat_schedule_groups_of_heads_and_chunks_of_queries_do_not_change_the_result(
+def test_layout_remat_schedule_head_groups_and_query_chunks_do_not_change_the_result(
     layout, remat, schedule, groups, chunks
 ):
     got = loss_and_gradients(
@@ -252,9 +256,9 @@ def test_layout_remat_schedule_groups_of_heads_and_chunks_of_queries_do_not_chan
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_groups_of_a_tensor_ranks_heads_do_not_change_the_result(chunks):
-    """Biases too: they and the weights are cut along their heads, the norm before them is shared by
-    the groups."""
+def test_head_groups_of_a_tensor_rank_do_not_change_the_result(chunks):
+    """With biases too: they and the weights are sliced along their heads, and the groups share the
+    norm before them."""
     changes = {"num_key_value_heads": 4, "attention_bias": True}
     got = loss_and_gradients(
         "tensor 2 x sequence 4", remat="nothing", attention_groups=2, query_chunks=chunks, **changes
@@ -277,14 +281,14 @@ def test_groups_of_a_tensor_ranks_heads_do_not_change_the_result(chunks):
     ],
     ids=str,
 )
-def test_every_schedule_serves_chunks_of_queries(schedule):
+def test_query_chunks_do_not_change_the_result_under_any_schedule(schedule):
     got = loss_and_gradients(
         "tensor 2 x sequence 4", remat="nothing", schedule=schedule, query_chunks=2
     )
     assert_same(got, loss_and_gradients("one"))
 
 
-def test_groups_must_divide_a_devices_key_heads():
+def test_attention_groups_must_divide_a_devices_kv_heads():
     with pytest.raises(
         ValueError,
         match=r"attention_groups: 3 does not divide the 4 key/value heads of .*; 1, 2, 4 do",
@@ -303,15 +307,15 @@ def test_groups_must_divide_a_devices_key_heads():
         ("tensor 2 x sequence 4", "everything"),
     ],
 )
-def test_tokens_split_over_tensor_too_do_not_change_the_result(mesh, remat):
+def test_sequence_parallelism_over_tensor_does_not_change_the_result(mesh, remat):
     assert_same(
         loss_and_gradients(mesh, remat=remat, sequence_parallel=True), loss_and_gradients("one")
     )
 
 
-def test_tokens_split_over_tensor_are_what_is_kept_and_sent():
-    """Megatron's recipe: hidden states are gathered and reduce-scattered over `tensor`, never
-    summed whole."""
+def test_sequence_parallelism_gathers_and_scatters_hidden_states():
+    """Megatron's scheme: hidden states are gathered and reduce-scattered over `tensor`, never
+    all-reduced."""
     config = tiny()
     model = llama(config, MESHES["data 2 x tensor 4"], sequence_parallel=True)
     batch = packed_batch(config)
@@ -350,7 +354,7 @@ def test_tokens_split_over_tensor_are_what_is_kept_and_sent():
     ],
 )
 def test_prefetched_weights_do_not_change_the_result(mesh, remat, schedule):
-    """Biases, which are not split along the hidden axis as the rest is, stay behind."""
+    """Biases, which are not split along the hidden axis like the weights, are not prefetched."""
     changes = {"num_hidden_layers": 4, "attention_bias": True}
     schedule = Ring(bidirectional=True) if schedule == "two ways" else schedule
     got = loss_and_gradients(mesh, remat=remat, schedule=schedule, prefetch=True, **changes)
@@ -358,8 +362,8 @@ def test_prefetched_weights_do_not_change_the_result(mesh, remat, schedule):
 
 
 @pytest.mark.parametrize("prefetch", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_hidden_size_that_the_ranks_do_not_divide_is_filled_up_in_memory(prefetch):
-    """60 on 8 ranks are 64 in memory: every parameter is split over all, what fills it up gets a
+def test_a_hidden_size_not_divisible_by_ranks_is_padded_in_memory(prefetch):
+    """60 becomes 64 on 8 ranks: every parameter is split over all of them, and its padding gets a
     gradient of exactly zero."""
     loss, weight, gradients = loss_and_gradients(
         "sequence 8", remat="nothing", prefetch=prefetch, hidden_size=60
@@ -371,9 +375,9 @@ def test_a_hidden_size_that_the_ranks_do_not_divide_is_filled_up_in_memory(prefe
     for name, g in gradients.items():
         part = tuple(map(slice, expected[2][name].shape))
         own[name] = g[part].copy()
-        filling = g.copy()
-        filling[part] = 0
-        assert not filling.any(), name
+        padding = g.copy()
+        padding[part] = 0
+        assert not padding.any(), name
     assert_same((loss, weight, own), expected)
 
 
@@ -395,7 +399,7 @@ def test_a_hidden_size_that_the_ranks_do_not_divide_is_filled_up_in_memory(prefe
         ("sequence 8", {"attention_groups": 2}, "memory.attention_groups 2, needs 1"),
     ],
 )
-def test_prefetch_names_what_does_not_go_with_it(mesh, options, message):
+def test_prefetch_names_the_incompatible_option(mesh, options, message):
     with pytest.raises(ValueError, match=f"memory.prefetch: found {message}"):
         llama(tiny(), MESHES[mesh], prefetch=True, **options)
 
@@ -403,13 +407,13 @@ def test_prefetch_names_what_does_not_go_with_it(mesh, options, message):
 @pytest.mark.parametrize(
     "remat", [pytest.param("every_k", marks=pytest.mark.slow), "offload_every_k"]
 )
-def test_keeping_every_second_layers_input_does_not_change_the_result(remat):
+def test_every_k_does_not_change_the_result(remat):
     got = loss_and_gradients("fsdp 2 x tensor 2 x sequence 2", remat=remat, num_hidden_layers=4)
     assert_same(got, loss_and_gradients("one", num_hidden_layers=4))
 
 
 @pytest.mark.parametrize("remat", ["every_k", "offload_every_k"])
-def test_every_k_names_the_divisors_before_anything_is_traced(remat):
+def test_an_invalid_every_k_is_refused_with_the_divisors_before_tracing(remat):
     with pytest.raises(
         ValueError, match=r"memory\.every_k: 3 does not divide 4 layers; 1, 2, 4 do"
     ):
@@ -417,7 +421,7 @@ def test_every_k_names_the_divisors_before_anything_is_traced(remat):
 
 
 def test_the_loss_is_the_global_mean():
-    """Independent truth: log-softmax of the logits in float64, weights summed over everything."""
+    """Against log-softmax of the logits in float64, with weights summed over everything."""
     config = tiny()
     model = llama(config)
     batch, params = packed_batch(config), model.init(0)
@@ -430,7 +434,7 @@ def test_the_loss_is_the_global_mean():
     )
 
 
-def test_a_packed_document_does_not_see_its_neighbours():
+def test_packed_documents_cannot_attend_to_each_other():
     config = tiny()
     model = llama(config, MESHES["sequence 8"])
     batch = packed_batch(config, rows=1)
@@ -445,10 +449,10 @@ def test_a_packed_document_does_not_see_its_neighbours():
     assert not np.array_equal(original[~second], after[~second])
 
 
-# The three bfloat16 traps. Each test also runs the naive code, and asserts that it fails the bound.
+# The three pitfalls of bfloat16. Each test also runs naive code and asserts that it fails the bound.
 
 
-def test_trap_an_often_used_token_has_its_whole_gradient():
+def test_a_frequent_token_gets_its_full_gradient():
     """A token used 4096 times gets a gradient of 4096, not the 256 at which bfloat16 stops
     counting."""
     tokens = jnp.zeros((1, 4096), jnp.int32)
@@ -478,8 +482,8 @@ def test_trap_an_often_used_token_has_its_whole_gradient():
     assert float(jax.grad(naive)(table)[0, 0]) < 4096 * 0.9
 
 
-def test_trap_chunks_add_their_weight_gradients_in_float32():
-    """1024 chunks: dW within the rounding of the inputs, where a bfloat16 accumulator is far
+def test_chunks_sum_weight_gradients_in_float32():
+    """1024 chunks: dW is within the rounding of the inputs, whereas a bfloat16 accumulator is far
     off."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.uniform(0.5, 1.5, (1, 1024, 16)), jnp.bfloat16)
@@ -519,12 +523,12 @@ def test_trap_chunks_add_their_weight_gradients_in_float32():
     assert error(naive) >= 1e-2
 
 
-def test_trap_weight_gradients_are_summed_over_devices_in_float32():
+def test_devices_sum_weight_gradients_in_float32():
     """Eight devices' gradients, one large and seven small: bfloat16 would lose the small ones."""
     mesh = mesh_of({"sequence": 8})
     spec = PartitionSpec("sequence", None)
     x = np.full((1, 8, 8), 1.0, np.float32)
-    x[0, 0] = 512.0  # device 0 has one large token, the others one of 1 each
+    x[0, 0] = 512.0  # device 0 has one large token, the others have a token of 1
     w = jnp.ones((8, 4), jnp.float32)
 
     def total(sharded):
@@ -546,13 +550,13 @@ def test_trap_weight_gradients_are_summed_over_devices_in_float32():
             jnp.sum(jnp.einsum("bte,ef->btf", x, whole).astype(jnp.float32)), "sequence"
         )
 
-    gradient, wrong = (np.asarray(jax.jit(jax.grad(total(f)))(w)) for f in (ours, naive))
+    gradient, naive_gradient = (np.asarray(jax.jit(jax.grad(total(f)))(w)) for f in (ours, naive))
     np.testing.assert_array_equal(gradient, np.full((8, 4), 519.0))
-    assert np.abs(wrong - 519.0).max() >= 1.0
+    assert np.abs(naive_gradient - 519.0).max() >= 1.0
 
 
-def test_specs_use_no_mesh_axis_twice_and_shard_everything():
-    """Every matrix of every size is split over all storage axes that divide it; no axis stands
+def test_specs_shard_over_every_storage_axis_once():
+    """Every matrix of every size is split over all storage axes that divide it; no axis appears
     twice in a spec."""
     for config in (
         TransformerConfig.preset("llama-7b"),

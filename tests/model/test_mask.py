@@ -1,5 +1,5 @@
-"""A model with a sliding window and global tokens, trained and decoding, against transformers under
-the mask pair by pair."""
+"""A model with a sliding window and global tokens, training and decoding, against transformers with
+an explicit mask of all pairs."""
 
 import jax
 import numpy as np
@@ -21,12 +21,12 @@ CHUNKS = {"query_chunks": 2, "remat": "nothing"}
 
 
 def dense_logits(truth, mask, tokens, index, segment_ids, positions) -> np.ndarray:
-    """transformers' logits in float64 (softmax in float32), told of every pair of tokens whether it
-    is visible: [B, L, V]."""
+    """Returns transformers' logits in float64 (softmax in float32) under an explicit mask for every
+    pair of tokens: [B, L, V]."""
     seen = visible(index, segment_ids, window=mask.window, global_tokens=mask.global_tokens)
     hidden = torch.tensor(np.where(seen, 0.0, -1e30))[
         :, None
-    ]  # finite also in the softmax's float32
+    ]  # finite in the softmax's float32 too
     with torch.no_grad():
         return truth(
             torch.tensor(tokens), attention_mask=hidden, position_ids=torch.tensor(positions)
@@ -35,7 +35,8 @@ def dense_logits(truth, mask, tokens, index, segment_ids, positions) -> np.ndarr
 
 @pytest.fixture
 def model_of(tmp_path):
-    """A function that gives the truth, our model under a mask on a mesh, and its parameters."""
+    """Returns a function that gives the transformers model, ours under a mask on a mesh, and its
+    parameters."""
     truth = saved_by_transformers(tmp_path, tiny()).double().eval()
     truth.set_attn_implementation("eager")
     config = TransformerConfig.from_hf(tmp_path)
@@ -59,25 +60,25 @@ def model_of(tmp_path):
     ],
     ids=str,
 )
-def test_logits_of_packed_documents_are_the_dense_masks(model_of, mask, schedule, layout, options):
+def test_logits_of_packed_documents_match_the_dense_mask(model_of, mask, schedule, layout, options):
     truth, model, params = model_of(
         mask, {"tensor": 2, "sequence": 4}, schedule=schedule, **options
     )
     batch = packed_batch(model.config, rows=2, length=64)
-    given = [batch[name] for name in ("tokens", "index", "segment_ids", "positions")]
-    expected = dense_logits(truth, mask, *given)
+    arrays = [batch[name] for name in ("tokens", "index", "segment_ids", "positions")]
+    expected = dense_logits(truth, mask, *arrays)
     real = batch["segment_ids"] > 0
-    unmasked = dense_logits(truth, Mask(), *given)
+    unmasked = dense_logits(truth, Mask(), *arrays)
     assert np.abs(unmasked - expected)[real].max() > 0.1 * np.abs(expected).max()
-    dealt, order = permuted(batch, model, layout)
-    got = np.asarray(jax.jit(model.logits)(params, dealt))
+    placed, order = permuted(batch, model, layout)
+    got = np.asarray(jax.jit(model.logits)(params, placed))
     assert np.abs(got - expected[:, order])[real[:, order]].max() <= 1e-4 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("mask", [WINDOW, pytest.param(BOTH, marks=pytest.mark.slow)], ids=str)
-def test_prefetched_weights_visit_all_ranks_though_a_window_keeps_keys_near(mask):
-    """In runs of 16 tokens a window of 9 reaches the rank before alone; the weights of the next
-    layer come from all four."""
+def test_prefetched_weights_visit_all_ranks_despite_a_window(mask):
+    """With 16 contiguous tokens per rank, a window of 9 reaches only the previous rank, but the
+    next layer's weights come from all four."""
 
     def loss_and_gradient(**options):
         model = llama(
@@ -96,9 +97,9 @@ def test_prefetched_weights_visit_all_ranks_though_a_window_keeps_keys_near(mask
 
 
 @pytest.mark.parametrize("mask", [WINDOW, BOTH], ids=str)
-def test_decoding_sees_what_training_sees(model_of, mask):
+def test_decoding_uses_the_mask_of_training(model_of, mask):
     """Each token is the likeliest after those before it, by the forward pass and by the dense mask;
-    12 tokens, so that the window leaves the prompts behind."""
+    with 12 new tokens the window leaves the prompts."""
     truth, model, params = model_of(mask, {"sequence": 4})
     prompts = [
         np.random.default_rng(length).integers(3, 128, length).tolist() for length in (2, 31, 52)
@@ -113,9 +114,9 @@ def test_decoding_sees_what_training_sees(model_of, mask):
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         rows[row, : len(prompt) + 12] = prompt + answer
     batch = {"tokens": rows, "index": index, "positions": index, "segment_ids": np.ones_like(rows)}
-    dealt, order = permuted(batch, model)
+    placed, order = permuted(batch, model)
     forward = np.empty((3, 64, 128))
-    forward[:, order] = jax.jit(model.logits)(params, dealt)
+    forward[:, order] = jax.jit(model.logits)(params, placed)
     dense, unmasked = (
         dense_logits(truth, applied, rows, index, np.ones_like(rows), index)
         for applied in (mask, Mask())

@@ -1,5 +1,5 @@
-"""What the modules declare: every parameter of a layer belongs to a stage, and padding follows from
-the logical axes."""
+"""The modules' declarations: every parameter of a layer belongs to a stage, and padding follows
+from the logical axes."""
 
 import itertools
 import pathlib
@@ -33,7 +33,7 @@ def test_every_parameter_of_a_layer_is_read_by_a_stage():
     ]
 
 
-def test_logical_axes_are_those_that_are_declared_also_of_moments():
+def test_parameters_and_moments_have_the_declared_logical_axes():
     for name, parameter in declare(EVERYTHING).items():
         assert logical_axes(name) == logical_axes(f"0.mu.{name}") == parameter.axes
     assert logical_axes("0.count") == ()
@@ -55,12 +55,12 @@ def test_logical_axes_are_those_that_are_declared_also_of_moments():
         ("0.count", (), (), None, True),
     ],
 )
-def test_shapes_may_differ_by_padding_alone(name, shape, other, own, expected):
+def test_shapes_may_differ_only_by_padding(name, shape, other, own, expected):
     assert fits(name, shape, other, own) == expected
 
 
-def test_the_page_lists_what_is_declared():
-    """Every name with its shape and logical axes; a row may stand for several parameters, such as
+def test_the_page_lists_every_declared_parameter():
+    """Each name with its shape and logical axes; a row may stand for several parameters, such as
     {k,v}_proj."""
     sizes = {"N": 2, "V": 128, "E": 64, "F": 96, "Hq": 8, "Hkv": 2, "D": 8, "X": 4, "S": 40}
     sizes["1"] = 1
@@ -68,12 +68,12 @@ def test_the_page_lists_what_is_declared():
     for names, shape, axes in row.findall(PAGE.read_text(encoding="utf-8")):
         parts = [part.split(",") for part in re.split(r"[{}]", names)]
         for name in map("".join, itertools.product(*parts)):
-            of_queries = "q_proj" in name
-            letters = shape.replace(" H,", " Hq," if of_queries else " Hkv,").split(", ")
-            axes_of = axes.replace(
-                "heads or kv_heads", "heads" if of_queries else "kv_heads"
-            ).split(", ")
-            listed[name] = tuple(sizes[letter] for letter in letters), tuple(axes_of)
+            is_query = "q_proj" in name
+            letters = shape.replace(" H,", " Hq," if is_query else " Hkv,").split(", ")
+            logical = axes.replace("heads or kv_heads", "heads" if is_query else "kv_heads").split(
+                ", "
+            )
+            listed[name] = tuple(sizes[letter] for letter in letters), tuple(logical)
     assert listed == {
         name: (parameter.shape, parameter.axes)
         for config in (EVERYTHING, *mixtures())
@@ -82,7 +82,7 @@ def test_the_page_lists_what_is_declared():
 
 
 def mixtures():
-    """Shapes that have all arrays of mixtures together."""
+    """Yields configs that together have all the arrays of mixtures."""
     for family, shared in (("gpt_oss", 0), ("qwen2_moe", 40), ("solar_open", 40)):
         yield tiny(
             family=family,

@@ -1,5 +1,5 @@
-"""Frozen weights as codes in the model: one loss on every mesh, nothing of them in float32, and
-gathers of codes alone."""
+"""Frozen weights as codes in the model: the same loss on every mesh, no float32 copies, and gathers
+of codes only."""
 
 import dataclasses
 import functools
@@ -41,16 +41,16 @@ BATCH = (4, 64)  # rows, tokens
 
 
 @functools.cache
-def drawn(family):
-    """Fresh parameters before they are quantized."""
+def initial(family):
+    """Returns fresh parameters before quantization."""
     config = CONFIG if family == "llama" else MIXTURE
     config = dataclasses.replace(config, adapter=dataclasses.replace(ADAPTER, quantize="none"))
     return {name: np.asarray(x) for name, x in llama(config).init(0).items()}
 
 
 def parameters(model):
-    """The same parameters for any model without padding."""
-    plain = drawn(model.config.family)
+    """Returns the same parameters for any model without padding."""
+    plain = initial(model.config.family)
     params = {
         name: jax.device_put(x, model.shardings[name])
         for name, x in plain.items()
@@ -104,9 +104,9 @@ def on_one_device(config, rows=BATCH[0]):
     ],
     ids=lambda value: value.adapter.quantize if hasattr(value, "adapter") else str(value),
 )
-def test_every_mesh_and_memory_option_computes_the_same(config, mesh, options):
-    """Within 1e-5 of one device, gradients relative to the largest of their parameter. None is of a
-    frozen weight."""
+def test_loss_and_gradients_match_one_device(config, mesh, options):
+    """Within 1e-5, gradients relative to the parameter's largest. Frozen weights have no
+    gradients."""
     model = llama(config, mesh, **options)
     rows = 6 if mesh.get("fsdp") == 3 else BATCH[0]
     batch, _ = permuted(packed_batch(config, rows, BATCH[1]), model)
@@ -124,8 +124,9 @@ def test_every_mesh_and_memory_option_computes_the_same(config, mesh, options):
         assert np.abs(gradients[name] - x).max() <= 1e-5 * np.abs(x).max(), name
 
 
-def test_the_loss_of_a_mesh_is_that_of_one_device():
-    """Within 1e-5 on fsdp 2 x tensor 2 x sequence 2; with gradients and on other meshes in soak."""
+def test_the_loss_on_a_mesh_matches_one_device():
+    """Within 1e-5 on fsdp 2 x tensor 2 x sequence 2; soak compares gradients too, on more
+    meshes."""
     losses = []
     for mesh in ({}, {"fsdp": 2, "tensor": 2, "sequence": 2}):
         model = llama(CONFIG, mesh)
@@ -141,18 +142,17 @@ def test_the_loss_of_a_mesh_is_that_of_one_device():
     [CONFIG, INT8, MIXTURE, pytest.param(MIXTURE_INT8, marks=pytest.mark.slow)],
     ids=["nf4", "int8", "mixture nf4", "mixture int8"],
 )
-def test_the_loss_is_that_of_the_weights_that_the_codes_stand_for(config):
-    """Dequantized by numpy and frozen as they are, to the bit; and quantization changes the loss at
-    all."""
+def test_the_loss_matches_the_dequantized_weights(config):
+    """Dequantized by numpy and frozen as they are; quantization itself changes the loss."""
     plain_config = dataclasses.replace(
         config, adapter=dataclasses.replace(config.adapter, quantize="none")
     )
     model, plain = llama(config), llama(plain_config)
     params = parameters(model)
-    weights = {name: jnp.asarray(x) for name, x in drawn(config.family).items()}
+    weights = {name: jnp.asarray(x) for name, x in initial(config.family).items()}
     batch = packed_batch(config, *BATCH)
     loss = jax.jit(lambda model, params: model.loss(params, batch).total, static_argnums=0)
-    with_plain = loss(plain, weights)
+    plain_loss = loss(plain, weights)
     both = {
         "nf4": (codecs.quantize_nf4, codecs.dequantize_nf4),
         "int8": (codecs.quantize_int8, codecs.dequantize_int8),
@@ -160,20 +160,20 @@ def test_the_loss_is_that_of_the_weights_that_the_codes_stand_for(config):
     quantize, dequantize = both[config.adapter.quantize]
     for name in model.quantized_names:
         stacked, inputs = np.asarray(weights[name]), input_axes(name)
-        if "experts" in name:  # each expert's matrix by itself
+        if "experts" in name:  # each expert's matrix separately
             stacked = stacked.reshape(-1, *stacked.shape[2:])
         rows = [layer.reshape(math.prod(layer.shape[:inputs]), -1).T for layer in stacked]
         weights[name] = jnp.asarray(
             np.stack([dequantize(quantize(row)).T for row in rows]).reshape(weights[name].shape)
         )
     assert len(model.quantized_names) == 7
-    assert abs(loss(model, params) - loss(plain, weights)) <= 1e-6 * abs(with_plain)
-    assert abs(loss(model, params) - with_plain) > 1e-5 * abs(with_plain)
+    assert abs(loss(model, params) - loss(plain, weights)) <= 1e-6 * abs(plain_loss)
+    assert abs(loss(model, params) - plain_loss) > 1e-5 * abs(plain_loss)
 
 
-def test_shards_of_codes_hold_whole_blocks():
-    """Where a mesh axis does not divide the blocks of a hidden size, another axis is split; ranks
-    of tensor too."""
+def test_shards_of_codes_have_whole_blocks():
+    """If a mesh axis does not divide the blocks of a hidden size, another axis is split; also over
+    tensor."""
     config = dataclasses.replace(CONFIG, hidden_size=192, intermediate_size=320)  # 3 and 5 blocks
     for mesh in ({"fsdp": 2, "sequence": 2}, {"fsdp": 2, "tensor": 2}, {"tensor": 4}, {"fsdp": 8}):
         model = llama(config, mesh)
@@ -208,10 +208,10 @@ def lowered(quantize, mesh):
     ).lower_train().as_text()
 
 
-def test_nothing_of_a_frozen_weight_is_float32_and_codes_alone_are_gathered():
-    """In the step as it goes to the compiler: no copy, gradient or moment of a matrix of all
-    layers; gathers of NF4 carry at most 0.30 of bfloat16's bytes. What opens one projection inside
-    a product is its levels, which compilers fuse."""
+def test_no_frozen_weight_is_float32_and_only_codes_are_gathered():
+    """In the step as passed to the compiler: no copy, gradient or moment of a stacked matrix;
+    gathers of NF4 carry at most 0.30 of bfloat16's bytes. A product dequantizes one projection from
+    its levels, which compilers fuse."""
     _, plain = lowered("none", {"fsdp": 2})
     model, text = lowered("nf4", {"fsdp": 2})
     arrays = {
@@ -240,7 +240,7 @@ def test_nothing_of_a_frozen_weight_is_float32_and_codes_alone_are_gathered():
 
 
 def test_the_planner_counts_the_bytes_of_codes():
-    """As many as the arrays of a model have, on one device and two."""
+    """They match the model's arrays, on one device and two."""
     for quantize in ("nf4", "int8"):
         adapter = dataclasses.replace(ADAPTER, quantize=quantize, train=())
         for mesh in ({}, {"fsdp": 2}):
@@ -267,8 +267,8 @@ def test_the_planner_counts_the_bytes_of_codes():
     ],
     ids=str,
 )
-def test_what_cannot_be_quantized_is_refused(fields, facts):
-    """In one line that names the field and what would work."""
+def test_an_invalid_quantization_is_refused(fields, facts):
+    """In one line that names the field and a valid value."""
     with pytest.raises(ValueError) as error:
         tiny(adapter=AdapterConfig(**{"rank": 4, **fields}))
     message = str(error.value)

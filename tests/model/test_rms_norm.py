@@ -1,4 +1,4 @@
-"""RMS normalisation against its definition in float64, both directions."""
+"""RMS normalization against its definition in float64, forward and backward."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ EPSILON = 1e-5
 def dense(
     x: np.ndarray, weight: np.ndarray, dy: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The result, dx and dw in float64, by the derivative of each number with respect to each."""
+    """Returns the result, dx and dw in float64, from the full Jacobian."""
     inverse = 1 / np.sqrt(np.mean(x * x, -1, keepdims=True) + EPSILON)
     normed = x * inverse
     jacobian = inverse[..., None] * (
@@ -26,22 +26,23 @@ def dense(
     )
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 16), (1, 7, 3, 8), (4, 2)], ids=str)
-@pytest.mark.parametrize("size", [1e-4, 1.0, 1e3])
-def test_result_and_gradients_are_those_of_float64(shape, size):
+@pytest.mark.parametrize(
+    ("shape", "scale"), [((2, 5, 16), 1e-4), ((1, 7, 3, 8), 1.0), ((4, 2), 1e3)], ids=str
+)
+def test_result_and_gradients_match_float64(shape, scale):
     rng = np.random.default_rng(0)
     x, dy, weight = (
-        size * rng.standard_normal(shape),
+        scale * rng.standard_normal(shape),
         rng.standard_normal(shape),
         rng.standard_normal(shape[-1]),
     )
-    y, pull = jax.vjp(
+    y, pullback = jax.vjp(
         lambda x, w: rms_norm(x, w, EPSILON),
         jnp.asarray(x, jnp.float32),
         jnp.asarray(weight, jnp.float32),
     )
     for computed, expected in zip(
-        (y, *pull(jnp.asarray(dy, jnp.float32))), dense(x, weight, dy), strict=True
+        (y, *pullback(jnp.asarray(dy, jnp.float32))), dense(x, weight, dy), strict=True
     ):
         assert computed.shape == expected.shape
         np.testing.assert_allclose(
@@ -53,10 +54,10 @@ def test_bfloat16_is_computed_in_float32_and_rounded_once():
     rng = np.random.default_rng(1)
     x, dy = (jnp.asarray(rng.standard_normal((3, 64)), jnp.bfloat16) for _ in range(2))
     weight = jnp.asarray(rng.standard_normal(64), jnp.float32)
-    y, pull = jax.vjp(lambda x, w: rms_norm(x, w, EPSILON), x, weight)
+    y, pullback = jax.vjp(lambda x, w: rms_norm(x, w, EPSILON), x, weight)
     exact = dense(*(np.asarray(array, np.float64) for array in (x, weight, dy)))
     for computed, expected, dtype in zip(
-        (y, *pull(dy)), exact, (jnp.bfloat16, jnp.bfloat16, jnp.float32), strict=True
+        (y, *pullback(dy)), exact, (jnp.bfloat16, jnp.bfloat16, jnp.float32), strict=True
     ):
         assert computed.dtype == dtype
         rounding = 2.0**-8 if dtype == jnp.bfloat16 else 1e-5

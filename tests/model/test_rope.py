@@ -1,4 +1,4 @@
-"""The rotary embedding against transformers', at short and long positions."""
+"""The rotary embedding against transformers, at short and long positions."""
 
 import json
 
@@ -82,7 +82,7 @@ def theirs(config: TransformerConfig) -> LlamaRotaryEmbedding:
 @pytest.mark.parametrize(
     "name", ["llama-7b", "llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny"]
 )
-def test_equal_to_transformers(name):
+def test_embedding_matches_transformers(name):
     config = TransformerConfig.preset(name)
     reference = theirs(config)
     frequencies = inverse_frequencies(config.rope, config.head_dim)
@@ -94,22 +94,23 @@ def test_equal_to_transformers(name):
         .astype(np.float32)
     )
     cos, sin = reference(torch.tensor(x), torch.tensor(POSITIONS))
-    wanted, _ = apply_rotary_pos_emb(torch.tensor(x), torch.tensor(x), cos, sin, unsqueeze_dim=2)
+    expected, _ = apply_rotary_pos_emb(torch.tensor(x), torch.tensor(x), cos, sin, unsqueeze_dim=2)
     np.testing.assert_allclose(
-        apply_rope(jnp.asarray(x), jnp.asarray(POSITIONS), frequencies), wanted, atol=1e-6
+        apply_rope(jnp.asarray(x), jnp.asarray(POSITIONS), frequencies), expected, atol=1e-6
     )
 
 
-@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_is_transformers(rule, spelling):
-    """Frequencies, temperature and turned vectors, from a config that transformers reads as well;
-    then written and read."""
-    given = {**BASE, spelling: dict(RULES[rule])}
+@pytest.mark.parametrize(
+    ("rule", "spelling"), [*((rule, "rope_scaling") for rule in RULES), ("yarn", "rope_parameters")]
+)
+def test_every_rule_matches_transformers(rule, spelling):
+    """Frequencies, temperature and rotated vectors, from a config that transformers reads as well;
+    then written and read back."""
+    fields = {**BASE, spelling: dict(RULES[rule])}
     reference = LlamaRotaryEmbedding(
         transformers.LlamaConfig(**{**BASE, spelling: dict(RULES[rule])})
     )
-    config = TransformerConfig.from_hf_dict(given)
+    config = TransformerConfig.from_hf_dict(fields)
     again = TransformerConfig.from_hf_dict(json.loads(json.dumps(config.to_hf())))
     assert again == config
     rewritten = theirs(again)
@@ -118,14 +119,13 @@ def test_every_rule_is_transformers(rule, spelling):
         positions = np.array([[0, length // 2, length - 1]], np.int32)
         cos, sin = reference(
             torch.tensor(x), torch.tensor(positions)
-        )  # recomputes the dynamic table for this length
+        )  # recomputes the dynamic frequencies for this length
         frequencies, scaling = (
             inverse_frequencies(config.rope, config.head_dim, length),
             attention_scaling(config.rope),
         )
         assert frequencies.dtype == np.float32
-        # Equal to the last bit but for the last place of torch's float32 power, which is not always
-        # the nearest number.
+        # Bitwise equal, except that torch's float32 power is not always correctly rounded.
         tolerance = 6e-7 if rule in ("dynamic", "yarn over 1M") else 0
         np.testing.assert_allclose(frequencies, reference.inv_freq.numpy(), rtol=tolerance, atol=0)
         assert scaling == reference.attention_scaling
@@ -133,22 +133,22 @@ def test_every_rule_is_transformers(rule, spelling):
         np.testing.assert_allclose(frequencies, exact, rtol=2e-6)
         rewritten(torch.tensor(x), torch.tensor(positions))
         np.testing.assert_array_equal(rewritten.inv_freq.numpy(), reference.inv_freq.numpy())
-        wanted, _ = apply_rotary_pos_emb(
+        expected, _ = apply_rotary_pos_emb(
             torch.tensor(x), torch.tensor(x), cos, sin, unsqueeze_dim=2
         )
         got = apply_rope(jnp.asarray(x), jnp.asarray(positions), frequencies, scaling)
-        np.testing.assert_allclose(got, wanted, atol=1e-6 + tolerance * length * 4)
+        np.testing.assert_allclose(got, expected, atol=1e-6 + tolerance * length * 4)
 
 
-def test_an_original_length_outside_the_rule_is_preferred_as_by_transformers():
-    given = {
+def test_an_original_length_outside_the_rule_takes_precedence_as_in_transformers():
+    fields = {
         **BASE,
         "original_max_position_embeddings": 1024,
         "rope_parameters": dict(RULES["yarn"]),
     }
-    config = TransformerConfig.from_hf_dict(given)
+    config = TransformerConfig.from_hf_dict(fields)
     reference = LlamaRotaryEmbedding(
-        transformers.LlamaConfig(**{**given, "rope_parameters": dict(RULES["yarn"])})
+        transformers.LlamaConfig(**{**fields, "rope_parameters": dict(RULES["yarn"])})
     )
     np.testing.assert_array_equal(
         inverse_frequencies(config.rope, config.head_dim), reference.inv_freq.numpy()
@@ -157,8 +157,8 @@ def test_an_original_length_outside_the_rule_is_preferred_as_by_transformers():
 
 
 def float64_frequencies(rope: RopeConfig, head_dim: int, length: int) -> np.ndarray:
-    """The rules from their papers, in float64 and written apart: what rounding alone may separate
-    from ours."""
+    """The rules of the papers in float64, written independently: ours may differ only by
+    rounding."""
     channel = np.arange(head_dim // 2)
     theta, original = rope.theta, rope.original_max_position_embeddings
     if rope.rule == "dynamic" and length > original:
@@ -186,9 +186,9 @@ def float64_frequencies(rope: RopeConfig, head_dim: int, length: int) -> np.ndar
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_greater_trained_length_changes_no_embedding(rule):
-    """For us and for transformers, which reads what is written of it; `dynamic` grows from that
-    length, so it stays."""
+def test_a_greater_trained_length_does_not_change_rope(rule):
+    """For ours and for transformers, which reads what we write; `dynamic` scales from that length,
+    so there the length stays."""
     config = TransformerConfig.from_hf_dict({**BASE, "rope_scaling": dict(RULES[rule])})
     longer = config.with_length(2**20)
     assert (
@@ -239,8 +239,8 @@ def test_a_greater_trained_length_changes_no_embedding(rule):
     ],
     ids=str,
 )
-def test_other_positions_are_as_transformers_reads_them(name, changes, written):
-    """A rule without an original length grows from the model's, for any new length."""
+def test_changed_positions_match_transformers(name, changes, written):
+    """A rule without an original length scales from the model's, for any new length."""
     config = TransformerConfig.preset(name)
     changed = config.with_positions(**changes)
     hf = {key: value for key, value in config.to_hf().items() if key != "rope_parameters"} | written
@@ -258,7 +258,7 @@ def test_other_positions_are_as_transformers_reads_them(name, changes, written):
     )
 
 
-def test_dynamic_is_one_embedding_for_a_whole_row():
+def test_dynamic_uses_one_table_for_a_whole_row():
     config = TransformerConfig.from_hf_dict({**BASE, "rope_scaling": RULES["dynamic"]})
     table = {
         length: inverse_frequencies(config.rope, config.head_dim, length)
@@ -267,23 +267,23 @@ def test_dynamic_is_one_embedding_for_a_whole_row():
     np.testing.assert_array_equal(table[1], table[4096])
     assert (
         table[4096][0] == table[16384][0] == 1
-    )  # the fastest channel is kept, slower ones are slowed more and more
+    )  # the fastest channel is unchanged, slower ones are slowed more
     assert (table[8192][1:] < table[4096][1:]).all() and (table[16384][1:] < table[8192][1:]).all()
     with pytest.raises(ValueError, match="original_max_position_embeddings"):
         inverse_frequencies(RopeConfig("dynamic", factor=2.0), 64, 8192)
 
 
-# Of the exact product of position and frequency: the phase, at most half a turn, is rounded to
-# float32, multiplied by a rounded unit, and that is rounded; then the sum. The rest's three
-# roundings are of at most 2^-33 turns a position.
+# Relative to the exact product of position and frequency: the phase, at most half a turn, is rounded
+# to float32, multiplied by a rounded unit and rounded again; then the sum is rounded. The remainder's
+# three roundings are of at most 2^-33 turns per position.
 HALF_ULP = 2.0**-24
 LONGEST = 1 << 27
 ANGLE_ERROR = 4 * np.pi * HALF_ULP + 3 * HALF_ULP * LONGEST * 2 * np.pi * 2.0**-33
 
 
-@pytest.mark.parametrize("rule", ["default", *RULES])
-def test_far_positions_are_exact_by_every_rule(rule):
-    """Against float64, up to 2^27 tokens: beyond 2^24 a float32 knows no odd position."""
+@pytest.mark.parametrize("rule", ["default", "dynamic", "yarn"])
+def test_far_positions_are_exact(rule):
+    """Against float64, up to 2^27 tokens: beyond 2^24 float32 cannot represent odd positions."""
     config = TransformerConfig.from_hf_dict(
         BASE | ({} if rule == "default" else {"rope_scaling": dict(RULES[rule])})
     )
@@ -301,18 +301,18 @@ def test_far_positions_are_exact_by_every_rule(rule):
     error = np.abs((computed - exact + np.pi) % (2 * np.pi) - np.pi).max()
     within(error, ANGLE_ERROR, "angles in radians", rule)
     x = rng.standard_normal((*positions.shape, 1, config.head_dim)).astype(np.float32)
-    turn = np.exp(1j * exact)[:, :, None] * scaling * (x[..., :64] + 1j * x[..., 64:])
+    rotated = np.exp(1j * exact)[:, :, None] * scaling * (x[..., :64] + 1j * x[..., 64:])
     got = jax.jit(lambda x, p: apply_rope(x, p, frequencies, scaling, LONGEST))(x, positions)
-    # Cosine, sine, temperature, two products and their sum: each rounded once, of a vector as long
-    # as x's longest.
-    tolerance = (ANGLE_ERROR + 6 * HALF_ULP) * np.abs(turn).max()
+    # Cosine, sine, temperature, two products and their sum: each rounded once, for a vector as long
+    # as the longest of x.
+    tolerance = (ANGLE_ERROR + 6 * HALF_ULP) * np.abs(rotated).max()
     np.testing.assert_allclose(
-        got, np.concatenate([turn.real, turn.imag], -1), rtol=0, atol=tolerance
+        got, np.concatenate([rotated.real, rotated.imag], -1), rtol=0, atol=tolerance
     )
 
 
-def test_up_to_a_length_angles_are_transformers_own():
-    """Bit by bit, whether or not the length is known; a token more, and they are exact."""
+def test_angles_equal_transformers_up_to_a_length():
+    """Bitwise, whether or not the length is known; one token more, and they are exact."""
     frequencies = inverse_frequencies(RopeConfig(), 128)
     theirs = POSITIONS.astype(np.float32)[..., None] * frequencies
     for length in (None, 1, FLOAT32_LENGTH):
@@ -325,9 +325,9 @@ def test_up_to_a_length_angles_are_transformers_own():
     )
 
 
-def test_in_a_model_scores_depend_on_distance_alone_however_far_the_tokens():
-    """Queries and keys as a layer projects them: the same scores at the row's beginning and 100
-    million tokens on."""
+def test_scores_depend_only_on_distance_even_far_away():
+    """Queries and keys as projected by a layer: the same scores at the start of a row and 100
+    million tokens later."""
     model = llama(tiny(head_dim=32))
     weights = {name: w[0] for name, w in model.weights.of_layers(model.init(0)).items()}
     x = (
@@ -335,7 +335,7 @@ def test_in_a_model_scores_depend_on_distance_alone_however_far_the_tokens():
         .standard_normal((1, 12, model.config.hidden_size))
         .astype(np.float32)
     )
-    places = np.array([[0, 1, 2, 3, 5, 8, 13, 100, 1000, 10001, 100003, 131071]], np.int32)
+    positions_near = np.array([[0, 1, 2, 3, 5, 8, 13, 100, 1000, 10001, 100003, 131071]], np.int32)
 
     @jax.jit
     def scores(positions):
@@ -344,8 +344,10 @@ def test_in_a_model_scores_depend_on_distance_alone_however_far_the_tokens():
         q, (k, _) = attention.queries(x, tokens), attention.keys_values(x, tokens)
         return jnp.einsum("bqgrd,bkgd->bgrqk", q.reshape(1, 12, 2, 4, 32), k)
 
-    near = scores(places)
-    np.testing.assert_allclose(scores(places + 100_000_001), near, atol=1e-5 * np.abs(near).max())
+    near = scores(positions_near)
+    np.testing.assert_allclose(
+        scores(positions_near + 100_000_001), near, atol=1e-5 * np.abs(near).max()
+    )
 
 
 def test_bfloat16_is_rounded_once():
@@ -356,10 +358,10 @@ def test_bfloat16_is_rounded_once():
         jnp.bfloat16,
     )
     exact = apply_rope(x.astype(jnp.float32), jnp.asarray(POSITIONS), frequencies)
-    turned = apply_rope(x, jnp.asarray(POSITIONS), frequencies)
-    assert turned.dtype == jnp.bfloat16
+    rotated = apply_rope(x, jnp.asarray(POSITIONS), frequencies)
+    assert rotated.dtype == jnp.bfloat16
     np.testing.assert_array_equal(
-        turned.astype(jnp.float32), exact.astype(jnp.bfloat16).astype(jnp.float32)
+        rotated.astype(jnp.float32), exact.astype(jnp.bfloat16).astype(jnp.float32)
     )
 
 

@@ -1,5 +1,5 @@
-"""What may be said of a schedule: checked when the model is made, in one line with the field, what
-was found, what would do."""
+"""Options of schedules: validated when the model is created, in one line with the field, its value
+and a valid one."""
 
 import dataclasses
 import re
@@ -11,7 +11,7 @@ from model.attention.schedules import SCHEDULES, Attention2D, Local, Ring, Ulyss
 from .build import llama, mesh_of, tiny
 
 USP = {"name": "ulysses", "degree": 2}
-REFUSED = [  # schedule, ranks, what is said
+REFUSED = [  # schedule, ranks, message
     (
         "local",
         2,
@@ -55,7 +55,7 @@ SERVED = [
 
 
 def wrong_values():
-    """Every option of every schedule with values of which it can make nothing."""
+    """Yields every option of every schedule with values of wrong types."""
     wrong = {
         "bool": ["no", 1, None],
         "int": ["two", -1, -2, 2.0, True, None],
@@ -72,28 +72,31 @@ def wrong_values():
                     )
 
 
-@pytest.mark.parametrize(("schedule", "ranks", "words"), [*REFUSED, *wrong_values()], ids=str)
-def test_what_cannot_be_is_refused_before_anything_is_traced(schedule, ranks, words):
-    for make in (
-        lambda: get_schedule(schedule, ranks),
-        lambda: llama(tiny(), {"sequence": ranks}, schedule=schedule),
-    ):
-        with pytest.raises(ValueError, match=re.escape(words)) as error:
-            make()
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize(("schedule", "ranks", "message"), [*REFUSED, *wrong_values()], ids=str)
+def test_an_invalid_schedule_is_refused(schedule, ranks, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        get_schedule(schedule, ranks)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "message"), REFUSED, ids=str)
+def test_a_model_refuses_an_invalid_schedule_before_tracing(schedule, ranks, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        llama(tiny(), {"sequence": ranks}, schedule=schedule)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     "values",
     [{"degree": "two"}, {"degree": -1}, {"degree": True}, {"inner": "ring"}, {"inner": None}],
 )
-def test_a_schedule_made_in_python_is_checked_as_well(values):
+def test_a_schedule_constructed_in_python_is_validated(values):
     with pytest.raises(ValueError, match=rf"ulysses\.{next(iter(values))}: found .*; needs "):
         Ulysses(**values)
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), SERVED, ids=str)
-def test_what_can_be_is_served(schedule, ranks):
+def test_valid_schedules_are_accepted(schedule, ranks):
     assert isinstance(
         get_schedule(schedule, ranks), Local if ranks == 1 else SCHEDULES[schedule["name"]]
     )
@@ -102,7 +105,7 @@ def test_what_can_be_is_served(schedule, ranks):
     )
 
 
-def test_the_same_by_name_by_mapping_and_in_python():
+def test_a_schedule_is_the_same_by_name_by_mapping_and_in_python():
     both = {"name": "ring", "bidirectional": True}
     assert get_schedule(USP | {"inner": both}, 4) == get_schedule(Ulysses(2, Ring(True)), 4)
     assert get_schedule("ulysses", 4) == get_schedule({"name": "ulysses"}, 4) == Ulysses()

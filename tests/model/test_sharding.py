@@ -1,5 +1,5 @@
-"""A parameter's gradient over every device of a mesh: exact, and scattered, not summed whole, by
-the TPU's compiler."""
+"""A parameter's gradient over every device of a mesh: exact, and reduce-scattered rather than
+all-reduced by the TPU's compiler."""
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ ALL_DEVICES = pytest.mark.parametrize(
 
 
 def gradient(mesh, storage):
-    """Layers w [L, E, F] in shards, x [rows, E], some a device -> the gradient of the layers' sum(x
-    @ w), in shards."""
+    """Returns a function of layers w [L, E, F] in shards and x [rows, E], some rows per device,
+    that gives the gradient of the layers' sum(x @ w) in shards; and both specs."""
     spec, rows = PartitionSpec(None, storage, None), PartitionSpec(mesh.axis_names)
 
     def local(w, x):
@@ -48,32 +48,35 @@ def gradient(mesh, storage):
 
 @ALL_DEVICES
 @pytest.mark.parametrize("kind", ["cpu", "TPU v4"])
-def test_the_gradient_is_the_sum_of_every_devices(axes, storage, kind, monkeypatch):
-    """Integers, so that the sum is exact in any order; axes that the parameter is not sharded over
+def test_the_gradient_is_the_sum_over_devices(axes, storage, kind, monkeypatch):
+    """Integers, so that the sum is exact in any order; axes over which the parameter is not sharded
     are not summed here."""
     monkeypatch.setattr(sharding, "_device_kind", lambda mesh: kind)
     mesh = make_mesh(MeshConfig(**axes), jax.devices())
     fn, spec, _ = gradient(mesh, storage)
     x = np.arange(8 * 16).reshape(8, 16).astype(np.float32)
     summed = fn(jax.device_put(np.zeros((3, 16, 256), np.float32), NamedSharding(mesh, spec)), x)
-    others = [i for i, name in enumerate(mesh.axis_names) if name not in np.atleast_1d(storage)]
+    unsharded = [i for i, name in enumerate(mesh.axis_names) if name not in np.atleast_1d(storage)]
     rows = x.reshape(*mesh.devices.shape, 16)
     for shard in summed.addressable_shards:
-        place = np.argwhere(mesh.devices == shard.device)[0]
-        mine = (
-            rows[tuple(place[i] if i in others else slice(None) for i in range(len(place)))]
+        position = np.argwhere(mesh.devices == shard.device)[0]
+        expected = (
+            rows[
+                tuple(position[i] if i in unsharded else slice(None) for i in range(len(position)))
+            ]
             .reshape(-1, 16)
             .sum(0)
         )
         np.testing.assert_array_equal(
-            shard.data, np.broadcast_to(mine[shard.index[1], None], (3, len(shard.data[0]), 256))
+            shard.data,
+            np.broadcast_to(expected[shard.index[1], None], (3, len(shard.data[0]), 256)),
         )
 
 
 @ALL_DEVICES
-def test_it_is_scattered(axes, storage):
-    """By 16 chips: of a scatter over 8 the compiler makes none of the sums that `gather`'s turns
-    are there to avoid."""
+def test_the_gradient_is_reduce_scattered(axes, storage):
+    """On 16 chips: for a scatter over 8 the compiler makes none of the all-reduces that the two
+    stages of `gather` avoid."""
     mesh = make_mesh(
         MeshConfig(**axes | {"sequence": 2 * axes.get("sequence", 1)}), topology_devices("v4:2x2x4")
     )

@@ -1,4 +1,4 @@
-"""A vocabulary that `tensor` does not divide: padded, and nothing else changes."""
+"""A vocabulary that `tensor` does not divide is padded, and nothing else changes."""
 
 import jax
 import numpy as np
@@ -10,9 +10,9 @@ from .build import llama, mean_loss, packed_batch, permuted, tiny
 @pytest.mark.parametrize(
     ("vocab_size", "tied"), [pytest.param(131, False, marks=pytest.mark.slow), (5, True)]
 )
-def test_a_padded_vocabulary_changes_no_number(vocab_size, tied):
-    """Loss, gradients and logits as on one device; the padding is zero and gets no gradient. With 5
-    ids on 4 ranks, one rank holds nothing but padding."""
+def test_a_padded_vocabulary_changes_no_result(vocab_size, tied):
+    """Loss, gradients and logits match one device; the padding is zero and gets no gradient. With 5
+    ids on 4 ranks, one rank holds only padding."""
     config = tiny(vocab_size=vocab_size, tie_word_embeddings=tied)
     results = []
     for shape in ({}, {"tensor": 4}):

@@ -1,2 +1,2 @@
-"""Plausible faults put into important files, one at a time: do the tests that CI runs for them
+"""Puts plausible faults into important files, one at a time: do the tests that CI runs for them
 fail?"""

@@ -1,15 +1,14 @@
-"""Breaks important files at one place at a time and runs the tests beside them: what `make mutants`
-runs.
+"""Breaks important files at one place at a time and runs their tests; `make mutants` runs this.
 
-    python -m tests.mutants          # a sample of each file in TESTS; goes on where it stopped
+    python -m tests.mutants          # a sample of each file in TESTS; resumes where it stopped
     python -m tests.mutants --files trainer/step.py --each 40 --seed 1
-    python -m tests.mutants --slips  # the faults of slips.toml, written by hand
-    python -m tests.mutants --show   # the share killed, and the survivors
-    python -m tests.mutants --record # the same, into docs/results/mutants.json
+    python -m tests.mutants --slips  # the hand-written faults of slips.toml
+    python -m tests.mutants --show   # prints the share killed, and the survivors
+    python -m tests.mutants --record # also writes them to docs/results/mutants.json
 
-The tests run in a copy of the repository, without those marked slow, as CI runs them. A mutant is
-killed where they fail or take much more processor time than without it. Outcomes are appended to
---output, a line of JSON each. A survivor is a missing test or an equivalent program;
+The tests run in a copy of the repository, without those marked slow, as in CI. A mutant is killed
+if they fail, or take much more processor time than without it. Outcomes are appended to --output,
+one line of JSON each. A survivor is a missing test or an equivalent program;
 tests/mutants/equivalent.txt names the latter.
 """
 
@@ -37,18 +36,18 @@ from tests.mutants.mutations import Fault, broken, faults
 ROOT = Path(__file__).resolve().parents[2]
 EQUIVALENT = Path(__file__).parent / "equivalent.txt"
 SLIPS = Path(__file__).parent / "slips.toml"
-GOAL = 0.9  # the share to kill, of all that are not equivalent programs
-WAITING = 5  # seconds of the clock for each of the processor's: other work may share the machine
+GOAL = 0.9  # the share of mutants to kill, excluding equivalent programs
+WAITING = 5  # wall-clock seconds allowed per CPU second, because other work may share the machine
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A fault and where it is put.
+    """A fault and its place.
 
     Attributes:
-      file, line: where.
+      file, line: the place.
       what: the fault in words.
-      code: the line's text without its comment, by which `equivalent.txt` knows the place when lines have moved.
+      code: the line's text without its comment, which identifies the place in `equivalent.txt` when lines move.
     """
 
     file: str
@@ -63,14 +62,14 @@ class Place:
 
     @property
     def lasting(self) -> str:
-        """Its description without the line's number."""
+        """Its description without the line number."""
         return f"{self.file}: {self.what} in {self.code}"
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.what} in {self.code}"
 
 
-# File -> the tests that CI runs for it.
+# File -> its tests.
 TESTS = {
     "model/attention/coords.py": (
         "tests/model/attention/test_coords.py",
@@ -130,7 +129,7 @@ def sample(file: str, each: int, seed: int) -> list[Fault]:
 
 
 def copy_repository(folder: Path) -> None:
-    """Copies what git knows of the working tree, new files included."""
+    """Copies the files of the working tree that git does not ignore, new ones included."""
     listed = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
         check=True,
@@ -163,7 +162,7 @@ def is_killed(folder: Path, tests: tuple[str, ...], limit: int) -> bool:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the faults that have no outcome yet; returns 1 where tests fail without any fault."""
+    """Runs the faults that have no outcome yet; returns 1 if tests fail without any fault."""
     done = {place for place, _ in read(args.output)}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
@@ -201,15 +200,17 @@ def mutants(args: argparse.Namespace) -> Iterator[tuple[tuple[str, ...], dict[Pl
 
 
 def slips() -> Iterator[tuple[tuple[str, ...], dict[Place, str]]]:
-    """Yields the same for each fault of slips.toml.
+    """Yields for each fault of slips.toml its tests, and the faulty version of its file.
 
     Raises:
-      ValueError: a text to replace does not stand once in its file.
+      ValueError: a text to replace does not occur exactly once in its file.
     """
     for slip in tomllib.loads(SLIPS.read_text(encoding="utf-8"))["slip"]:
         source = (ROOT / slip["file"]).read_text(encoding="utf-8")
         if source.count(slip["old"]) != 1:
-            raise ValueError(f"{SLIPS.name}: {slip['what']}: {slip['old']!r} is not there once")
+            raise ValueError(
+                f"{SLIPS.name}: {slip['what']}: {slip['old']!r} must occur exactly once"
+            )
         line = source[: source.index(slip["old"])].count("\n") + 1
         place = Place.of(slip["file"], line, slip["what"], source)
         yield tuple(slip["tests"]), {place: source.replace(slip["old"], slip["new"])}
@@ -217,8 +218,8 @@ def slips() -> Iterator[tuple[tuple[str, ...], dict[Place, str]]]:
 
 @functools.cache
 def seconds_of_tests(folder: Path, tests: tuple[str, ...], most: int) -> int | None:
-    """Returns the seconds of processor time that faulty versions may take, from those of the tests
-    without a fault; None if they fail."""
+    """Returns the seconds of processor time that faulty versions may take, based on a run without a
+    fault; None if that run fails."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     if is_killed(folder, tests, most):
         return None
@@ -238,11 +239,11 @@ def read(output: Path) -> list[tuple[Place, bool]]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
-    """The outcomes so far, without equivalent programs.
+    """The outcomes so far.
 
     Attributes:
-      by_file: file -> (mutants killed, mutants).
-      survived, equivalent: the names of those that no test noticed.
+      by_file: file -> (mutants killed, mutants), without equivalent programs.
+      survived, equivalent: the names of mutants that no test detected.
     """
 
     by_file: dict[str, tuple[int, int]]
@@ -271,7 +272,7 @@ class Outcomes:
         return sum(k for k, _ in self.by_file.values()), sum(n for _, n in self.by_file.values())
 
     def show(self) -> None:
-        """Prints the share killed of each file, and the survivors."""
+        """Prints the share killed per file, and the survivors."""
         for file, (killed, count) in {**self.by_file, "all": self.total}.items():
             print(f"{file:45} {killed:4} of {count:4} killed ({killed / max(count, 1):.0%})")
         for word, names in (("survived", self.survived), ("equivalent", self.equivalent)):
@@ -279,7 +280,7 @@ class Outcomes:
                 print(f"{word}: {name}")
 
     def record(self) -> None:
-        """Writes them into docs/results/mutants.json."""
+        """Writes the outcomes to docs/results/mutants.json."""
         rows = {
             file.replace("/", "_").removesuffix(".py"): row(
                 f"faults in {file}: killed", f"{killed} of {count}", "90%", killed >= GOAL * count
@@ -301,10 +302,10 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         choices=TESTS,
         metavar="FILE",
-        help=f"of {', '.join(TESTS)} (default all)",
+        help=f"some of {', '.join(TESTS)} (default all)",
     )
-    parser.add_argument("--each", type=int, default=12, help="mutants of a file (default 12)")
-    parser.add_argument("--seed", type=int, default=0, help="chooses them (default 0)")
+    parser.add_argument("--each", type=int, default=12, help="mutants per file (default 12)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample (default 0)")
     parser.add_argument(
         "--limit",
         type=int,
@@ -318,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
         help="outcomes (default .cache/mutants.jsonl)",
     )
     parser.add_argument(
-        "--slips", action="store_true", help="those of slips.toml, in place of mutants"
+        "--slips", action="store_true", help="try the faults of slips.toml instead of mutants"
     )
     parser.add_argument(
         "--show", action="store_true", help="print the outcomes so far, and run nothing"
@@ -326,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--record",
         action="store_true",
-        help="print the outcomes so far and write them into docs/results/mutants.json",
+        help="print the outcomes so far and write them to docs/results/mutants.json",
     )
     args = parser.parse_args(argv)
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Faults of one place of a Python file, as a slip of the hand would make them."""
+"""Faults at one place of a Python file, like plausible typing mistakes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPERATORS = {
     ast.BitAnd: ast.BitOr,
     ast.BitOr: ast.BitAnd,
 }
-# Statements that nothing but a message depends on.
+# Nodes that affect only messages.
 _MESSAGES = (ast.Raise, ast.Assert, ast.JoinedStr)
 _PRINTING = {"print", "warn", "say", "require", "UserError"}
 
@@ -39,9 +39,9 @@ class Fault:
     """One fault of a file.
 
     Attributes:
-      line: of the file.
+      line: line of the file.
       what: the fault in words, such as `Sub for Add`.
-      node: number of the broken node of the syntax tree.
+      node: number of the broken node in the syntax tree.
     """
 
     line: int
@@ -50,8 +50,7 @@ class Fault:
 
 
 def faults(source: str) -> list[Fault]:
-    """Returns each way in which a Python file can be made faulty at one place, in the file's
-    order."""
+    """Returns every possible fault at one place of a Python file, in the file's order."""
     tree = _numbered(source)
     return sorted(
         (Fault(node.lineno, what, node.number) for node, what in _breakable(tree)),
@@ -67,7 +66,7 @@ def broken(source: str, fault: Fault) -> str:
 
 
 def _numbered(source: str) -> Any:
-    """Returns the syntax tree, whose nodes have numbers."""
+    """Returns the syntax tree with numbered nodes."""
     tree = ast.parse(source)
     for number, node in enumerate(ast.walk(tree)):
         node.number = number  # type: ignore[attr-defined]
@@ -99,8 +98,7 @@ def _breakable(tree: ast.Module) -> Iterator[tuple[Any, str]]:
 
 
 def _code(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of what runs: without messages, annotations, default values of dataclasses'
-    fields, and docstrings."""
+    """Yields the nodes of code that runs: no messages, annotations, decorators or docstrings."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list"):
             continue
@@ -132,7 +130,7 @@ def _break(node: ast.AST, what: str) -> None:
         node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
     elif isinstance(node, ast.UnaryOp):
         node.op = ast.UAdd()
-        if what == "no Not":  # bool(x) without a name that could be shadowed
+        if what == "no Not":  # `not not x`: bool(x) without a name that could be shadowed
             node.op, node.operand = ast.Not(), ast.UnaryOp(ast.Not(), node.operand)
     elif isinstance(node, ast.Constant):
         node.value = (not node.value) if isinstance(node.value, bool) else node.value + 1

@@ -4,7 +4,7 @@ from planning import answer
 from planning.plan import Job
 
 
-def test_shorter_rows_are_not_looked_for_where_another_way_holds_the_job(monkeypatch):
+def test_shorter_rows_are_not_tried_when_another_plan_fits(monkeypatch):
     job = Job.of("smollm2-135m", "v5e:2x2", 8192, memory={"remat": "everything"})
     contexts, choose = [], answer.choose
 

@@ -1,4 +1,5 @@
-"""Tests of planning/auto.py: what `mesh: auto` and `memory: auto` choose for the devices found."""
+"""Tests of planning/auto.py: what `mesh: auto` and `memory: auto` choose for the available
+devices."""
 
 import dataclasses
 import time
@@ -20,7 +21,8 @@ AUTO = ("--mesh", "auto", "--memory", "auto")
 
 @pytest.fixture
 def recipe(small_recipe):
-    """Gives the small recipe with flags, with a preset's shape where one is named."""
+    """Returns a function that loads the small recipe with flags, and with a preset's shape if one
+    is named."""
 
     def call(*flags, preset=None):
         config = load(["--config", str(small_recipe), *AUTO, *flags])
@@ -39,24 +41,24 @@ def cpus(count, gib=1.0):
 @pytest.mark.parametrize(
     ("devices", "gib", "axes", "parts"),
     [
-        (8, 1.0, {"fsdp": 4, "sequence": 2}, 1),  # four rows, and then the length
+        (8, 1.0, {"fsdp": 4, "sequence": 2}, 1),  # first over four rows, then over the length
         (4, 1.0, {"fsdp": 4}, 1),
         (2, 1.0, {"fsdp": 2}, 1),
-        # All rows at once would take 1.4 MiB of each.
+        # All rows at once would take 1.4 MiB per device.
         (8, 0.001, {"fsdp": 2, "tensor": 2, "sequence": 2}, 2),
     ],
 )
-def test_other_devices_take_the_same_batch(recipe, devices, gib, axes, parts):
+def test_the_batch_size_is_kept_for_any_number_of_devices(recipe, devices, gib, axes, parts):
     planned, reason = plan_on(recipe("--mesh.simulate", str(devices)), cpus(devices, gib))
-    found = {name: getattr(planned.mesh, name) for name in ("fsdp", "tensor", "sequence")}
-    assert {name: size for name, size in found.items() if size > 1} == axes
+    sizes = {name: getattr(planned.mesh, name) for name in ("fsdp", "tensor", "sequence")}
+    assert {name: size for name, size in sizes.items() if size > 1} == axes
     assert planned.train.batch_size == 4 and planned.train.accumulation == parts
     assert planned.mesh.simulate == devices and planned.auto == ("mesh", "memory")
     assert reason.startswith(
         f"planned for {devices} x CPU: mesh {' x '.join(f'{n} {s}' for n, s in axes.items())}"
     )
     assert ("batches in 2 parts" in reason) == (parts == 2)
-    # The run records it, until the user sets its axes.
+    # The run records the reason until the user sets axes.
     assert yaml.safe_load(dump(planned))["planned"] == reason
 
 
@@ -68,7 +70,7 @@ def test_other_devices_take_the_same_batch(recipe, devices, gib, axes, parts):
         ("v5p:2x2x4", 131072, 4, {"fsdp": 4, "sequence": 4}),
     ],
 )
-def test_what_is_chosen_fits_by_the_estimate(recipe, machine, length, batch, axes):
+def test_the_chosen_plan_fits_by_the_estimate(recipe, machine, length, batch, axes):
     flags = ("--data.context_length", str(length), "--train.batch_size", str(batch))
     config = recipe(*flags, preset="llama-3.1-8b")
     planned, _ = plan_on(config, machine_named(machine, None))
@@ -79,29 +81,31 @@ def test_what_is_chosen_fits_by_the_estimate(recipe, machine, length, batch, axe
     assert estimate_memory(job).fits == "yes"
 
 
-def test_thousands_of_chips_are_planned_for_in_about_a_second(recipe):
+def test_thousands_of_chips_are_planned_in_seconds(recipe):
     flags = ("--data.context_length", str(1 << 20), "--train.batch_size", "16")
     config = recipe(*flags, preset="llama-3.1-70b")
     begun = time.process_time()
     planned, _ = plan_on(config, machine_named("v5p:16x16x16", None))
     assert planned.mesh.devices == 4096
-    assert time.process_time() - begun < 4  # pairs of 4,096 devices took ten
+    assert time.process_time() - begun < 4  # comparing all pairs of 4,096 devices took ten
 
 
-def test_slices_are_crossed_by_the_outer_axis(recipe):
+def test_the_outer_axis_crosses_slices(recipe):
     flags = ("--data.context_length", "32768", "--train.batch_size", "8")
     planned, _ = plan_on(recipe(*flags, preset="llama-3.1-8b"), machine_named("2xv5e:2x4", 31.0))
     assert planned.mesh.dcn == {"fsdp": 2}
 
 
-def test_what_does_not_fit_is_refused_with_what_would(recipe):
+def test_a_run_that_does_not_fit_is_refused_with_plans_that_would(recipe):
     config = recipe("--data.context_length", "32768", preset="llama-3.1-8b")
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         plan_on(config, machine_named("rtx4090:1", None))
-    said = str(refused.value)
-    assert "rows of 32,768 tokens do not fit on rtx4090:1: at least" in said and "\n" not in said
-    assert "--adapter.rank 16 --adapter.quantize nf4 would" in said
-    assert said.endswith("such devices would")
+    message = str(error.value)
+    assert (
+        "rows of 32,768 tokens do not fit on rtx4090:1: at least" in message and "\n" not in message
+    )
+    assert "--adapter.rank 16 --adapter.quantize nf4 would" in message
+    assert message.endswith("such devices would")
     named = dataclasses.replace(config, adapter=config.adapter.with_rank(16, "nf4"))
     assert plan_on(named, machine_named("rtx4090:1", None))[0].mesh.devices == 1
 
@@ -133,11 +137,11 @@ def test_machines_are_named_by_their_devices():
     assert machine_of(gpus).topology == "h100:2x4"
     assert machine_of(gpus[:1]).topology == "h100:1" and machine_of(gpus).host_gib <= 16
     assert machine_of([device(platform="gpu", device_kind="Other")] * 2).topology == "gpu:2"
-    found = machine_of([device(platform="cpu", device_kind="cpu")] * 2)
-    assert (found.topology, found.host_gib) == ("gpu:2", 0.0)
+    machine = machine_of([device(platform="cpu", device_kind="cpu")] * 2)
+    assert (machine.topology, machine.host_gib) == ("gpu:2", 0.0)
 
 
-def test_auto_stands_for_a_section(small_recipe, tmp_path):
+def test_auto_replaces_a_section_until_a_field_is_set(small_recipe, tmp_path):
     fields = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
     written = tmp_path / "recipe.yaml"
     written.write_text(yaml.safe_dump({**fields, "mesh": "auto", "memory": "auto"}))
@@ -146,7 +150,7 @@ def test_auto_stands_for_a_section(small_recipe, tmp_path):
     own = load(["--config", str(small_recipe), "--memory", "auto", "--mesh.simulate", "8"])
     assert own.auto == ("memory",) and own.mesh.fsdp == 2
     written.write_text(dump(load(["--config", str(small_recipe), *AUTO])))
-    # Whoever names an axis has the section again.
+    # Naming an axis brings the section back.
     again = load(["--config", str(written), "--mesh.fsdp", "2", "--mesh.simulate", "2"])
     assert again.auto == ("memory",) and again.mesh.fsdp == 2
     written.write_text(dump(dataclasses.replace(again, planned="for another machine")))
@@ -160,14 +164,14 @@ def test_auto_stands_for_a_section(small_recipe, tmp_path):
             load(["--config", str(small_recipe), *flags])
 
 
-def test_a_model_and_data_are_a_whole_command(hf_model, small_recipe):
+def test_a_model_and_data_suffice_as_a_command(hf_model, small_recipe):
     data = str(small_recipe.parent / "conversations.json")
     words = ["--model.path", str(hf_model), "--data.path", data, "--data.context_length", "1024"]
     config = load(words)
     assert config.auto == ("mesh", "memory", "positions") and config.train.epochs == 1
     assert config.name == hf_model.name.lower()
     planned, reason = plan_on(config, cpus(4))
-    assert planned.mesh.sequence == 4  # of one row
+    assert planned.mesh.sequence == 4  # batches have one row
     assert planned.model.overrides["max_position_embeddings"] >= 1024 and "overrides" in reason
     with pytest.raises(UserError, match=r"--model\.path and --data\.path suffice without one"):
         load(words[:2])

@@ -1,4 +1,4 @@
-"""`train.py --dry-run`: what it counts is what the data and a run's checkpoints are, and nothing is
+"""`train.py --dry-run`: its counts match the data and a run's checkpoints, and nothing is
 trained."""
 
 import dataclasses
@@ -28,39 +28,38 @@ def recipe(small_recipe):
     return str(small_recipe)
 
 
-def said_by(capsys, *argv) -> tuple[int, str]:
+def run_train(capsys, *argv) -> tuple[int, str]:
     status = train.main(list(argv))
     captured = capsys.readouterr()
     return status, captured.out + captured.err
 
 
-def test_rows_epochs_and_padding_are_those_of_the_data(recipe, tmp_path, capsys):
-    status, said = said_by(
+def test_rows_epochs_and_padding_match_the_data(recipe, tmp_path, capsys):
+    status, output = run_train(
         capsys, "--config", recipe, "--run_dir", str(tmp_path / "run"), "--dry-run"
     )
     documents, tokens = (
         int(count.replace(",", ""))
-        for count in re.search(r"data: ([\d,]+) documents of ([\d,]+) tokens", said).groups()
+        for count in re.search(r"data: ([\d,]+) documents of ([\d,]+) tokens", output).groups()
     )
     rows, padding = re.search(
-        r"rows: ([\d,]+) of 128 tokens in an epoch, ([\d.]+)% padding", said
+        r"rows: ([\d,]+) of 128 tokens in an epoch, ([\d.]+)% padding", output
     ).groups()
     assert status == 0 and documents > 100
     assert 1 - tokens / (int(rows) * 128) == pytest.approx(float(padding) / 100, abs=0.001)
-    assert f"40 of 4 rows: 160 rows, {160 / int(rows):.2f} epochs, 20,480 tokens" in said
-    assert "name the machine" in said and not (tmp_path / "run").exists()
+    assert f"40 of 4 rows: 160 rows, {160 / int(rows):.2f} epochs, 20,480 tokens" in output
+    assert "name the machine" in output and not (tmp_path / "run").exists()
 
 
-def test_the_disk_is_that_of_the_run(recipe, whole_run, capsys):
-    """Checkpoints after 7, 14, ... 35 and 40 steps, two of which are kept and a third is being
-    written."""
-    _, said = said_by(capsys, "--config", recipe, "--dry-run")
+def test_disk_usage_matches_the_run(recipe, whole_run, capsys):
+    """Checkpoints after 7, 14, ... 35 and 40 steps; two are kept while a third is being written."""
+    _, output = run_train(capsys, "--config", recipe, "--dry-run")
     count, size, most, total = re.search(
-        r"disk: (\d+) checkpoints of ([\d.]+) MiB .* at most (\d+) at a time: ([\d.]+) MiB", said
+        r"disk: (\d+) checkpoints of ([\d.]+) MiB .* at most (\d+) at a time: ([\d.]+) MiB", output
     ).groups()
     assert (count, most) == ("6", "3") and float(total) == pytest.approx(3 * float(size), abs=0.2)
-    # The best one, by the loss of the held-out data, also stays.
-    best = said_by(
+    # The best one by held-out loss is kept too.
+    best = run_train(
         capsys,
         "--config",
         recipe,
@@ -78,21 +77,21 @@ def test_the_disk_is_that_of_the_run(recipe, whole_run, capsys):
     ]
     stored = sum(file.stat().st_size for file in files)
     assert stored / 2**20 == pytest.approx(float(size), rel=0.35), (
-        "Orbax adds indices and compresses"
+        "Orbax adds indices and compresses arrays"
     )
 
 
-def test_a_machine_adds_time_and_says_what_fits(recipe, capsys):
-    status, said = said_by(capsys, "--config", recipe, "--dry-run", "8xH100")
-    assert status == 0 and "fits, by the estimate" in said and "seconds of a step" in said
-    status, said = said_by(capsys, "--config", recipe, "--dry-run", "8xH10")
-    assert status == 2 and "did you mean H100?" in said
-    status, said = said_by(capsys, "--config", recipe, "--dry-run=2x8xH100")
-    assert status == 2 and "has 16 devices, the mesh has" in said
+def test_a_named_machine_adds_step_time_and_whether_the_run_fits(recipe, capsys):
+    status, output = run_train(capsys, "--config", recipe, "--dry-run", "8xH100")
+    assert status == 0 and "fits, by the estimate" in output and "seconds of a step" in output
+    status, output = run_train(capsys, "--config", recipe, "--dry-run", "8xH10")
+    assert status == 2 and "did you mean H100?" in output
+    status, output = run_train(capsys, "--config", recipe, "--dry-run=2x8xH100")
+    assert status == 2 and "has 16 devices, the mesh has" in output
 
 
-def test_a_gpu_of_which_only_the_memory_is_known(recipe, capsys):
-    """--gpu-memory, as scripts.plan takes it; without it, whether the run fits is not known."""
+def test_a_generic_gpu_needs_its_memory_to_tell_whether_the_run_fits(recipe, capsys):
+    """--gpu-memory works as in scripts.plan; without it, whether the run fits is unknown."""
     mesh = [
         "--mesh.fsdp",
         "1",
@@ -103,25 +102,27 @@ def test_a_gpu_of_which_only_the_memory_is_known(recipe, capsys):
         "--mesh.simulate",
         "1",
     ]
-    status, said = said_by(
+    status, output = run_train(
         capsys, "--config", recipe, *mesh, "--dry-run", "gpu", "--gpu-memory", "24"
     )
     assert (
-        status == 0 and "fits, by the estimate" in said and "a program may use        22.80" in said
+        status == 0
+        and "fits, by the estimate" in output
+        and "a program may use        22.80" in output
     )
-    status, said = said_by(
+    status, output = run_train(
         capsys, "--config", recipe, *mesh, "--dry-run", "gpu", "--gpu-memory=0.001"
     )
-    assert status == 1 and "does not fit, by the estimate" in said
-    status, said = said_by(capsys, "--config", recipe, *mesh, "--dry-run", "gpu")
-    assert status == 0 and "--gpu-memory GIB gives it" in said
-    status, said = said_by(
+    assert status == 1 and "does not fit, by the estimate" in output
+    status, output = run_train(capsys, "--config", recipe, *mesh, "--dry-run", "gpu")
+    assert status == 0 and "--gpu-memory GIB gives it" in output
+    status, output = run_train(
         capsys, "--config", recipe, *mesh, "--dry-run", "gpu", "--gpu-memory", "much"
     )
-    assert status == 2 and "--gpu-memory: found 'much'" in said
+    assert status == 2 and "--gpu-memory: found 'much'" in output
 
 
-def test_what_does_not_fit_ends_with_1(small_recipe, tmp_path, capsys):
+def test_a_run_that_does_not_fit_exits_with_1(small_recipe, tmp_path, capsys):
     fields = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
     fields["model"]["overrides"] |= {
         "hidden_size": 16384,
@@ -132,31 +133,32 @@ def test_what_does_not_fit_ends_with_1(small_recipe, tmp_path, capsys):
     }
     large = tmp_path / "large.yaml"
     large.write_text(yaml.safe_dump(fields), encoding="utf-8")
-    status, said = said_by(capsys, "--config", str(large), "--dry-run", "8xA100-40GB")
-    assert status == 1 and "does not fit, by the estimate" in said
+    status, output = run_train(capsys, "--config", str(large), "--dry-run", "8xA100-40GB")
+    assert status == 1 and "does not fit, by the estimate" in output
 
 
-def test_every_stage_is_counted(small_recipe, tmp_path, capsys):
+def test_every_stage_is_reported(small_recipe, tmp_path, capsys):
     fields = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
     fields["stages"] = [{"context_length": 64, "steps": 3}, {"context_length": 128, "steps": 2}]
     staged = tmp_path / "staged.yaml"
     staged.write_text(yaml.safe_dump(fields), encoding="utf-8")
     assert dry_run(load(["--config", str(staged), "--run_dir", str(tmp_path / "run")]))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "stage 1 of 2" in said
-        and "steps: 3 of 4 rows: 12 rows" in said
-        and "steps: 2 of 4 rows: 8 rows" in said
+        "stage 1 of 2" in output
+        and "steps: 3 of 4 rows: 12 rows" in output
+        and "steps: 2 of 4 rows: 8 rows" in output
     )
 
 
-def lines_of(said: str, beginning: str) -> list[str]:
-    return [line for line in said.splitlines() if line.startswith(beginning)]
+def lines_starting(output: str, prefix: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith(prefix)]
 
 
 @pytest.fixture(scope="module")
 def pretrained(small_recipe, hf_model, tmp_path_factory):
-    """Returns the words of a command that trains the very small LLaMA, and a PEFT adapter's folder of rank 2 for it."""
+    """Returns the arguments of a command that trains the tiny LLaMA, and the folder of a PEFT
+    adapter of rank 2 for it."""
     folder = tmp_path_factory.mktemp("pretrained")
     written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
     written["model"] = {"path": str(hf_model), "compute_dtype": "float32"}
@@ -177,7 +179,7 @@ def pretrained(small_recipe, hf_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (
             ["--adapter.path", "ADAPTER", "--adapter.rank", "4"],
@@ -197,26 +199,27 @@ def pretrained(small_recipe, hf_model, tmp_path_factory):
     ],
     ids=lambda flags: " ".join(flags) if isinstance(flags, list) else "",
 )
-def test_what_training_refuses_is_refused_with_its_words(pretrained, flags, said, capsys):
+def test_dry_run_prints_the_error_that_training_would(pretrained, flags, message, capsys):
     command, adapter = pretrained
     flags = [adapter if flag == "ADAPTER" else flag for flag in flags]
-    status, dry = said_by(capsys, *command, *flags, "--dry-run")
-    (error,) = lines_of(dry, "error: ")
-    assert status == 2 and said in error
-    status, trained = said_by(capsys, *command, *flags)
-    assert status == 2 and lines_of(trained, "error: ") == [error]
+    status, dry = run_train(capsys, *command, *flags, "--dry-run")
+    (error,) = lines_starting(dry, "error: ")
+    assert status == 2 and message in error
+    status, trained = run_train(capsys, *command, *flags)
+    assert status == 2 and lines_starting(trained, "error: ") == [error]
 
 
-def test_a_folder_of_another_run_is_refused_with_trainings_words(whole_run, recipe, capsys):
+def test_another_runs_folder_is_refused_as_in_training(whole_run, recipe, capsys):
     words = ["--config", recipe, "--run_dir", str(whole_run), "--optimizer.learning_rate", "0.5"]
-    status, dry = said_by(capsys, *words, "--dry-run")
+    status, dry = run_train(capsys, *words, "--dry-run")
     assert status == 2 and "optimizer.learning_rate" in dry
-    assert said_by(capsys, *words) == (2, dry.partition("\n")[0] + "\n")
-    assert said_by(capsys, *words[:4], "--dry-run")[0] == 0
+    assert run_train(capsys, *words) == (2, dry.partition("\n")[0] + "\n")
+    assert run_train(capsys, *words[:4], "--dry-run")[0] == 0
 
 
-def test_few_data_are_warned_of_with_trainings_words(recipe, tmp_path, capsys):
-    """Rows that are mostly padding, a batch larger than an epoch, hundreds of epochs: each by its own numbers."""
+def test_small_data_gives_the_warnings_of_training(recipe, tmp_path, capsys):
+    """Rows that are mostly padding, a batch larger than an epoch, hundreds of epochs: each warning
+    has its own numbers."""
     command = [
         "--config",
         recipe,
@@ -226,35 +229,35 @@ def test_few_data_are_warned_of_with_trainings_words(recipe, tmp_path, capsys):
         "64K",
     ]
 
-    def warned(*flags):
-        status, said = said_by(capsys, *command, *flags, "--dry-run")
+    def warnings_for(*flags):
+        status, output = run_train(capsys, *command, *flags, "--dry-run")
         assert status == 0
         config = load([*command, *flags])
         TextObjective(config, make_mesh(config.mesh, jax.devices()[: config.mesh.devices]))
-        warnings = lines_of(said, "warning: ")
-        assert lines_of(capsys.readouterr().err, "warning: ") == warnings
+        warnings = lines_starting(output, "warning: ")
+        assert lines_starting(capsys.readouterr().err, "warning: ") == warnings
         tokens, rows = (
-            int(re.search(pattern, said)[1].replace(",", ""))
+            int(re.search(pattern, output)[1].replace(",", ""))
             for pattern in (r"documents of ([\d,]+) tokens", r"rows: ([\d,]+) of")
         )
-        assert rows == -(-tokens // 65536), "what the numbers below are made of"
+        assert rows == -(-tokens // 65536), "the numbers below follow from these"
         return warnings, tokens, rows
 
-    (padding, larger), tokens, rows = warned("--train.batch_size", "4", "--train.steps", "2")
+    (padding, larger), tokens, rows = warnings_for("--train.batch_size", "4", "--train.steps", "2")
     assert rows < 4 and f"warning: {1 - tokens / rows / 65536:.1%} of the tokens" in padding
     assert f"4 rows per step, but an epoch has {rows}" in larger and "same rows" in larger
     flags = "--train.batch_size", "1", "--mesh.fsdp", "1", "--mesh.simulate", "4"
-    (_, epochs), _, rows = warned(*flags, "--train.steps", str(256 * rows))
+    (_, epochs), _, rows = warnings_for(*flags, "--train.steps", str(256 * rows))
     assert (
         f"are 256 epochs of {rows} row" in epochs
         and f"3 epochs would be {3 * rows} steps" in epochs
     )
-    assert len(warned(*flags, "--train.epochs", "2")[0]) == 1
+    assert len(warnings_for(*flags, "--train.epochs", "2")[0]) == 1
 
 
-def test_heads_that_tensor_pads_are_said(recipe, tmp_path, capsys):
+def test_heads_padded_for_tensor_parallelism_are_reported(recipe, tmp_path, capsys):
     shape = '{"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 4}'
-    _, said = said_by(
+    _, output = run_train(
         capsys,
         "--config",
         recipe,
@@ -264,30 +267,31 @@ def test_heads_that_tensor_pads_are_said(recipe, tmp_path, capsys):
         shape,
         "--dry-run",
     )
-    (line,) = lines_of(said, "mesh.tensor")
+    (line,) = lines_starting(output, "mesh.tensor")
     assert (
         "padded 3 -> 4" in line and "9 -> 12, exported as 3 and 9" in line and "1.33 times" in line
     )
 
 
-def test_documents_beyond_the_trained_length_are_said_in_dry_run_and_inspector(
+def test_dry_run_and_inspector_warn_of_documents_beyond_the_trained_length(
     pretrained, hf_model, tmp_path, capsys
 ):
-    """The model is trained for 128 tokens; the warning is training's, and rope_theta ends it."""
+    """The model is trained for 128 tokens; training prints the same warning, and setting rope_theta
+    silences it."""
     command, _ = pretrained
     words = [*command, "--data.context_length", "256"]
-    status, dry = said_by(capsys, *words, "--dry-run")
-    (warning,) = lines_of(dry, "warning: ")
+    status, dry = run_train(capsys, *words, "--dry-run")
+    (warning,) = lines_starting(dry, "warning: ")
     assert status == 0 and re.search(
         r"documents up to 2\d\d tokens, trained for 128: set rope_s", warning
     )
     assert inspect_data.main([words[1], *words[2:]]) == 0
-    assert lines_of(capsys.readouterr().out, "warning: ") == [warning]
-    _, dry = said_by(capsys, *words, "--model.overrides", '{"rope_theta": 5.0e4}', "--dry-run")
-    assert not lines_of(dry, "warning: ")
+    assert lines_starting(capsys.readouterr().out, "warning: ") == [warning]
+    _, dry = run_train(capsys, *words, "--model.overrides", '{"rope_theta": 5.0e4}', "--dry-run")
+    assert not lines_starting(dry, "warning: ")
 
 
-def test_episodes_that_training_refuses_are_refused(tmp_path):
+def test_too_few_episodes_are_refused_as_in_training(tmp_path):
     config = run_config(folder_of(tmp_path / "episodes", count=12), tmp_path)
     assert dry_run(config)
     few = dataclasses.replace(config.trajectories, in_context=13)
@@ -300,7 +304,7 @@ def test_episodes_that_training_refuses_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "lines"),
     [
-        # Steps of 200 to 400 s, by hand: 100 of them; 30 minutes and one step; 10 minutes and one.
+        # By hand for steps of 200 to 400 s: 100 steps; 30 minutes plus a step; 10 minutes plus a step.
         (
             {"every": 100},
             [
@@ -334,7 +338,7 @@ def test_episodes_that_training_refuses_are_refused(tmp_path):
         ),
     ],
 )
-def test_what_a_preemption_costs(flags, lines):
+def test_the_cost_of_a_preemption_is_printed(flags, lines):
     job = SimpleNamespace(
         time_range=lambda: TimeRange(200.0, 400.0),
         run=SimpleNamespace(checkpoint=CheckpointConfig(**flags)),
@@ -342,9 +346,9 @@ def test_what_a_preemption_costs(flags, lines):
     assert list(_preemption_lines(job)) == lines
 
 
-def test_what_local_checkpoints_take_of_a_host(monkeypatch):
-    """Of 8 GiB in all, by hand: a quarter on each of four hosts, with a neighbour's, of two steps;
-    with two replicas twice that; alone no copy."""
+def test_host_storage_and_memory_of_local_checkpoints(monkeypatch):
+    """By hand for 8 GiB in total: each of four hosts stores a quarter and a neighbour's quarter,
+    for two steps; with two replicas twice that; a single host has no copy."""
     monkeypatch.setattr(
         "planning.parts.checkpoint_bytes", lambda run, model: (2 * 2**30, 6 * 2**30)
     )
@@ -355,28 +359,29 @@ def test_what_local_checkpoints_take_of_a_host(monkeypatch):
         job = SimpleNamespace(run=SimpleNamespace(mesh=mesh, checkpoint=checkpoint), model=None)
         return list(_local_lines(job, count))
 
-    said = (
+    template = (
         "local checkpoints: {} GiB per host, {}, two steps: {} GiB in /x on each of {}, and {} GiB"
     )
     both, memory = "its part and another host's", " of memory during a save"
-    assert lines(1, 4) == [said.format("2.0", both, "8.0", "4 hosts", "2.0") + memory]
-    assert lines(2, 4) == [said.format("4.0", both, "16.0", "4 hosts", "4.0") + memory]
+    assert lines(1, 4) == [template.format("2.0", both, "8.0", "4 hosts", "2.0") + memory]
+    assert lines(2, 4) == [template.format("4.0", both, "16.0", "4 hosts", "4.0") + memory]
     alone = "its part, without a copy"
-    assert lines(1, 1) == [said.format("8.0", alone, "16.0", "1 host", "8.0") + memory]
+    assert lines(1, 1) == [template.format("8.0", alone, "16.0", "1 host", "8.0") + memory]
     checkpoint = CheckpointConfig()
     assert lines(1, 4) == []
 
 
-def test_evaluations_are_prepared_as_in_training(recipe, tmp_path, capsys):
-    """What is too long for --tokens is skipped by name; what they measure may be the best's metric."""
+def test_evaluations_are_validated_as_in_training(recipe, tmp_path, capsys):
+    """Cases too long for --tokens are skipped by name; checkpoint.best may name a metric of an
+    evaluation."""
     tests = '[{"test": "lines", "tokens": [16, 512], "count": 1}]'
     words = ["--config", recipe, "--run_dir", str(tmp_path), "--evaluations", tests]
     best = ["--checkpoint.best", "lines/lines/512", "--checkpoint.best_is", "highest"]
-    status, said = said_by(capsys, *words, *best, "--dry-run")
-    assert status == 0 and "warning: skipped: lines: its shortest case takes" in said, said
-    status, said = said_by(capsys, *words, "--checkpoint.best", "lines/lines/16", "--dry-run")
-    assert status == 2 and "held_out_loss_nats_per_target, held_out_target_tokens" in said
-    assert "lines/lines/512" in said
+    status, output = run_train(capsys, *words, *best, "--dry-run")
+    assert status == 0 and "warning: skipped: lines: its shortest case takes" in output, output
+    status, output = run_train(capsys, *words, "--checkpoint.best", "lines/lines/16", "--dry-run")
+    assert status == 2 and "held_out_loss_nats_per_target, held_out_target_tokens" in output
+    assert "lines/lines/512" in output
 
 
 PAIRS = [
@@ -386,7 +391,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "orpo", "kto"])
-def test_pairs_are_counted(hf_model, tmp_path, capsys, loss):
+def test_preference_pairs_are_counted(hf_model, tmp_path, capsys, loss):
     records = [
         *PAIRS,
         PAIRS[0] | {"rejected": PAIRS[0]["chosen"]},
@@ -408,13 +413,13 @@ def test_pairs_are_counted(hf_model, tmp_path, capsys, loss):
         "train": {"epochs": 1, "batch_size": 2},
     }
     (tmp_path / "pairs.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    status, said = said_by(capsys, "--config", str(tmp_path / "pairs.yaml"), "--dry-run")
-    assert status == 0, said
+    status, output = run_train(capsys, "--config", str(tmp_path / "pairs.yaml"), "--dry-run")
+    assert status == 0, output
     kinds = "12 labelled completions, 6 desirable" if loss == "kto" else "6 pairs, of"
-    assert f"pairs: {kinds}" in said
-    assert "the chosen completion equals the rejected one" in said and "longer than" in said
+    assert f"pairs: {kinds}" in output
+    assert "the chosen completion equals the rejected one" in output and "longer than" in output
     assert re.search(
-        r"prompts: once for both completions, which saves [\d,]+ of [\d,]+ tokens", said
+        r"prompts: once for both completions, which saves [\d,]+ of [\d,]+ tokens", output
     )
     reference = "reference: none with preference.loss orpo" if loss == "orpo" else "no second model"
-    assert reference in said
+    assert reference in output

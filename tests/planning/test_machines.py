@@ -1,5 +1,4 @@
-"""Machines by the names that people and clouds give them, as topologies; a typo is answered with
-the nearest name."""
+"""Machine names of users and clouds map to topologies; a typo is answered with the nearest name."""
 
 import pytest
 
@@ -36,7 +35,7 @@ from planning.topology import topology_devices
         ("2xv5e:16x16", "2xv5e:16x16", 512, 128),
     ],
 )
-def test_names(name, topology, devices, machines):
+def test_a_machine_name_maps_to_its_topology(name, topology, devices, machines):
     assert topology_of(name) == topology
     assert (device_count(topology), hosts(topology)) == (devices, machines)
     assert topology_of(topology) == topology
@@ -52,7 +51,7 @@ def test_names(name, topology, devices, machines):
         ("1xv5e:4x4", "v5e:4x4", 4),
     ],
 )
-def test_a_number_before_gpus_is_of_their_hosts(name, topology, machines):
+def test_a_number_before_gpus_counts_hosts(name, topology, machines):
     assert topology_of(name) == topology
     assert hosts(topology) == machines and device_count(topology_of(name)) == device_count(topology)
 
@@ -68,14 +67,14 @@ def test_a_number_before_gpus_is_of_their_hosts(name, topology, machines):
         ("v5p-32", "v5p:2x2x4"),
     ],
 )
-def test_an_unlisted_name_is_any_gpu_where_its_memory_is_given(name, topology):
+def test_an_unlisted_name_is_a_generic_gpu_if_any_gpu_is_allowed(name, topology):
     assert topology_of(name, any_gpu=True) == topology
     for name in ("v8x-8", "tpu8x:2x2x1"):
         with pytest.raises(ValueError, match=r"unknown device (v8x|tpu8x)"):
             topology_of(name, any_gpu=True)
 
 
-def test_gpus_are_told_from_tpus():
+def test_gpus_are_distinguished_from_tpus():
     assert all(map(is_gpu, ("h100:2x8", "gpu:1"))) and not any(
         map(is_gpu, ("v4:4x4x4", "2xv5e:4x4"))
     )
@@ -108,7 +107,7 @@ def test_gpus_are_told_from_tpus():
         ("2x2x2xH100", "write 8xH100"),
     ],
 )
-def test_what_is_no_machine_is_named_with_what_is(name, answer):
+def test_an_unknown_name_is_refused_with_a_valid_one(name, answer):
     with pytest.raises(ValueError) as error:
         topology_of(name)
     assert (
@@ -119,8 +118,8 @@ def test_what_is_no_machine_is_named_with_what_is(name, answer):
 
 
 @pytest.mark.parametrize("name", ["v5p-32", "v4-16", "v6e-8", "v5litepod-16", "v3-32", "tpu7x-16"])
-def test_slices_are_those_of_the_compiler(name):
-    """The compiler knows each shape by the number of devices that the name says."""
+def test_slice_shapes_are_known_to_the_compiler(name):
+    """The compiler describes each shape with the number of devices that the name implies."""
     topology = topology_of(name)
     assert len(topology_devices(topology)) == device_count(topology)
     assert accelerator_type(topology) == name

@@ -1,4 +1,4 @@
-"""The memory estimate against real compilers' plans: none is outside the range that is printed."""
+"""The memory estimate against compilers' plans: none is outside the printed range."""
 
 import dataclasses
 
@@ -11,25 +11,25 @@ from planning.plan import Job
 from scripts.benchmarks.evidence import command_of
 from scripts.benchmarks.plan_store import read_plans
 from scripts.benchmarks.table3_cells import MEMORIES, read_cells
-from scripts.plan_options import job_of as asked
+from scripts.plan_options import job_of as job_of_command
 from scripts.plan_options import parser
 from trainer.config.schema import MeshConfig
 
 PLANS = read_plans()
-# Their recipes say more than a plan's own fields.
-OF_RECIPES = {name for name in PLANS if name.startswith(("adapters/", "preference/"))}
-OF_ADAPTERS = {name: plan for name, plan in PLANS.items() if name.startswith("adapters/")}
+# Plans whose recipes have options that the plan's fields do not record.
+RECIPE_PLANS = {name for name in PLANS if name.startswith(("adapters/", "preference/"))}
+ADAPTER_PLANS = {name: plan for name, plan in PLANS.items() if name.startswith("adapters/")}
 
 
 def stored():
-    """The plans without adapters, whose own fields are their jobs; of Table 3 those of our ring,
-    since the other columns switch our chunks off, but those like for like, which are in float32 and
-    a plan does not say so."""
+    """Returns the plans that their own fields define, without adapters; of Table 3 only our ring's,
+    because the other columns disable chunking. Excludes the like-for-like cells: they are in
+    float32, which a plan does not record."""
     cells = [
         cell for cell in read_cells() if cell["column"] == "ring" and cell["memory"] in MEMORIES
     ]
     rings = [cell["plan"] for cell in cells if "plan" in cell]
-    return [plan for name, plan in PLANS.items() if name not in OF_RECIPES] + rings
+    return [plan for name, plan in PLANS.items() if name not in RECIPE_PLANS] + rings
 
 
 def job_of(plan) -> Job:
@@ -49,7 +49,7 @@ def job_of(plan) -> Job:
     return dataclasses.replace(job, group_per_key_head=grouped)
 
 
-def test_every_compiled_plan_lies_in_its_range():
+def test_every_compiled_plan_is_within_the_estimated_range():
     compared = [plan for plan in stored() if plan["remat"] != "everything"]
     estimates = [estimate_memory(job_of(plan)) for plan in compared]
     for high in (HIGH, HIGH_KEPT_ON_TPU):
@@ -65,20 +65,20 @@ def test_every_compiled_plan_lies_in_its_range():
     assert all(job_of(plan).run.mesh.devices == device_count(plan["topology"]) for plan in compared)
 
 
-def test_every_compiled_plan_of_adapters_lies_in_its_range():
-    """Their jobs are the recipes', since a plan does not say what an adapter is."""
+def test_every_compiled_adapter_plan_is_within_the_estimated_range():
+    """Jobs come from the recipes, because a plan does not record its adapter."""
     ratios = []
-    for name, plan in OF_ADAPTERS.items():
-        estimate = estimate_memory(asked(parser().parse_args(command_of(name, plan))))
+    for name, plan in ADAPTER_PLANS.items():
+        estimate = estimate_memory(job_of_command(parser().parse_args(command_of(name, plan))))
         assert estimate.low_share == LOW_OF_ADAPTERS
         ratios.append(plan["peak_gib"] / estimate.total)
     assert len(ratios) >= 3 and min(ratios) >= LOW_OF_ADAPTERS and max(ratios) <= HIGH
     assert min(ratios) < LOW_OF_ADAPTERS + 0.05, "the range is wider than the plans need"
 
 
-def test_what_keeps_everything_takes_no_more_than_estimated():
-    """The compilers share what this policy keeps with what the step works with, so that its
-    estimates are too high."""
+def test_remat_everything_takes_no_more_than_estimated():
+    """Compilers share the memory of what this policy keeps with temporaries, so its estimates are
+    too high."""
     ratios = [
         plan["peak_gib"] / estimate_memory(job_of(plan)).total
         for plan in stored()
@@ -90,7 +90,7 @@ def test_what_keeps_everything_takes_no_more_than_estimated():
 @pytest.mark.parametrize(
     ("gib", "fits"), [(1000.0, "yes"), (31.0, "perhaps"), (10.0, "no"), (None, "yes")]
 )
-def test_fits(gib, fits):
+def test_fits_is_yes_perhaps_or_no_by_device_memory(gib, fits):
     job = dataclasses.replace(Job.of("llama-3.1-8b", "h100:8", 131072), own_device_gib=gib)
     assert estimate_memory(job).fits == fits
 
@@ -103,9 +103,9 @@ def test_a_host_that_is_too_small_does_not_fit():
         assert estimate_memory(dataclasses.replace(job, host_gib=host_gib)).fits == fits
 
 
-def test_experts_of_other_ranks_are_not_gathered_but_their_tokens_are():
-    """Mixtral's layer in bfloat16: a quarter of its experts on each of four ranks, and rows of four
-    ranks' tokens."""
+def test_expert_parallelism_gathers_tokens_instead_of_experts():
+    """Mixtral's layer in bfloat16: each of four ranks holds a quarter of the experts, and rows of
+    four ranks' tokens."""
     plain, split = (
         estimate_memory(
             Job.of("mixtral-8x7b", "h100:8", 8192, batch=8, mesh=MeshConfig(**axes))

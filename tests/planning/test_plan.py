@@ -1,5 +1,5 @@
-"""The TPU compiler's plan of the real step: LLaMA-7B at a million tokens fits, and nothing of
-length x length is kept."""
+"""The TPU compiler's plan of the training step: LLaMA-7B at a million tokens fits, and no array of
+length x length exists."""
 
 import dataclasses
 import itertools
@@ -43,7 +43,7 @@ SMALL = TransformerConfig(
 
 @pytest.fixture(scope="module")
 def compiled():
-    """One minute of the compiler's time, shared."""
+    """Compiles once for all tests: it takes a minute."""
     return compile_step(
         TransformerConfig.preset("llama-7b"), topology_devices("v4:4x4x4"), CONTEXT, remat="nothing"
     )
@@ -57,25 +57,25 @@ def test_llama_7b_at_a_million_tokens_fits_in_14_gib(compiled):
 
 
 @pytest.mark.slow
-def test_nothing_of_length_times_length_is_kept(compiled):
-    """c = 16384 tokens a device. Tiles are 1024 x 1024: no array has two axes of 4096 or more but
-    weights and activations, of which the largest other axis is the hidden size 4096, the FFN width
-    or the vocabulary."""
+def test_no_array_of_length_times_length_exists(compiled):
+    """16384 tokens per device in tiles of 1024 x 1024. Only weights and activations have two axes
+    of 4096 or more; their largest other axis is the hidden size 4096, the FFN width or the
+    vocabulary."""
     tokens = CONTEXT // 64
     assert not arrays_with(compiled.as_text(), tokens)
 
 
 @pytest.mark.slow
-def test_the_ring_is_the_only_permute_and_no_activation_is_gathered(compiled):
+def test_the_ring_uses_permutes_and_no_all_to_all(compiled):
     text = compiled.as_text()
     assert collectives(text)["collective-permute"] > 0
     assert collectives(text)["all-to-all"] == 0
 
 
 @pytest.mark.slow
-def test_what_the_step_sends_and_what_hides_it(compiled):
-    """Each layer's ring runs forward twice (remat `nothing`) and backward once; all but the hops
-    home are behind a kernel."""
+def test_communication_of_the_step_matches_the_plan_and_is_hidden(compiled):
+    """Each layer's ring runs forward twice (remat `nothing`) and backward once; all transfers but
+    the hops home overlap a kernel."""
     sent = communication(compiled.as_text(), 64)
     block = Block(
         batch=1, tokens=CONTEXT // 64, query_heads=32, kv_heads=32, head_dim=128, itemsize=2
@@ -102,9 +102,9 @@ def test_what_the_step_sends_and_what_hides_it(compiled):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_offload_keeps_the_layers_inputs_in_the_hosts_memory(monkeypatch, prefetch):
-    """Layers x tokens a device x hidden size in bfloat16, to the byte: 8 x 4096 x 512 x 2; a host
-    of less is refused."""
+def test_offload_keeps_layer_inputs_in_host_memory(monkeypatch, prefetch):
+    """Layers x tokens per device x hidden size in bfloat16, to the byte: 8 x 4096 x 512 x 2; a
+    smaller host is refused."""
     job = Job.of(SMALL, "v5e:2x2", 4 * 4096, memory={"remat": "offload", "prefetch": prefetch})
     compiled, on_host = job.compile(), 8 * 4096 * 512 * 2
     assert (
@@ -119,8 +119,8 @@ def test_offload_keeps_the_layers_inputs_in_the_hosts_memory(monkeypatch, prefet
     assert refusal.value.needs_gib * GIB == on_host
 
 
-def test_what_is_known_of_moments_is_what_the_step_takes():
-    """Parameters and moments are a step's arguments, but for a batch of 256 tokens and counters."""
+def test_estimated_parameters_and_moments_match_the_steps_arguments():
+    """A step's arguments are parameters and moments, plus a batch of 256 tokens and counters."""
     recipe = dataclasses.replace(
         DEFAULT_RECIPE,
         optimizer=OptimizerConfig(moment_dtype="bfloat16"),
@@ -145,8 +145,9 @@ def planned(*argv) -> Job:
     return job_of(parser().parse_args([str(word) for word in argv]))
 
 
-def test_a_recipe_is_planned_as_it_is_written(repository):
-    """And what stands beside it wins; all of them, whatever their chunks, masks and schedules."""
+def test_a_recipe_is_planned_as_written(repository):
+    """Flags take precedence. Covers every shipped recipe, whatever its chunks, masks and
+    schedule."""
     where = ["--model", "llama-7b", "--topology", "v4:4x4x4"]
     job = planned(
         "--config",
@@ -182,9 +183,9 @@ def test_a_recipe_is_planned_as_it_is_written(repository):
     )
 
 
-def test_the_planned_step_is_the_one_that_train_runs(repository):
-    """Whatever a recipe says that has no option here: precision, parts of a batch, what is
-    trained."""
+def test_the_planned_step_is_the_one_that_training_runs(repository):
+    """Covers recipe options without a flag of the planner: precision, accumulation, trainable
+    parameters."""
     recipe = load(
         [
             "--config",
@@ -207,8 +208,8 @@ def test_the_planned_step_is_the_one_that_train_runs(repository):
         recipe=recipe,
         remat="nothing",
     )
-    moved = compiled.out_info[0]
-    assert set(moved) == {"norm.weight"} and "bf16[" not in compiled.as_text()
+    new_parameters = compiled.out_info[0]
+    assert set(new_parameters) == {"norm.weight"} and "bf16[" not in compiled.as_text()
     assert (
         compiled.as_text()
         != compile_step(
@@ -220,10 +221,10 @@ def test_the_planned_step_is_the_one_that_train_runs(repository):
             recipe=dataclasses.replace(recipe, train=TrainConfig(batch_size=2)),
             remat="nothing",
         ).as_text()
-    ), "no parts"
+    ), "accumulation is ignored"
 
 
-def test_a_models_folder_is_a_model(tmp_path):
+def test_a_models_folder_can_be_planned(tmp_path):
     config = dataclasses.replace(TransformerConfig.preset("smollm2-135m"), num_hidden_layers=3)
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     assert (
@@ -235,7 +236,7 @@ def test_a_models_folder_is_a_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (
             ("--context", "4097"),
@@ -255,10 +256,10 @@ def test_a_models_folder_is_a_model(tmp_path):
         (("--context", "4096", "--schedule", "{name: ring"), "--schedule: not valid YAML"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(argv, said, capsys):
+def test_an_invalid_job_is_a_one_line_error(argv, message, capsys):
     assert main(["--model", "smollm2-135m", "--topology", "v5e:2x2", *argv]) == 2
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert len(error) == 1 and said in error[0]
+    assert len(error) == 1 and message in error[0]
 
 
 @pytest.mark.slow
@@ -271,9 +272,9 @@ def test_what_cannot_be_planned_is_one_line(argv, said, capsys):
     ],
     ids=["two kinds", "three kinds, two layers left over", "groups of layers"],
 )
-def test_layers_are_taken_one_by_one_from_a_tpus_host(kinds, options):
-    """The TPU's compiler takes them out of their period and out of their group, and the host holds
-    12 bytes a parameter."""
+def test_layers_are_streamed_one_by_one_from_a_tpus_host(kinds, options):
+    """The TPU's compiler slices layers out of their period and their group, and the host holds 12
+    bytes per parameter."""
     model = dataclasses.replace(SMALL, family="smollm3", no_rope_layers=kinds)
     sizes = memory(
         compile_step(
@@ -291,8 +292,8 @@ def test_layers_are_taken_one_by_one_from_a_tpus_host(kinds, options):
 
 @pytest.mark.slow
 def test_parameters_and_moments_on_the_host_are_never_whole_on_a_device():
-    """The host holds 12 bytes a parameter beside the layers' inputs, once: what a step moves lies
-    where it lay."""
+    """The host holds 12 bytes per parameter besides the layer inputs, once: updates are in
+    place."""
     sizes = memory(
         compile_step(
             SMALL,
@@ -306,13 +307,13 @@ def test_parameters_and_moments_on_the_host_are_never_whole_on_a_device():
     )
     count = sum(math.prod(parameter.shape) for parameter in declare(SMALL).values())
     assert sizes["host"] * 2**30 == pytest.approx(8 * 4096 * 512 * 2 + 12 * count / 4, rel=0.01)
-    assert sizes["arguments"] * 2**30 <= 64 * 4096  # the batch: six arrays of 4 bytes a token
+    assert sizes["arguments"] * 2**30 <= 64 * 4096  # the batch: six arrays of 4 bytes per token
 
 
 @pytest.mark.slow
-def test_chunks_of_queries_hold_no_queries_of_all_tokens():
-    """Attention's output and its gradient, each tokens x hidden size in bfloat16, are not there;
-    nor are queries."""
+def test_query_chunks_never_hold_the_queries_of_all_tokens():
+    """Attention's output and its gradient, each tokens x hidden size in bfloat16, do not exist; nor
+    do whole queries."""
     config = TransformerConfig(
         vocab_size=1024,
         hidden_size=1024,
@@ -333,21 +334,21 @@ def test_chunks_of_queries_hold_no_queries_of_all_tokens():
         )
         for count in (1, 8)
     )
-    spared = memory(groups)["temporaries"] - memory(chunks)["temporaries"]
-    assert spared * 2**30 >= 2 * tokens * 1024 * 2
-    of_all = f"bf16[1,{tokens},8,128]"
-    assert of_all in groups.as_text() and of_all not in chunks.as_text()
+    saved = memory(groups)["temporaries"] - memory(chunks)["temporaries"]
+    assert saved * 2**30 >= 2 * tokens * 1024 * 2
+    all_queries = f"bf16[1,{tokens},8,128]"
+    assert all_queries in groups.as_text() and all_queries not in chunks.as_text()
 
 
-def test_an_unknown_topology_is_one_line(capsys):
+def test_an_unknown_topology_is_a_one_line_error(capsys):
     assert main(["--model", "llama-7b", "--topology", "v9:1x1", "--context", "1024"]) == 2
     assert "unknown device v9" in capsys.readouterr().err
     with pytest.raises(ValueError, match="write generation:shape"):
         topology_devices("v9:1x1")
 
 
-def test_what_does_not_fit_is_an_answer(capsys):
-    """The compiler's refusal as figures and names, and no trace."""
+def test_a_compiled_plan_that_does_not_fit_prints_its_memory(capsys):
+    """The compiler's refusal becomes sizes and names, without a traceback."""
     job = [
         "--model",
         "smollm2-135m",
@@ -359,20 +360,19 @@ def test_what_does_not_fit_is_an_answer(capsys):
         "everything",
     ]
     assert main([*job, "--compile"]) == 1
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     needs, has = re.search(
-        r"needs ([\d.]+) GiB of ([\d.]+); of it products [\d.]+, attention outputs", said
+        r"needs ([\d.]+) GiB of ([\d.]+); of it products [\d.]+, attention outputs", output
     ).groups()
     assert float(needs) > float(has) == 15.75
 
 
-def test_meshes_in_words():
+def test_a_mesh_flag_is_parsed():
     assert mesh_of("data=4,fsdp=8,dcn.data=2") == MeshConfig(data=4, fsdp=8, dcn={"data": 2})
 
 
 def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
-    """A compiler with known answers: 1 GiB each 1000 tokens, half of it under `nothing`, 7 GiB in
-    all."""
+    """A fake compiler: 1 GiB per 1000 tokens, half of it under `nothing`, 7 GiB available."""
     import planning.plan
 
     def plan(job):
@@ -385,12 +385,12 @@ def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
     monkeypatch.setattr(planning.plan, "plan", plan)
     tried = []
 
-    def two(job):
+    def two_policies(job):
         return [job.changed(memory={"remat": remat}) for remat in ("save_attention", "nothing")]
 
     longest, best, refusal = search(
         Job.of("tiny", "v5e:2x2", 1000),
-        two,
+        two_policies,
         lambda job, _: tried.append((job.context, job.run.memory.remat)),
     )
     assert (longest.context, best["context"], best["remat"], refusal.needs_gib) == (
@@ -409,7 +409,7 @@ def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
     ]
 
 
-def test_the_recipe_is_that_of_the_plan_that_the_compiler_chose(monkeypatch, tmp_path, capsys):
+def test_the_written_recipe_is_the_plan_that_compiled(monkeypatch, tmp_path, capsys):
     import planning.plan
 
     def plan(job):
@@ -467,9 +467,9 @@ def test_the_recipe_is_that_of_the_plan_that_the_compiler_chose(monkeypatch, tmp
     assert not recipe.exists() and "does not fit, says the compiler" in capsys.readouterr().err
 
 
-def test_the_ways_of_a_job():
-    """Llama 3.1 8B, four rows on 16 chips: every way has all chips, rows go to fsdp first, none is
-    slower than the next."""
+def test_candidates_of_a_job_use_all_chips_and_come_fastest_first():
+    """Llama 3.1 8B, four rows on 16 chips: every candidate uses all chips, rows go to fsdp first,
+    and none is slower than the next."""
     job = Job.of("llama-3.1-8b", "v5e:4x4", 8192, batch=4)
     jobs = candidates(job)
     meshes = {
@@ -495,7 +495,7 @@ def test_the_ways_of_a_job():
     }
     seconds = [candidate.time_range().high for candidate in jobs]
     assert all(later > 0.9 * earlier for earlier, later in itertools.pairwise(seconds)), (
-        "rounded to two digits"
+        "order holds up to rounding to two digits"
     )
     assert len(jobs) > 10 and seconds[-1] > 1.2 * seconds[0]
     assert all(
@@ -504,8 +504,8 @@ def test_the_ways_of_a_job():
     )
 
 
-def test_an_axis_may_be_a_part_of_a_physical_one():
-    """8 x 4 x 2 devices on a torus of 4 x 4 x 4, every device once."""
+def test_a_mesh_axis_may_be_part_of_a_physical_axis():
+    """8 x 4 x 2 devices on a 4 x 4 x 4 torus, each device once."""
     mesh = make_mesh(MeshConfig(fsdp=8, tensor=4, sequence=2), topology_devices("v5p:4x4x4"))
     assert (
         mesh.devices.shape == (1, 8, 1, 4, 2)

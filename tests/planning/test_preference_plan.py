@@ -1,5 +1,5 @@
-"""Plans of preference tuning: the step that is planned is the one that trains, without a second
-model's arrays."""
+"""Plans of preference tuning: the planned step is the trained one, without the arrays of a second
+model."""
 
 import dataclasses
 import math
@@ -51,14 +51,14 @@ def job(**preference):
 
 @pytest.mark.parametrize("loss", ["sigmoid", pytest.param("kto", marks=pytest.mark.slow)])
 def test_a_step_has_no_second_model_and_no_whole_logits(loss):
-    """The base serves as the reference once, before the first step: a step reads two numbers for
-    each pair."""
+    """The base is the reference and runs once, before the first step: a step reads two numbers per
+    pair."""
     devices = jax.devices()[:1]
     text = compile_run(job(), MODEL, devices).memory_analysis()
     compiled = compile_run(job(loss=loss), MODEL, devices)
     memory = compiled.memory_analysis()
-    more = memory.argument_size_in_bytes - text.argument_size_in_bytes
-    assert 0 < more < 4 * LENGTH + 1024 < text.argument_size_in_bytes / 100
+    extra_arguments = memory.argument_size_in_bytes - text.argument_size_in_bytes
+    assert 0 < extra_arguments < 4 * LENGTH + 1024 < text.argument_size_in_bytes / 100
     logits = [
         size
         for size in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())
@@ -71,23 +71,23 @@ def test_a_step_has_no_second_model_and_no_whole_logits(loss):
 
 
 def test_the_plan_at_128k_tokens_has_no_whole_logits_and_no_reference():
-    """The CUDA compiler's figures for the recipe, of one of its eight GPUs."""
+    """The CUDA compiler's figures for the recipe, for one of its eight GPUs."""
     plan = read_plans()["preference/llama31_8b_128k_qlora"]
     shape = TransformerConfig.preset(plan["model"])
     logits = plan["context"] / 8 * shape.vocab_size * 4 / 2**30
     assert plan["temporaries_gib"] < logits / 2
     both_embeddings = 2 * shape.vocab_size * shape.hidden_size
     others = sum(math.prod(entry.shape) for entry in hf_layout(shape)) - both_embeddings
-    base = (2 * both_embeddings + others / 2) / 8 / 2**30  # bfloat16, and codes of 4 bits
+    base = (2 * both_embeddings + others / 2) / 8 / 2**30  # bfloat16, and 4-bit codes
     arguments = plan["peak_gib"] - plan["temporaries_gib"]
-    assert base < arguments < 1.5 * base, "one base, adapters and their moments"
+    assert base < arguments < 1.5 * base, "more than one base, adapters and their moments"
 
 
-def test_the_planned_batch_is_that_of_the_run():
+def test_the_planned_batch_has_the_arrays_of_training():
     run = job(loss="kto")
     _, batch = plan.model_and_batch(run, MODEL, plan.make_mesh(run.mesh, jax.devices()[:1]))
     names = {"pairs", "chosen_shares", "references", "labels", "label_shares", "shared"}
     assert names <= batch.keys() and batch["references"].shape == (1, 1, 2)
     windowed = changed(run, attention={"window": 8})
     _, batch = plan.model_and_batch(windowed, MODEL, plan.make_mesh(run.mesh, jax.devices()[:1]))
-    assert "shared" not in batch, "a window counts tokens of the row"
+    assert "shared" not in batch, "windows count tokens of the row, so prompts cannot be shared"

@@ -1,4 +1,4 @@
-"""The head of a planned recipe names the command that trains on its machine."""
+"""The header of a planned recipe has the command that trains on its machine."""
 
 import pathlib
 
@@ -27,7 +27,7 @@ CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
         ("tpu7x:2x2x2", ["# Command   scripts/launch_tpu.sh run NAME --zone ZONE --machine-type"]),
     ],
 )
-def test_a_command_that_each_host_has_to_run_says_so(topology, command):
+def test_the_header_has_the_command_for_the_machine(topology, command):
     job = Job.of("llama-3.1-8b", topology, 8192)
     recipe = recipe_of(job, {}, None)
     text = recipe_text(job, recipe, "recipe.yaml", None)
@@ -38,7 +38,7 @@ def test_a_command_that_each_host_has_to_run_says_so(topology, command):
     assert yaml.safe_load(text) == recipe
 
 
-def test_a_mesh_is_written_with_its_order():
+def test_a_mesh_is_written_with_its_axis_order():
     mesh = MeshConfig(fsdp=2, sequence=4, order=("sequence", "data", "fsdp", "tensor"))
     recipe = recipe_of(Job.of("llama-3.1-8b", "h100:8", 8192, mesh=mesh), {}, None)
     written = yaml.safe_load(yaml.safe_dump(recipe))["mesh"]
@@ -55,17 +55,15 @@ def test_a_mesh_is_written_with_its_order():
         ("llama31_70b_128k_v5p", "llama-3.1-70b"),
     ],
 )
-def test_a_plan_beyond_the_trained_length_writes_the_rescaling_of_the_shipped_recipe(
-    shipped, model
-):
+def test_a_plan_beyond_the_trained_length_rescales_rope_like_the_shipped_recipe(shipped, model):
     expected = yaml.safe_load((CONFIGS / f"{shipped}.yaml").read_text(encoding="utf-8"))
     job = Job.of(model, "h100:8", expected["data"]["context_length"])
     written = recipe_of(job, {}, None)
     assert written.get("model", {}).get("overrides") == expected["model"].get("overrides")
-    assert recipe_of(job, written, None) == written, "a recipe that is planned again stays as it is"
+    assert recipe_of(job, written, None) == written, "planning a recipe again changes it"
 
 
-def test_a_recipe_for_unknown_data_names_template_rate_warmup_and_length(tmp_path):
+def test_a_planned_recipe_has_defaults_for_template_rate_warmup_and_steps(tmp_path):
     job = Job.of("qwen3-8b", "h100:8", 131072)
     recipe = recipe_of(job, {}, None)
     path = tmp_path / "planned.yaml"
@@ -79,20 +77,20 @@ def test_a_recipe_for_unknown_data_names_template_rate_warmup_and_length(tmp_pat
     assert (config.data.template, config.optimizer.learning_rate) == ("tokenizer", 1e-5)
     assert config.train.for_epochs(200).steps == 200 and config.optimizer.first_steps(200) == 6
     assert recipe_of(job, {}, None, "chatml")["data"]["template"] == "chatml"
-    given = {
+    own_values = {
         "data": {"template": "koala"},
         "optimizer": {"learning_rate": 3e-4, "warmup_steps": 9},
         "train": {"steps": 50},
     }
-    kept = recipe_of(job, given, None)
+    kept = recipe_of(job, own_values, None)
     assert (
         kept["data"]["template"] == "koala"
-        and kept["optimizer"] == given["optimizer"]
+        and kept["optimizer"] == own_values["optimizer"]
         and kept["train"]["steps"] == 50
     )
 
 
-def test_a_recipe_that_chooses_rope_itself_keeps_its_choice():
+def test_a_recipes_own_rope_settings_are_kept():
     overrides = {"rope_theta": 5e6}
     written = recipe_of(
         Job.of("qwen3-8b", "h100:8", 131072), {"model": {"overrides": overrides}}, None
@@ -100,8 +98,9 @@ def test_a_recipe_that_chooses_rope_itself_keeps_its_choice():
     assert written["model"]["overrides"] == overrides
 
 
-def test_every_preset_takes_the_positions_that_its_plan_proposes():
-    """At four times its trained length; Phi-3's files cannot name YaRN, so that the base grows instead."""
+def test_every_preset_accepts_its_planned_positions():
+    """At four times its trained length; Phi-3's config cannot express YaRN, so its base grows
+    instead."""
     for family in FAMILIES.values():
         for name in family.presets:
             model = TransformerConfig.preset(name)
@@ -117,7 +116,7 @@ def test_every_preset_takes_the_positions_that_its_plan_proposes():
     assert overrides == {"max_position_embeddings": 16384, "rope_theta": 41197.0}
 
 
-def test_longrope_beyond_its_length_is_said():
+def test_longrope_beyond_its_fitted_length_is_reported():
     scaling = {
         "rope_type": "longrope",
         "short_factor": [1.0] * 48,
@@ -127,9 +126,9 @@ def test_longrope_beyond_its_length_is_said():
     phi = TransformerConfig.preset("phi-3-mini-4k").with_positions(
         rope_scaling=scaling, max_position_embeddings=131072
     )
-    for context, said in ((131072, False), (262144, True)):
+    for context, reported in ((131072, False), (262144, True)):
         job = Job.of(phi, "h100:8", context)
         recipe = recipe_of(job, {}, "org/name")
         text = recipe_text(job, recipe, "recipe.yaml", None)
-        assert ("longrope are fitted to 131,072 tokens" in text) == said
+        assert ("longrope are fitted to 131,072 tokens" in text) == reported
         assert "overrides" not in recipe["model"]

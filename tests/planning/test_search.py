@@ -7,8 +7,8 @@ from planning.search import meshes
 from trainer.config.checks import check
 
 
-def test_meshes_leave_rows_for_every_part_of_a_batch():
-    """Of eight rows in four parts, two are computed at a time, and so fsdp is at most 2."""
+def test_fsdp_is_at_most_the_rows_of_an_accumulation_step():
+    """Eight rows accumulated in four parts are computed two at a time, so fsdp is at most 2."""
     job = Job.of("llama-3.1-8b", "v5e:2x4", 8192, batch=8).changed(train={"accumulation": 4})
     candidates = meshes(job)
     assert {(mesh.fsdp, mesh.tensor, mesh.sequence) for mesh in candidates} == {
@@ -21,7 +21,7 @@ def test_meshes_leave_rows_for_every_part_of_a_batch():
         check(job.changed(mesh=mesh).run, "plan")
 
 
-def test_a_batch_that_does_not_divide_into_its_parts_is_refused():
+def test_a_batch_not_divisible_by_accumulation_is_refused():
     job = Job.of("llama-3.1-8b", "v5e:2x4", 8192, batch=6).changed(train={"accumulation": 4})
     with pytest.raises(
         ValueError,
@@ -30,9 +30,9 @@ def test_a_batch_that_does_not_divide_into_its_parts_is_refused():
         meshes(job)
 
 
-def test_rows_of_a_mixture_go_to_experts_too():
-    """Of 4 rows on 8 chips expert is 1, 2 or 4, as it divides the model's experts; never of a dense
-    model."""
+def test_rows_of_a_mixture_are_also_split_over_experts():
+    """For 4 rows on 8 chips expert is 1, 2 or 4, dividing the model's experts; for a dense model
+    always 1."""
     mixture, dense = (
         Job.of(model, "v5e:2x4", 8192, batch=4) for model in ("mixtral-8x7b", "llama-3.1-8b")
     )

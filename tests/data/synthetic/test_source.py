@@ -1,5 +1,5 @@
-"""Generated exercises: deterministic, right, of all sizes, and without a pair of key and value that
-evaluation has."""
+"""Generated exercises: deterministic, correct, of all sizes, and without any key-value pair of the
+evaluation."""
 
 import collections
 import itertools
@@ -20,7 +20,7 @@ from eval import line_cases
 
 
 def count(text):
-    """Tokens are words and marks."""
+    """Counts words and punctuation marks as tokens."""
     return len(re.findall(r"\w+|[^\w\s]", text))
 
 
@@ -39,7 +39,7 @@ def test_exercises_are_deterministic_and_of_all_sizes(task):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_answers_are_in_the_text_and_no_pair_is_evaluations(task):
+def test_answers_are_in_the_text_and_no_pair_is_for_evaluation(task):
     for number in range(5):
         exercise = exercise_of(Spec(task, 5, 0, None), None, number, 20)
         assert all(item in exercise.text for item in exercise.expected)
@@ -61,7 +61,7 @@ def test_answers_are_in_the_text_and_no_pair_is_evaluations(task):
         )
 
 
-def test_the_answer_is_the_one_of_the_key():
+def test_the_answer_belongs_to_the_key():
     for number in range(8):
         exercise = exercise_of(Spec("lines", 5, 0, None), None, number, 30)
         key = re.search(r"in line (\S+)\?", exercise.text)[1]
@@ -72,11 +72,11 @@ def test_the_answer_is_the_one_of_the_key():
             and len(record) == 30
         )
         paragraphs = exercise_of(Spec("copying", 5, 0, None), None, number, 9)
-        asked = re.search(r"Repeat paragraph (\d+)", paragraphs.text)[1]
-        assert f"Paragraph {asked}:{paragraphs.rest}" in paragraphs.text
+        repeated = re.search(r"Repeat paragraph (\d+)", paragraphs.text)[1]
+        assert f"Paragraph {repeated}:{paragraphs.rest}" in paragraphs.text
 
 
-def test_lines_take_the_wording_of_a_file(tmp_path):
+def test_lines_use_the_wording_of_a_file(tmp_path):
     strange = line_cases.Wording("Learn:\n", "* {key} = {number}\n", "What is {key}?")
     line_cases.write(line_cases.generate(5, 1, wording=strange), tmp_path / "like.jsonl")
     record, *_ = generate(f"synthetic:lines?count=3&like={tmp_path}/like.jsonl", 500, count)
@@ -85,7 +85,7 @@ def test_lines_take_the_wording_of_a_file(tmp_path):
     )
 
 
-def test_tokens_decide_how_many_exercises_there_are():
+def test_a_number_of_tokens_determines_the_count():
     records = generate("synthetic:lines?tokens=60000", 3000, count)
     assert len(records) == 40
     tokens = sum(count(turn["value"]) for record in records for turn in record["conversations"])
@@ -93,7 +93,7 @@ def test_tokens_decide_how_many_exercises_there_are():
     assert Spec.parse("synthetic:lines?tokens=4M").tokens == 4 << 20
 
 
-def test_a_further_question_repeats_its_share_of_the_lines():
+def test_a_second_question_repeats_its_share_of_the_lines():
     path = "synthetic:lines?count=20&share=0.25&like=data/fixtures/line_cases.jsonl"
     for record in generate(path, 600, count):
         text, first, *further = [turn["value"] for turn in record["conversations"]]
@@ -109,7 +109,7 @@ def test_a_further_question_repeats_its_share_of_the_lines():
 
 
 @pytest.mark.parametrize("template", ["vicuna_v1.1", "koala"])
-def test_short_contexts_have_lines_to_choose_from_and_room_for_the_template(repository, template):
+def test_short_contexts_have_several_lines_and_room_for_the_template(repository, template):
     tokenizer = Tokenizer.load(repository / "data/fixtures/lines_tokenizer")
     path = f"synthetic:lines?count=200&seed=1&share=1.0&like={repository}/data/fixtures/line_cases.jsonl"
     records = generate(path, 128, lambda text: len(tokenizer.encode(text)))
@@ -123,10 +123,10 @@ def test_short_contexts_have_lines_to_choose_from_and_room_for_the_template(repo
     assert max(lengths) <= 128
     assert (
         max(record["conversations"][0]["value"].count("line ") for record in records) > 2
-    )  # the question says it once
+    )  # the question contains it once
 
 
-def test_files_are_kept_and_depend_on_all_that_changes_them(tmp_path, monkeypatch):
+def test_files_are_cached_by_everything_that_changes_them(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("LONGSTRIPE_CACHE", "~/own")
     calls = collections.Counter()
@@ -148,8 +148,8 @@ def test_files_are_kept_and_depend_on_all_that_changes_them(tmp_path, monkeypatc
     assert len(others | {first}) == 4 and len(first.read_text().splitlines()) == 4
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """After a loss of power it is whole or not there."""
+def test_a_file_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
+    """After a power loss it is complete or does not exist."""
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path))
     events, rename = [], os.replace
 
@@ -178,7 +178,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
         ("synthetic:lines?like=gone.jsonl", "gone.jsonl: no line cases"),
     ],
 )
-def test_paths_that_are_wrong_are_refused(path, words):
+def test_invalid_paths_are_refused(path, words):
     with pytest.raises(UserError) as error:
         generate(path, 500, count)
     assert words in str(error.value)
@@ -186,7 +186,7 @@ def test_paths_that_are_wrong_are_refused(path, words):
         generate("synthetic:lines", 50, count)
 
 
-def test_lines_of_a_million_tokens_are_as_many_as_there_are_numbers_for():
+def test_lines_of_a_million_tokens_are_limited_by_the_available_numbers():
     records = generate("synthetic:lines?count=4", 1_000_000, lambda text: len(text) // 5)
     lines = [
         record["conversations"][0]["value"].count("REGISTER_CONTENT is <") for record in records

@@ -1,4 +1,4 @@
-"""Pairs of key and value are split between training and evaluation, and keys are different."""
+"""Key-value pairs are split between training and evaluation, and keys are distinct."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from data.synthetic.split import (
 from data.synthetic.words import KINDS, keys
 
 
-def test_an_eighth_of_the_pairs_is_for_evaluation_and_none_for_both():
+def test_an_eighth_of_the_pairs_is_for_evaluation_and_none_is_for_both():
     names = keys("noun_noun", 400)[:400]
     share = np.mean([is_evaluation(key, number) for key in names for number in range(50)])
     assert share == pytest.approx(EVALUATION_SHARE, abs=0.01)
@@ -26,8 +26,8 @@ def test_an_eighth_of_the_pairs_is_for_evaluation_and_none_for_both():
     assert not pairs[False] & pairs[True]
 
 
-def test_the_split_is_that_of_earlier_versions():
-    """Models were trained on it: it must not change."""
+def test_the_split_matches_earlier_versions():
+    """Models were trained on it, so it must not change."""
     assert [number for number in range(60) if is_evaluation("amber-falcon", number)] == [
         0,
         4,
@@ -47,7 +47,7 @@ def test_too_many_keys_are_refused():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_are_different_and_without_end(kind):
+def test_keys_are_distinct_and_unlimited(kind):
     for count in (10, 60_000):
         names = keys(kind, count)
         assert len(set(names)) == len(names) >= count

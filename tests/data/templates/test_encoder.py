@@ -1,5 +1,4 @@
-"""Ranges and segments of a rendered conversation, against what a look at each character and token
-would give."""
+"""Ranges and segments of a rendered conversation, against checking every character and token."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ TEXT = "abc de fgh the end of it all  and more words come here"
 
 @st.composite
 def in_order(draw, most=54):
-    """Ranges of at least one place, in order, which may touch."""
+    """Draws ordered, non-empty ranges, which may touch."""
     cuts = sorted(draw(st.sets(st.integers(0, most), max_size=10)))
     parts = list(pairwise(cuts))
     kept = draw(st.lists(st.booleans(), min_size=len(parts), max_size=len(parts)))
@@ -36,7 +35,7 @@ def overlap(a, b):
 
 @settings(max_examples=200, deadline=None)
 @given(in_order(20), in_order(20))
-def test_overlaps_are_those_of_places(ranges, others):
+def test_overlaps_match_sets_of_positions(ranges, others):
     assert _any_overlap(ranges, others) == any(overlap(a, b) for a in ranges for b in others)
     for other in others:
         assert list(_overlapping(ranges, *other)) == [a for a in ranges if overlap(a, other)]
@@ -44,7 +43,7 @@ def test_overlaps_are_those_of_places(ranges, others):
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4))), st.integers(0, 12))
-def test_segments_are_runs_of_equal_training(parts, count):
+def test_segments_are_runs_of_equal_masks(parts, count):
     """Ranges are added in order of their starts; they may touch, overlap or be empty."""
     ranges = []
     expected = [False] * 20
@@ -66,7 +65,7 @@ def tokenizer():
 @settings(max_examples=100, deadline=None)
 @given(trained=in_order(), place=st.integers(0, len(TEXT) - 3), width=st.integers(1, 3))
 def test_a_token_is_trained_on_if_any_of_its_characters_are(tokenizer, trained, place, width):
-    """Text on both sides of one control token, which the tokenizer encodes apart."""
+    """Text on both sides of one control token, each side encoded separately."""
     control = Control(place, place + width, place, place + width, tokenizer.eos_id)
     segments = encode(SimpleNamespace(text=TEXT), [control], trained, tokenizer)
     expected = []
@@ -75,7 +74,7 @@ def test_a_token_is_trained_on_if_any_of_its_characters_are(tokenizer, trained, 
             expected.append((tokenizer.eos_id, any(overlap(t, (place, start)) for t in trained)))
         spans = tokenizer.encode_spans(TEXT[start:end], start == 0)
         for token, (a, b) in zip(spans.ids, spans.offsets, strict=True):
-            # A token without characters is placed where the next one begins.
+            # A token without characters counts as the character that follows.
             places = (start + a, start + max(b, a + 1))
             expected.append((token, any(overlap(t, places) and t[0] < end for t in trained)))
     assert [(token, s.train) for s in segments for token in s.ids] == expected

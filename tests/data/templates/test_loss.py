@@ -1,4 +1,5 @@
-"""What is trained on under templates without a generation prompt, with blocks, and with a date."""
+"""What is trained on under templates without a generation prompt, with generation blocks, and with
+a date."""
 
 from datetime import datetime
 
@@ -34,12 +35,12 @@ def test_without_a_generation_prompt_the_heading_is_not_trained_on(tmp_path):
     assert notes == {"reasoning left out: the template cannot write it"}
 
 
-def test_a_block_is_trained_on_alone(tmp_path):
+def test_only_a_generation_block_is_trained_on(tmp_path):
     texts, _ = trained(tokenizer_with("{% for m in messages %}" + CUT + "{% endfor %}", tmp_path))
     assert [text.strip() for text in texts] == ["ANSWER: 4</s>"]
 
 
-def test_the_date_is_the_recipes(tmp_path):
+def test_the_date_comes_from_the_recipe(tmp_path):
     tokenizer = tokenizer_with(
         "{{ strftime_now('%d %B %Y') }}{% for m in messages %}" + TURN + "{% endfor %}", tmp_path
     )
@@ -51,8 +52,9 @@ def test_the_date_is_the_recipes(tmp_path):
         )
 
 
-def test_all_that_ends_an_answer_is_trained_on(tmp_path):
-    """Two end tokens, one after a text, a text alone; not the heading that is always written."""
+def test_everything_that_ends_an_answer_is_trained_on(tmp_path):
+    """Two end tokens, an end token after text, text only; but not a heading that is always
+    written."""
     heading = "{{ '<unk>assistant\n' }}"
     for number, (end, extra, expected) in enumerate(
         [

@@ -1,5 +1,5 @@
-"""Templates that only write contents run once for conversations of the same roles, and give what
-they give when they run; templates that look at contents are known."""
+"""Templates that only write contents run once for conversations with the same roles, and their
+outlines give the same results; templates that inspect contents are detected."""
 
 import pytest
 
@@ -35,7 +35,7 @@ ORDERS = [
 
 
 def _merged(runs):
-    """Returns (characters, turn, offset), with the template's texts that touch as one."""
+    """Returns (characters, turn, offset), with adjacent texts of the template merged."""
     merged = []
     for length, source, offset in runs:
         turn = None if source is None else (source.turn, source.field)
@@ -47,7 +47,7 @@ def _merged(runs):
 
 
 @pytest.mark.parametrize("source", WRITING)
-def test_an_outline_gives_what_the_template_gives(source):
+def test_an_outline_gives_the_same_result_as_the_template(source):
     assert compile_template(source).only_writes
     template = Template(source, (("bos_token", "<s>"), ("eos_token", "</s>")), TEMPLATE_DATE)
     compared = 0
@@ -77,9 +77,7 @@ def test_a_template_runs_once_for_the_same_roles(monkeypatch):
     _outline.cache_clear()
     runs = []
     run = Template._run
-    monkeypatch.setattr(
-        Template, "_run", lambda self, *given: (runs.append(1), run(self, *given))[1]
-    )
+    monkeypatch.setattr(Template, "_run", lambda self, *args: (runs.append(1), run(self, *args))[1])
     template = Template(
         BUILT_IN["chatml"], (("bos_token", "<s>"), ("eos_token", "</s>")), TEMPLATE_DATE
     )
@@ -130,13 +128,13 @@ def test_a_template_runs_once_for_the_same_roles(monkeypatch):
         "".join(f"{{% set a{n} = a{n + 1} %}}" for n in range(99)),
     ],
 )
-def test_a_template_that_may_look_at_contents_runs_every_time(source):
-    if source.startswith("{% set a0"):  # so many variables that the search for contents is ended
+def test_a_template_that_may_inspect_contents_runs_every_time(source):
+    if source.startswith("{% set a0"):  # so many variables that the search for contents gives up
         source += "{% set a99 = messages[0].content %}{{ a0 }}"
     assert not compile_template(source).only_writes
 
 
-def test_the_work_for_long_contents_is_counted_in_an_outline():
+def test_an_outline_counts_the_work_for_long_contents():
     source = "{% for i in range(9000) %}{{ messages[0].content }}{% endfor %}"
     assert compile_template(source).only_writes
     template = Template(source, (), TEMPLATE_DATE)

@@ -1,4 +1,4 @@
-"""Every chat template of TRL's wheel: ids, masks and refusals are transformers'."""
+"""Every chat template of TRL's wheel: ids, masks and refusals match transformers."""
 
 import copy
 import re
@@ -16,7 +16,7 @@ from tests.data.test_templates import TINY
 from tests.trl_templates import trl_templates
 
 TEMPLATES = trl_templates()
-# Tags that are added tokens in some tokenizers and text in others.
+# Tags that are added tokens in some tokenizers and plain text in others.
 TAGS = [
     "<think>",
     "</think>",
@@ -149,7 +149,7 @@ CASES = {
 
 
 def message(turn):
-    """Returns a turn of OpenAI's form as a Message."""
+    """Returns a turn in OpenAI's form as a Message."""
     turn = dict(turn)
     reasoning, calls = turn.pop("reasoning_content", None), tuple(turn.pop("tool_calls", ()))
     return Message(**turn, reasoning=reasoning, tool_calls=calls)
@@ -157,7 +157,7 @@ def message(turn):
 
 @pytest.fixture(autouse=True)
 def one_date(monkeypatch):
-    """Gives transformers our date."""
+    """Makes transformers use our date."""
     from transformers.utils import chat_template_utils
 
     class Fixed(datetime):
@@ -170,8 +170,8 @@ def one_date(monkeypatch):
 
 @pytest.fixture(scope="module", params=["tags are tokens", "tags are text"])
 def pair(request, tmp_path_factory):
-    """Returns our tokenizer and transformers', with what the templates write between <| and |> as
-    tokens."""
+    """Returns our tokenizer and transformers', in which everything that the templates write between
+    <| and |> is a token."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Library
     from transformers import AutoTokenizer
@@ -198,8 +198,8 @@ def ids_and_mask(segments):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_ids_and_masks_are_transformers(pair, name):
-    """For every conversation; where a tag in a turn stays text, that is said."""
+def test_ids_and_masks_match_transformers(pair, name):
+    """For every conversation; a tag of a turn that stays text is reported."""
     tokenizer, theirs = pair
     ours = copy.copy(tokenizer)
     ours.chat_template = TEMPLATES[name]
@@ -222,8 +222,8 @@ def test_ids_and_masks_are_transformers(pair, name):
                 list(map(message, turns)), "tokenizer", ours, tools=tools or ()
             )
         except UserError as error:
-            # What would train on a text without the turns, or without their calls, is refused
-            # though transformers is content.
+            # Texts without the turns or their calls would be trained on: refused, although
+            # transformers accepts them.
             left_out = ["weather("] if tools else ["Four", "Six"]
             assert "does not write a turn's `tool_calls`" in str(
                 error
@@ -259,8 +259,8 @@ TRAINING = [name for name in TEMPLATES if f"{name}_training" in TEMPLATES]
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_the_loss_is_what_the_training_form_marks(pair, name):
-    """But for parts of the generation prompt, and what follows the end token."""
+def test_the_loss_mask_matches_the_training_form(pair, name):
+    """Except for parts of the generation prompt, and text after the end token."""
     tokenizer, theirs = pair
     prompt = theirs.apply_chat_template(
         [FIRST], add_generation_prompt=True, tokenize=False, chat_template=TEMPLATES[name]
@@ -279,7 +279,7 @@ def test_the_loss_is_what_the_training_form_marks(pair, name):
             ids, mask = ids_and_mask(segments)
             masks.append(mask)
             texts.append(ids)
-        if len(texts) < 2 or texts[0] != texts[1]:  # some write other whitespace
+        if len(texts) < 2 or texts[0] != texts[1]:  # some write different whitespace
             continue
         # Gemma 4 ends a call with this token, as its generation_config.json says.
         end_of_call = tokenizer.controls["<|tool_response>"].id
@@ -293,7 +293,7 @@ def test_the_loss_is_what_the_training_form_marks(pair, name):
             before = ours.decode(ids[answer.start : trained[0]], False)
             after = ours.decode(ids[trained[-1] + 1 : answer.stop], False)
             assert before in prompt, (case, before)
-            # Phi-3's closes the whole conversation with EOS.
+            # Phi-3's ends the whole conversation with EOS.
             closes = answer.stop == len(ids) and after.strip() == tokenizer.eos_token
             assert not after.strip() or closes, (case, after)
 
@@ -306,8 +306,8 @@ def _runs(mask):
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize("text", ["Easy.", ""])
-def test_reasoning_has_the_names_that_transformers_gives_it(pair, name, text):
-    """Each template reads one of the names; an empty text is not a missing one."""
+def test_reasoning_has_the_same_field_names_as_in_transformers(pair, name, text):
+    """Each template reads one of the names; an empty text differs from a missing one."""
     tokenizer, theirs = pair
     turns = [FIRST, _answer("Four.", **{name: text}), SECOND, _answer("Six.")]
     messages = Cleaner().clean({"messages": turns}).messages
@@ -333,7 +333,7 @@ DUMPS = [
     "{{ messages | tojson(indent=2) }}",
 ]
 CALL = [_call("weather", city="Ulm")]
-WRITTEN_WHOLE = [
+DUMPED_TURNS = [
     _answer("Four."),
     {"content": "Four.", "role": "assistant"},
     *(
@@ -349,8 +349,8 @@ WRITTEN_WHOLE = [
 
 
 @pytest.mark.parametrize("template", DUMPS)
-@pytest.mark.parametrize("turn", WRITTEN_WHOLE, ids=str)
-def test_a_turn_that_is_written_whole_has_its_fields_in_transformers_order(pair, template, turn):
+@pytest.mark.parametrize("turn", DUMPED_TURNS, ids=str)
+def test_a_dumped_turn_has_its_fields_in_the_order_of_transformers(pair, template, turn):
     tokenizer, theirs = pair
     turns = [FIRST, turn]
     ours = copy.copy(tokenizer)
@@ -375,8 +375,8 @@ VARIABLES = {
 
 
 @pytest.mark.parametrize("case", ["plain", "in two turns", "calls and reasoning"])
-def test_variables_change_the_ids_as_they_do_transformers(pair, case):
-    """Of every template, whether a recipe or a record gives them."""
+def test_template_variables_change_ids_as_in_transformers(pair, case):
+    """For every template, whether a recipe or a record sets them."""
     tokenizer, theirs = pair
     turns, tools = CASES[case]
     messages, changed = list(map(message, turns)), 0
@@ -398,7 +398,7 @@ def test_variables_change_the_ids_as_they_do_transformers(pair, case):
                 messages, "tokenizer", ours, tools=tools or (), template_kwargs=VARIABLES
             )
         except Exception:
-            continue  # refused by the template: see the test above
+            continue  # refused by the template, as tested above
         by_recipe = encode_conversation(
             messages, "tokenizer", ours.with_template_kwargs(VARIABLES), tools=tools or ()
         )
@@ -408,7 +408,7 @@ def test_variables_change_the_ids_as_they_do_transformers(pair, case):
     assert changed >= 5
 
 
-def test_variables_that_a_template_does_not_read_are_counted_and_its_own_are_refused(pair):
+def test_unread_template_variables_are_counted_and_reserved_ones_refused(pair):
     ours = copy.copy(pair[0])
     ours.chat_template = TEMPLATES["qwen3"]
     turns = [message(FIRST), message(_answer("Four."))]

@@ -1,5 +1,5 @@
-"""Random templates of loops, macros, filters and methods: each ends in time and memory, with
-transformers' text or refused."""
+"""Random templates of loops, macros, filters and methods: each finishes within time and memory
+limits, and either matches transformers or is refused."""
 
 import gc
 import random
@@ -108,7 +108,7 @@ SIGNS = ["+", "~", "*", "%", "**", "-", "//", "in", "==", "<", "not in", "and", 
 
 
 class Grammar:
-    """Makes templates of a seed."""
+    """Generates templates from a seed."""
 
     def __init__(self, seed):
         self._random = random.Random(seed)
@@ -164,12 +164,12 @@ class Grammar:
 
 
 def run(seeds, compare):
-    """Renders the templates of the seeds, and returns how many were rendered and refused, and the
-    longest time.
+    """Renders the templates of the seeds; returns how many were rendered and refused, and the
+    longest time in seconds.
 
     Args:
-      compare: what is rendered is compared with transformers' text; with its sandbox, many of the
-        others would take all memory, and some of these 2 GB.
+      compare: whether to compare rendered texts with transformers'. In its sandbox, many of the
+        refused templates would take all memory, and some of the rendered ones 2 GB.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -200,8 +200,9 @@ def run(seeds, compare):
 
 
 @pytest.fixture(autouse=True)
-def objects_of_other_tests_are_left_alone():
-    """Else the garbage collector walks over millions of them while a template is timed."""
+def freeze_objects_of_other_tests():
+    """Otherwise the garbage collector would walk over millions of them while a template is
+    timed."""
     gc.collect()
     gc.freeze()
     yield
@@ -217,10 +218,10 @@ def _check(seeds):
     assert grown < 300 and min(rendered, refused) > len(seeds) // 10
 
 
-def test_200_random_templates_end_in_time_and_memory():
+def test_200_random_templates_stay_within_time_and_memory():
     _check(range(200))
 
 
 @pytest.mark.slow
-def test_2000_random_templates_end_in_time_and_memory():
+def test_2000_random_templates_stay_within_time_and_memory():
     _check(range(2_000))

@@ -41,7 +41,7 @@ def tokenizer_with(template, tmp_path):
         "{{ 9 ** 9 ** 9 }}",
     ],
 )
-def test_a_template_without_end_is_refused(template, tmp_path):
+def test_an_endless_template_is_refused(template, tmp_path):
     tokenizer = tokenizer_with(template, tmp_path)
     start = time.monotonic()
     with pytest.raises(TemplateError, match="the chat template") as caught:
@@ -114,12 +114,12 @@ def test_a_template_without_end_is_refused(template, tmp_path):
         ),
     ],
 )
-def test_a_bomb_is_refused_within_a_second_by_its_name(template, words, tmp_path):
+def test_a_bomb_is_refused_within_a_second_with_a_reason(template, words, tmp_path):
     tokenizer = tokenizer_with(
         template + "{% for m in messages %}{{ m.content }}{% endfor %}", tmp_path
     )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.thread_time()  # the CPU's, of this thread: another's work does not count
+    start = time.thread_time()  # CPU time of this thread, independent of other load
     with pytest.raises(UserError, match=words) as caught:
         render(TURNS, "tokenizer", tokenizer)
     assert time.thread_time() - start < 1 and "\n" not in str(caught.value)
@@ -136,7 +136,7 @@ def test_a_template_nested_beyond_the_compiler_is_refused(template, tmp_path):
         render(TURNS, "tokenizer", tokenizer_with(template, tmp_path))
 
 
-def test_loops_see_the_length_and_neighbours_of_what_they_go_through(tmp_path):
+def test_loop_variables_have_the_length_and_position(tmp_path):
     tokenizer = tokenizer_with(
         "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ m.content }}{% "
         "else %}none{% endfor %}{% for a, b in {'x': 'y'}.items() %}{{ a ~ b + 'z' * 2 }}{{ 2 ** 3 "
@@ -148,7 +148,7 @@ def test_loops_see_the_length_and_neighbours_of_what_they_go_through(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["'\\ud800'", "'a' ~ '\\udfff' * 40"])
-def test_half_a_surrogate_pair_is_a_replaced_character(text, tmp_path):
+def test_half_a_surrogate_pair_is_replaced(text, tmp_path):
     tokenizer = tokenizer_with("{{ " + text + " }}{{ messages[1].content }}", tmp_path)
     ids = [token for segment in render(TURNS, "tokenizer", tokenizer) for token in segment.ids]
     assert tokenizer.decode(ids).strip("a") == "\ufffd" * (1 if "*" not in text else 40) + "b"

@@ -1,5 +1,5 @@
-"""Tracked texts: every operation has Python's result, and each of its characters is the one that
-its run names."""
+"""Tracked texts: every operation gives Python's result, and each character comes from the source
+that its run names."""
 
 import json
 
@@ -18,7 +18,8 @@ PLACES = st.integers(-14, 14) | st.none()
 
 
 def tracked(*texts):
-    """Returns the joined texts, each from a separate source, with the template's words between."""
+    """Returns the joined texts, each from a separate source, separated by the template's own
+    text."""
     meter.left = 10_000_000
     pieces = []
     for number, text in enumerate(texts):
@@ -30,15 +31,18 @@ def tracked(*texts):
 
 
 def check(result, plain):
-    """Asserts that a result is Python's, and that each of its characters comes from where it
-    says."""
+    """Asserts that a result equals Python's, and that each of its characters comes from its named
+    source."""
     assert str.__str__(result) == plain
-    at = 0
+    position = 0
     for length, source, offset in getattr(result, "runs", [(len(plain), None, 0)] * bool(plain)):
         if source is not None and offset is not None:
-            assert source.text[offset : offset + length].lower() == plain[at : at + length].lower()
-        at += length
-    assert at == len(plain)
+            assert (
+                source.text[offset : offset + length].lower()
+                == plain[position : position + length].lower()
+            )
+        position += length
+    assert position == len(plain)
 
 
 def check_all(results, plain):
@@ -57,7 +61,7 @@ def check_all(results, plain):
     PLACES,
     st.sampled_from([None, 1, 2, -1, -3]),
 )
-def test_every_operation_has_pythons_result(first, second, other, count, start, stop, step):
+def test_every_operation_gives_pythons_result(first, second, other, count, start, stop, step):
     text = tracked(first, second)
     plain = str.__str__(text)
     check(text[start:stop:step], plain[start:stop:step])
@@ -117,20 +121,20 @@ JSON = st.recursive(
     st.booleans(),
     st.sampled_from([None, (",", ":"), (" ; ", " = ")]),
 )
-def test_json_and_printed_values_are_pythons(value, indent, ascii_only, sort_keys, separators):
+def test_json_and_printed_values_match_python(value, indent, ascii_only, sort_keys, separators):
     meter.left = 10_000_000
-    given_value = track(value, 0, "content", [])
+    tracked_value = track(value, 0, "content", [])
     options = {
         "ensure_ascii": ascii_only,
         "indent": indent,
         "separators": separators,
         "sort_keys": sort_keys,
     }
-    check(to_json(given_value, **options), json.dumps(value, **options))
-    check(text_of(given_value), str(value))
+    check(to_json(tracked_value, **options), json.dumps(value, **options))
+    check(text_of(tracked_value), str(value))
 
 
-def test_what_cannot_be_followed_is_refused():
+def test_untrackable_operations_are_refused():
     text = tracked("straße")
     with pytest.raises(TemplateError, match="changes the letters"):
         text.upper()

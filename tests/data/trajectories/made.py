@@ -1,4 +1,4 @@
-"""Episodes of numbers that are easily told apart, in ExoRL's form, without a simulator."""
+"""Episodes of easily distinguished numbers, in ExoRL's form, without a simulator."""
 
 import json
 
@@ -11,8 +11,8 @@ TASK = get_task("cartpole_swingup")
 
 
 def episode(number, steps=20, task=TASK):
-    """Returns an episode whose rewards are all number / 10, and whose actions and states are drawn
-    from its number."""
+    """Returns an episode whose rewards are all number / 10, with actions and states drawn from the
+    seed `number`."""
     generator = np.random.default_rng(number)
     rows = steps + 1
     return Episode(
@@ -25,7 +25,7 @@ def episode(number, steps=20, task=TASK):
 
 
 def folder_of(root, count=6, steps=20, task=TASK):
-    """Writes episodes 1 to `count` as the task's own; returns their buffer."""
+    """Writes episodes 1 to `count` as collected for the task; returns their buffer."""
     buffer = root / task.domain / "made" / "buffer"
     buffer.mkdir(parents=True)
     (buffer.parent / "collected.json").write_text(json.dumps({"task": task.name}))

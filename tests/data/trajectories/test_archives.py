@@ -1,5 +1,4 @@
-"""ExoRL's archives from a server on this machine: unpacked whole or not at all, and what is wrong
-with one is named."""
+"""ExoRL's archives from a local server: unpacked completely or not at all, with faults named."""
 
 import io
 import json
@@ -51,7 +50,7 @@ def unpacked(tmp_path, content):
     return unpack_archive(archive, tmp_path / "cartpole" / "proto", {"url": "x"})
 
 
-def test_an_archive_becomes_episodes_to_learn_from(tmp_path):
+def test_a_downloaded_archive_gives_episodes(tmp_path):
     with serving(archive_of(episodes_of(3))) as server:
         assert download_archive("cartpole", "proto", tmp_path, server.address) == 3
         assert [path for path, _ in server.requests] == ["/cartpole/proto.zip"]
@@ -68,15 +67,15 @@ def test_an_archive_becomes_episodes_to_learn_from(tmp_path):
     np.testing.assert_array_equal(prepared.episode(1).observation, episode(2).observation)
 
 
-def test_compressed_archives_and_folders_around_the_buffer(tmp_path):
+def test_compressed_archives_and_outer_folders_are_unpacked(tmp_path):
     members = [(f"exorl/cartpole/proto/{name}", content) for name, content in episodes_of(2)]
     assert unpacked(tmp_path, archive_of(members, zipfile.ZIP_DEFLATED)) == 2
     assert len(episode_files(tmp_path, TASK)) == 2
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
-def test_half_an_archive_is_named(tmp_path, share):
-    """Also one that ends behind an episode, which is a zip file itself."""
+def test_a_truncated_archive_is_named(tmp_path, share):
+    """Even if it ends right after an episode, which is a zip file itself."""
     whole = archive_of(episodes_of(3))
     with pytest.raises(UserError, match=r"proto.zip: half an archive, or none .*; remove it"):
         unpacked(tmp_path, whole[: int(share * len(whole))])
@@ -119,7 +118,7 @@ def test_nothing_is_written_outside_of_the_folder(tmp_path, member):
     assert not list(tmp_path.rglob("evil*")) and not list(tmp_path.rglob("*_20.npz"))
 
 
-def test_an_archive_of_something_else(tmp_path):
+def test_an_archive_without_episodes_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"has no episodes \(buffer/\*.npz\) among its 1 files"):
         unpacked(tmp_path, archive_of([("readme.txt", b"x")]))
     with pytest.raises(UserError, match="has two episodes called a_0_20"):
@@ -128,7 +127,7 @@ def test_an_archive_of_something_else(tmp_path):
         )
 
 
-def test_too_little_room_is_known_before(tmp_path, monkeypatch):
+def test_too_little_disk_space_is_reported_before_unpacking(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=100))
     with pytest.raises(UserError, match=r"need [\d,]+ bytes, and the disk of .* has 100 left"):
         unpacked(tmp_path, archive_of(episodes_of(2)))
@@ -141,7 +140,7 @@ def test_an_archive_out_of_proportion_is_not_unpacked(tmp_path):
     assert not (tmp_path / "cartpole" / "proto").exists()
 
 
-def test_what_an_interrupted_unpacking_left_is_no_data(tmp_path):
+def test_leftovers_of_interrupted_unpacking_are_not_data(tmp_path):
     left = tmp_path / "cartpole" / "proto.unpacking" / "whole" / "buffer"
     left.mkdir(parents=True)
     (left / "a_9_20.npz").write_bytes(b"half")
@@ -151,7 +150,7 @@ def test_what_an_interrupted_unpacking_left_is_no_data(tmp_path):
     assert not left.exists() and len(episode_files(tmp_path, TASK)) == 2
 
 
-def test_a_folder_of_the_users_is_left_alone(tmp_path):
+def test_a_users_folder_is_left_alone(tmp_path):
     (tmp_path / "cartpole" / "proto" / "buffer").mkdir(parents=True)
     with pytest.raises(UserError, match="proto: exists, and was not made by this command"):
         download_archive("cartpole", "proto", tmp_path)
@@ -168,7 +167,7 @@ def test_a_folder_of_the_users_is_left_alone(tmp_path):
         ("walker", "ppo", f"--algorithm: found 'ppo', needs some of {', '.join(ALGORITHMS)}"),
     ],
 )
-def test_unknown_names_list_those_there_are(tmp_path, domain, algorithm, message):
+def test_unknown_names_are_refused_with_the_known_ones(tmp_path, domain, algorithm, message):
     with pytest.raises(UserError, match=message):
         download_archive(domain, algorithm, tmp_path)
 
@@ -189,7 +188,7 @@ def command(tmp_path, server, *algorithms):
     ]
 
 
-def test_the_command_killed_half_way_goes_on(tmp_path, repository):
+def test_a_killed_download_command_resumes(tmp_path, repository):
     """The server holds the first connection open after half of the file, until the process is
     killed."""
     content = archive_of(episodes_of(40))

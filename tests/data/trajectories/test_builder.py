@@ -1,4 +1,4 @@
-"""Preparing episodes: random access to the stored ones, and the count of those left out."""
+"""Preparing episodes: random access to the stored ones, and reports of those left out."""
 
 import numpy as np
 import pytest
@@ -12,21 +12,21 @@ from data.trajectories.tasks import get_task, make_environment, physics_state
 from .made import TASK, episode, folder_of
 
 
-def test_episodes_are_those_of_the_files(tmp_path):
+def test_prepared_episodes_match_the_files(tmp_path):
     buffer = folder_of(tmp_path / "data", count=4)
     (buffer / "made_0_9.npz").write_bytes(b"half an archive")
     prepared = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
     assert len(prepared) == 4 and list(prepared.lengths) == [20] * 4
     np.testing.assert_allclose(prepared.returns, [2, 4, 6, 8], rtol=1e-6)
-    for stored, given in zip(prepared.episode(2), episode(3), strict=True):
-        np.testing.assert_array_equal(stored, given)
+    for stored, expected in zip(prepared.episode(2), episode(3), strict=True):
+        np.testing.assert_array_equal(stored, expected)
     assert len(prepared.dropped) == 1 and "made_0_9.npz: damaged" in prepared.report
     assert "least 2.0, quartiles 3.5 5.0 6.5, best 8.0, mean 5.0" in prepared.report
 
 
-def test_steps_have_rlds_flags(tmp_path):
-    """Read as any RLDS data set is; the second episode ends in a terminal state, the first one
-    where time ran out."""
+def test_steps_have_the_flags_of_rlds(tmp_path):
+    """Read like any RLDS data set; the second episode ends in a terminal state, the first at its
+    time limit."""
     buffer = folder_of(tmp_path / "data", count=1)
     write_episode(
         buffer,
@@ -46,19 +46,19 @@ def test_steps_have_rlds_flags(tmp_path):
         assert steps["reward"].shape == steps["discount"].shape == (length + 1,)
 
 
-def test_episodes_that_were_damaged_since_the_start_are_named(tmp_path):
+def test_episodes_damaged_after_the_start_are_named(tmp_path):
     folder_of(tmp_path / "data", count=4)
     prepared = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
     (path,) = (prepared.folder / "episodes").glob("*array_record*")
     content = bytearray(path.read_bytes())
     content[100 : len(content) // 2] = bytes(len(content) // 2 - 100)
     path.write_bytes(content)
-    named = rf"^{prepared.folder}: an episode cannot be read \(.*\); if this folder is deleted, the same command makes it"
-    with pytest.raises(UserError, match=named):
+    message = rf"^{prepared.folder}: an episode cannot be read \(.*\); if this folder is deleted, the same command makes it"
+    with pytest.raises(UserError, match=message):
         [prepared.episode(number) for number in range(len(prepared))]
 
 
-def test_lengths_may_differ(tmp_path):
+def test_episodes_may_have_different_lengths(tmp_path):
     buffer = folder_of(tmp_path / "data", count=2, steps=20)
     write_episode(buffer, "made", 3, episode(3, steps=12))
     prepared = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
@@ -70,7 +70,7 @@ def test_lengths_may_differ(tmp_path):
         assert len(prepared.episode(number).reward) == prepared.lengths[number] + 1
 
 
-def test_every_kind_of_bad_file_is_named_and_counted(tmp_path):
+def test_every_kind_of_invalid_file_is_named_and_counted(tmp_path):
     buffer = folder_of(tmp_path / "data", count=3)
     bad = {
         "mixed": {"action": np.zeros((7, 1), np.float32)},
@@ -98,7 +98,7 @@ def test_every_kind_of_bad_file_is_named_and_counted(tmp_path):
         assert any(name in text and reason in text for text in prepared.dropped), name
 
 
-def test_they_are_prepared_once_until_a_file_changes(tmp_path):
+def test_episodes_are_prepared_again_only_after_a_file_changes(tmp_path):
     buffer = folder_of(tmp_path / "data", count=2)
     first = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
     marker = first.folder / "marker"
@@ -111,9 +111,8 @@ def test_they_are_prepared_once_until_a_file_changes(tmp_path):
     assert prepare_trajectories(buffer, TASK.name, tmp_path / "prepared").key != first.key
 
 
-def test_a_store_keeps_them_for_other_machines(tmp_path, monkeypatch):
-    """Each machine reads the copy in its own cache; nothing is made in a folder named like the
-    store."""
+def test_prepared_episodes_in_a_store_serve_other_machines(tmp_path, monkeypatch):
+    """Each machine reads the copy in its own cache; no local folder is named like the store."""
     monkeypatch.chdir(tmp_path)
     buffer = folder_of(tmp_path / "data", count=2)
     for machine in ("one", "other"):
@@ -126,7 +125,7 @@ def test_a_store_keeps_them_for_other_machines(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("memory*"))
 
 
-def test_another_process_opens_what_the_first_has_prepared(tmp_path):
+def test_another_process_opens_prepared_episodes(tmp_path):
     first = prepare_trajectories(
         folder_of(tmp_path / "data", count=2), TASK.name, tmp_path / "prepared"
     )
@@ -139,7 +138,7 @@ def test_another_process_opens_what_the_first_has_prepared(tmp_path):
         prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "elsewhere", key=first.key)
 
 
-def test_rewards_are_the_tasks_unless_the_folder_says_that_they_are(tmp_path):
+def test_rewards_are_recomputed_unless_collected_for_the_task(tmp_path):
     buffer = folder_of(tmp_path / "data", count=1)
     (buffer.parent / "collected.json").unlink()
     environment = make_environment(TASK, 0)
@@ -152,7 +151,7 @@ def test_rewards_are_the_tasks_unless_the_folder_says_that_they_are(tmp_path):
     prepared = prepare_trajectories(buffer, TASK.name, tmp_path / "prepared")
     np.testing.assert_allclose(
         prepared.returns, [20.0]
-    )  # a pole that stands still in the middle: 1 for each step
+    )  # an upright pole at rest in the middle: 1 per step
 
 
 def test_no_usable_episode_is_an_error(tmp_path):
@@ -160,10 +159,10 @@ def test_no_usable_episode_is_an_error(tmp_path):
     (buffer / "made_1_20.npz").write_bytes(b"")
     with pytest.raises(UserError, match=r"none of 1 episodes can be used; the first: .*damaged"):
         prepare_trajectories(buffer, TASK.name, tmp_path / "prepared")
-    assert not list((tmp_path / "prepared").iterdir()), "nothing half prepared is left"
+    assert not list((tmp_path / "prepared").iterdir()), "an incomplete folder is left"
 
 
-def test_episodes_of_another_body_are_left_out(tmp_path):
+def test_episodes_of_another_body_are_not_used(tmp_path):
     folder_of(tmp_path / "data", count=1)
     with pytest.raises(UserError, match="needs walker/ALGORITHM/buffer"):
         prepare_trajectories(tmp_path / "data", get_task("walker_walk").name, tmp_path / "prepared")

@@ -15,16 +15,16 @@ from data.trajectories.episodes import (
 from .made import TASK, episode, folder_of
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_a_written_episode_is_read_back(tmp_path):
     path = write_episode(tmp_path, "made", 7, episode(3))
     assert path.name == "made_7_20.npz"
-    for stored, given in zip(read_episode(path, TASK), episode(3), strict=True):
-        assert stored.dtype == given.dtype
-        np.testing.assert_array_equal(stored, given)
+    for stored, expected in zip(read_episode(path, TASK), episode(3), strict=True):
+        assert stored.dtype == expected.dtype
+        np.testing.assert_array_equal(stored, expected)
 
 
-def test_the_same_episode_is_the_same_file(tmp_path):
-    """A collection that was stopped ends with the same bytes."""
+def test_writing_an_episode_is_deterministic(tmp_path):
+    """A resumed collection ends with the same bytes."""
     first, second = (
         write_episode(tmp_path, name, 1, episode(1)).read_bytes() for name in ("a", "b")
     )
@@ -59,20 +59,20 @@ def test_the_first_rows_reward_does_not_count():
         ),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path, change, message):
+def test_an_invalid_array_is_named(tmp_path, change, message):
     np.savez(tmp_path / "x.npz", **{**episode(1)._asdict(), **change})
     with pytest.raises(UserError, match=message):
         read_episode(tmp_path / "x.npz", TASK)
 
 
-def test_fewer_steps_than_the_name_says(tmp_path):
+def test_fewer_steps_than_the_name_says_are_refused(tmp_path):
     path = write_episode(tmp_path, "made", 1, episode(1))
     path = path.rename(tmp_path / "made_1_500.npz")
     with pytest.raises(UserError, match="has 20 steps, but its name says 500"):
         read_episode(path, TASK)
 
 
-def test_an_array_that_is_missing_is_named(tmp_path):
+def test_a_missing_array_is_named(tmp_path):
     arrays = episode(1)._asdict()
     del arrays["physics"]
     np.savez(tmp_path / "x.npz", **arrays)

@@ -1,4 +1,4 @@
-"""Intrinsic rewards: what they are on small batches, by numpy, and that novelty is rewarded."""
+"""Intrinsic rewards: their values on small batches, against numpy, and that novelty is rewarded."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from data.trajectories.intrinsic import (
 )
 
 
-def test_particle_entropy_is_the_logarithm_of_the_nearest_distances():
+def test_particle_entropy_is_the_log_of_the_nearest_distances():
     points = np.random.default_rng(0).normal(size=(9, 3)).astype(np.float32)
     distances = np.sort(np.linalg.norm(points[:, None] - points[None], axis=-1), axis=1)
     expected = np.log(1 + distances[:, :4].mean(1))
@@ -23,7 +23,7 @@ def test_particle_entropy_is_the_logarithm_of_the_nearest_distances():
 
 
 def test_assignments_are_even():
-    """Each row is shared out whole, and each prototype gets as much as the others."""
+    """Each row is assigned completely, and all prototypes get equal shares."""
     scores = torch.from_numpy(np.random.default_rng(0).normal(size=(12, 4)))
     assigned = even_assignment(scores, iterations=50)
     torch.testing.assert_close(assigned.sum(1), torch.ones(12, dtype=torch.float64))
@@ -37,8 +37,8 @@ def batch(generator, middle):
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_what_was_not_seen_is_rewarded_more(name):
-    """A third of the last batch is where no state was before."""
+def test_unseen_states_are_rewarded_more(name):
+    """An eighth of the last batch is where no state was before."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     intrinsic = REWARDS[name](3, 2)
@@ -56,7 +56,7 @@ def test_what_was_not_seen_is_rewarded_more(name):
         with torch.no_grad():
             reward = intrinsic.reward(seen)
     assert reward.shape == (64, 1) and reward.isfinite().all()
-    if name != "proto":  # its loss also rises as the assignments that it predicts become sharper
+    if name != "proto":  # its loss also rises as the predicted assignments become sharper
         assert np.mean(losses[-20:]) < 0.8 * np.mean(losses[:20])
     mixed = batch(generator, 0.0)
     mixed.next_state[:8] = torch.randn(8, 3, generator=generator) * 2 + 2
@@ -65,8 +65,8 @@ def test_what_was_not_seen_is_rewarded_more(name):
     assert reward[:8].mean() > 1.5 * reward[8:].mean()
 
 
-def test_prototypes_and_random_networks_stay():
-    """Prototypes have length 1; the network that is predicted is not learned."""
+def test_prototypes_are_normalized_and_random_networks_frozen():
+    """Prototypes have length 1; the predicted network is not trained."""
     prototypes = Prototypes(3, 2)
     prototypes.after_step()
     torch.testing.assert_close(prototypes.prototypes.weight.norm(dim=1), torch.ones(128))

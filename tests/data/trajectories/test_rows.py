@@ -1,4 +1,4 @@
-"""Rows of tokens, against the sums and the order written out."""
+"""Rows of tokens, against explicitly written sums and orders."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from .made import episode
 SCALES = Scales(np.zeros(5), np.full(5, 2.0), 10.0)
 
 
-def test_kinds_are_the_models():
+def test_kinds_match_the_model():
     assert (RETURN_TO_GO, STATE, ACTION, REWARD) == (
         Kind.RETURN_TO_GO,
         Kind.STATE,
@@ -43,7 +43,7 @@ def test_a_decision_is_its_first_state_and_action_and_the_sum_of_its_rewards():
     )
 
 
-def test_trajectories_ascend_and_share_the_best_ones_return():
+def test_trajectories_ascend_and_share_the_best_return():
     ordered = relabelled([decisions(episode(number)) for number in (4, 2, 3)])
     np.testing.assert_allclose(
         [trajectory.reward.sum() for trajectory in ordered], [4, 6, 8], rtol=1e-6
@@ -53,7 +53,7 @@ def test_trajectories_ascend_and_share_the_best_ones_return():
 
 
 @pytest.mark.parametrize("loss_on", ["all", "last"])
-def test_a_rows_tokens(loss_on):
+def test_the_tokens_of_a_row(loss_on):
     steps = 3
     episodes = [episode(number, steps) for number in (1, 2)]
     options = TrajectoryConfig(in_context=2, loss_on=loss_on)
@@ -67,8 +67,7 @@ def test_a_rows_tokens(loss_on):
             assert to_go[0] == pytest.approx((target - step * whole.reward[1]) / 10, rel=1e-5)
             np.testing.assert_allclose(state[:5], whole.observation[step] / 2, rtol=1e-6)
             assert action[0] == whole.action[step + 1, 0] and reward[0] == whole.reward[step + 1]
-            # The flag is on the last reward of the one that reaches the target, which is the best
-            # itself.
+            # The flag is on the last reward of the trajectory that reaches the target, the best.
             assert reward[1] == (number == 1 and step == steps - 1)
             index = 4 * (number * steps + step) + 1
             assert batch["targets"][index] == whole.action[step + 1]
@@ -76,7 +75,7 @@ def test_a_rows_tokens(loss_on):
     assert batch["loss_weights"].sum() == (6 if loss_on == "all" else 3)
 
 
-def test_actions_that_the_model_does_not_see_are_targets_alone():
+def test_unseen_actions_are_only_targets():
     trajectory = decisions(episode(1, 3))
     seen, unseen = (
         row([trajectory], SCALES, 12, TrajectoryConfig(see_actions=see)) for see in (True, False)
@@ -87,19 +86,19 @@ def test_actions_that_the_model_does_not_see_are_targets_alone():
     np.testing.assert_array_equal(seen["targets"], unseen["targets"])
 
 
-def test_behaviour_cloning_has_states_and_actions_alone():
+def test_behaviour_cloning_has_only_states_and_actions():
     batch = row([decisions(episode(1, 3))], SCALES, 8, TrajectoryConfig(conditioning="none"))
     assert batch["kinds"][:6].tolist() == [STATE, ACTION] * 3 and batch[
         "loss_weights"
     ].tolist() == [1, 0] * 3 + [0, 0]
 
 
-def test_a_cut_keeps_the_return_still_to_come():
+def test_a_cut_keeps_the_return_to_go():
     trajectory = relabelled([decisions(episode(1, 10))])[0]
     whole = row([trajectory], SCALES, 40, TrajectoryConfig())
     part = row([cut(trajectory, 4, 3)], SCALES, 12, TrajectoryConfig())
     np.testing.assert_allclose(part["values"][:, 0], whole["values"][16:28, 0], rtol=1e-5)
-    assert not part["values"][:, 1][part["kinds"] == REWARD].any(), "it does not end there"
+    assert not part["values"][:, 1][part["kinds"] == REWARD].any(), "the cut is marked as the end"
 
 
 def test_too_many_tokens_are_refused():

@@ -1,5 +1,5 @@
-"""The augmented random search: it climbs, resumes where it was, and knows the statistics of the
-states it saw."""
+"""The augmented random search: it climbs, resumes, and tracks the statistics of the states it
+saw."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from data.trajectories.search import Search, SearchConfig
 
 
 def test_the_search_climbs(tmp_path):
-    """On a made-up return that is the policy's closeness to a given one."""
+    """On an artificial return: the policy's closeness to a fixed one."""
     best = np.linspace(-1, 1, 6).reshape(2, 3)
     search = Search(
         SearchConfig(directions=8, best=4, step=0.1, noise=0.1),
@@ -27,7 +27,7 @@ def test_the_search_climbs(tmp_path):
     assert np.square(search.weights - best).sum() < 0.1 * start
 
 
-def test_the_search_goes_on_where_it_was(tmp_path):
+def test_the_search_resumes(tmp_path):
     def search():
         return Search(SearchConfig(directions=2, best=1), (1, 3), 7, tmp_path / "search.npz")
 
@@ -40,7 +40,7 @@ def test_the_search_goes_on_where_it_was(tmp_path):
     np.testing.assert_array_equal(again.directions(), first.directions())
 
 
-def test_statistics_are_those_of_all_states(tmp_path):
+def test_statistics_cover_all_states(tmp_path):
     states = np.random.default_rng(0).normal(3, 2, size=(50, 4))
     search = Search(SearchConfig(directions=1, best=1), (1, 4), 0, tmp_path / "search.npz")
     search.update(

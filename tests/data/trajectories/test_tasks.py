@@ -1,5 +1,5 @@
-"""The tasks: what their simulators give, and that rewards computed from stored states are the
-simulator's to the bit."""
+"""The tasks: what their simulators return, and that rewards computed from stored states equal the
+simulator's bit for bit."""
 
 import numpy as np
 import pytest
@@ -35,20 +35,20 @@ def played(task, steps, seed=3):
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_rewards_from_states_are_the_simulators(task):
+def test_rewards_from_states_match_the_simulator(task):
     physics, actions, rewards = played(task, 40)
     np.testing.assert_array_equal(relabel(task, physics, actions), rewards)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_rewards_of_whole_episodes_are_the_simulators(task):
+def test_rewards_of_whole_episodes_match_the_simulator(task):
     physics, actions, rewards = played(task, task.episode_steps, seed=11)
     np.testing.assert_array_equal(relabel(task, physics, actions), rewards)
 
 
-def test_rewards_of_another_task_of_the_body():
-    """Standing is rewarded in episodes of running; the control matters for neither."""
+def test_rewards_can_be_recomputed_for_another_task_of_the_body():
+    """Standing is rewarded in running episodes; neither reward depends on the control."""
     physics, actions, rewards = played(get_task("walker_run"), 20)
     standing = relabel(get_task("walker_stand"), physics, actions)
     assert (standing[1:] >= rewards[1:]).all() and (standing[1:] > rewards[1:]).any()
@@ -60,6 +60,6 @@ def test_cartpoles_reward_depends_on_the_control():
     assert (without != rewards).any()
 
 
-def test_an_unknown_task_is_named_with_the_one_that_was_meant():
+def test_an_unknown_task_is_refused_with_a_suggestion():
     with pytest.raises(UserError, match="found 'walker_wlak'; did you mean walker_walk"):
         get_task("walker_wlak")

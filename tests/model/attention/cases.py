@@ -1,5 +1,5 @@
-"""Shared by the tests of exactness: schedules, heads, masks, documents, and one way to compare with
-the dense truth."""
+"""Shared by the exactness tests: schedules, heads, masks, documents, and the comparison with the
+dense reference."""
 
 import functools
 
@@ -53,14 +53,15 @@ SCHEDULES = {
 }
 
 
-def admitted(schedule, size):
-    """Whether the schedule can serve so many shards: a degree or a grid must divide them."""
+def is_supported(schedule, size):
+    """Returns whether the schedule supports this number of shards: its degree or grid must divide
+    them."""
     return size % 2 == 0 or size == 1 or not (schedule.startswith("usp") or schedule.endswith(" 2"))
 
 
 def documents(kind, length):
-    """index and segment_ids [2, length] in the row's order: `one` document, or `packed` ones with
-    padding at the end."""
+    """Returns index and segment_ids [2, length] in the order of the row: `one` document, or
+    `packed` ones with padding at the end."""
     index = np.tile(np.arange(length, dtype=np.int32), (2, 1))
     segments = np.ones((2, length), np.int32)
     if kind == "packed":
@@ -72,7 +73,7 @@ def documents(kind, length):
 
 
 def inputs(heads, length, head_dim=8, seed=0):
-    """q, k, v and dout."""
+    """Returns q, k, v and dout."""
     rng = np.random.default_rng(seed)
     query_heads, kv_heads = HEADS[heads]
     shapes = [(2, length, n, head_dim) for n in (query_heads, kv_heads, kv_heads, query_heads)]
@@ -86,7 +87,8 @@ def mesh_of(size):
 def out_and_gradients(
     schedule, size, mask=Mask(), layout="striped", kernel="reference", tiles=(64, 32)
 ):
-    """A jitted function of q, k, v, dout and coordinates: out, lse, dq, dk, dv."""
+    """Returns a jitted function of q, k, v, dout and coordinates that computes out, lse, dq, dk,
+    dv."""
     kernel = (
         get_kernel(kernel, query_tile=tiles[0], key_tile=tiles[1])
         if isinstance(kernel, str)
@@ -111,8 +113,8 @@ def out_and_gradients(
                 return_lse=True,
             )
 
-        (out, lse), pull = jax.vjp(out_and_lse, q, k, v)
-        return out, lse, *pull((dout, jnp.zeros_like(lse)))
+        (out, lse), pullback = jax.vjp(out_and_lse, q, k, v)
+        return out, lse, *pullback((dout, jnp.zeros_like(lse)))
 
     return jax.jit(run, compiler_options=QUICK)
 
@@ -133,25 +135,26 @@ def truth(heads, kind, mask, length):
 
 
 def check(got, expected, order):
-    """Compares out, lse, dq, dk, dv, permuted by `order`, with the truth in the row's order."""
+    """Compares out, lse, dq, dk, dv, permuted by `order`, with the reference in the order of the
+    row."""
     for name, array, in_row_order in zip(
         ("out", "lse", "dq", "dk", "dv"), got, expected, strict=True
     ):
         x = np.asarray(array, np.float64)
         y = in_row_order[:, :, order] if name == "lse" else in_row_order[:, order]
         if name == "lse":
-            hidden = np.isneginf(y)
-            assert (np.isneginf(x) == hidden).all()
-            error = np.abs(x[~hidden] - y[~hidden]).max()
+            is_empty = np.isneginf(y)
+            assert (np.isneginf(x) == is_empty).all()
+            error = np.abs(x[~is_empty] - y[~is_empty]).max()
         else:
-            # Documents of one token have no gradient at all: there the inputs' own magnitude, 1, is
-            # the measure.
+            # Documents of one token have zero gradients; errors are then relative to the inputs'
+            # magnitude, 1.
             error = np.abs(x - y).max() / max(np.abs(y).max(), 1.0)
         within(error, TOLERANCE, "attention", name)
 
 
 def empty(batch: int, length: int, heads: int, head_dim: int) -> AttentionPartial:
-    """Attention over no keys: merging it changes nothing."""
+    """Returns attention over no keys: merging it changes nothing."""
     return AttentionPartial(
         jnp.zeros((batch, length, heads, head_dim), jnp.float32),
         jnp.full((batch, heads, length), -jnp.inf, jnp.float32),

@@ -1,4 +1,4 @@
-"""A traced function's operations, those in a scan once per iteration."""
+"""The operations of a traced function; those in a scan count once per iteration."""
 
 import collections
 
@@ -10,18 +10,18 @@ def _is_jaxpr(x):
 
 
 def operations(jaxpr, times=1):
-    """(equation, how often it runs) of everything inside; of a branch all sides, of a while loop
-    one turn."""
+    """Yields (equation, how often it runs) for everything inside: all branches of a cond, and one
+    iteration of a while loop."""
     for equation in jaxpr.eqns:
         yield equation, times
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        iterations = equation.params["length"] if equation.primitive.name == "scan" else 1
         for part in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(part):
-                yield from operations(getattr(part, "jaxpr", part), times * turns)
+                yield from operations(getattr(part, "jaxpr", part), times * iterations)
 
 
 def counts(jaxpr):
-    """How often each primitive runs: {name: times}."""
+    """Returns how often each primitive runs: {name: times}."""
     counted = collections.Counter()
     for equation, times in operations(jaxpr):
         counted[equation.primitive.name] += times
@@ -29,7 +29,7 @@ def counts(jaxpr):
 
 
 def sent(jaxpr):
-    """What a rank sends by permutes, in bytes, by how many places onwards in its line: {places:
+    """Returns the bytes that a rank sends by permutes, by distance in its line of ranks: {distance:
     bytes}."""
     nbytes = collections.Counter()
     for equation, times in operations(jaxpr):

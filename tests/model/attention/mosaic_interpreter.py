@@ -1,10 +1,10 @@
-"""JAX's interpreter of Mosaic GPU kernels: what tests run `mosaic` with, as long as JAX keeps it in
-its private modules.
+"""JAX's interpreter of Mosaic GPU kernels, with which tests run `mosaic`; JAX keeps it in private
+modules.
 
-It runs a kernel's three warpgroups as threads, with barriers, and with copies between arrays that
+It runs a kernel's three warpgroups as threads, with barriers and with copies between arrays that
 stand for the memories of a GPU; a read that races with a write is an error. It compiles a kernel
-again for each thread of each block, which takes most of its time; `compile_once` has it keep what
-it compiled.
+again for each thread of each block, which takes most of its time; `compile_once` caches what it
+compiles.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ KERNEL = MosaicKernel(interpret=InterpretGPUParams(detect_races=True))
 
 @contextlib.contextmanager
 def compile_once(monkeypatch):
-    """Compiles an interpreted kernel once, for all of its threads and blocks; checks afterwards
-    that no read raced."""
+    """Compiles an interpreted kernel once for all its threads and blocks; checks afterwards that no
+    read raced."""
     lock, programs = threading.Lock(), {}
 
     def run(jaxpr, consts, *args):

@@ -1,5 +1,5 @@
-"""Run by test_sixteen.py in a separate process with 16 devices: bfloat16 errors on 1 and on 16
-shards, as JSON."""
+"""Run by test_sixteen.py in a separate process with 16 devices: prints bfloat16 errors on 1 and on
+16 shards as JSON."""
 
 import json
 import os

@@ -1,9 +1,8 @@
 """Schedules x shards x heads x masks x layouts x kernels, each with one document and with packed
-ones, against the dense truth.
+ones, against the dense reference.
 
-A covering set has every pair of values that can meet in one case at least. `make test` runs its
-cases on 1, 2, 3, 4 and 8 shards, `make soak` those on 5 and 6, and every case with the reference
-kernel.
+A covering set has every possible pair of values in at least one case. `make test` runs its cases on
+1, 2, 3, 4 and 8 shards, `make soak` those on 5 and 6, and every case with the reference kernel.
 """
 
 import functools
@@ -23,25 +22,25 @@ from .cases import (
     MASKS,
     SCHEDULES,
     SIZES,
-    admitted,
     check,
     documents,
     inputs,
+    is_supported,
     out_and_gradients,
     truth,
 )
 from .jaxprs import counts
 
-LENGTH = 240  # every one of SIZES divides it, and its half: zigzag too
-# Which layouts one compiled function serves: only "contiguous" is told to the schedules.
+LENGTH = 240  # SIZES divide it and, for zigzag, its half
+# The layouts that one compiled function serves: schedules distinguish only "contiguous".
 LAYOUTS = {"contiguous": ("contiguous",), "dealt": ("striped", "zigzag")}
 FACTORS = (SCHEDULES, SIZES, HEADS, MASKS, LAYOUTS, ("reference", "xla"))
 
 
 def possible(case):
-    """With one shard every schedule is `Local`, which is met once, as the ring."""
+    """With one shard every schedule is `Local`, which one schedule covers."""
     schedule, size = case[:2]
-    return admitted(schedule, size) and (size > 1 or schedule == "ring")
+    return is_supported(schedule, size) and (size > 1 or schedule == "ring")
 
 
 def pairs(case):
@@ -50,8 +49,8 @@ def pairs(case):
 
 @functools.cache
 def covering():
-    """Cases that hold every possible pair of values: greedily, first one for each schedule with
-    each number of shards."""
+    """Returns cases with every possible pair of values, chosen greedily: first one for each
+    schedule and number of shards."""
     others = list(itertools.product(*reversed(FACTORS[2:])))
     firsts = [first for first in itertools.product(*FACTORS[:2]) if possible(first)]
     missing = {
@@ -69,7 +68,8 @@ def covering():
 
 
 def check_case(schedule, size, heads, mask, layouts, kernel, length=LENGTH):
-    """One compiled function: each of its layouts, with one document and with packed ones."""
+    """Checks one compiled function with each of its layouts, with one document and with packed
+    ones."""
     mask = MASKS[mask]
     run = out_and_gradients(
         SCHEDULES[schedule], size, mask, LAYOUTS[layouts][0], kernel, tiles=(20, 10)
@@ -93,15 +93,15 @@ def test_all_pairs_are_exact(schedule, size, heads, mask, layouts, kernel):
 
 
 @pytest.mark.parametrize(("size", "tokens"), [(2, 15), (5, 7), (3, 1)])
-def test_halves_of_odd_blocks_are_exact(size, tokens):
-    """Each way of a bidirectional ring gets at least one token, or there is but one way."""
+def test_a_bidirectional_ring_of_odd_blocks_is_exact(size, tokens):
+    """Each direction gets at least one token, or only one direction is used."""
     check_case(
         "ring bidirectional", size, "8/2", "causal", "contiguous", "reference", size * tokens
     )
 
 
-def test_a_length_that_tiles_do_not_divide_is_padded():
-    """239 is prime: 12 tiles of 20 queries, the last one filled up, not 239 tiles of one."""
+def test_a_length_not_divisible_by_tiles_is_padded():
+    """239 is prime: 12 tiles of 20 queries with the last one padded, not 239 tiles of one."""
     check_case("ring", 1, "8/2", "global", "contiguous", "xla", 239)
     kernel, q = get_kernel("xla", query_tile=20, key_tile=10), jnp.zeros((1, 239, 1, 8))
     coords = TokenCoords(*(x[:1] for x in documents("one", 239)))
@@ -109,7 +109,7 @@ def test_a_length_that_tiles_do_not_divide_is_padded():
         lambda q: kernel.forward(Queries(q, coords), Keys(q, q, coords), mask=Mask(), scale=1.0)
     )(q)
     assert counts(forward.jaxpr)["while"] == 2 * 12, (
-        "for each tile of queries one loop without and one with a mask"
+        "per tile of queries, one loop without and one with a mask"
     )
 
 
@@ -118,7 +118,7 @@ def test_a_length_that_tiles_do_not_divide_is_padded():
     ("schedule", "size", "heads", "mask", "layouts"),
     [case for case in itertools.product(*FACTORS[:-1]) if possible(case)],
 )
-def test_everything_is_exact(schedule, size, heads, mask, layouts):
+def test_every_combination_is_exact(schedule, size, heads, mask, layouts):
     check_case(schedule, size, heads, mask, layouts, "reference")
 
 
@@ -126,16 +126,18 @@ def test_one_shard_needs_no_schedule():
     assert all(isinstance(get_schedule(schedule, 1), Local) for schedule in SCHEDULES.values())
 
 
-def test_the_covering_set_holds_every_pair():
-    """Counted without the generator's own bookkeeping: for any two factors, every pair of values
-    that a possible case has."""
+def test_the_covering_set_has_every_pair():
+    """Counted independently of the generator: for any two factors, every pair of values of a
+    possible case."""
     cases = covering()
     for a, b in itertools.combinations(range(len(FACTORS)), 2):
-        met = {(case[a], case[b]) for case in cases}
+        covered = {(case[a], case[b]) for case in cases}
         if (a, b) == (0, 1):
-            assert met == {pair for pair in itertools.product(SCHEDULES, SIZES) if possible(pair)}
+            assert covered == {
+                pair for pair in itertools.product(SCHEDULES, SIZES) if possible(pair)
+            }
         else:
-            assert met == set(itertools.product(FACTORS[a], FACTORS[b]))
+            assert covered == set(itertools.product(FACTORS[a], FACTORS[b]))
 
 
 def test_packed_documents_cross_shard_borders_and_leave_padding():

@@ -1,4 +1,4 @@
-"""The choice of a kernel: who serves what, in which order, and that the guide shows it."""
+"""The choice of a kernel: which kernel serves what, in which order, as the guide shows."""
 
 import pathlib
 import subprocess
@@ -37,7 +37,7 @@ HOPPER = Request("cuda", "NVIDIA H100 80GB HBM3", "bfloat16", head_dim=128)
         ("reference", HOPPER, "reference", []),
     ],
 )
-def test_the_first_kernel_that_serves_is_selected_and_the_others_say_why(
+def test_the_first_kernel_that_serves_is_selected_with_reasons_against_earlier_ones(
     kernel, request_, name, refused
 ):
     selected = select(kernel, request_)
@@ -48,14 +48,14 @@ def test_the_first_kernel_that_serves_is_selected_and_the_others_say_why(
     )
 
 
-def test_every_order_ends_with_a_kernel_that_serves_everything_and_the_last_rows_cover_everything():
+def test_every_order_ends_with_xla_and_every_platform_has_one():
     assert all(row.kernels[-1] == "xla" and set(row.kernels) <= set(LIMITS) for row in AUTO)
     assert LIMITS["xla"] == choice.Limits()
     for platform in ("tpu", "cuda", "default"):
         assert select("auto", Request(platform)).name in LIMITS
 
 
-def test_an_order_may_be_of_long_blocks_or_of_windows():
+def test_an_order_can_require_long_blocks_or_windows():
     row = Order(("mosaic", "xla"), "cuda", ("H100",), least_tokens=4096, windowed=False)
     long = HOPPER._replace(tokens=4096)
     assert row.covers(long) and not row.covers(HOPPER._replace(tokens=4095))
@@ -65,7 +65,7 @@ def test_an_order_may_be_of_long_blocks_or_of_windows():
     assert Order(("xla",), "cuda", windowed=True).covers(long._replace(window=128))
 
 
-def test_a_refusal_names_the_field_and_those_that_serve():
+def test_a_refusal_names_the_field_and_the_kernels_that_serve():
     with pytest.raises(
         ValueError,
         match=r"^attention\.kernel: 'tpu' does not serve global_tokens = 4; 'auto', 'xla' and ",
@@ -74,12 +74,12 @@ def test_a_refusal_names_the_field_and_those_that_serve():
     require("auto", Request(global_tokens=4))
 
 
-def test_every_name_makes_a_kernel():
+def test_every_name_creates_a_different_kernel():
     assert len({get_kernel(name) for name in KERNELS}) == len(KERNELS)
 
 
 def test_under_a_mesh_only_the_kernel_of_its_platform_is_traced():
-    """Tracing those of other platforms took half of the time of tracing a small step."""
+    """Tracing the other platforms' kernels took half of the tracing time of a small step."""
     q, coords = (
         jnp.zeros((1, 16, 2, 8)),
         TokenCoords(jnp.zeros((1, 16), int), jnp.ones((1, 16), int)),

@@ -44,8 +44,8 @@ def test_the_tile_rule_agrees_with_the_mask(data, causal, window, global_tokens)
     assert not (kind == FULL and not seen.all())
 
 
-def test_the_rule_skips_and_fills_what_it_can():
-    """The rule is not only safe: causal tiles below the diagonal are FULL, above SKIP."""
+def test_the_tile_rule_skips_and_fills_what_it_can():
+    """The rule is also tight: causal tiles below the diagonal are FULL, those above SKIP."""
     coords = TokenCoords(np.arange(32, dtype=np.int32)[None], np.ones((1, 32), np.int32))
     bounds = tile_bounds(coords, 8)
     kinds = kinds_of(bounds, Mask())
@@ -59,7 +59,7 @@ def test_the_rule_skips_and_fills_what_it_can():
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(window=3), Mask(causal=False, window=2)])
 def test_tiles_of_one_token_are_never_masked(mask):
-    """The rule is then the mask itself, its edges included."""
+    """The rule then equals the mask, at its edges too."""
     coords = TokenCoords(np.arange(9, dtype=np.int32)[None], np.ones((1, 9), np.int32))
     seen = np.asarray(visible(coords, coords, mask)).reshape(9, 9)
     kinds = kinds_of(tile_bounds(coords, 1), mask)
@@ -74,15 +74,17 @@ def test_the_windows_reach_is_the_farthest_shard_with_a_visible_key(tokens, shar
     assert Mask(window=window).reach(tokens, shards) == farthest
 
 
-def test_two_tiles_are_of_one_document_where_every_token_is_of_it():
-    """By hand: tiles of two tokens, of which 0 is padding."""
+def test_tiles_share_one_document_only_if_all_their_tokens_do():
+    """By hand: tiles of two tokens; 0 is padding."""
     tiles = {"a": (1, 1), "b": (2, 2), "ab": (1, 2), "a and padding": (1, 0), "padding": (0, 0)}
     bounds = {
         name: tile_bounds(TokenCoords(np.arange(2)[None], np.array([segments], np.int32)), 2)
         for name, segments in tiles.items()
     }
-    alike = {(q, kv) for q in tiles for kv in tiles if one_document(bounds[q], bounds[kv])[0, 0]}
-    assert alike == {("a", "a"), ("b", "b")}
+    same_document = {
+        (q, kv) for q in tiles for kv in tiles if one_document(bounds[q], bounds[kv])[0, 0]
+    }
+    assert same_document == {("a", "a"), ("b", "b")}
 
 
 def kinds_of(bounds, mask):
@@ -90,9 +92,9 @@ def kinds_of(bounds, mask):
     return np.asarray(tile_kind(q, kv, mask))[0]
 
 
-def test_global_tokens_keep_only_the_tiles_that_hold_them():
-    """Window 4 and 2 global tokens over tiles of 8: beyond the neighbours, a query tile needs the
-    first key tile alone."""
+def test_global_tokens_add_only_the_tiles_that_contain_them():
+    """Window 4 and 2 global tokens over tiles of 8: beyond its neighbours, a query tile needs only
+    the first key tile."""
     index, segments = np.arange(40, dtype=np.int32)[None], np.ones((1, 40), np.int32)
     bounds = tile_bounds(TokenCoords(index, segments, document_starts(index, segments)), 8)
     near = np.eye(5) + np.eye(5, k=-1)
@@ -124,7 +126,7 @@ def test_masks_and_document_starts_agree_with_the_definition(data, causal, windo
     )
 
 
-def test_masks_that_make_no_sense_are_refused():
+def test_invalid_masks_are_refused():
     with pytest.raises(ValueError, match=r"Mask.window: found 0; a window is at least 1 token"):
         Mask(window=0)
     with pytest.raises(
@@ -141,14 +143,14 @@ def test_layouts_are_permutations(shards, tokens, layout):
     np.testing.assert_array_equal(order[inverse(order)], np.arange(length))
 
 
-def test_striped_deals_tokens_out():
+def test_striped_distributes_tokens_round_robin():
     """Striped Attention, section 3.1: with 4 devices, device 1 holds tokens 1, 5, 9, 13."""
     np.testing.assert_array_equal(permutation(16, 4, "striped").reshape(4, 4)[1], [1, 5, 9, 13])
 
 
-def test_zigzag_pairs_an_early_run_with_a_late_one():
-    """Llama 3, section 3.3.2: 2 x 4 runs, rank i holds runs i and 7 - i; so all have the same
-    causal pairs, to a run."""
+def test_zigzag_pairs_an_early_chunk_with_a_late_one():
+    """Llama 3, section 3.3.2: of 2 x 4 chunks, rank i holds chunks i and 7 - i, so that all ranks
+    have equally many causal pairs of chunks."""
     shards = permutation(16, 4, "zigzag").reshape(4, 4)
     np.testing.assert_array_equal(
         shards, [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
@@ -156,7 +158,7 @@ def test_zigzag_pairs_an_early_run_with_a_late_one():
     assert len(set((shards + 1).sum(1))) == 1
 
 
-def test_a_bad_length_names_the_next():
+def test_an_invalid_length_is_refused_with_the_next_valid_one():
     with pytest.raises(ValueError, match=r"104 is not divisible by 2 x 8 .* next good one is 112"):
         permutation(104, 8, "zigzag")
     with pytest.raises(ValueError, match="next good one is 104"):

@@ -1,7 +1,7 @@
 """Any layout with any schedule equals dense float64 attention within 1e-5: special inputs,
 precisions and errors.
 
-All pairs of schedules, shards, heads, masks and layouts are in test_all_pairs.py.
+All pairs of schedules, shards, heads, masks, layouts and kernels are in test_all_pairs.py.
 """
 
 import functools
@@ -41,34 +41,20 @@ from .cases import (
 from .dense import dense_attention
 
 QUICK_SINKS = ("ring", "balanced", "ulysses", "attention2d overlap")
-LENGTH = 240  # every number of shards up to 6, and 8, divides it, and its half: zigzag too
+LENGTH = 240  # 1 to 6 and 8 shards divide it and, for zigzag, its half
 
 
 @functools.cache
 def compiled(size, schedule="ring", mask=Mask(), kernel="xla"):
-    """One compiled function for a number of shards: layout, packing and coordinates are runtime
-    inputs."""
+    """Returns one compiled function per number of shards: layout, packing and coordinates are
+    runtime inputs."""
     return out_and_gradients(SCHEDULES[schedule], size, mask, kernel=kernel, tiles=(20, 10))
 
 
 @functools.cache
-def ordered(size, mask):
-    """One compiled function of shards that are runs of tokens."""
+def compiled_contiguous(size, mask):
+    """Returns one compiled function for contiguous shards."""
     return out_and_gradients("ring", size, mask, "contiguous", kernel="xla", tiles=(20, 10))
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kernel", ["xla", "reference"])
-def test_masks_are_exact(kernel, mask):
-    mask = MASKS[mask]
-    order = permutation(LENGTH, 2, "striped")
-    arrays = (x[:, order] for x in inputs("8/2", LENGTH))
-    coords = TokenCoords(*(x[:, order] for x in documents("packed", LENGTH)))
-    check(
-        compiled(2, mask=mask, kernel=kernel)(*arrays, coords),
-        truth("8/2", "packed", mask, LENGTH),
-        order,
-    )
 
 
 @pytest.mark.parametrize(
@@ -98,12 +84,13 @@ def test_softcap_is_exact(kernel, schedule):
     ],
 )
 def test_sinks_are_exact(schedule, layout):
-    """out, lse and all gradients, of packed documents with padding, and windows in every second."""
+    """Checks out, lse and all gradients for packed documents with padding; every second schedule
+    has a window."""
     mask = Mask(window=50) if list(SCHEDULES).index(schedule) % 2 else Mask()
     order = permutation(LENGTH, 4, layout)
     arrays, coords = inputs("8/2", LENGTH), documents("packed", LENGTH)
     sinks = np.random.default_rng(3).standard_normal(8).astype(np.float32) * 3
-    *expected, d_sinks = dense_attention(
+    *expected, d_expected = dense_attention(
         *arrays[:3], *coords, arrays[3], sinks=sinks, window=mask.window
     )
 
@@ -123,22 +110,22 @@ def test_sinks_are_exact(schedule, layout):
                 **options,
             )
 
-        (out, lse), pull = jax.vjp(out_and_lse, q, k, v, sinks)
-        return out, lse, *pull((dout, jnp.zeros_like(lse)))
+        (out, lse), pullback = jax.vjp(out_and_lse, q, k, v, sinks)
+        return out, lse, *pullback((dout, jnp.zeros_like(lse)))
 
     permuted = [x[:, order] for x in (*arrays, *coords)]
-    *got, d_found = run(*permuted[:4], TokenCoords(*permuted[4:]), sinks)
+    *got, d_got = run(*permuted[:4], TokenCoords(*permuted[4:]), sinks)
     check(got, expected, order)
-    np.testing.assert_allclose(d_found, d_sinks, rtol=1e-5, atol=1e-5 * np.abs(d_sinks).max())
+    np.testing.assert_allclose(d_got, d_expected, rtol=1e-5, atol=1e-5 * np.abs(d_expected).max())
 
 
-def test_sinks_of_another_shape_are_refused():
+def test_sinks_of_a_wrong_shape_are_refused():
     q, k, v, _ = inputs("4/4", LENGTH)
     with pytest.raises(ValueError, match=r"sinks: found float32 \(3,\); needs float32 \(4,\)"):
         attention(q, k, v, documents("one", LENGTH), mesh=mesh_of(4), sinks=np.zeros(3, np.float32))
 
 
-def test_a_softcap_that_a_kernel_lacks_is_refused():
+def test_a_softcap_that_a_kernel_does_not_serve_is_refused():
     others = "'auto', 'tpu', 'xla' and 'reference'"
     with pytest.raises(
         ValueError, match=rf"'gpu' does not serve a soft-cap of scores \(50\.0\); {others} do"
@@ -146,7 +133,7 @@ def test_a_softcap_that_a_kernel_lacks_is_refused():
         get_kernel("gpu").with_softcap(50.0)
 
 
-def test_global_tokens_that_a_kernel_lacks_are_refused():
+def test_global_tokens_that_a_kernel_does_not_serve_are_refused():
     arrays, (index, segments) = inputs("8/2", LENGTH), documents("packed", LENGTH)
     with pytest.raises(
         ValueError,
@@ -169,7 +156,7 @@ def test_global_tokens_without_a_window_change_nothing_and_need_no_starts():
 
 
 def random_documents(data, most, gaps):
-    """Any documents of two rows; with `gaps` padding may be anywhere between them."""
+    """Draws documents for two rows; with `gaps` there may be padding anywhere between them."""
     index = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))
     segments = np.zeros((2, LENGTH), np.int32)
     for row in range(2):
@@ -221,8 +208,8 @@ def test_any_packing_with_global_tokens_is_exact(data, layout):
 @settings(max_examples=10, deadline=None)
 @given(data=st.data(), size=st.sampled_from([4, 8]), causal=st.booleans(), restart=st.booleans())
 def test_any_packing_with_replicated_global_tokens_is_exact(data, size, causal, restart):
-    """Of shards in order a windowed ring visits few: documents begin on others, or end and begin in
-    one shard."""
+    """A windowed ring of contiguous shards visits few of them: documents begin on other shards, or
+    end and begin within one."""
     mask = Mask(causal, window=17, global_tokens=5)
     index, segments = random_documents(data, 6, gaps=True)
     if restart:
@@ -233,16 +220,16 @@ def test_any_packing_with_replicated_global_tokens_is_exact(data, size, causal, 
             q, k, v, index, segments, dout, causal=causal, window=17, global_tokens=5
         )
         check(
-            ordered(size, mask)(q, k, v, dout, TokenCoords(index, segments)),
+            compiled_contiguous(size, mask)(q, k, v, dout, TokenCoords(index, segments)),
             expected,
             np.arange(LENGTH),
         )
 
 
 @pytest.mark.parametrize("global_tokens", [1, 29, 30, 45])
-def test_global_tokens_that_cross_a_shard_are_exact(global_tokens):
-    """A document whose first tokens are the last of one shard of 30 and the first of the next; also
-    more than a shard has."""
+def test_global_tokens_that_cross_a_shard_boundary_are_exact(global_tokens):
+    """A document's first tokens are the last of one shard of 30 and the first of the next; also
+    more global tokens than a shard holds."""
     index = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))
     segments = np.where(index < 43, 1, 2)
     segments[1] = np.where(index[1] < 59, 1, np.where(index[1] < 235, 2, 0))
@@ -250,19 +237,19 @@ def test_global_tokens_that_cross_a_shard_are_exact(global_tokens):
     expected = dense_attention(
         q, k, v, index, segments, dout, window=8, global_tokens=global_tokens
     )
-    run = ordered(8, Mask(window=8, global_tokens=global_tokens))
+    run = compiled_contiguous(8, Mask(window=8, global_tokens=global_tokens))
     check(run(q, k, v, dout, TokenCoords(index, segments)), expected, np.arange(LENGTH))
 
 
-def test_documents_may_count_their_tokens_anew():
-    """`index` that restarts with each document is legal, with global tokens too."""
+def test_an_index_may_restart_with_each_document():
+    """Also with global tokens."""
     index, segments = documents("packed", LENGTH)
     starts = np.asarray(document_starts(index, segments))
     check_documents(index - starts, segments, "striped", 3, "ring", mask=MASKS["global"])
 
 
-def test_lse_has_a_gradient():
-    """The gradient of lse itself, against finite differences of the float64 truth."""
+def test_the_gradient_of_lse_is_exact():
+    """Against finite differences of the float64 reference."""
     q, k, v, dout = inputs("4/4", LENGTH)
     index, segments = documents("packed", LENGTH)
     coords = TokenCoords(index, segments)
@@ -285,7 +272,7 @@ def test_lse_has_a_gradient():
 
 
 def test_bfloat16_error_does_not_grow_with_the_ring():
-    """Partials and accumulators are float32: P = 8 is as exact as P = 1 (P = 16:
+    """Partial results and accumulators are float32: P = 8 is as accurate as P = 1 (P = 16:
     test_sixteen.py)."""
     arrays = [jnp.asarray(x, jnp.bfloat16) for x in inputs("8/2", LENGTH)]
     expected = dense_attention(*arrays[:3], *documents("one", LENGTH), arrays[3])
@@ -330,7 +317,7 @@ def test_results_are_float32_where_jax_defaults_to_float64(kernel):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (
             {"schedule": "rings"},
@@ -357,13 +344,13 @@ def test_results_are_float32_where_jax_defaults_to_float64(kernel):
         ({"schedule": "local"}, "'ring' and 'all_gather' serve any"),
     ],
 )
-def test_unknown_names_are_refused(change, words):
+def test_unknown_names_are_refused(change, message):
     q, k, v, _ = inputs("4/4", LENGTH)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         attention(q, k, v, documents("one", LENGTH), mesh=mesh_of(4), **change)
 
 
-def test_global_tokens_need_the_documents_starts():
+def test_global_tokens_need_document_starts():
     q, k, v, _ = inputs("4/4", LENGTH)
     with pytest.raises(
         ValueError, match=r"coords.start: missing, and Mask.global_tokens = 4 needs it"
@@ -373,7 +360,7 @@ def test_global_tokens_need_the_documents_starts():
         )
 
 
-def test_a_length_that_does_not_divide_names_the_next():
+def test_an_indivisible_length_is_refused_with_the_next_valid_one():
     q, k, v, _ = (x[:, :239] for x in inputs("4/4", LENGTH))
     coords = tuple(x[:, :239] for x in documents("one", LENGTH))
     with pytest.raises(
@@ -409,7 +396,7 @@ def test_a_length_that_does_not_divide_names_the_next():
     ),
 )
 def test_any_packing_on_any_ring_is_exact(data, layout, size, heads, mask, schedule):
-    """The properties above, on every number of shards, kind of heads and mask: for `make soak`."""
+    """The properties above for every number of shards, kind of heads and mask: for `make soak`."""
     check_documents(
         *random_documents(data, 20, gaps=False), layout, size, schedule, heads, MASKS[mask]
     )
@@ -436,7 +423,7 @@ def test_any_packing_on_any_ring_is_exact(data, layout, size, heads, mask, sched
         (("sequence",), {"index": lambda x: x[:, :100]}, "coords.index: found shape (1, 100)"),
     ],
 )
-def test_meshes_and_coordinates_that_cannot_be_meant_are_refused(axes, change, message):
+def test_invalid_meshes_and_coordinates_are_refused(axes, change, message):
     q, k, v = (jnp.ones((1, LENGTH, 2, 8)) for _ in range(3))
     coords = TokenCoords(jnp.arange(LENGTH)[None], jnp.ones((1, LENGTH), int))
     coords = coords._replace(
@@ -478,7 +465,7 @@ def test_meshes_and_coordinates_that_cannot_be_meant_are_refused(axes, change, m
         ),
     ],
 )
-def test_shapes_that_do_not_fit_each_other_or_the_mesh_are_refused(axis, q, k, message):
+def test_shapes_that_do_not_match_each_other_or_the_mesh_are_refused(axis, q, k, message):
     coords, kv_coords = (
         TokenCoords(jnp.tile(jnp.arange(LENGTH), (x[0], 1)), jnp.ones(x[:2], int)) for x in (q, k)
     )

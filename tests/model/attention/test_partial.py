@@ -1,4 +1,4 @@
-"""Merging partial attention: the laws it must keep."""
+"""Merging partial attention: the laws that it must satisfy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,8 +22,8 @@ def part(lse, seed):
 
 
 def assert_close(a, b):
-    """Equal to rounding. A merged lse is a float32: the weights made from it are off by its last
-    digit, which grows with it."""
+    """Checks equality up to rounding. A merged lse is float32: weights computed from it are off by
+    its last digit, which grows with it."""
     lse = np.abs(np.where(np.isneginf(a.lse), 0, a.lse)).max()
     np.testing.assert_allclose(
         a.out, b.out, rtol=0, atol=2e-6 + np.spacing(np.float32(lse)) * np.abs(a.out).max()
@@ -47,13 +47,13 @@ def test_merge_is_associative_and_commutative(a, b, c):
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(numbers, min_size=4, max_size=4))
-def test_the_empty_part_changes_nothing(a):
+def test_merging_an_empty_partial_changes_nothing(a):
     a = part(a, 0)
     assert_close(merge(a, empty(1, 2, 2, 3)), a)
     assert_close(merge(empty(1, 2, 2, 3), a), a)
 
 
-def test_a_sink_is_one_more_key_whose_value_is_zero():
+def test_a_sink_is_an_extra_key_with_value_zero():
     """Against the softmax in float64; a query that sees no key stays empty."""
     rng = np.random.default_rng(0)
     scores, values = rng.normal(0, 3, (1, 2, 4, 5)), rng.standard_normal((5, 3))

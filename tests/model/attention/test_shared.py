@@ -1,4 +1,5 @@
-"""Documents that share the beginning of an earlier one: every schedule and kernel is exact, and the two forms equal."""
+"""Documents that share the beginning of an earlier one: every schedule and kernel is exact, and the
+mask equals its definition."""
 
 import functools
 import re
@@ -11,19 +12,19 @@ from model.attention.coords import visible
 from model.attention.kernels.shared import SharedBeginningsKernel
 from model.attention.layout import permutation
 
-from .cases import SCHEDULES, admitted, check, inputs, out_and_gradients
+from .cases import SCHEDULES, check, inputs, is_supported, out_and_gradients
 from .dense import dense_attention, with_beginnings
 from .dense import visible as dense_visible
 from .kernels import test_gpu, test_mosaic, test_tpu
 
 LENGTH = 96
-# Of each row: the tokens of a beginning, of its own document behind it, and of a later document that shares it.
+# Per row: tokens of a beginning, of the rest of its document, and of a later document that shares it.
 PAIRS = (((20, 9, 14), (1, 5, 30), (0, 4, 5)), ((50, 13, 17),))
 
 
 @functools.cache
 def rows(length=LENGTH):
-    """index, segment_ids and shared [2, length], padding last."""
+    """Returns index, segment_ids and shared [2, length], with padding at the end."""
     index = np.tile(np.arange(length, dtype=np.int32), (2, 1))
     segments, shared = np.zeros((2, 2, length), np.int32)
     for row, pairs in enumerate(PAIRS):
@@ -50,7 +51,7 @@ def in_order(order, length=LENGTH):
     return TokenCoords(index, segments, shared=shared)
 
 
-def test_the_rule_is_the_definition():
+def test_the_mask_matches_the_definition():
     index, segments, shared = rows()
     coords = TokenCoords(index, segments, shared=shared)
     expected = with_beginnings(dense_visible(index, segments), shared)
@@ -69,7 +70,7 @@ QUICK = ("ring", "balanced", "ulysses", "attention2d overlap", "ring_self_attent
 )
 def test_every_schedule_is_exact(schedule):
     size = 4
-    assert admitted(schedule, size)
+    assert is_supported(schedule, size)
     order = permutation(LENGTH, size, "striped")
     arrays = (x[:, order] for x in inputs("8/2", LENGTH))
     run = out_and_gradients(SCHEDULES[schedule], size, kernel="xla", tiles=(8, 4))
@@ -91,7 +92,7 @@ def test_every_layout_is_exact(schedule, layout):
     [test_tpu.KERNEL, test_gpu.KERNEL, test_mosaic.KERNEL],
     ids=lambda kernel: type(kernel).__name__,
 )
-def test_accelerators_kernels_are_exact(kernel):
+def test_accelerator_kernels_are_exact(kernel):
     arrays = inputs("4/4", LENGTH, head_dim=64)
     index, segments, shared = rows()
     expected = dense_attention(*arrays[:3], index, segments, arrays[3], shared=shared)

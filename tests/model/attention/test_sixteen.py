@@ -1,4 +1,5 @@
-"""In bfloat16 the error does not grow from 1 shard to 16: partials and accumulators are float32."""
+"""In bfloat16 the error does not grow from 1 to 16 shards: partial results and accumulators are
+float32."""
 
 import json
 import subprocess

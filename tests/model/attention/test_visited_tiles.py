@@ -1,9 +1,9 @@
-"""Which tiles the kernels visit, seen from outside: a NaN in a tile of the inputs is in the results
-of all that visited it.
+"""Which tiles the kernels visit, observed from outside: a NaN in an input tile reaches the results
+of all tiles that visited it.
 
 A kernel that visits a hidden tile and masks it computes 0 x NaN, which is NaN: its results are
-right, but it has done the work. Each row of the batch has its NaN in another tile, so that one call
-shows every pair of tiles.
+right, but it has wasted the work. Each row of the batch has its NaN in a different tile, so that
+one call shows every pair of tiles.
 """
 
 import functools
@@ -46,14 +46,14 @@ KERNELS = {
 
 
 def needed_tiles(order, tile):
-    """Whether any key of tile j is visible to any query of tile i, [i, j], by the tokens' indices
-    in their order."""
+    """Returns [i, j] whether any key of tile j is visible to any query of tile i, by the tokens'
+    indices in their order."""
     tiles = order.reshape(-1, tile)
     return tiles.max(1)[:, None] >= tiles.min(1)[None]
 
 
 def with_nan(x, tile):
-    """x of one row for as many rows as it has tiles, with NaN in tile b of row b."""
+    """Repeats a one-row x once per tile, with NaN in tile b of row b."""
     count = x.shape[1] // tile
     rows = np.repeat(x, count, 0)
     for number in range(count):
@@ -62,7 +62,7 @@ def with_nan(x, tile):
 
 
 def nan_tiles(results, tile):
-    """Whether tile i of a result of row b has a NaN, [b, i]."""
+    """Returns [b, i] whether tile i of row b of a result has a NaN."""
     return (
         np.isnan(np.asarray(results))
         .reshape(len(results), -1, tile, *results.shape[2:])
@@ -76,7 +76,7 @@ def inputs(tokens):
 
 
 def visited_tiles(kernel, order, tile):
-    """Whether the forward, dq and dk, dv kernels visit tile j of the keys for tile i of the
+    """Returns whether the forward, dq and dk, dv kernels visit tile j of the keys for tile i of the
     queries, each [i, j]."""
     return {
         part: visited[0]
@@ -85,8 +85,8 @@ def visited_tiles(kernel, order, tile):
 
 
 def visited_in_rounds(kernel, q_orders, kv_orders, tile):
-    """The same for several rounds, [round, i, j], in one call each: of queries and keys [round,
-    tokens] with these indices."""
+    """Returns the same for several rounds in one call per kernel, [round, i, j], for queries and
+    keys with indices [round, tokens]."""
     rounds, tokens = q_orders.shape
     count = tokens // tile
     segments = np.ones((rounds * count, tokens), np.int32)
@@ -105,8 +105,8 @@ def visited_in_rounds(kernel, q_orders, kv_orders, tile):
     def nan_of_rounds(results):
         return nan_tiles(results, tile).reshape(rounds, count, -1)
 
-    _, k, v, dout = whole = inputs(tokens)
-    clean = [np.repeat(x, rounds * count, 0) for x in whole]
+    _, k, v, dout = arrays = inputs(tokens)
+    clean = [np.repeat(x, rounds * count, 0) for x in arrays]
     k_nan, v_nan, dout_nan = (np.tile(with_nan(x, tile), (rounds, 1, 1, 1)) for x in (k, v, dout))
     forward = call("forward", *clean[:2], v_nan).out
     dq = call("backward", clean[0], k_nan, *clean[2:]).dq
@@ -140,16 +140,16 @@ ALL_CASES = [
         ),
     ],
 )
-def test_kernels_visit_the_needed_tiles_and_no_others(name, shards, layout):
-    """Of a block that is the tokens of all shards, as after a gather; also as many as the cost
-    model counts."""
+def test_kernels_visit_exactly_the_needed_tiles(name, shards, layout):
+    """For a block with the tokens of all shards, as after a gather; the cost model counts as
+    many."""
     tile, tiles = 128 if name.startswith("tpu") else TILE, 2
     order = permutation(shards * tiles * tile, shards, layout)
     needed = needed_tiles(order, tile)
     visited = visited_tiles(KERNELS[name].over_shards(shards, shards), order, tile)
-    for part, tiles_of_part in visited.items():
-        assert (tiles_of_part == needed).all(), (
-            f"{part}: {tiles_of_part.sum()} tiles, {needed.sum()} are needed"
+    for part, part_tiles in visited.items():
+        assert (part_tiles == needed).all(), (
+            f"{part}: {part_tiles.sum()} tiles, {needed.sum()} are needed"
         )
     assert needed.sum() == tile_counts(shards, tiles, tiles, layout).sum()
 
@@ -162,8 +162,8 @@ def test_kernels_visit_the_needed_tiles_and_no_others(name, shards, layout):
         *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "striped"),
     ],
 )
-def test_the_tpus_kernel_visits_no_hidden_part_of_a_masked_tile(layout, fused, monkeypatch):
-    """Tiles of 256 tokens in parts of 128, of the tokens of two shards."""
+def test_the_tpu_kernel_skips_hidden_parts_of_a_masked_tile(layout, fused, monkeypatch):
+    """Tiles of 256 tokens in parts of 128, over the tokens of two shards."""
     monkeypatch.setattr(tpu_options, "SUB_TILE", 128)
     order = permutation(1024, 2, layout)
     needed = needed_tiles(order, 128)
@@ -182,11 +182,11 @@ MOSAIC_CASES = [(shards, layout) for shards in (2, 3) for layout in LAYOUTS]
     ("shards", "layout"),
     [pytest.param(*case, marks=pytest.mark.slow) for case in MOSAIC_CASES],
 )
-def test_the_mosaic_kernel_visits_the_needed_tiles_of_every_round_and_no_others(
+def test_the_mosaic_kernel_visits_exactly_the_needed_tiles_in_every_round(
     shards, layout, monkeypatch
 ):
-    """Of a ring's rounds, each rank's queries with each rank's keys; gathered shards it brings into
-    another order first."""
+    """In a ring's rounds, each rank's queries against each rank's keys; it reorders gathered shards
+    first."""
     tile, tiles = 128, 2
     ranks = permutation(shards * tiles * tile, shards, layout).reshape(shards, -1)
     needed = needed_tiles(ranks.reshape(-1), tile)
@@ -196,25 +196,25 @@ def test_the_mosaic_kernel_visits_the_needed_tiles_of_every_round_and_no_others(
             MOSAIC, *(ranks[list(side)] for side in zip(*rounds, strict=True)), tile
         )
     for part, visited in parts.items():
-        for (queries, keys), of_round in zip(rounds, visited, strict=True):
+        for (queries, keys), round_tiles in zip(rounds, visited, strict=True):
             expected = needed[
                 queries * tiles : (queries + 1) * tiles, keys * tiles : (keys + 1) * tiles
             ]
-            assert (of_round == expected).all(), (
-                f"{part}, queries of {queries}, keys of {keys}: {of_round}"
+            assert (round_tiles == expected).all(), (
+                f"{part}, queries of {queries}, keys of {keys}: {round_tiles}"
             )
 
 
-def test_a_kernel_that_visits_and_masks_all_tiles_is_found():
-    """Dense attention does."""
+def test_dense_attention_visits_all_tiles():
+    """The method of these tests detects a kernel that visits and masks every tile."""
     order = permutation(4 * TILE, 1, "contiguous")
     for tiles in visited_tiles(ReferenceKernel(), order, TILE).values():
         assert tiles.all() and not needed_tiles(order, TILE).all()
 
 
-def test_without_its_shards_a_gathered_block_costs_more():
-    """What the GPU's kernel needs them for: from its first to its last needed tile it walks 1.77
-    times as many at P = 8."""
+def test_the_gpu_kernel_needs_the_number_of_gathered_shards():
+    """Without it the kernel walks from the first to the last needed tile, 1.77 times as many at P =
+    8."""
     order = permutation(8 * 16 * TILE, 8, "striped")
     coords = TokenCoords(order[None].astype(np.int32), np.ones((1, len(order)), np.int32))
     bounds = tile_bounds(coords, TILE)
@@ -249,13 +249,13 @@ GATHERED = ["all_gather", "ulysses", "attention2d 2"]
         ),
     ],
 )
-def test_schedules_have_the_gpus_kernel_visit_no_hidden_tile(schedule, layout):
-    """Forward, on four devices, whichever keys are together in a call."""
+def test_under_every_schedule_the_gpu_kernel_visits_no_hidden_tile(schedule, layout):
+    """Forward, on four devices, whichever keys a call has together."""
     shards, tiles = 4, 2
     order = permutation(shards * tiles * TILE, shards, layout)
     q, k, v, _ = inputs(len(order))
     count = len(order) // TILE
-    heads = 4  # for ulysses, whose devices take one each
+    heads = 4  # one per device under ulysses
 
     def rows(x):
         return np.repeat(np.repeat(x, count, 0) if len(x) == 1 else x, heads, 2)

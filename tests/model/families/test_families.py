@@ -1,5 +1,5 @@
 """Each family against transformers: logits, packed documents, gradients, decoding, and its files
-there and back."""
+read and written."""
 
 import dataclasses
 import functools
@@ -41,8 +41,8 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 2.0],
     "long_factor": [1.0, 1.5, 3.0, 8.0],
 }
-# What a family's config.json can say: every field that it takes, and sequences beyond the window
-# and the original length.
+# Variants of each family's config.json: they set every field that it reads, with windows and original
+# lengths shorter than the test sequences.
 KINDS = {
     "qwen2": {"tie_word_embeddings": True, "rope_parameters": YARN},
     "qwen3": {},
@@ -146,8 +146,8 @@ KINDS = {
 
 @functools.cache
 def saved(kind: str, folder):
-    """A random model of transformers whose biases and norms are neither 0 nor 1, saved in a folder.
-    Without a padding token, whose embedding torch gives no gradient."""
+    """Saves and returns a random transformers model whose biases and norms are neither 0 nor 1. It
+    has no padding token, whose embedding would get no gradient in torch."""
     torch.manual_seed(0)
     family = kind.split()[0]
     sizes = {
@@ -183,7 +183,7 @@ def saved(kind: str, folder):
     return model
 
 
-OF_EACH_FAMILY = (
+ONE_PER_FAMILY = (
     "qwen2",
     "qwen3",
     "mistral with a window",
@@ -210,13 +210,13 @@ EXPERT_MESHES = (
 
 
 def marked(*kinds):
-    """All kinds, those that are not named left to soak."""
+    """Returns all kinds; those that are not named are marked slow."""
     return [kind if kind in kinds else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 
 
 @pytest.fixture
 def model(request, tmp_path_factory):
-    """(transformers' model, its folder, our config)."""
+    """Returns (transformers' model, its folder, our config)."""
     folder = tmp_path_factory.getbasetemp() / f"family {request.param}"
     truth = saved(request.param, folder)
     config = TransformerConfig.from_hf(folder)
@@ -229,13 +229,13 @@ def test_every_family_is_tested():
 
 
 def ours(config, folder, shape, **options):
-    """Our model on a mesh, and its parameters."""
-    own = llama(config, shape, **options)
-    return own, read_hf(folder, config, own.shardings, in_memory=own.in_memory)
+    """Returns our model on a mesh, and its parameters."""
+    model = llama(config, shape, **options)
+    return model, read_hf(folder, config, model.shardings, in_memory=model.in_memory)
 
 
 def documents(batch):
-    """(row, slice) of every packed document."""
+    """Yields (row, slice) of every packed document."""
     for row, segments in enumerate(batch["segment_ids"]):
         edges = [0, *(np.flatnonzero(np.diff(segments)) + 1), len(segments)]
         yield from (
@@ -244,21 +244,23 @@ def documents(batch):
 
 
 def check_packed_documents(model, shape, layout="striped", rows=4, length=64, **options):
-    """The loss and the gradients of packed documents, against transformers' of each document alone,
-    at the start of a row."""
+    """Compares loss and gradients of packed documents with those of transformers for each document
+    alone at the start of a row."""
     truth, folder, config = model
     batch = packed_batch(config, rows=rows, length=length)
-    own, params = ours(config, folder, shape, **options)
-    placed, _ = permuted(batch, own, layout)
-    (loss, _), gradients = jax.jit(jax.value_and_grad(mean_loss(own), has_aux=True))(params, placed)
+    our_model, params = ours(config, folder, shape, **options)
+    placed, _ = permuted(batch, our_model, layout)
+    (loss, _), gradients = jax.jit(jax.value_and_grad(mean_loss(our_model), has_aux=True))(
+        params, placed
+    )
     truth.zero_grad()
     total, gates = torch.zeros(()), []
     for row, tokens in documents(batch):
-        # What follows a document changes nothing in it, but longrope's factors depend on the length
+        # A document does not depend on what follows it, but longrope's factors depend on the length
         # of the whole row.
-        alone = np.zeros((1, length), np.int32)
-        alone[0, : tokens.stop - tokens.start] = batch["tokens"][row, tokens]
-        output = truth(torch.tensor(alone))
+        row_tokens = np.zeros((1, length), np.int32)
+        row_tokens[0, : tokens.stop - tokens.start] = batch["tokens"][row, tokens]
+        output = truth(torch.tensor(row_tokens))
         expected = output.logits[0, : tokens.stop - tokens.start]
         if config.router_aux_loss:
             gates.append([gate[: tokens.stop - tokens.start] for gate in output.router_logits])
@@ -267,15 +269,15 @@ def check_packed_documents(model, shape, layout="striped", rows=4, length=64, **
         total = total + (losses * torch.tensor(batch["loss_weights"][row, tokens])).sum()
     total = total / float(batch["loss_weights"].sum())
     if gates:
-        of_layers = tuple(torch.cat(layer) for layer in zip(*gates, strict=True))
+        layer_gates = tuple(torch.cat(layer) for layer in zip(*gates, strict=True))
         sizes = config.num_experts, config.num_experts_per_tok
-        balance = load_balancing_loss_func(of_layers, *sizes)
+        balance = load_balancing_loss_func(layer_gates, *sizes)
         total = total + config.router_aux_loss * balance
     total.backward()
     within(abs(float(loss) / total.item() - 1), 1e-5, "loss of a family", config.family)
     theirs = dict(truth.named_parameters())
     for entry in hf_layout(config, stacked=bool(config.num_experts)):
-        if own.parameters[entry.name].constant:
+        if our_model.parameters[entry.name].constant:
             assert not np.any(gradients[entry.name])
             continue
         for layer, name in enumerate(entry.hf_names()):
@@ -292,10 +294,10 @@ def check_packed_documents(model, shape, layout="striped", rows=4, length=64, **
 
 @pytest.mark.parametrize(
     "model",
-    marked(*(kind for kind in OF_EACH_FAMILY if kind not in ("smollm3", "qwen2_moe"))),
+    marked(*(kind for kind in ONE_PER_FAMILY if kind not in ("smollm3", "qwen2_moe"))),
     indirect=True,
 )
-def test_loss_and_gradients_of_packed_documents_are_those_of_each_alone(model):
+def test_loss_and_gradients_of_packed_documents_match_each_alone(model):
     check_packed_documents(model, MESH)
 
 
@@ -308,14 +310,14 @@ def test_loss_and_gradients_of_packed_documents_are_those_of_each_alone(model):
     ],
     indirect=["model"],
 )
-def test_loss_and_gradients_where_devices_share_the_experts(model, shape):
+def test_loss_and_gradients_with_split_experts(model, shape):
     check_packed_documents(model, shape)
 
 
 @pytest.mark.parametrize(
     "model", [pytest.param("phi3", marks=pytest.mark.slow), "phi3 in part"], indirect=True
 )
-def test_packed_documents_beyond_the_original_length_of_longrope(model):
+def test_packed_documents_beyond_longropes_original_length(model):
     check_packed_documents(model, MESH, rows=2, length=128)
 
 
@@ -329,10 +331,10 @@ COVERING = [
 
 
 def covering():
-    """Of each family six combinations, so that every schedule and layout occurs, and every policy
-    of `POLICIES` over two families."""
+    """Returns six combinations per family, so that every schedule and layout occurs, and every
+    policy of `POLICIES` over two families."""
     chosen = []
-    for number, family in enumerate(OF_EACH_FAMILY):
+    for number, family in enumerate(ONE_PER_FAMILY):
         for index, (schedule, layout) in enumerate(
             itertools.product(("ring", "ulysses", "all_gather"), ("striped", "zigzag"))
         ):
@@ -348,11 +350,11 @@ def covering():
     ],
     indirect=["model"],
 )
-def test_every_schedule_layout_and_policy_serves_every_family(model, schedule, layout, remat):
+def test_schedules_layouts_and_policies_are_exact_for_every_family(model, schedule, layout, remat):
     period = len(model[2].layer_kinds)
     every_k = {"every_k": period if period > 1 else 2} if POLICIES[remat].every_k else {}
     if every_k and model[2].num_hidden_layers % every_k["every_k"]:
-        remat, every_k = "nothing", {}  # layers in groups must fill them
+        remat, every_k = "nothing", {}  # every_k must divide the layers
     check_packed_documents(
         model, {"sequence": 2}, layout, rows=2, schedule=schedule, remat=remat, **every_k
     )
@@ -361,30 +363,31 @@ def test_every_schedule_layout_and_policy_serves_every_family(model, schedule, l
 @pytest.mark.parametrize(
     "shape", [{}, pytest.param(MESH, marks=pytest.mark.slow)], ids=["one device", "mesh"]
 )
-@pytest.mark.parametrize("model", marked(*OF_EACH_FAMILY), indirect=True)
-def test_the_logits_are_transformers(model, shape):
-    """On a mesh, whose ring is striped, too."""
+# The loss and gradients of the other families are compared above.
+@pytest.mark.parametrize("model", marked("smollm3", "qwen2_moe"), indirect=True)
+def test_logits_match_transformers(model, shape):
+    """On one device, and on a mesh with a striped ring."""
     check_logits(model, shape)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", EXPERT_MESHES)
 @pytest.mark.parametrize("model", MIXTURES, indirect=True)
-def test_the_logits_where_devices_share_the_experts(model, shape):
+def test_logits_with_split_experts_match_transformers(model, shape):
     check_logits(model, shape)
 
 
 def check_logits(model, shape):
     truth, folder, config = model
-    length = 96  # beyond the original length of every RoPE rule
+    length = 96  # exceeds the original length of every RoPE rule
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (4, length), np.int32)
     index = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
-    own, params = ours(config, folder, shape)
+    our_model, params = ours(config, folder, shape)
     batch, order = permuted(
         {"tokens": tokens, "index": index, "positions": index, "segment_ids": np.ones_like(tokens)},
-        own,
+        our_model,
     )
-    logits = np.asarray(jax.jit(own.logits)(params, batch))
+    logits = np.asarray(jax.jit(our_model.logits)(params, batch))
     with torch.no_grad():
         expected = truth(torch.tensor(tokens)).logits.numpy()[:, order]
     error = np.abs(logits - expected).max() / np.abs(expected).max()
@@ -392,46 +395,46 @@ def check_logits(model, shape):
 
 
 @pytest.mark.parametrize("model", marked("mistral with a window", "gpt_oss"), indirect=True)
-def test_greedy_decoding_is_transformers(model):
+def test_greedy_decoding_matches_transformers(model):
     check_greedy_decoding(model, (5, 30))
 
 
 @pytest.mark.parametrize(
     "model", [pytest.param("phi3", marks=pytest.mark.slow), "phi3 in part"], indirect=True
 )
-def test_greedy_decoding_beyond_the_original_length_of_longrope(model):
+def test_greedy_decoding_beyond_longropes_original_length(model):
     check_greedy_decoding(model, (70, 90))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", EXPERT_MESHES)
 @pytest.mark.parametrize("model", MIXTURES, indirect=True)
-def test_greedy_decoding_where_devices_share_the_experts(model, shape):
+def test_greedy_decoding_with_split_experts_matches_transformers(model, shape):
     check_greedy_decoding(model, (5, 30), shape)
 
 
 def check_greedy_decoding(model, lengths, shape=MappingProxyType({"sequence": 2})):
-    """The answers to two prompts of these lengths, against transformers' logits of prompt and
+    """Compares the answers to two prompts of these lengths with transformers' logits of prompt and
     answer."""
     truth, folder, config = model
     prompts = [
         np.random.default_rng(length).integers(3, 128, length).tolist() for length in lengths
     ]
-    own, params = ours(config, folder, shape)
+    our_model, params = ours(config, folder, shape)
     capacity = max(lengths) + 10
-    answers = Generator(own, rows=4, capacity=capacity, new_tokens=8, stop_ids=(), chunk=16)(
+    answers = Generator(our_model, rows=4, capacity=capacity, new_tokens=8, stop_ids=(), chunk=16)(
         params, prompts
     )
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.no_grad():
             logits = truth(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
         best = logits.max(-1).values - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        assert best.max() <= 1e-3, "each token is the best one, or within 1e-3 of it"
+        assert best.max() <= 1e-3, "a token is not within 1e-3 of the best one"
 
 
-@pytest.mark.parametrize("model", marked(*OF_EACH_FAMILY), indirect=True)
-def test_import_then_export_gives_the_same_bytes(model, tmp_path):
-    """Of one file, and of several with an index; where embeddings are tied, neither has a head."""
+@pytest.mark.parametrize("model", marked(*ONE_PER_FAMILY), indirect=True)
+def test_exporting_an_imported_model_gives_the_same_tensors(model, tmp_path):
+    """As one file, and as several with an index; if embeddings are tied, neither has a head."""
     truth, folder, config = model
     truth.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
     _, params = ours(config, tmp_path / "sharded", {})
@@ -463,8 +466,8 @@ def test_import_then_export_gives_the_same_bytes(model, tmp_path):
 
 
 @pytest.mark.parametrize("model", marked("qwen3_moe"), indirect=True)
-def test_experts_in_one_tensor_are_read_as_those_in_their_own(model, tmp_path):
-    """As transformers 5 holds them in memory, and as the models are published; and written so."""
+def test_stacked_experts_are_read_and_written_like_separate_ones(model, tmp_path):
+    """Transformers 5 stacks them in memory; published models have them separately."""
     truth, folder, config = model
     if not config.num_experts:
         pytest.skip("no mixture")
@@ -504,9 +507,9 @@ MEMORY = {
     "model", ["smollm3", "gemma3_text", "qwen3_moe", "granitemoe", "gpt_oss"], indirect=True
 )
 @pytest.mark.parametrize("memory", MEMORY)
-def test_layers_are_the_same_however_they_run(model, memory):
-    """The loss and the gradients of 3 layers in a period of 2, or of a mixture's, against those of
-    the plain scan."""
+def test_results_do_not_depend_on_how_layers_run(model, memory):
+    """The loss and the gradients of 3 layers in a period of 2, or of a mixture, against the plain
+    scan."""
     _, folder, config = model
     batch = packed_batch(config, rows=2, length=64)
 
@@ -526,7 +529,7 @@ def test_layers_are_the_same_however_they_run(model, memory):
 
 
 @pytest.mark.slow
-def test_groups_of_layers_of_two_kinds_give_the_same_gradients():
+def test_every_k_with_layers_of_two_kinds_gives_the_same_gradients():
     config = tiny(family="smollm3", num_hidden_layers=4, no_rope_layers=(1, 0, 1, 0))
 
     def run(**options):
@@ -541,7 +544,7 @@ def test_groups_of_layers_of_two_kinds_give_the_same_gradients():
         assert np.abs(gradient - expected[name]).max() <= 1e-5 * np.abs(expected[name]).max(), name
 
 
-def test_a_group_of_layers_is_whole_periods():
+def test_every_k_must_be_a_multiple_of_the_layers_period():
     config = tiny(family="smollm3", num_hidden_layers=6, no_rope_layers=(1, 1, 0, 1, 1, 0))
     with pytest.raises(
         ValueError, match=r"memory\.every_k: found 2; .* period of 3, so it needs a multiple of 3"
@@ -549,14 +552,14 @@ def test_a_group_of_layers_is_whole_periods():
         llama(config, remat="every_k", every_k=2)
 
 
-def test_groups_of_heads_cannot_normalise_all_heads_together():
+def test_attention_groups_are_refused_if_all_heads_are_normalized_together():
     config = tiny(family="olmo2", qk_norm="all", norms="after")
     with pytest.raises(ValueError, match=r"memory\.attention_groups: found 2.* needs 1"):
         llama(config, attention_groups=2)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
-def test_presets_are_configs_of_transformers(family):
+def test_presets_match_transformers_configs(family):
     for name in FAMILIES[family].presets:
         config = TransformerConfig.preset(name)
         written = config.to_hf()
@@ -578,8 +581,8 @@ def test_presets_are_configs_of_transformers(family):
         )
 
 
-# Fields of transformers' configs that name no computation of a model's, and those that a family
-# reads by other names.
+# Fields of transformers' configs that do not affect a model's computation, and those that a family
+# reads under other names.
 NO_COMPUTATION = {
     "use_cache",
     "_name_or_path",
@@ -605,7 +608,7 @@ READ = {
 }
 
 
-def test_a_family_is_as_short_as_the_page_says(repository):
+def test_the_page_states_the_length_of_family_files(repository):
     files = {path.stem: path for path in (repository / "model/families").glob("*.py")}
     lines = {
         name: len(path.read_text(encoding="utf-8").splitlines())
@@ -628,9 +631,9 @@ def test_every_field_of_transformers_configs_is_read_or_refused(family):
     assert theirs <= fields | set(NEUTRAL) | NO_COMPUTATION | READ
 
 
-def test_no_family_is_named_outside_its_file(repository):
-    """No file elsewhere compares a family or has its model type in quotes; Llama's is the default.
-    A socket's family is another thing."""
+def test_no_family_is_named_outside_its_module(repository):
+    """No other module compares a family or has its model type in quotes; Llama's is the default. A
+    socket's family is unrelated."""
     named = re.compile(
         rf"""\bfamily (?:==|!=) (?!socket\.)|["'](?:{"|".join(set(FAMILIES) - {"llama"})})["']"""
     )
@@ -657,7 +660,7 @@ def test_no_family_is_named_outside_its_file(repository):
         ({"family": "smollm3", "no_rope_layers": (1, 2)}, ["no_rope_layers", "2", "0, 1"]),
     ],
 )
-def test_what_no_config_of_the_family_can_say_is_refused(change, words):
+def test_a_value_that_the_family_does_not_support_is_refused(change, words):
     with pytest.raises(ValueError) as caught:
         tiny(**change)
     assert all(word in str(caught.value) for word in words), caught.value
@@ -672,7 +675,7 @@ def test_what_no_config_of_the_family_can_say_is_refused(change, words):
         ({"mlp_bias": True}, ["mlp_bias", "True", "Qwen3ForCausalLM"]),
     ],
 )
-def test_fields_that_are_not_computed_are_refused_by_name(change, words):
+def test_unsupported_fields_are_refused_by_name(change, words):
     with pytest.raises(ValueError) as caught:
         TransformerConfig.from_hf_dict({**TransformerConfig.preset("qwen3-0.6b").to_hf(), **change})
     assert all(word in str(caught.value) for word in words), caught.value
@@ -691,7 +694,7 @@ def test_fields_that_are_not_computed_are_refused_by_name(change, words):
         ({"sliding_window": None}, ["sliding_window", "null", "layer_types"]),
     ],
 )
-def test_fields_of_gemma_that_are_not_computed_are_refused_by_name(change, words):
+def test_unsupported_fields_of_gemma_are_refused_by_name(change, words):
     with pytest.raises(ValueError) as caught:
         TransformerConfig.from_hf_dict(
             {**TransformerConfig.preset("gemma-3-270m").to_hf(), **change}
@@ -699,7 +702,7 @@ def test_fields_of_gemma_that_are_not_computed_are_refused_by_name(change, words
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_gemma_3_is_read_from_the_fields_of_transformers_4():
+def test_gemma_3_configs_of_transformers_4_are_read():
     config = TransformerConfig.preset("gemma-3-12b")
     written = {
         name: value
@@ -712,7 +715,7 @@ def test_gemma_3_is_read_from_the_fields_of_transformers_4():
     assert [kind.window for kind in config.layer_kinds] == [1024] * 5 + [None]
 
 
-def test_pairs_are_counted_in_layers_with_a_window_and_without():
+def test_pairs_are_counted_per_kind_of_layer():
     config = tiny(
         family="gemma3_text",
         num_hidden_layers=3,

@@ -1,5 +1,5 @@
-"""Position-wise work in chunks that do not divide the length: the same numbers, in no more chunks
-than there must be."""
+"""Position-wise work in chunks that do not divide the length: the same results in the fewest
+chunks."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import pytest
 from model.memory.chunked import chunked, chunked_total
 from tests.model.attention.jaxprs import operations
 
-LENGTH = 13  # prime: the largest divisor below it is one token
+LENGTH = 13  # prime: its only smaller divisor is one token
 
 
 def fn(weights, arrays, labels):
@@ -29,7 +29,7 @@ def value(chunk, weights, arrays, labels, shares):
 
 
 @pytest.fixture
-def given():
+def inputs():
     rng = np.random.default_rng(0)
     weights, x = (
         {"w": rng.normal(size=(6, 6)).astype(np.float32)},
@@ -42,16 +42,16 @@ def given():
     return weights, {"x": x}, labels, shares
 
 
-def test_a_shorter_last_chunk_changes_no_number(given):
+def test_a_shorter_last_chunk_changes_no_result(inputs):
     run = jax.jit(jax.value_and_grad(value, argnums=(1, 2), has_aux=True), static_argnums=0)
     for got, expected in zip(
-        *map(jax.tree.leaves, (run(4, *given), run(None, *given))), strict=True
+        *map(jax.tree.leaves, (run(4, *inputs), run(None, *inputs))), strict=True
     ):
         np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-6)
 
 
-def test_as_few_chunks_as_can_be(given):
-    traced = jax.make_jaxpr(lambda *given: value(4, *given))(*given)
+def test_there_are_as_few_chunks_as_possible(inputs):
+    traced = jax.make_jaxpr(lambda *inputs: value(4, *inputs))(*inputs)
     assert {
         equation.params["length"]
         for equation, _ in operations(traced.jaxpr)

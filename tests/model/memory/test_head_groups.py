@@ -1,5 +1,5 @@
-"""Attention in groups of heads against the formula of attention, differentiated by jax itself, on
-one device."""
+"""Attention in groups of heads against the formula of attention, which jax differentiates itself,
+on one device."""
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ GROUPS = HeadGroups(2, {"norm": None, "q_proj": 1, "k_proj": 1, "v_proj": 1})
 
 
 def inward(weights, x, positions):
-    """Something before the projections, of which all groups share the weight, and something that
-    positions change."""
+    """A norm before the projections whose weight all groups share, and a factor that depends on
+    positions."""
     x = x * weights["norm"] * jnp.cos(positions)[..., None]
     return tuple(product("bte,ehd->bthd", x, weights[f"{name}_proj"]) for name in "qkv")
 
@@ -45,7 +45,7 @@ def by_formula(weights, x, positions, coords):
     return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(x))
 
 
-def test_groups_of_heads_are_attention():
+def test_attention_in_head_groups_is_exact():
     rng = np.random.default_rng(0)
     shapes = {
         "norm": (HIDDEN,),
@@ -66,7 +66,7 @@ def test_groups_of_heads_are_attention():
         assert np.abs(grouped - whole).max() <= 1e-5 * np.abs(whole).max()
 
 
-def test_groups_project_again_so_that_not_everything_can_be_kept():
+def test_head_groups_recompute_projections_so_remat_everything_is_refused():
     with pytest.raises(
         ValueError,
         match=r"^memory\.remat: found 'everything'; .* = 2 each group is projected again",

@@ -1,5 +1,5 @@
-"""A layer in chunks of queries against its formula, differentiated by jax itself, on one device;
-and what cannot go with it."""
+"""A layer in chunks of queries against its formula, which jax differentiates itself, on one device;
+and the options it excludes."""
 
 import functools
 
@@ -29,7 +29,7 @@ def inward(weights, x, positions, which="qkv"):
 
 
 def onward(weights, x, attended):
-    """The output, and an auxiliary sum over the tokens."""
+    """Returns the output, and an auxiliary sum over the tokens."""
     x = x + product("bthd,hde->bte", attended, weights["o_proj"])
     branch = product("bte,ef->btf", x, weights["mlp"])
     return LayerOutput(x + jnp.tanh(branch), {"squares": jnp.sum(jnp.square(branch), (0, 1))})
@@ -96,7 +96,7 @@ def arguments():
 
 
 @pytest.mark.parametrize(("chunks", "groups"), [(2, 1), (4, 2)])
-def test_chunks_of_queries_are_the_layer(arguments, chunks, groups):
+def test_a_layer_in_query_chunks_is_exact(arguments, chunks, groups):
     def ours(*arrays):
         return in_chunks(chunks, groups, *arrays)
 
@@ -107,7 +107,7 @@ def test_chunks_of_queries_are_the_layer(arguments, chunks, groups):
         within(np.abs(divided - whole).max() / np.abs(whole).max(), 1e-5, "gradients")
 
 
-def test_chunks_must_divide_a_devices_tokens(arguments):
+def test_query_chunks_must_divide_a_devices_tokens(arguments):
     with pytest.raises(
         ValueError, match=r"query_chunks: 3 does not divide the 16 tokens of a device"
     ):
@@ -134,7 +134,7 @@ def test_chunks_must_divide_a_devices_tokens(arguments):
     ],
     ids=str,
 )
-def test_what_cannot_go_with_chunks_of_queries_is_one_line(options, words):
+def test_query_chunks_refuse_incompatible_options(options, words):
     with pytest.raises(ValueError, match=words) as error:
         llama(
             tiny(),
@@ -144,9 +144,9 @@ def test_what_cannot_go_with_chunks_of_queries_is_one_line(options, words):
     assert "\n" not in str(error.value)
 
 
-def test_nothing_of_the_keys_is_kept_for_all_chunks():
-    """What all chunks do alike with the keys (a group's, stacked to be sent) is done in each:
-    differentiation, which hoists it out of the loop over chunks, would keep it for all groups."""
+def test_keys_are_not_kept_for_all_groups_of_heads():
+    """Each chunk repeats what all chunks do with the keys (a group's, stacked to be sent):
+    differentiation would hoist it out of the loop over chunks and keep it for all groups."""
     model = llama(
         tiny(),
         {"sequence": 4},
@@ -163,8 +163,8 @@ def test_nothing_of_the_keys_is_kept_for_all_chunks():
     text = str(jax.make_jaxpr(gradient)(params, packed_batch(model.config)))
     assert (
         "f32[2,8,32,1,8]" in text
-    )  # keys and values of a group, stacked: 8 rows, 32 tokens a device, heads of 8
+    )  # a group's keys and values, stacked: 8 rows, 32 tokens per device, heads of 8
     assert "f32[2,2,8,32,1,8]" not in text
     assert (
         "f32[8,16,8,8]" in text and "f32[8,32,8,8]" not in text
-    )  # queries, or attention's output: of a chunk, of all tokens
+    )  # queries, or attention's output: of a chunk, not of all tokens

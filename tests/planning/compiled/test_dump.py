@@ -18,7 +18,7 @@ SMALL = TransformerConfig(
 
 @pytest.mark.skipif(not NEEDED, reason="this jaxlib reads what libtpu compiles")
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", pytest.param("v5e:2x2", marks=pytest.mark.slow)])
-def test_the_compilers_dump_says_what_a_step_sends(tmp_path, topology):
+def test_the_compilers_dump_has_the_communication_of_a_step(tmp_path, topology):
     compiled = compile_step(
         SMALL, topology_devices(topology), 2048, remat="nothing", flags=dump_flags(tmp_path)
     )
@@ -26,11 +26,11 @@ def test_the_compilers_dump_says_what_a_step_sends(tmp_path, topology):
     assert sent["collective-permute"]["received_gib"] > 0 and sent["all-gather"]["times"] > 0
     try:
         text = compiled.as_text()
-    except jax.errors.JaxRuntimeError:  # what the dump is there for
+    except jax.errors.JaxRuntimeError:  # the reason for reading the dump
         assert topology.startswith("v5p")
     else:
         assert sent == communication(text, 4)
 
 
-def test_no_dump_is_no_text(tmp_path):
+def test_an_empty_folder_has_no_text(tmp_path):
     assert dumped_text(tmp_path) is None

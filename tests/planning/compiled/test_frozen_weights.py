@@ -1,5 +1,4 @@
-"""What the compilers make of frozen weights: nothing of their size in float32, and gathers of
-codes."""
+"""What compilers do with frozen weights: no float32 array of their size, and gathers of codes."""
 
 import collections
 from importlib import metadata
@@ -23,13 +22,14 @@ MODEL = TransformerConfig(
     head_dim=128,
 )
 DEVICES = 4
-# A factor that no size of a matrix has, so that no partial sum of a gradient has the size of one.
+# Divides no matrix size, so that no partial sum of a gradient has the size of a matrix.
 RANK = 7
 MATRICES = {640 * 768, 640 * 256, 640 * 1152}
 
 
 def compiled(topology, quantize):
-    """The compiled text of a step of adapters with weights stored like this."""
+    """Returns the parsed text of a training step of adapters over weights quantized with
+    `quantize`."""
     job = Job.of(
         MODEL,
         topology,
@@ -42,8 +42,8 @@ def compiled(topology, quantize):
 
 
 def in_memory(module):
-    """dtype -> the sizes of all arrays that instructions outside of fusions make: those that lie in
-    memory."""
+    """Returns dtype -> sizes of the arrays that instructions outside fusions produce, which are
+    those in memory."""
     fused = {
         name
         for instructions in module.computations.values()
@@ -64,7 +64,7 @@ def in_memory(module):
 
 
 def gathered(module):
-    """dtype -> bytes of the results of all gathers of a step."""
+    """Returns dtype -> bytes of the results of all gathers of a step."""
     total = collections.Counter()
     for computation, instructions in module.computations.items():
         for instruction in instructions:
@@ -76,16 +76,16 @@ def gathered(module):
 
 NEEDS_CUDA = pytest.mark.skipif(
     not any(distribution.name.startswith("jax-cuda") for distribution in metadata.distributions()),
-    reason="needs JAX's CUDA compiler; make evidence brings it",
+    reason="needs JAX's CUDA compiler; make evidence installs it",
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:2x2", pytest.param("h100:4", marks=NEEDS_CUDA)])
-def test_no_frozen_weight_is_float32_and_codes_alone_are_gathered(topology):
-    """No array of a layer's matrix, of a quarter of one or of all layers', so neither copy nor
-    gradient nor moment; gathers of NF4 carry at most 0.30 of the bytes of those in bfloat16. Opened
-    matrices are bfloat16."""
+def test_no_frozen_weight_is_float32_and_only_codes_are_gathered(topology):
+    """No float32 array has the size of a layer's matrix, a quarter of one, or all layers', so there
+    is no copy, gradient or moment; gathers of NF4 carry at most 0.30 of the bytes of those in
+    bfloat16. Dequantized matrices are bfloat16."""
     layers = MODEL.num_hidden_layers
     shapes = {
         size * count // parts
@@ -97,7 +97,7 @@ def test_no_frozen_weight_is_float32_and_codes_alone_are_gathered(topology):
     for module in (plain, codes):
         assert not in_memory(module)["f32"] & shapes, in_memory(module)["f32"] & shapes
         assert in_memory(module)["bf16"] & shapes
-    of_plain, of_codes = gathered(plain), gathered(codes)
-    assert set(of_plain) == {"bf16"} and set(of_codes) == {"bf16", "u8"}
-    # What is left in bfloat16 is the embedding and the head.
-    assert of_codes["u8"] <= 0.30 * (of_plain["bf16"] - of_codes["bf16"])
+    plain_bytes, code_bytes = gathered(plain), gathered(codes)
+    assert set(plain_bytes) == {"bf16"} and set(code_bytes) == {"bf16", "u8"}
+    # Only the embedding and the head are still gathered in bfloat16.
+    assert code_bytes["u8"] <= 0.30 * (plain_bytes["bf16"] - code_bytes["bf16"])

@@ -1,5 +1,4 @@
-"""Tests of planning/compiled/refusal.py on messages as the TPU compiler wrote them (libtpu of jax
-0.10.2)."""
+"""Tests of planning/compiled/refusal.py on messages of the TPU compiler (libtpu of jax 0.10.2)."""
 
 import pytest
 
@@ -17,23 +16,23 @@ HOST = (
     "RESOURCE_EXHAUSTED: Allocation (size=171798691840) would exceed memory (size=137438953472) "
     ":: ..."
 )
-# A kernel's tables of very many tiles on a v3.
+# A kernel's tables for very many tiles on a v3.
 SCALARS = (
     "RESOURCE_EXHAUSTED: XLA:TPU ... Ran out of memory in memory space smem. Used 25.2K of 16.0K "
     "smem. ..."
 )
 
 
-def test_sizes_of_the_devices_and_the_hosts_memory():
+def test_needed_and_available_gib_of_device_and_host_are_parsed():
     assert refused_gib(DEVICE) == (129.06, 15.75)
     assert refused_gib(HOST) == (160.0, 128.0)
 
 
-def test_scalar_memory_is_given_in_kib():
+def test_scalar_memory_is_printed_in_kib():
     assert str(DoesNotFit(*refused_gib(SCALARS))) == "needs 25.2 KiB of 16.0 of scalar memory"
 
 
-def test_an_unknown_wording_is_an_error_that_quotes_it():
+def test_an_unknown_message_raises_an_error_that_quotes_it():
     with pytest.raises(
         RuntimeError, match="does not know this wording: RESOURCE_EXHAUSTED: No room"
     ):

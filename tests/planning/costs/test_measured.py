@@ -1,4 +1,4 @@
-"""The ranges of step times, against the steps that were measured."""
+"""Ranges of step times against measured steps."""
 
 import dataclasses
 import json
@@ -19,46 +19,7 @@ from planning.costs.measured import (
 from planning.plan import Job
 from planning.search import candidates
 
-# The published figures, written a second time, and those of one H200.
-SECONDS = [
-    1.09,
-    2.98,
-    9.71,
-    1.42,
-    3.71,
-    10.78,
-    1.04,
-    2.88,
-    9.50,
-    1.20,
-    2.93,
-    9.34,
-    8.90,
-    8.83,
-    16.38,
-    137,
-    364,
-    696,
-    1346,
-    1295,
-    2135,
-    380,
-    1.495,
-    1.293,
-    13.13,
-]
-
-
-def test_the_measured_steps_are_the_published_ones():
-    assert [step.seconds for step in measured_steps()] == SECONDS
-    assert {step.source.split("#")[0] for step in measured_steps()} == {
-        "AI-Hypercomputer/maxtext",
-        "huggingface/trl",
-        "docs/results/gpu.json",
-    }
-
-
-# 64 v5p, 64 Ironwood: seconds, and MFU in percent as the recipes print it.
+# Steps on 64 v5p and 64 Ironwood: seconds -> MFU in percent as the recipes print it.
 WIDE_HEADS = {
     10.25: 67.3,
     26.31: 68.1,
@@ -78,7 +39,7 @@ WIDE_HEADS = {
 }
 
 
-def test_steps_of_recipes_have_their_published_mfu_and_lie_inside_ranges():
+def test_published_steps_have_their_published_mfu_and_are_within_their_ranges():
     """A wrong model, peak or number of devices would show in the MFU."""
     ours = {}
     for step in compared_steps():
@@ -96,13 +57,13 @@ STEP = (
 )
 
 
-def test_our_own_are_those_of_the_result(repository):
+def test_our_measured_steps_match_the_result_file(repository):
     rows = json.loads((repository / "docs/results/gpu.json").read_text(encoding="utf-8"))["rows"]
-    found = [re.match(STEP, f"{row['what']} {row['found']}") for row in rows.values()]
+    matches = [re.match(STEP, f"{row['what']} {row['found']}") for row in rows.values()]
     seconds = {
         (step["length"], step["remat"]): (int(step["length"][:-1]) << 10)
         / int(step["speed"].replace(",", ""))
-        for step in found
+        for step in matches
         if step
     }
     ours = {
@@ -113,7 +74,7 @@ def test_our_own_are_those_of_the_result(repository):
     assert seconds == {key: pytest.approx(value, abs=0.005) for key, value in ours.items()}
 
 
-def test_no_measured_step_is_above_its_range_and_the_slowest_is_at_its_end():
+def test_the_slowest_measured_step_ends_its_range_and_none_exceeds_it():
     for machines in ("TPU", "GPU"):
         steps = [step for step in measured_steps() if kind(step.job.hardware) == machines]
         factor, step = slowest(machines)
@@ -121,8 +82,8 @@ def test_no_measured_step_is_above_its_range_and_the_slowest_is_at_its_end():
         assert step.seconds == pytest.approx(factor * full_rate(step.job).seconds)
 
 
-def test_a_system_left_out_does_not_set_its_own_range():
-    """By hand: of TPUs MaxText's llama2 remains, whose slowest step is the ring's 16.38 s."""
+def test_a_held_out_system_does_not_determine_its_range():
+    """By hand: of the TPU steps MaxText's llama2 remains, whose slowest is the ring's 16.38 s."""
     llama3 = next(step for step in measured_steps() if step.system == "MaxText, llama3")
     _, slow = slowest("TPU", without="MaxText, llama3")
     assert slow.seconds == 16.38
@@ -150,18 +111,19 @@ EIGHT_LAYERS = Sizes.of(
         (ONE_B, 2048, 16, "everything", 0.518),  # measured as one row of 16 documents
     ],
 )
-def test_steps_of_one_h200_are_estimated_within_a_tenth(sizes, length, rows, remat, seconds):
-    """Of these the profile gave the rates of the first, and the third's of heads of 64."""
+def test_steps_of_one_h200_are_estimated_within_ten_percent(sizes, length, rows, remat, seconds):
+    """The rates come from profiles of the first step and, for heads of 64, of the third."""
     job = TrainingStep(sizes, HARDWARE["h200-infiniband"], length, batch=rows, remat=remat)
     assert estimate(job).seconds == pytest.approx(seconds, rel=0.1)
     assert estimate(job).seconds <= time_range(job).high
 
 
-def test_an_h200s_rates_are_those_of_its_profile():
-    """Products and attention of the profiled steps, in milliseconds by kernel: no fit to steps."""
+def test_an_h200s_rates_match_its_profile():
+    """Products and attention of the profiled steps, in milliseconds by kernel: not fitted to step
+    times."""
     hardware, tokens = HARDWARE["h200-infiniband"], 32768
     pairs = tokens * (tokens + 1) / 2
-    forward = 2 * 2 * 32 * 128 * 8 * pairs  # as many for 1B: half the head, twice the layers
+    forward = 2 * 2 * 32 * 128 * 8 * pairs  # the same for 1B: half the head size, twice the layers
     products = 6 * tokens * (8 * EIGHT_LAYERS.weights + EIGHT_LAYERS.head_weights)
     for rate, flops, ms in (
         (hardware.matmul, products, 588),
@@ -176,12 +138,13 @@ def test_an_h200s_rates_are_those_of_its_profile():
     assert hardware.between_products == pytest.approx(between, rel=0.01)
 
 
-def test_no_range_begins_at_a_higher_mfu_than_anyone_measured_on_such_a_chip():
-    """The highest by chip, as the recipes print them and as one H200's steps follow from theirs."""
+def test_no_range_begins_above_the_highest_mfu_measured_on_the_chip():
+    """The highest per chip, as the recipes print it, and as derived from our steps on one H200."""
     highest = {"v5p": 0.703, "tpu7x": 0.525, "h200-infiniband": 0.521, "h100-infiniband": 0.521}
     for name, mfu in highest.items():
         assert highest_mfu(HARDWARE[name]) == pytest.approx(mfu, abs=0.002)
-    assert highest_mfu(HARDWARE["v4"]) == highest_mfu(HARDWARE["v5p"])  # no row: the highest TPU's
+    # v4 has no row and uses the highest TPU's.
+    assert highest_mfu(HARDWARE["v4"]) == highest_mfu(HARDWARE["v5p"])
     for step in (*measured_steps(), *compared_steps()):
         seconds, result = time_range(step.job), estimate(step.job)
         reached = result.mfu * result.seconds / seconds.low
@@ -189,9 +152,8 @@ def test_no_range_begins_at_a_higher_mfu_than_anyone_measured_on_such_a_chip():
         assert seconds.low <= step.seconds * (1 + 1e-9) and result.seconds <= seconds.high
 
 
-def test_at_full_rate_nothing_but_the_matrix_products_is_left():
-    """Of attention forward 2 and backward 7 products a visible pair of queries and keys, one tile a
-    token apart."""
+def test_at_full_rate_only_matrix_products_take_time():
+    """Attention has 2 products forward and 5 backward per visible pair of queries and keys."""
     sizes = Sizes(1, 1000, 0, 8, 8, 128, 1024)
     job = TrainingStep(sizes, HARDWARE["v5p"], 1 << 16, remat="everything", causal=False)
     flops = 3 * 2 * 1000 * job.length + (2 + 5) * 2 * job.length**2 * 8 * 128

@@ -1,5 +1,5 @@
-"""cuDNN's kernel, which cannot run here: the forms of blocks that it is given, the algebra around
-it with a stand-in that computes what cuDNN computes, and the calls that a GPU's program has."""
+"""cuDNN's kernel, which cannot run here: the classification of blocks, the algebra around a
+stand-in that computes what cuDNN computes, and the calls in a GPU's program."""
 
 import json
 import re
@@ -34,7 +34,7 @@ kind_of = jax.jit(lambda q, kv, mask: block_form(q, kv, mask).kind, static_argnu
 
 
 def shards(layout, size, segments):
-    """The coordinates of each shard of rows with these documents."""
+    """Returns the coordinates of each shard of rows with these documents."""
     segments = np.asarray(segments, np.int32)
     index = np.tile(np.arange(segments.shape[1], dtype=np.int32), (len(segments), 1))
     order = permutation(segments.shape[1], size, layout)
@@ -58,15 +58,15 @@ ONE, PADDED, PACKED = [[1] * 16] * 2, [[1] * 16, [1] * 13 + [0] * 3], [[1] * 6 +
         ("zigzag", ONE, CAUSAL_MASK, [[CAUSAL, OTHER], [OTHER, CAUSAL]]),
     ],
 )
-def test_the_forms_of_blocks(layout, segments, mask, kinds):
-    """Found for the queries of each shard against the keys of each."""
+def test_blocks_are_classified(layout, segments, mask, kinds):
+    """For the queries of each shard against the keys of each."""
     parts = shards(layout, 2, segments)
-    found = [[int(kind_of(q, kv, mask)) for kv in parts] for q in parts]
-    assert found == kinds
+    classified = [[int(kind_of(q, kv, mask)) for kv in parts] for q in parts]
+    assert classified == kinds
 
 
-def test_a_block_that_only_looks_causal_is_left_to_others():
-    """One query that sees one key too few, two tokens out of order, a row that is all padding."""
+def test_a_block_that_only_looks_causal_is_not_given_to_cudnn():
+    """A query that sees one key too few, two swapped tokens, a row that is all padding."""
     index = jnp.arange(8, dtype=jnp.int32)[None]
     ones = jnp.ones_like(index)
     whole = TokenCoords(index, ones)
@@ -80,7 +80,8 @@ def test_a_block_that_only_looks_causal_is_left_to_others():
 
 
 def visible(q, k, lengths, mask):
-    """Which key each query sees by cuDNN's masks, aligned at the upper left: [B, Tq, Tk]."""
+    """Returns which keys each query sees under cuDNN's masks, aligned at the upper left: [B, Tq,
+    Tk]."""
     rows, columns = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
     seen = jnp.ones((q.shape[0], q.shape[1], k.shape[1]), bool)
     if mask.endswith("CAUSAL"):
@@ -92,23 +93,23 @@ def visible(q, k, lengths, mask):
 
 
 def scores_of(q, k, lengths, mask, scale):
-    wide = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, wide, precision="highest") * scale
+    k_repeated = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k_repeated, precision="highest") * scale
     return jnp.where(visible(q, k, lengths, mask)[:, None], scores, -jnp.inf)
 
 
 def stand_in_forward(q, k, v, lengths, mask, scale):
-    """NaN where cuDNN leaves what it finds: rows of padding."""
+    """NaN where cuDNN leaves memory unwritten: rows of padding."""
     scores = scores_of(q, k, lengths, mask, scale)
     lse = jax.nn.logsumexp(scores, -1)
     weights = jnp.exp(scores - lse[..., None])
-    wide = jnp.repeat(v, q.shape[2] // k.shape[2], 2)
-    out = jnp.einsum("bhqk,bkhd->bqhd", weights, wide, precision="highest")
+    v_repeated = jnp.repeat(v, q.shape[2] // k.shape[2], 2)
+    out = jnp.einsum("bhqk,bkhd->bqhd", weights, v_repeated, precision="highest")
     return out, jnp.where(jnp.isneginf(lse), jnp.nan, lse)
 
 
 def stand_in_backward(q, k, v, lse, out, dout, lengths, mask, scale):
-    """delta from out and dout; NaN where cuDNN leaves what it finds."""
+    """Computes delta from out and dout; NaN where cuDNN leaves memory unwritten."""
     group = q.shape[2] // k.shape[2]
     weights = jnp.exp(scores_of(q, k, lengths, mask, scale) - lse[..., None])
     delta = jnp.einsum("bqhd,bqhd->bhq", out, dout, precision="highest")
@@ -122,9 +123,9 @@ def stand_in_backward(q, k, v, lse, out, dout, lengths, mask, scale):
         for x, y in ((dscores, q), (weights, dout))
     )
     if lengths:
-        place = jnp.arange(q.shape[1])
+        token = jnp.arange(q.shape[1])
         dq, dk, dv = (
-            jnp.where((place < count[:, None])[..., None, None], x, jnp.nan)
+            jnp.where((token < count[:, None])[..., None, None], x, jnp.nan)
             for x, count in zip((dq, dk, dv), (lengths[0], lengths[1], lengths[1]), strict=True)
         )
     return [dq, dk, dv]
@@ -139,8 +140,8 @@ def stand_in_backward(q, k, v, lse, out, dout, lengths, mask, scale):
         ("contiguous", "packed", CAUSAL_MASK),
     ],
 )
-def test_rings_of_two_are_exact_with_what_cudnn_computes(layout, kind, mask, monkeypatch):
-    """Out, lse and gradients, merged over the blocks, of grouped heads of 12."""
+def test_a_ring_of_two_is_exact_with_cudnns_blocks(layout, kind, mask, monkeypatch):
+    """Out, lse and gradients, merged over the blocks, for grouped heads of 12."""
     called: list[str] = []
     for name, stand_in in (("forward", stand_in_forward), ("backward", stand_in_backward)):
         monkeypatch.setattr(
@@ -160,14 +161,15 @@ def test_rings_of_two_are_exact_with_what_cudnn_computes(layout, kind, mask, mon
     truth = dense_attention(
         q, k, v, index, segments, dout, causal=mask.causal, window=None, global_tokens=0
     )
-    for name, found, exact in zip(("out", "lse", "dq", "dk", "dv"), got, truth, strict=True):
-        permuted = exact[..., order] if name == "lse" else exact[:, order]
-        np.testing.assert_allclose(found, permuted, rtol=1e-4, atol=2e-4, err_msg=name)
+    for name, result, expected in zip(("out", "lse", "dq", "dk", "dv"), got, truth, strict=True):
+        permuted = expected[..., order] if name == "lse" else expected[:, order]
+        np.testing.assert_allclose(result, permuted, rtol=1e-4, atol=2e-4, err_msg=name)
     assert set(called) == set(cudnn.MASKS.values())
 
 
-def test_an_output_that_gives_a_delta():
-    """In bfloat16, also of dout's rows that are tiny or zero; a row that is not zero stays."""
+def test_output_with_gives_an_output_of_the_requested_delta():
+    """In bfloat16, also where rows of dout are tiny or zero; rows that are not zero stay
+    unchanged."""
     rng = np.random.default_rng(0)
     dout = jnp.asarray(rng.standard_normal((1, 64, 4, 128)), jnp.bfloat16)
     dout = dout.at[:, 1].multiply(1e-25).at[:, 2].set(0)
@@ -182,9 +184,9 @@ def test_an_output_that_gives_a_delta():
     assert np.abs(np.float32(used[:, 2])).max() < 1e-17
 
 
-def test_the_calls_of_a_gpus_program():
+def test_a_cuda_program_has_cudnns_calls():
     """Lowered for CUDA: each mask's call in both directions, with its operands, grouped heads and
-    the scale; the rows of statistics are those of whole blocks."""
+    scale; statistics have whole rows."""
     batch, length, heads, kv_heads, size = 2, 256, 4, 2, 64
     coords = TokenCoords(*[jax.ShapeDtypeStruct((batch, length), jnp.int32)] * 2)
     q, k = (
@@ -206,16 +208,16 @@ def test_the_calls_of_a_gpus_program():
     )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     calls = re.findall(r"@__cudnn\$fmha(\w+)\(([^)]*)\) \{(.*?)\} : (.*)", text)
-    found = {}
+    operand_counts = {}
     for name, operands, attributes, types in calls:
         config = json.loads(
             re.search(r'backend_config = "(.*?[^\\])"', attributes)[1].replace("\\22", '"')
         )["cudnn_fmha_backend_config"]
         assert config["fmha_scale"] == 0.125 and config["sliding_window_length"] == 0
-        found[name, config["mask_type"]] = len(operands.split(","))
+        operand_counts[name, config["mask_type"]] = len(operands.split(","))
         assert types.count(f"tensor<{batch}x{length}x{kv_heads}x{size}xbf16>") == 2
         assert f"tensor<{batch}x{heads}x{length}xf32>" in types
-    assert found == {
+    assert operand_counts == {
         **{("Softmax", mask): 3 for mask in ("NO_MASK", "CAUSAL")},
         **{("Softmax", mask): 5 for mask in ("PADDING", "PADDING_CAUSAL")},
         **{("SoftmaxBackward", mask): 6 for mask in ("NO_MASK", "CAUSAL")},

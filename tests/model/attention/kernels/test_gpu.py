@@ -13,7 +13,7 @@ from model.attention.coords import FULL, MASKED, SKIP, tile_bounds, tile_kind
 from model.attention.kernels import gpu
 from model.attention.kernels.gpu import GpuKernel, _tile_ranges
 
-from .test_tpu import EVERYTHING, MASKS, check_case, check_nothing_to_see, compiled, documents
+from .test_tpu import EVERYTHING, MASKS, check_case, check_no_visible_keys, compiled, documents
 
 KERNEL = GpuKernel(interpret=True)
 TABLES = ("HOPPER_TILES", "ANY", "FLOAT32")
@@ -27,7 +27,7 @@ COVERING = [
 
 @pytest.fixture(params=["HOPPER_TILES"])
 def tiles(request, monkeypatch):
-    """Has the float32 operands of these tests take the tiles of another table."""
+    """Makes the float32 operands of these tests use the tiles of another table."""
     monkeypatch.setattr(gpu, "FLOAT32", getattr(gpu, request.param))
     compiled.cache_clear()
     yield
@@ -35,7 +35,7 @@ def tiles(request, monkeypatch):
 
 
 def with_tables(cases):
-    """The cases, each with the next of the tables."""
+    """Pairs each case with the next table in turn."""
     return [(table, *case) for table, case in zip(itertools.cycle(TABLES), cases, strict=False)]
 
 
@@ -60,15 +60,15 @@ def test_kernel_is_exact_in_every_case(tiles, head_dim, mask, layout, kind):
     check_case(head_dim, mask, layout, kind, KERNEL)
 
 
-def test_rows_that_see_nothing(tiles):
-    check_nothing_to_see(KERNEL)
+def test_queries_that_see_no_key_are_zero(tiles):
+    check_no_visible_keys(KERNEL)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("transpose", [False, True])
-def test_tile_ranges_have_the_needed_tiles_and_mask_those_that_are_not_full(mask, transpose):
-    """No needed tile lies outside the range, and none that needs a mask lies in its part without
-    one; checked tile by tile."""
+def test_tile_ranges_contain_the_needed_tiles_and_mask_all_but_full_ones(mask, transpose):
+    """Tile by tile: no needed tile is outside the range, and none that needs a mask is in its
+    unmasked part."""
     coords = TokenCoords(*documents("packed", 2, 500))
     bounds = tile_bounds(coords, 20)
     ranges = np.asarray(_tile_ranges(bounds, bounds, mask, transpose))[:, :, 0]
@@ -89,7 +89,7 @@ def test_tile_ranges_have_the_needed_tiles_and_mask_those_that_are_not_full(mask
 
 
 def tunings(kind, dtype, monkeypatch, kernel=KERNEL):
-    """How the kernels run on this kind of device, by kernel and head size."""
+    """Returns the tuning for a kind of device, by kernel and head size."""
     monkeypatch.setattr(gpu, "device_kind", lambda: kind)
     return {
         (name, size): kernel.tuning(name, jnp.zeros((1, 1, 1, size), dtype))
@@ -99,11 +99,11 @@ def tunings(kind, dtype, monkeypatch, kernel=KERNEL):
 
 
 def test_tiles_follow_the_device_and_the_operands(monkeypatch):
-    of = {
+    by_device = {
         kind: tunings(kind, jnp.bfloat16, monkeypatch)
         for kind in ("NVIDIA H200", "NVIDIA B200", "NVIDIA GeForce RTX 4090")
     }
-    hopper, blackwell, consumer = of.values()
+    hopper, blackwell, consumer = by_device.values()
     assert hopper["forward", 128] == (128, 128, 8, 3) != consumer["forward", 128]
     assert (
         blackwell["forward", 128] == hopper["forward", 128]
@@ -120,8 +120,8 @@ def test_tiles_follow_the_device_and_the_operands(monkeypatch):
     )
 
 
-def test_tiles_that_are_asked_for_are_powers_of_two_and_no_larger_than_those_that_suit(monkeypatch):
-    suit = tunings("NVIDIA H200", jnp.bfloat16, monkeypatch)
-    assert tunings("NVIDIA H200", jnp.bfloat16, monkeypatch, GpuKernel(1024, 512)) == suit
+def test_requested_tiles_are_rounded_to_powers_of_two_and_capped_by_the_defaults(monkeypatch):
+    defaults = tunings("NVIDIA H200", jnp.bfloat16, monkeypatch)
+    assert tunings("NVIDIA H200", jnp.bfloat16, monkeypatch, GpuKernel(1024, 512)) == defaults
     small = tunings("NVIDIA H200", jnp.bfloat16, monkeypatch, GpuKernel(7, 60))
     assert small["forward", 64] == (16, 32, 8, 3) and small["dkv", 64] == (32, 16, 4, 2)

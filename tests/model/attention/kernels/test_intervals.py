@@ -1,5 +1,5 @@
 """Intervals against the dense mask and the tile rule: random rows, all layouts and pairs of ranks,
-as rows of one batch."""
+as the rows of one batch."""
 
 import itertools
 
@@ -15,14 +15,14 @@ from model.attention.names import LAYOUTS
 
 from .test_tpu import MASKS
 
-SHARDS, TOKENS, ROWS = 3, 48, 24  # of a block; random packed rows
+SHARDS, TOKENS, ROWS = 3, 48, 24  # TOKENS per block; ROWS random packed rows
 TILE, OTHER_TILE = 8, 4
 LIMITS = [*MASKS, Mask(window=1), Mask(window=2**31 - 1), Mask(causal=False, window=2**31 - 1)]
 
 
 def random_row(rng):
-    """Coordinates [L] of a packed row: documents, padding after some of them, an index of the row
-    or of the document."""
+    """Returns coordinates [L] of a packed row: documents, padding after some of them, an index that
+    counts in the row or in the document."""
     length, restarts = SHARDS * TOKENS, rng.random() < 0.5
     ends = np.sort(rng.choice(np.arange(1, length), rng.integers(0, 6), replace=False))
     segments = np.searchsorted(ends, np.arange(length), side="right") + 1
@@ -32,7 +32,7 @@ def random_row(rng):
 
 
 def blocks(layout):
-    """Coordinates [B, T] of queries and keys: every pair of ranks, of every random row."""
+    """Returns coordinates [B, T] of queries and keys: every pair of ranks of every random row."""
     rng = np.random.default_rng(LAYOUTS.index(layout))
     order = permutation(SHARDS * TOKENS, SHARDS, layout).reshape(SHARDS, -1)
     rows = [random_row(rng) for _ in range(ROWS)]
@@ -48,18 +48,18 @@ def blocks(layout):
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("mask", LIMITS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_intervals_are_the_dense_mask_and_their_tiles_the_tile_rules(layout, mask, transpose):
-    """In either direction, what a query sees and what sees a key is one interval. Its tiles hold
-    every needed tile, go without a mask only where all is seen, and are no more than a kernel walks
-    by the tile rule."""
+def test_intervals_match_the_dense_mask_and_their_tiles_the_tile_rule(layout, mask, transpose):
+    """In either direction, what a query sees and what sees a key is one interval. Its tiles contain
+    every needed tile, go without a mask only if everything in them is visible, and are no more than
+    a kernel walks by the tile rule."""
     queries, keys = blocks(layout)
     assert in_row_order(queries) and in_row_order(keys)
     tokens, others = (keys, queries) if transpose else (queries, keys)
-    of_tokens = jax.jit(lambda *coords: intervals(*coords, mask, transpose))(tokens, others)
-    edges = np.asarray(tile_edges(of_tokens, TILE, OTHER_TILE))
+    ranges = jax.jit(lambda *coords: intervals(*coords, mask, transpose))(tokens, others)
+    edges = np.asarray(tile_edges(ranges, TILE, OTHER_TILE))
     seen = np.asarray(visible(queries, keys, mask))
     seen = seen.swapaxes(1, 2) if transpose else seen
-    first, last = (np.asarray(x)[..., None] for x in of_tokens)
+    first, last = (np.asarray(x)[..., None] for x in ranges)
     number = np.arange(TOKENS)
     assert ((number >= first) & (number < last) == seen).all()
     assert ((first < last)[..., 0] == seen.any(-1)).all()
@@ -90,7 +90,7 @@ def test_intervals_are_the_dense_mask_and_their_tiles_the_tile_rules(layout, mas
     assert ((last - first)[..., 0] <= np.where(needed.any(-1), walked, 0)).all()
 
 
-def test_row_order_brings_gathered_shards_into_the_order_of_their_row():
+def test_row_order_sorts_gathered_shards_into_their_row():
     index, segments = (
         np.arange(48, dtype=np.int32)[None],
         np.repeat([1, 2, 0], (20, 17, 11))[None].astype(np.int32),
@@ -111,8 +111,8 @@ def test_row_order_brings_gathered_shards_into_the_order_of_their_row():
     ],
     ids=["padding inside", "documents back", "index back", "index twice", "a document in two"],
 )
-def test_other_orders_are_seen(index, segments):
-    """In one row of two, whose other one is in order."""
+def test_a_row_out_of_order_is_detected(index, segments):
+    """In one row of two; the other one is in order."""
     rows = TokenCoords(
         *(np.array(x, np.int32) for x in ([[0, 1, 2, 3], index], [[1, 1, 2, 0], segments]))
     )

@@ -1,9 +1,9 @@
 """The Mosaic kernel in JAX's interpreter against dense float64 attention: out, lse and all
 gradients, within 1e-5.
 
-What runs is the kernel itself: its intervals and tiles, copies, barriers and stores, three
-warpgroups at a time. Two things are the interpreter's own: products are plain ones in float32
-(`Arithmetic`), and a copy is done when it is asked for.
+This runs the kernel itself: its intervals and tiles, copies, barriers and stores, three warpgroups
+at a time. Two things differ in the interpreter: products are plain float32 ones (`Arithmetic`), and
+a copy completes as soon as it is issued.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from tests.model.attention.dense import dense_attention
 from tests.model.attention.mosaic_interpreter import KERNEL, compile_once
 from tests.model.attention.test_exactness import check
 
-from .test_tpu import MASKS, SHAPES, check_case, check_nothing_to_see, documents, inputs
+from .test_tpu import MASKS, SHAPES, check_case, check_no_visible_keys, documents, inputs
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +58,8 @@ def test_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
     check_case(head_dim, mask, layout, kind, KERNEL)
 
 
-def test_rows_that_see_nothing():
-    check_nothing_to_see(KERNEL)
+def test_queries_that_see_no_key_are_zero():
+    check_no_visible_keys(KERNEL)
 
 
 ANY_ORDER = dataclasses.replace(KERNEL, any_order=True)
@@ -74,9 +74,9 @@ ANY_ORDER = dataclasses.replace(KERNEL, any_order=True)
     ],
     ids=["128", "128 in 16 bits", "64"],
 )
-def test_one_backward_kernel_is_exact_and_adds_dq_to_what_was_there(head_dim, dtype, limit):
-    """Two documents and padding, two tiles of keys of one head that two query heads share: each
-    tile of dq is added to several times, and dk and dv are sums over heads."""
+def test_one_backward_kernel_is_exact_and_accumulates_dq(head_dim, dtype, limit):
+    """Two documents and padding, two key tiles of one head that two query heads share: each tile of
+    dq is added to several times, and dk and dv are sums over heads."""
     rng, length = np.random.default_rng(0), 256
     q, k, v, dout = (
         np.asarray(jnp.asarray(rng.standard_normal((1, length, heads, head_dim)), dtype))
@@ -116,30 +116,31 @@ def test_one_backward_kernel_is_exact_in_every_case(head_dim, mask, layout, kind
 
 
 @pytest.mark.slow
-def test_one_backward_kernel_of_rows_that_see_nothing():
-    check_nothing_to_see(ANY_ORDER)
+def test_one_backward_kernel_is_zero_for_queries_that_see_no_key():
+    check_no_visible_keys(ANY_ORDER)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "kept"),
+    ("head_dim", "warning"),
     [(128, ""), (256, r"has one order for heads of 256 \(any for 128 at most\)")],
 )
-def test_any_order_is_taken_only_if_asked_for_and_named_where_it_changes_nothing(
-    head_dim, kept, monkeypatch, recwarn
+def test_any_order_is_used_only_on_request_and_warns_where_it_changes_nothing(
+    head_dim, warning, monkeypatch, recwarn
 ):
     monkeypatch.setattr(chosen, "device_kind", lambda: "NVIDIA H200")
     q = blocks(head_dim=head_dim)[0].q
     assert get_kernel("mosaic").on("cuda", q, Mask()) == MosaicKernel()
     assert get_kernel("auto", backward="repeatable").on("cuda", q, Mask()) == MosaicKernel()
     for name in ("auto", "mosaic"):
-        taken = get_kernel(name, backward="any_order").on("cuda", q, Mask())
-        assert taken == MosaicKernel(any_order=not kept)
-    found = [str(warning.message) for warning in recwarn if "backward" in str(warning.message)]
-    assert bool(found) == bool(kept) and all(re.search(kept, message) for message in found)
+        kernel = get_kernel(name, backward="any_order").on("cuda", q, Mask())
+        assert kernel == MosaicKernel(any_order=not warning)
+    messages = [str(caught.message) for caught in recwarn if "backward" in str(caught.message)]
+    assert bool(messages) == bool(warning)
+    assert all(re.search(warning, message) for message in messages)
     assert LIMITS["mosaic"].any_order == max(mosaic_one_pass.HEAD_DIMS)
 
 
-def test_any_order_on_other_devices_is_named(monkeypatch):
+def test_any_order_on_other_devices_warns(monkeypatch):
     monkeypatch.setattr(chosen, "device_kind", lambda: "NVIDIA A100-SXM4-80GB")
     with pytest.warns(
         UserWarning, match=r"'any_order' changes nothing here; the kernel 'gpu' has one order"
@@ -160,14 +161,14 @@ def test_any_order_on_other_devices_is_named(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_block_with_padding_inside_a_document_is_brought_into_order():
-    """Found at run time, block by block; the results are still exact."""
+def test_a_block_with_padding_inside_a_document_is_sorted():
+    """Detected at run time, block by block; the results are still exact."""
     check_case(64, MASKS[0], "striped", "packed", KERNEL)
 
 
 @dataclasses.dataclass(frozen=True)
 class Watched(XlaKernel):
-    """Reports of each block that was not gathered whether its tokens are in the order of the row,
+    """Reports whether the tokens of each block that was not gathered are in the order of the row,
     in both directions."""
 
     report: Any = None
@@ -190,7 +191,7 @@ class Watched(XlaKernel):
 
 
 def orders(schedule, layout, mask, segments):
-    """Whether the blocks of a forward and a backward pass over four devices are in order."""
+    """Returns whether each block of a forward and a backward pass over four devices is in order."""
     reports = []
     order = permutation(segments.shape[1], 4, layout)
     coords = TokenCoords(
@@ -219,7 +220,7 @@ def orders(schedule, layout, mask, segments):
 SEGMENTS = np.repeat([1, 2, 3, 0], [10, 50, 26, 10]).astype(np.int32)[None]
 NEAR = Mask(
     causal=False, window=10
-)  # of contiguous shards the ring then sends whole blocks both ways
+)  # with contiguous shards the ring then sends whole blocks in both directions
 ALL_ORDERS = [
     *itertools.product(
         [name for name in SCHEDULES if name != "ring_self_attention"], LAYOUTS, [Mask()]
@@ -244,21 +245,21 @@ QUICK_ORDERS = [
     ],
     ids=str,
 )
-def test_every_block_of_a_schedule_is_in_order_or_of_several_shards(schedule, layout, mask):
-    """Of a row as the loader writes it: documents one after the other, and padding behind them."""
+def test_every_block_of_a_schedule_is_in_order_or_gathered(schedule, layout, mask):
+    """For a row as the loader writes it: documents one after the other, followed by padding."""
     reports = orders(schedule, layout, mask, SEGMENTS)
     assert len(reports) >= 16 and all(reports)
 
 
-def test_a_block_out_of_order_is_seen():
+def test_a_block_out_of_order_is_detected():
     segments = SEGMENTS.copy()
     segments[0, 30:40] = 0
     assert not all(orders("ring", "striped", Mask(), segments))
 
 
 @pytest.mark.parametrize("layout", ["striped", pytest.param("zigzag", marks=pytest.mark.slow)])
-def test_shards_that_were_gathered_are_brought_into_order(layout):
-    """As after Ulysses' exchange: all shards' tokens in one block, forward and backward."""
+def test_gathered_shards_are_sorted(layout):
+    """As after Ulysses' exchange: the tokens of all shards in one block, forward and backward."""
     q, k, v, dout = inputs(80)
     index, segments = documents("padded behind", 1, 512)
     order = permutation(512, 4, layout)
@@ -267,8 +268,8 @@ def test_shards_that_were_gathered_are_brought_into_order(layout):
     blocks = Queries(q[:, order], coords), Keys(k[:, order], v[:, order], coords)
     out, lse = jax.jit(lambda *blocks: kernel.forward(*blocks, **options))(*blocks)
     delta = np.einsum("bthd,bthd->bht", out, dout[:, order])
-    of_output = BackwardInputs(dout[:, order], lse, delta)
-    gradients = jax.jit(lambda *blocks: kernel.backward(*blocks, **options))(*blocks, of_output)
+    saved = BackwardInputs(dout[:, order], lse, delta)
+    gradients = jax.jit(lambda *blocks: kernel.backward(*blocks, **options))(*blocks, saved)
     check((out, lse, *gradients), dense_attention(q, k, v, index, segments, dout), order)
 
 
@@ -313,7 +314,7 @@ def blocks(dtype=jnp.bfloat16, head_dim=64):
     ],
     ids=["global tokens", "float32", "heads", "older", "newer"],
 )
-def test_what_it_does_not_serve_is_named_and_served_by_the_other_kernel(
+def test_what_mosaic_does_not_serve_warns_and_runs_on_another_kernel(
     kind, arrays, mask, reason, monkeypatch
 ):
     monkeypatch.setattr(chosen, "device_kind", lambda: kind)
@@ -323,7 +324,7 @@ def test_what_it_does_not_serve_is_named_and_served_by_the_other_kernel(
     np.testing.assert_array_equal(got.out, get_kernel("xla").forward(*arrays, **options).out)
 
 
-def test_a_softcap_is_named_and_another_kernels(monkeypatch):
+def test_a_softcap_warns_and_runs_on_another_kernel(monkeypatch):
     monkeypatch.setattr(chosen, "device_kind", lambda: "NVIDIA H200")
     with pytest.warns(
         UserWarning, match=r"'mosaic' does not serve a soft-cap of scores \(50\.0\); .*; 'xla' does"
@@ -333,7 +334,7 @@ def test_a_softcap_is_named_and_another_kernels(monkeypatch):
     assert get_kernel("mosaic").with_softcap(None) == get_kernel("mosaic")
 
 
-def test_its_tiles_are_its_own():
+def test_tile_sizes_are_refused():
     with pytest.raises(
         ValueError, match=r"its tiles follow from the head size, found \{'query_tile': 64\}"
     ):
@@ -345,7 +346,7 @@ def test_its_tiles_are_its_own():
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "takes"),
+    ("kind", "dtype", "selected"),
     [
         ("NVIDIA H200", jnp.bfloat16, True),
         ("NVIDIA H200", jnp.float32, False),
@@ -353,8 +354,8 @@ def test_its_tiles_are_its_own():
     ],
     ids=["hopper", "float32", "older"],
 )
-def test_auto_takes_it_on_hopper_gpus_for_16_bits_and_warns_of_nothing(
-    kind, dtype, takes, monkeypatch, recwarn
+def test_auto_selects_mosaic_on_hopper_gpus_for_16_bits_without_warnings(
+    kind, dtype, selected, monkeypatch, recwarn
 ):
     monkeypatch.setattr(chosen, "device_kind", lambda: kind)
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
@@ -365,15 +366,15 @@ def test_auto_takes_it_on_hopper_gpus_for_16_bits_and_warns_of_nothing(
         )
     )
     assert ("core_map" in traced or "mpmd_map" in traced, "pallas_call" in traced) == (
-        takes,
-        not takes,
+        selected,
+        not selected,
     )
     assert not [warning for warning in recwarn if "attention kernel" in str(warning.message)]
     tiled = get_kernel("auto", key_tile=64).on("cuda", blocks(dtype)[0].q, Mask())
-    assert tiled == GpuKernel(key_tile=64), "tiles that were asked for are Triton's"
+    assert tiled == GpuKernel(key_tile=64), "requested tiles select the Triton kernel"
 
 
-def test_auto_leaves_it_where_jaxs_compiler_makes_it_slow(monkeypatch):
+def test_auto_avoids_mosaic_under_a_jax_that_compiles_it_badly(monkeypatch):
     """It is still used if requested by name."""
     monkeypatch.setattr(chosen, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
@@ -386,8 +387,8 @@ def test_auto_leaves_it_where_jaxs_compiler_makes_it_slow(monkeypatch):
 
 
 @pytest.mark.slow
-def test_promised_rows_are_not_asked_for_their_order():
-    """The same results without a choice at run time, for which a GPU's host would wait."""
+def test_rows_promised_in_order_are_not_checked():
+    """The results are the same without a branch at run time, for which a GPU's host would wait."""
     check_case(64, MASKS[0], "striped", "padded behind", KERNEL.with_rows_in_order(True))
     for promised in (True, False):
         kernel = KERNEL.with_rows_in_order(promised)
@@ -397,7 +398,7 @@ def test_promised_rows_are_not_asked_for_their_order():
         assert ("cond" in {call.primitive.name for call in traced.jaxpr.eqns}) is not promised
 
 
-def test_a_broken_promise_is_nan():
+def test_rows_that_break_the_promise_of_order_are_nan():
     queries, keys = blocks(jnp.float32)
     segments = np.ones((1, 128), np.int32)
     segments[0, 30:40] = 0

@@ -1,9 +1,9 @@
-"""The TPU kernel in the TPU interpret mode against dense float64 attention: out, lse and all
-gradients, within 1e-5.
+"""The TPU kernel in TPU interpret mode against dense float64 attention: out, lse and all gradients,
+within 1e-5.
 
-Two shards attend as in a ring, without the ring: every block of queries meets every block of keys,
-each on top of what was seen before (`so_far`). Contiguous shards give diagonal, full and empty
-blocks, striped ones causal and strictly causal blocks.
+Two shards attend as in a ring, without the ring: every query block attends to every key block, each
+on top of earlier results (`so_far`). Contiguous shards give diagonal, full and empty blocks,
+striped ones causal and strictly causal blocks.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from tests.model.attention.cases import empty
 from tests.model.attention.dense import dense_attention
 from tests.model.attention.test_exactness import check
 
-# head size -> rows, query heads, key heads, length: irregular lengths are padded inside, to tiles
+# head size -> (rows, query heads, key heads, length): the kernel pads irregular lengths to tiles
 # of 128.
 SHAPES = {
     64: (2, 2, 1, 330),
@@ -37,13 +37,13 @@ SHAPES = {
 }
 MASKS = [Mask(), Mask(causal=False), Mask(window=50), Mask(causal=False, window=150)]
 KERNEL = TpuKernel(query_tile=128, key_tile=128, fused=True, interpret=pltpu.InterpretParams())
-# The backward pass by two kernels, as on devices where one does not serve.
+# The backward pass as two kernels, as on devices that do not support one.
 PAIR = dataclasses.replace(KERNEL, fused=False)
 
 
 def documents(kind, rows, length):
-    """index and segment_ids [rows, length]: `one` document, or `packed` ones with padding inside
-    and behind them, or behind."""
+    """Returns index and segment_ids [rows, length]: `one` document, or documents with padding
+    behind them and, if `packed`, inside them."""
     index = np.tile(np.arange(length, dtype=np.int32), (2, 1))
     segments = np.ones((2, length), np.int32)
     if kind != "one":
@@ -65,7 +65,7 @@ def inputs(head_dim, seed=0):
 
 @functools.cache
 def compiled(mask, kernel=KERNEL):
-    """extend and gradients, jitted (shapes, coordinates and packing are runtime inputs)."""
+    """Returns extend and gradients, jitted (shapes, coordinates and packing are runtime inputs)."""
 
     def options(queries):
         return {"mask": mask, "scale": queries.q.shape[-1] ** -0.5}
@@ -85,7 +85,7 @@ def compiled(mask, kernel=KERNEL):
 
 
 def attend(q, k, v, dout, coords, mask, kernel=KERNEL):
-    """out, lse, dq, dk, dv of two shards, by four kernel calls each way."""
+    """Returns out, lse, dq, dk, dv of two shards, from four kernel calls in each direction."""
     extend, gradients = compiled(mask, kernel)
     half = q.shape[1] // 2
     shards = [slice(0, half), slice(half, None)]
@@ -118,17 +118,22 @@ def attend(q, k, v, dout, coords, mask, kernel=KERNEL):
 def check_case(head_dim, mask, layout, kind, kernel=KERNEL):
     arrays = inputs(head_dim)
     rows, length = arrays[0].shape[:2]
-    at = documents(kind, rows, length)
+    row_documents = documents(kind, rows, length)
     expected = dense_attention(
-        *arrays[:3], *at, arrays[3], kernel.softcap, causal=mask.causal, window=mask.window
+        *arrays[:3],
+        *row_documents,
+        arrays[3],
+        kernel.softcap,
+        causal=mask.causal,
+        window=mask.window,
     )
     order = permutation(length, 2, layout)
-    coords = TokenCoords(*(x[:, order] for x in at))
+    coords = TokenCoords(*(x[:, order] for x in row_documents))
     check(attend(*(x[:, order] for x in arrays), coords, mask, kernel), expected, order)
 
 
 EVERYTHING = list(itertools.product(SHAPES, MASKS, ("contiguous", "striped"), ("one", "packed")))
-# Each layout and packing; what shares a head size and a mask shares its compiled functions.
+# Each layout and packing; cases with the same head size and mask share compiled functions.
 COVERING = [
     (64, MASKS[0], "contiguous", "packed"),
     (64, MASKS[0], "striped", "one"),
@@ -165,7 +170,7 @@ def test_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
     ],
     ids=str,
 )
-def test_one_and_two_kernels_are_exact_by_parts_of_a_tile(fused, mask, monkeypatch):
+def test_one_and_two_kernels_are_exact_with_parts_of_a_tile(fused, mask, monkeypatch):
     monkeypatch.setattr(tpu_options, "SUB_TILE", 128)
     check_case(
         80,
@@ -187,9 +192,9 @@ def test_two_kernels_are_exact_in_every_case(head_dim, mask, layout, kind):
     check_case(head_dim, mask, layout, kind, PAIR)
 
 
-def check_nothing_to_see(kernel):
-    """K and V as a pair. Rows that see nothing: out 0, lse -inf, gradients 0, and no NaN
-    anywhere."""
+def check_no_visible_keys(kernel):
+    """Checks K and V as a pair. Queries that see no key: out 0, lse -inf, gradients 0, and no
+    NaN."""
     q, k, v, dout = (x[:1, :130] for x in inputs(96))
     q_coords = TokenCoords(*(x[:, :130] for x in documents("one", 1, 130)))
     kv_coords = TokenCoords(q_coords.index, 2 * q_coords.segment_ids)
@@ -202,11 +207,11 @@ def check_nothing_to_see(kernel):
         assert (np.asarray(gradient) == 0).all()
 
 
-def test_without_a_carry_and_with_nothing_to_see():
-    check_nothing_to_see(KERNEL)
+def test_queries_that_see_no_key_are_zero():
+    check_no_visible_keys(KERNEL)
 
 
-def test_tiles_fit_whatever_is_asked():
+def test_requested_tiles_are_reduced_to_fit():
     cases = (131072, 1024), (16384, 512), (500, 1024), (16256, 1024), (1280, 1024), (7, 64)
     assert [tile_size(*case, LANES) for case in cases] == [1024, 512, 512, 1024, 640, 128]
     assert tiles_that_fit(1024, 1024, 128, 2) == (1024, 1024)

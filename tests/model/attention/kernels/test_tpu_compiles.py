@@ -1,5 +1,5 @@
-"""The TPU kernel by the TPU's own compiler, which needs no TPU: it fits every generation, and a
-ring adds no pass around it."""
+"""The TPU kernel through the TPU compiler, which needs no TPU: it fits every generation, and a ring
+adds no data movement around it."""
 
 import itertools
 import re
@@ -27,7 +27,7 @@ from planning.topology import topology_devices
 TOKENS = 131072
 KERNEL = "@tpu_custom_call"
 CALL = 'custom_call_target="tpu_custom_call"'
-# v3's kernels take no bfloat16.
+# v3's kernels do not accept bfloat16.
 GENERATIONS = {
     "v3:2x2": jnp.float32,
     "v4:2x2x1": jnp.bfloat16,
@@ -40,8 +40,8 @@ HEAD_SIZES = (64, 80, 96, 100, 128, 256)
 
 
 def lower_both(topology, dtype, head_dim, mask=Mask(), kv_heads=2, softcap=None):
-    """Forward and backward of 131,072 queries against as many keys, in place as in a ring, for one
-    device: lowered."""
+    """Lowers the forward and backward of 131,072 queries against as many keys, in place as in a
+    ring, for one device."""
     mesh = Mesh(np.array(topology_devices(topology)[:1]), "sequence")
 
     def shape(*dims, dtype):
@@ -60,7 +60,7 @@ def lower_both(topology, dtype, head_dim, mask=Mask(), kv_heads=2, softcap=None)
     blocks = Queries(q, coords), StackedKeys(kv, coords)
     forward = jax.jit(lambda *blocks: kernel.extend(*blocks, **options), donate_argnums=0)
     backward = jax.jit(lambda *blocks: kernel.gradients(*blocks, **options), donate_argnums=0)
-    with jax.set_mesh(mesh):  # tells the kernel its device, as the trainer's mesh does
+    with jax.set_mesh(mesh):  # the kernel reads its device from it, as in training
         inputs = BackwardInputs(q, rows, rows)
         return forward.lower(AttentionPartial(float32, rows), *blocks), backward.lower(
             float32, *blocks, inputs
@@ -68,9 +68,9 @@ def lower_both(topology, dtype, head_dim, mask=Mask(), kv_heads=2, softcap=None)
 
 
 def check(topology, dtype, head_dim, mask=Mask(), kv_heads=2, pair=False, softcap=None):
-    """The calls are counted before the compiler: jaxlib cannot read all that libtpu writes for v5p
-    and v6e."""
-    start = time.process_time()  # the processor's, so that other work on the machine does not count
+    """Counts the calls before compilation: jaxlib cannot parse everything that libtpu writes for
+    v5p and v6e."""
+    start = time.process_time()  # CPU time, independent of the machine's load
     lowered = lower_both(topology, dtype, head_dim, mask, kv_heads, softcap)
     for part in lowered:
         part.compile()
@@ -78,7 +78,7 @@ def check(topology, dtype, head_dim, mask=Mask(), kv_heads=2, pair=False, softca
     assert [part.as_text().count(KERNEL) for part in lowered] == [1, 2 if pair else 1]
 
 
-def test_kernels_compile_at_128k_tokens_a_device():
+def test_kernels_compile_at_128k_tokens_per_device():
     check("v5e:2x2", jnp.bfloat16, 128)
 
 
@@ -89,7 +89,7 @@ def test_kernels_compile_for_every_generation_and_head_size(topology, head_dim):
 
 
 @pytest.mark.slow
-def test_an_odd_number_of_key_heads_has_two_backward_kernels_where_a_chip_has_two_cores():
+def test_an_odd_number_of_kv_heads_takes_two_backward_kernels_on_two_cores():
     check("v5p:2x2x1", jnp.bfloat16, 128, kv_heads=1, pair=True)
     check("v5e:2x2", jnp.bfloat16, 128, kv_heads=1)
 
@@ -107,13 +107,13 @@ def test_kernels_compile_with_a_softcap(topology):
 
 
 @pytest.mark.slow
-def test_float32_compiles_where_bfloat16_would_do():
+def test_kernels_compile_with_float32():
     check("v5e:2x2", jnp.float32, 256)
 
 
 def computations(text):
-    """The computations of a compiled text that hold an attention kernel: lists of (operation,
-    result's type, line)."""
+    """Returns the computations of a compiled text that contain an attention kernel: lists of
+    (operation, result type, line)."""
     bodies, lines = [], []
     for line in text.splitlines():
         if line.endswith("{") and not line.startswith(" "):
@@ -138,32 +138,29 @@ SMALL = TransformerConfig(
 
 @pytest.mark.slow
 def test_a_bfloat16_step_compiles_for_v3():
-    """Its kernels take no bfloat16 operands: tiles, which come as bfloat16, are made float32
-    inside."""
+    """Its kernels do not accept bfloat16 operands: tiles arrive as bfloat16 and are converted to
+    float32 inside."""
     text = compile_step(SMALL, topology_devices("v3:2x2"), 8 * 1536).as_text()
     calls = [line for lines in computations(text) for _, _, line in lines if CALL in line]
     assert len(calls) == 9 and all("bf16[2,1,2,1536,64]" in line for line in calls)
 
 
-def test_a_ring_is_one_kernel_a_round_and_nothing_moves_around_it():
-    """A training step on v5e 2x4, 1536 tokens a device, 4 query heads of 64 on 2 key heads."""
+def test_a_ring_is_one_kernel_per_round_without_copies():
+    """A training step on v5e 2x4, 1536 tokens per device, 4 query heads of 64 on 2 KV heads."""
     kernel = get_kernel(query_tile=256, key_tile=256)
     text = compile_step(SMALL, topology_devices("v5e:2x4"), 8 * 1536, kernel=kernel).as_text()
     bodies = computations(text)
     calls = [line for lines in bodies for operation, _, line in lines if CALL in line]
-    # First round, the scan's round and last round, in both directions. The forward is never run
-    # again.
+    # The first round, the scan's and the last, in both directions. The forward is never rerun.
     assert [
         sum(name in line for line in calls) for name in ("attention_forward", "attention_backward")
     ] == [3, 3]
     for line in calls:
         operands = line[line.index("operand_layout_constraints") :]
-        assert operands.count("bf16[2,1,2,1536,64]") == 2, (
-            "K and V as they travelled: neither expanded nor cut"
-        )
+        assert operands.count("bf16[2,1,2,1536,64]") == 2, "K and V are expanded or sliced"
     for lines in bodies:
         for operation, result, line in lines:
             if operation == "transpose" or (
                 operation == "copy" and re.search(r"\[1,(1536,4|4,1536),64\]", result)
             ):
-                raise AssertionError(f"moved around a kernel: {line.strip()[:200]}")
+                raise AssertionError(f"data moved around a kernel: {line.strip()[:200]}")

@@ -1,5 +1,5 @@
-"""The XLA kernel's memory on CPUs is linear in the length: read from the compiler's plan, with
-nothing run."""
+"""The XLA kernel's memory on CPUs is linear in the length: read from the compiler's plan, without
+running it."""
 
 import functools
 
@@ -14,7 +14,7 @@ HEADS, HEAD_DIM = 4, 16
 
 @functools.cache
 def planned_bytes(which, length):
-    """Temporary and output memory that the compiler has planned for one pass."""
+    """Returns the temporary and output bytes that the compiler plans for one pass."""
     kernel = get_kernel("xla", query_tile=128, key_tile=128)
     vectors = jax.ShapeDtypeStruct((1, length, HEADS, HEAD_DIM), jnp.float32)
     statistics = jax.ShapeDtypeStruct((1, HEADS, length), jnp.float32)
@@ -36,8 +36,8 @@ def planned_bytes(which, length):
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_memory_is_linear_in_length(which):
-    """From 2K to 32K tokens at most 16 times as much; scores of T x T would be 256 times, 16 GiB at
-    32K."""
+    """From 2K to 32K tokens it grows at most 16 times; scores of T x T would grow 256 times, to 16
+    GiB at 32K."""
     short, long = planned_bytes(which, 2048), planned_bytes(which, 32768)
     assert long <= 16 * short
     arrays = 4 * HEADS * HEAD_DIM * 32768  # one float32 array shaped like q

@@ -1,5 +1,5 @@
-"""Plans: every query block meets every key block exactly once, and bytes are what the schedules'
-own formulas say."""
+"""Plans: every query block is paired with every key block exactly once, and bytes match closed
+forms."""
 
 import dataclasses
 import itertools
@@ -40,23 +40,23 @@ CASES = [
 ]
 
 
-def each_once(rounds, size):
-    """How often blocks meet: for [query block, key block], in shares of their queries, keys, heads
-    and products."""
-    met = np.full((size, size), Fraction(0))
+def times_computed(rounds, size):
+    """Returns how often each [query block, key block] is computed, in shares of queries, keys,
+    heads and products."""
+    times = np.full((size, size), Fraction(0))
     for task in (task for round_ in rounds for task in round_.tasks):
         shares = (task.part, task.key_part, task.heads)
         assert all(0 <= part < parts for part, parts in shares)
-        met[np.ix_(task.queries, task.keys)] += Fraction(*task.products) / math.prod(
+        times[np.ix_(task.queries, task.keys)] += Fraction(*task.products) / math.prod(
             parts for _, parts in shares
         )
-    return met
+    return times
 
 
 @pytest.mark.parametrize(("schedule", "layout", "size", "mask"), CASES)
-def test_every_visible_pair_of_blocks_meets_once(schedule, layout, size, mask):
-    """What is visible is the dense mask's word; other pairs may meet or not. RSA's tours each do
-    some of the products."""
+def test_every_visible_pair_of_blocks_is_computed_once(schedule, layout, size, mask):
+    """The dense mask decides what is visible; other pairs may be computed or not. Each of RSA's
+    ring passes does some of the products."""
     order = permutation(size * BLOCK.tokens, size, layout)[None]
     coords = TokenCoords(order, np.ones_like(order))
     seen = (
@@ -65,13 +65,13 @@ def test_every_visible_pair_of_blocks_meets_once(schedule, layout, size, mask):
         .any((1, 3))
     )
     for rounds in get_schedule(schedule, size, layout).plan(size, BLOCK, mask):
-        met = each_once(rounds, size)
-        assert (met <= 1).all() and (met[seen] == 1).all()
+        times = times_computed(rounds, size)
+        assert (times <= 1).all() and (times[seen] == 1).all()
 
 
 @pytest.mark.parametrize(("schedule", "layout", "size", "mask"), CASES)
-def test_what_a_rank_computes_it_holds_or_has_been_sent(schedule, layout, size, mask):
-    """A rank that never receives anything meets its own blocks alone."""
+def test_a_rank_holds_or_has_received_what_it_computes(schedule, layout, size, mask):
+    """A rank that never receives anything computes only its own blocks."""
     for rounds in get_schedule(schedule, size, layout).plan(size, BLOCK, mask):
         reached = {target for round_ in rounds for send in round_.sends for _, target in send.pairs}
         for task in (task for round_ in rounds for task in round_.tasks):
@@ -79,8 +79,8 @@ def test_what_a_rank_computes_it_holds_or_has_been_sent(schedule, layout, size, 
 
 
 def formula(name: str, size: int) -> tuple[float, float]:
-    """Mean bytes received forward and backward, by the closed forms of the files' first lines;
-    bfloat16, P ranks."""
+    """Returns mean bytes received forward and backward, by the closed forms at the top of the
+    schedules' files; bfloat16, P ranks."""
     block = BLOCK
     rows = block.batch * block.tokens
     q, kv = rows * block.query_heads * 16 * 2, 2 * rows * block.kv_heads * 16 * 2
@@ -90,21 +90,22 @@ def formula(name: str, size: int) -> tuple[float, float]:
         return others * (kv + coords), others * (kv + coords) + size * dkv
     if (
         name == "ring_self_attention"
-    ):  # K, V; K, V and K but for its first hop, gradients behind the last two
+    ):  # K, V; K, V and K except for its first hop, gradients after the last two
         return others * (kv + coords), others * (1.5 * kv + coords) - 0.5 * kv + size * dkv
     if (
         name == "ring window"
-    ):  # keys less than 14 tokens away, of blocks of 12: two hops on, then home
+    ):  # keys less than 14 tokens away, in blocks of 12: two hops onwards, then home
         return 2 * (kv + coords), 2 * (kv + coords) + 3 * dkv
     if name == "all_gather":
         return others * (kv + coords), others * (kv + coords + dkv)
     if (
         name == "ulysses"
-    ):  # 8 query heads on at most 8 ranks; two key heads are replicated where ranks are more
-        wide = max(1, size // 2)
+    ):  # 8 query heads on at most 8 ranks; two KV heads are replicated for more than two ranks
+        kv_share = max(1, size // 2)
         return (
-            others / size * (2 * q + wide * kv + lse) + others * coords,
-            others / size * (2 * q + wide * kv + 2 * lse + out + wide * dkv) + others * coords,
+            others / size * (2 * q + kv_share * kv + lse) + others * coords,
+            others / size * (2 * q + kv_share * kv + 2 * lse + out + kv_share * dkv)
+            + others * coords,
         )
     if name == "square":
         root = int(size**0.5) - 1
@@ -112,14 +113,14 @@ def formula(name: str, size: int) -> tuple[float, float]:
             root * (q + coords + kv + coords + 2 * lse + out + lse),
             root * (2 * q + 2 * lse + coords + kv + coords + out + dkv),
         )
-    if name == "square overlap":  # one lse instead of the merge's maximum and sum
+    if name == "square overlap":  # one lse instead of the maximum and sum for merging
         root = int(size**0.5) - 1
         return (
             root * (q + coords + kv + coords + out + lse),
             root * (2 * q + 2 * lse + coords + kv + coords + out + dkv),
         )
-    # DistFlashAttn: of P (P - 1) / 2 pairs below the diagonal, those nearer than P / 2 fetch keys,
-    # the others send queries.
+    # DistFlashAttn: of the P (P - 1) / 2 pairs below the diagonal, those nearer than P / 2 fetch
+    # keys, the others send queries.
     near = sum(size - t for t in range(1, size // 2 + 1)) / size
     far = sum(t for t in range(1, (size + 1) // 2)) / size
     return near * (kv + coords) + far * (q + coords + out + lse), (
@@ -142,7 +143,7 @@ NAMED = {"ring bidirectional": {"name": "ring", "bidirectional": True}, "ring wi
         *itertools.product(("square", "square overlap"), (4, 16, 64, 256)),
     ],
 )
-def test_bytes_are_the_closed_forms(name, size):
+def test_received_bytes_match_the_closed_forms(name, size):
     square = {"name": "attention2d", "columns": int(size**0.5), "overlap": name.endswith("overlap")}
     schedule = square if name.startswith("square") else NAMED.get(name, name)
     mask = Mask(window=14) if name.endswith("window") else Mask()
@@ -154,8 +155,9 @@ def test_bytes_are_the_closed_forms(name, size):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_attention2d_falls_as_the_root(overlap):
-    """Of all that P ranks hold, each receives (sqrt(P) - 1) / P; on a ring (P - 1) / P."""
+def test_bytes_of_attention2d_fall_with_the_root_of_the_ranks(overlap):
+    """Each of P ranks receives (sqrt(P) - 1) / P of all keys, values and queries; in a ring (P - 1)
+    / P."""
     share = {}
     for size in (4, 16, 64, 256):
         planned = get_schedule(
@@ -167,8 +169,8 @@ def test_attention2d_falls_as_the_root(overlap):
 
 
 @pytest.mark.parametrize("schedule", ["ring", "all_gather", "balanced", "ring_self_attention"])
-def test_where_documents_start_travels_as_a_third_coordinate(schedule):
-    """For global tokens: 4 bytes more for each token whose coordinates arrive."""
+def test_document_starts_are_sent_as_a_third_coordinate(schedule):
+    """For global tokens: 4 more bytes for each token whose coordinates are received."""
     rounds = [
         get_schedule(schedule, 3).plan(3, block).forward
         for block in (BLOCK, dataclasses.replace(BLOCK, coordinates=3))

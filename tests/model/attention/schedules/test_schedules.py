@@ -1,4 +1,4 @@
-"""What schedules send and run again, counted in the traced program: both ways round, windows,
+"""What schedules send and recompute, counted in the traced program: both directions, windows,
 Attention2D's overlap, remat."""
 
 import functools
@@ -34,8 +34,8 @@ COORDS = 2 * TOKENS * 4
 
 
 def traced(schedule, mask=Mask(), layout="contiguous", size=SIZE, heads=HEADS, kernel="reference"):
-    """What the forward and the backward of one attention send, and their primitives: (sent, counts)
-    of each."""
+    """Returns (sent, counts) of the forward and of the backward of one attention: its bytes and its
+    primitives."""
     x = jnp.zeros((1, LENGTH, heads, DIM))
     coords = (jnp.zeros((1, LENGTH), jnp.int32),) * 2
 
@@ -62,15 +62,15 @@ def traced(schedule, mask=Mask(), layout="contiguous", size=SIZE, heads=HEADS, k
     )
 
 
-def test_a_ring_goes_one_way():
+def test_a_ring_sends_in_one_direction():
     (forward, _), (backward, _) = traced("ring")
     hops = SIZE - 1
     assert forward == {1: hops * (KEYS + COORDS)}
     assert backward == {1: hops * (KEYS + COORDS) + SIZE * KEYS}
 
 
-def test_a_bidirectional_ring_sends_half_each_way():
-    """P - 1 hops each way of half a block; dK and dV half each way too."""
+def test_a_bidirectional_ring_sends_half_in_each_direction():
+    """P - 1 hops of half a block in each direction; half of dK and dV in each direction too."""
     (forward, _), (backward, _) = traced(Ring(bidirectional=True))
     hops = SIZE - 1
     assert forward == {1: hops * (KEYS + COORDS) // 2, hops: hops * (KEYS + COORDS) // 2}
@@ -82,20 +82,20 @@ def test_a_bidirectional_ring_sends_half_each_way():
     [(1, 0), (2, 1), (TOKENS + 1, 1), (TOKENS + 2, 2), (3 * TOKENS + 1, 3), (LENGTH, 7)],
 )
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_window_visits_the_ranks_in_reach_alone(window, reach, causal):
-    """As many rounds as the first query of a rank and the last key of an earlier one are in the
-    window; hops home apart."""
+def test_a_window_visits_only_ranks_in_reach(window, reach, causal):
+    """There are as many rounds as ranks whose last key is within the window of a rank's first
+    query; plus hops home."""
     assert reach == max(d for d in range(SIZE) if d == 0 or (d - 1) * TOKENS + 1 < window)
-    (forward, met), (backward, met_back) = traced("ring", Mask(causal, window))
+    (forward, forward_counts), (backward, backward_counts) = traced("ring", Mask(causal, window))
     ways, hops = (1, reach) if causal else (2, reach) if 2 * reach < SIZE - 1 else (1, SIZE - 1)
     assert sum(forward.values()) == ways * hops * (KEYS + COORDS)
     assert sum(backward.values()) == ways * (hops * (KEYS + COORDS) + (hops + 1) * KEYS)
-    assert met["dot_general"] == 2 * (hops + 1)
-    assert met_back["dot_general"] == 5 * (hops + 1) + 1  # one more makes delta
+    assert forward_counts["dot_general"] == 2 * (hops + 1)
+    assert backward_counts["dot_general"] == 5 * (hops + 1) + 1  # one more for delta
 
 
-def test_a_window_does_not_shorten_a_dealt_ring():
-    """Nor one with so many global tokens that to send all keys is less."""
+def test_a_window_does_not_shorten_a_striped_ring():
+    """Nor a contiguous one with so many global tokens that sending all keys is cheaper."""
     coords = TokenCoords(*(jnp.zeros((1, LENGTH), jnp.int32),) * 3)
     x = jnp.zeros((1, LENGTH, HEADS, DIM))
     for layout, mask in (
@@ -115,9 +115,9 @@ def test_a_window_does_not_shorten_a_dealt_ring():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_global_tokens_are_replicated_beside_a_windowed_ring(causal):
-    """The blocks visit the ranks in reach, and all ranks gather the few tokens: what the plan says,
-    in bytes."""
+def test_global_tokens_are_gathered_besides_a_windowed_ring(causal):
+    """Blocks visit the ranks in reach, and all ranks gather the few global tokens: the plan's
+    bytes."""
     mask, slots, ways = Mask(causal, TOKENS, 3), 3, 1 if causal else 2
     x, coords = (
         jnp.zeros((1, LENGTH, HEADS, DIM)),
@@ -135,7 +135,7 @@ def test_global_tokens_are_replicated_beside_a_windowed_ring(causal):
     forward = jax.make_jaxpr(run)(x, x, x).jaxpr
     both = jax.make_jaxpr(lambda x, dout: jax.vjp(run, x, x, x)[1](dout))(x, x).jaxpr
     assert counts(forward)["dot_general"] == 2 * (2 + 1), (
-        "its own block, those in reach as one, the global tokens"
+        "its own block, those in reach together, the global tokens"
     )
     planned = Ring(ordered=True).plan(SIZE, block, mask)
     assert sum(sent(forward).values()) == ways * (KEYS + COORDS * 3 // 2)
@@ -159,8 +159,8 @@ def test_global_tokens_are_replicated_beside_a_windowed_ring(causal):
     np.testing.assert_allclose(plan.received(planned.backward, SIZE), backward)
 
 
-def test_a_window_leaves_out_rounds_of_balanced():
-    """8 ranks, keys within 2: own block and the rounds of distance 1 and 2, without helpers
+def test_a_window_skips_rounds_of_balanced():
+    """8 ranks, keys within 2: the own block and the rounds of distance 1 and 2, without helpers
     (distances 7 and 6)."""
     (_, windowed), _ = traced("balanced", Mask(window=TOKENS + 2))
     (_, whole), _ = traced("balanced")
@@ -168,16 +168,16 @@ def test_a_window_leaves_out_rounds_of_balanced():
 
 
 @pytest.mark.parametrize("columns", [2, 4, 8])
-def test_attention2d_with_overlap_gathers_nothing_and_sends_as_much(columns):
-    """Section 3.3 counts for R rows and C columns: forward Q and partials C - 1 times, K and V R -
-    1 times."""
+def test_attention2d_with_overlap_only_permutes(columns):
+    """Section 3.3's count for R rows and C columns: forward, Q and partials C - 1 times, K and V R
+    - 1 times."""
     rows = SIZE // columns
     (forward, primitives), (backward, more) = traced(
         Attention2D(columns, overlap=True), layout="striped"
     )
     collectives = ("all_", "psum", "pmax", "reduce_scatter", "ppermute")
     assert {name for name in {*primitives, *more} if name.startswith(collectives)} == {"ppermute"}
-    vectors, lse = KEYS // 2, TOKENS * HEADS * 4  # a rank's Q, or float32 out; its lse
+    vectors, lse = KEYS // 2, TOKENS * HEADS * 4  # bytes of a rank's Q or float32 out; of its lse
     assert sum(forward.values()) == (columns - 1) * (2 * vectors + lse + COORDS) + (rows - 1) * (
         KEYS + COORDS
     )
@@ -186,16 +186,16 @@ def test_attention2d_with_overlap_gathers_nothing_and_sends_as_much(columns):
     ) * (2 * KEYS + COORDS)
 
 
-def test_attention2d_takes_the_grid_of_fewest_bytes():
-    """Equal heads: as many columns as rows or nearly; with few key heads fewer columns, as K and V
-    are cheap to send."""
+def test_attention2d_chooses_the_grid_of_fewest_bytes():
+    """With equal heads nearly as many columns as rows; with few KV heads fewer columns, because K
+    and V are cheap to send."""
     best = {heads: fewest_bytes(64, *heads, 2) for heads in ((32, 32), (32, 8), (32, 1))}
     assert 1 <= best[32, 1] < best[32, 8] < best[32, 32] <= 8
     for (query, kv), columns in best.items():
 
         def total(
             c, query=query, kv=kv
-        ):  # of a token: q, out; q, dout, dq along rows: k, v; k, v, dk, dv along columns
+        ):  # per token: q, out; q, dout, dq along rows; k, v; k, v, dk, dv along columns
             return (c - 1) * query * (2 + 4 + 2 + 2 + 4) + (64 // c - 1) * 2 * kv * (2 + 2 + 4)
 
         assert total(columns) == min(total(c) for c in (1, 2, 4, 8, 16, 32, 64))
@@ -203,8 +203,8 @@ def test_attention2d_takes_the_grid_of_fewest_bytes():
 
 @pytest.mark.parametrize(
     "name", [name for name in KERNELS if name not in ("reference", "mosaic", "cudnn")]
-)  # which take no tile size
-def test_a_kernel_asked_for_again_is_not_compiled_again(name):
+)  # these have no tile size
+def test_equal_kernel_options_give_equal_kernels(name):
     assert (
         get_kernel(name, query_tile=64)
         == get_kernel(name, query_tile=64)
@@ -213,8 +213,7 @@ def test_a_kernel_asked_for_again_is_not_compiled_again(name):
 
 
 class StackedOnly(ReferenceKernel):
-    """A kernel that accepts only stacked K and V, as they travelled: cutting the stack would copy
-    both."""
+    """Accepts only stacked K and V, as they are sent: slicing the stack would copy both."""
 
     def extend(self, so_far, queries, keys, **options):
         assert isinstance(keys, StackedKeys) and keys.kv.ndim == 5
@@ -228,22 +227,22 @@ class StackedOnly(ReferenceKernel):
 @pytest.mark.parametrize(
     "schedule", ["ring", "ring bidirectional", "balanced", "all_gather", "attention2d overlap 2"]
 )
-def test_keys_and_values_that_travel_stacked_are_never_cut(schedule):
+def test_stacked_keys_and_values_are_never_sliced(schedule):
     traced(SCHEDULES[schedule], size=4, kernel=StackedOnly())
 
 
 @pytest.mark.parametrize("heads", [2, 8])
-def test_ulysses_adds_up_gradients_without_a_scatter(heads):
-    """Of key heads as many as ranks, or replicated: a scatter by constant places, even by 0, 1, 2,
-    ..., stays one on TPUs."""
+def test_ulysses_sums_gradients_without_a_scatter(heads):
+    """With as many KV heads as ranks, or replicated ones: on TPUs a scatter by constant indices
+    stays one, even for 0, 1, 2, ..."""
     _, (_, backward) = traced("ulysses", heads=heads)
     assert backward["all_to_all"] and not [name for name in backward if name.startswith("scatter")]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_save_attention_never_runs_attention_forward_again(schedule):
+def test_save_attention_never_recomputes_attention(schedule):
     """With attention's output and lse kept, two layers run as many exponentials and transfers as
-    without any remat."""
+    without remat."""
     mesh, heads = mesh_of(4), 4
     coords = TokenCoords(jnp.zeros((1, 32), jnp.int32), jnp.ones((1, 32), jnp.int32))
     op = AttentionOp.create(
@@ -283,5 +282,5 @@ def test_save_attention_never_runs_attention_forward_again(schedule):
         }
 
     assert work("save_attention") == work("everything")
-    again = work("nothing")
-    assert again["exp"] > work("everything")["exp"]
+    recomputed = work("nothing")
+    assert recomputed["exp"] > work("everything")["exp"]

@@ -1,4 +1,4 @@
-"""Says truthfully what a sliding window does not save, and what would save more."""
+"""What a sliding window does not save, and what would save more."""
 
 import jax
 import pytest
@@ -13,7 +13,7 @@ WINDOW = Mask(window=4096)
 
 
 def block(tokens: int, heads: int = 8) -> Block:
-    """Of as many key heads as query heads."""
+    """Returns a block with as many KV heads as query heads."""
     return Block(batch=1, tokens=tokens, query_heads=heads, kv_heads=heads, head_dim=2)
 
 
@@ -69,7 +69,7 @@ def block(tokens: int, heads: int = 8) -> Block:
         ),
     ],
 )
-def test_what_a_window_does_not_save_is_told(schedule, layout, masks, words):
+def test_a_line_names_what_a_window_does_not_save(schedule, layout, masks, words):
     (line,) = window_lines(schedule, layout, 8, block(4096), masks)
     assert all(word in line for word in words), line
 
@@ -84,13 +84,13 @@ def test_what_a_window_does_not_save_is_told(schedule, layout, masks, words):
         ("ring", "contiguous", 8, Mask(window=4096, global_tokens=4)),
     ],
 )
-def test_nothing_is_told_where_nothing_is_lost(schedule, layout, size, mask):
+def test_no_line_where_a_window_saves_everything(schedule, layout, size, mask):
     assert window_lines(schedule, layout, size, block(4096, size), [mask]) == []
 
 
-def test_what_would_save_more_depends_on_the_heads():
-    """Ulysses sends queries and outputs; keys and values of two other devices are less where 4
-    query heads share a key head."""
+def test_a_ring_is_proposed_only_if_the_heads_make_it_cheaper():
+    """Ulysses sends queries and outputs; the keys and values of two other devices are smaller if 4
+    query heads share a KV head."""
     grouped, each = (
         Block(batch=1, tokens=4096, query_heads=32, kv_heads=heads, head_dim=128)
         for heads in (8, 32)
@@ -123,7 +123,7 @@ CASES = [
 
 
 def transfers(schedule, layout: str, mask: Mask) -> int:
-    """The collectives that the traced forward pass has for 128 tokens on 8 devices."""
+    """Returns the number of collectives in the traced forward pass of 128 tokens on 8 devices."""
     mesh = Mesh(jax.devices()[:8], "sequence", axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec(None, "sequence"))
     vectors = jax.ShapeDtypeStruct((1, 128, 8, 8), "float32", sharding=sharding)
@@ -148,8 +148,8 @@ def transfers(schedule, layout: str, mask: Mask) -> int:
 
 
 @pytest.mark.parametrize(("schedule", "layout"), CASES)
-def test_a_schedule_that_sends_as_much_with_a_window_is_told(schedule, layout):
-    """Of every schedule, by what it really sends; the one that is told of nothing sends less."""
+def test_a_line_appears_exactly_if_a_window_saves_no_transfer(schedule, layout):
+    """For every schedule, by its traced collectives."""
     mask = Mask(window=16)
     as_much = transfers(schedule, layout, mask) == transfers(schedule, layout, Mask())
     assert bool(window_lines(schedule, layout, 8, block(16), [mask])) == as_much
