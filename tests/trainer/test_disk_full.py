@@ -1,5 +1,5 @@
-"""A disk that is full at any moment of a run: one line that names the file or folder, and the same
-command goes on later."""
+"""A disk that fills up at any moment of a run: one line names the file or folder, and the same
+command resumes once there is room."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from tests import small_run
 
-KIB = (4, 40, 300, 520, 650, 800, 1000)  # a whole run needs more
+KIB = (4, 40, 300, 520, 650, 800, 1000)  # less than a whole run needs
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""The training step's options: accumulation in float32, frozen parts, bfloat16 moments, steps that
-are not finite."""
+"""The training step's options: accumulation in float32, frozen parameters, bfloat16 moments,
+non-finite steps."""
 
 import dataclasses
 import functools
@@ -56,7 +56,7 @@ def built(
 
 
 def one_step(model, builder, step, batch):
-    """(parameters before, trained parameters after, optimizer state after, metrics) of the first
+    """(parameters before, trained parameters after, optimizer state after, metrics) for the first
     step."""
     before = model.init(0)
     params = {
@@ -76,8 +76,7 @@ def one_step(model, builder, step, batch):
 
 
 def first_moments(state) -> dict:
-    """Adam's first moments, name -> array: after one step, without clipping, a tenth of the
-    gradient."""
+    """Adam's first moments by name: after one step, without clipping, a tenth of the gradient."""
     (moments,) = [
         leaf.mu
         for leaf in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu"))
@@ -87,13 +86,13 @@ def first_moments(state) -> dict:
 
 
 def weighted(total, weight):
-    """The sums of a loss without sources, auxiliary losses or measures."""
+    """The LossSums of a loss without sources, auxiliary losses or measures."""
     none = jnp.zeros(0)
     return LossSums(total, weight, SourceSums(none, none), {}, {})
 
 
 def one_weight_step(loss, tokens, loss_weight=1.0, parts=1, shape=(), totals=None):
-    """The metrics of a step of a model with one parameter, 1, on rows of one token."""
+    """Metrics of a step of a model with one parameter, equal to 1, on rows of one token."""
     model = SimpleNamespace(
         mesh=mesh_of(dict(shape)), config=tiny(), parameters={"w": Parameter((1,), ("norm",))}
     )
@@ -113,8 +112,8 @@ def one_weight_step(loss, tokens, loss_weight=1.0, parts=1, shape=(), totals=Non
 
 @pytest.mark.parametrize("weight", [1.0, 1 / 64])
 def test_parts_are_added_in_float32(weight):
-    """Eight parts in bfloat16, one with a gradient of 512 and seven of 1: a bfloat16 accumulator
-    would stop at 512. All are divided by the sum of their weights, be it less than 1."""
+    """Eight parts in bfloat16, one with a gradient of 512 and seven with 1: a bfloat16 accumulator
+    would stay at 512. The sum is divided by the total weight, even when that is less than 1."""
 
     def loss(params, batch):
         narrow = params["w"].astype(jnp.bfloat16) * batch["tokens"].astype(jnp.bfloat16)
@@ -127,8 +126,8 @@ def test_parts_are_added_in_float32(weight):
     assert float(one_by_one) == 512
 
 
-def test_a_part_has_rows_of_every_device():
-    """Two devices hold the rows 1, 2 and 4, 8: no row moves to another device."""
+def test_every_accumulation_part_has_rows_of_every_device():
+    """Two devices hold rows 1, 2 and rows 4, 8: no row moves to another device."""
 
     def loss(params, batch):
         square = jnp.square(jnp.sum(batch["tokens"]).astype(jnp.float32))
@@ -139,8 +138,8 @@ def test_a_part_has_rows_of_every_device():
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_every_part_knows_the_totals_of_the_whole_batch(parts):
-    """As needed by KTO's KL term; a single part counts its own."""
+def test_every_accumulation_part_sees_the_totals_of_the_whole_batch(parts):
+    """KTO's KL term needs this; with a single part, the totals are its own."""
 
     def totals(params, batch):
         return {"sum": jnp.sum(batch["tokens"]).astype(jnp.float32)}
@@ -154,8 +153,8 @@ def test_every_part_knows_the_totals_of_the_whole_batch(parts):
 
 
 @pytest.mark.parametrize("weight", [1.0, np.inf], ids=["finite", "not finite"])
-def test_moments_on_the_host_are_of_clipped_gradients_and_stay_where_a_step_is_not_finite(weight):
-    """A toy model of one layer stack and one other parameter against optax's AdamW on plain
+def test_moments_on_the_host_use_clipped_gradients_and_stay_when_a_step_is_not_finite(weight):
+    """A toy model of one layer stack and one other parameter, against optax's AdamW on unsharded
     arrays."""
     model = SimpleNamespace(
         mesh=mesh_of({}),
@@ -215,9 +214,9 @@ def test_moments_on_the_host_are_of_clipped_gradients_and_stay_where_a_step_is_n
         assert np.isfinite(weight) != np.array_equal(after[name], before[name])
 
 
-def test_frozen_parameters_have_no_moments_and_no_gradients():
-    """Only attention is trained: its gradients are those of training all, and no other gradient is
-    computed or sent."""
+def test_frozen_parameters_have_neither_moments_nor_gradients():
+    """Only attention is trained: its gradients equal those of training everything, and no other
+    gradient is computed or sent."""
     batch = packed_batch(tiny(), ROWS, LENGTH)
     everything, some = built("fsdp 8"), built("fsdp 8", r"layers\.self_attn\..*")
     _, after, state, metrics = one_step(*some, batch)
@@ -236,8 +235,9 @@ def test_frozen_parameters_have_no_moments_and_no_gradients():
     )
 
 
-def test_moments_and_weights_of_fewer_bits(tmp_path):
-    """They are stored like this, training hardly differs, and resumes bitwise from a checkpoint."""
+def test_moments_and_weights_with_fewer_bits(tmp_path):
+    """Moments and weights are stored in these dtypes, training hardly differs, and it resumes
+    bitwise from a checkpoint."""
     batch = packed_batch(tiny(), ROWS, LENGTH)
     final, kinds = {}, [("float32", "float32"), ("bfloat16", "float32"), ("8bit", "bfloat16")]
     for moments, weights in kinds:
@@ -281,7 +281,7 @@ def test_moments_and_weights_of_fewer_bits(tmp_path):
         assert final[moments] != final["float32"]
 
 
-@pytest.mark.slow  # equal to the bit only with the compiler's default flags, which soak uses
+@pytest.mark.slow  # bitwise equal only with the compiler's default flags, which soak uses
 @pytest.mark.parametrize(
     "memory",
     [
@@ -290,12 +290,12 @@ def test_moments_and_weights_of_fewer_bits(tmp_path):
     ],
     ids=["moments", "parameters too"],
 )
-def test_what_lies_on_the_host(tmp_path, memory):
-    """It comes back to pinned host memory, but for rounding what it is on the devices, and a
-    checkpoint restores it there.
+def test_state_on_the_host_trains_as_on_the_devices(tmp_path, memory):
+    """State on the host returns to pinned host memory, equals (up to rounding) what it is on the
+    devices, and is restored there from a checkpoint.
 
-    Two compiled programs: with jax 0.10 they agree to the bit, with 0.12 some numbers differ in
-    their last one. Clipping, which looks at all parameters at once, is met.
+    The two compiled programs agree bitwise with jax 0.10; with 0.12 some numbers differ in the last
+    bit. Clipping, which needs the global norm, takes effect.
     """
     batch, optimizer = (
         packed_batch(tiny(), ROWS, LENGTH),
@@ -364,9 +364,9 @@ SMOLLM = tiny(family="smollm3", num_hidden_layers=4, no_rope_layers=(1, 0, 1, 0)
         "groups of layers",
     ],
 )
-def test_layers_of_two_kinds_on_the_host(config, memory):
-    """Their gradients are those of a model on the devices, of which the layers' period is 2 as
-    well."""
+def test_two_kinds_of_layers_on_the_host(config, memory):
+    """Gradients equal those of the model kept on the devices, whose layers also have a period of
+    2."""
     batch, optimizer = (
         packed_batch(config, ROWS, LENGTH),
         dataclasses.replace(OPTIMIZER, clip_norm=0.5),
@@ -392,8 +392,8 @@ def test_layers_of_two_kinds_on_the_host(config, memory):
         pytest.param(True, True, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_that_is_not_finite(skip, on_host):
-    """Skipped, it leaves parameters and moments bitwise as they were; not skipped, it spoils
+def test_a_non_finite_step(skip, on_host):
+    """A skipped step leaves parameters and moments bitwise unchanged; otherwise the step ruins
     them."""
     run = built(
         non_finite="skip" if skip else "stop",
