@@ -1,5 +1,5 @@
-"""A run in a bucket is the run on a disk: trained, killed, resumed elsewhere, refused to a second
-start, exported."""
+"""A run in a bucket equals a run on disk: trained, killed, resumed elsewhere, locked against a
+second start, exported."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def repeats(row):
 
 
 @pytest.mark.slow
-def test_trained_killed_resumed_and_exported_as_on_a_disk(
+def test_a_bucket_run_is_trained_killed_resumed_and_exported_as_on_disk(
     store_and_url, small_recipe, repository, tmp_path
 ):
     server, url = store_and_url
@@ -57,7 +57,7 @@ def test_trained_killed_resumed_and_exported_as_on_a_disk(
         time.sleep(0.02)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    # Two at once: the one that is slower finds the lock renewed.
+    # Two starts at once: the slower one finds that the lock has been renewed.
     both = {log: start(run_in_bucket, log) for log in ("second.log", "third.log")}
     codes = {log: process.wait(400) for log, process in both.items()}
     said = {log: (tmp_path / log).read_text() for log in both}
@@ -87,7 +87,7 @@ def test_trained_killed_resumed_and_exported_as_on_a_disk(
 
 
 @pytest.mark.slow
-def test_a_curriculum_killed_in_its_second_stage_goes_on_there_as_on_a_disk(
+def test_a_curriculum_killed_in_its_second_stage_resumes_there_as_on_disk(
     gcs, small_recipe, repository, tmp_path
 ):
     stages = '[{"context_length": 64, "steps": 6}, {"context_length": 128, "steps": 9}]'
@@ -117,7 +117,7 @@ def test_a_curriculum_killed_in_its_second_stage_goes_on_there_as_on_a_disk(
 
 
 @pytest.mark.slow
-def test_a_run_in_a_bucket_goes_on_from_a_later_checkpoint_of_its_host(
+def test_a_bucket_run_resumes_from_a_later_checkpoint_on_its_host(
     gcs, small_recipe, repository, tmp_path
 ):
     flags = ("--checkpoint.every", "20", "--checkpoint.local_every", "1", *FLAGS)
@@ -155,7 +155,7 @@ def test_a_run_in_a_bucket_goes_on_from_a_later_checkpoint_of_its_host(
         (["--run_dir", "gs://bucket/foreign"], "holds files but no config.yaml"),
     ],
 )
-def test_a_folder_that_cannot_hold_the_run_is_told_in_one_line(
+def test_a_folder_that_cannot_hold_the_run_is_a_one_line_error(
     gcs, small_recipe, capfd, tmp_path, monkeypatch, flags, words
 ):
     import train

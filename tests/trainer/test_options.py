@@ -1,4 +1,4 @@
-"""A command's options are typed fields: given, defaulted, refused in one line, and described."""
+"""A command's options are typed fields: parsed, defaulted, refused in one line, and described."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Options:
     compiled: bool = option("compile it")
 
 
-def test_fields_are_the_options_values():
+def test_fields_hold_the_values_of_options():
     assert parse(Options, ["here", "--model", "m"]) == Options(
         folder=Path("here"),
         model="m",
@@ -66,7 +66,7 @@ def test_help_has_every_option_and_its_default(capsys):
         assert words in printed
 
 
-def test_a_commands_exit_code_is_its_works(capsys):
+def test_a_commands_exit_code_is_what_its_work_returns(capsys):
     seen: list[Options] = []
 
     def work(options: Options) -> int:
@@ -89,7 +89,7 @@ class Launch:
     others: tuple[str, ...] = other_words("--config RECIPE.yaml", "They go to another command.")
 
 
-def test_words_that_are_no_option_are_kept_in_their_order(capsys):
+def test_arguments_that_are_no_option_keep_their_order(capsys):
     given = parse(Launch, ["--config", "a.yaml", "--processes", "2", "--train.steps", "3", "here"])
     assert given.processes == 2
     assert given.others == ("--config", "a.yaml", "--train.steps", "3", "here")

@@ -236,8 +236,8 @@ def test_frozen_parameters_have_neither_moments_nor_gradients():
 
 
 def test_moments_and_weights_with_fewer_bits(tmp_path):
-    """Moments and weights are stored in these dtypes, training hardly differs, and it resumes
-    bitwise from a checkpoint."""
+    """Both are stored in the chosen dtypes, training hardly differs, and it resumes bitwise from a
+    checkpoint."""
     batch = packed_batch(tiny(), ROWS, LENGTH)
     final, kinds = {}, [("float32", "float32"), ("bfloat16", "float32"), ("8bit", "bfloat16")]
     for moments, weights in kinds:
