@@ -1,4 +1,4 @@
-"""Common to all commands: where compiled programs are kept, and what is said when memory runs
+"""Common to all commands: where compiled programs are kept, and what is printed when memory runs
 out."""
 
 import errno
@@ -29,7 +29,7 @@ jax.jit(lambda x: x + 1)(1.0).block_until_ready()
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["by the recipe", "by the environment"])
-def test_compiled_programs_are_kept_where_it_is_said(tmp_path, repository, named):
+def test_compiled_programs_are_kept_where_configured(tmp_path, repository, named):
     subprocess.run(
         [sys.executable, "-c", PROGRAM, *(["~/shared"] if named else [])],
         cwd=repository,
@@ -59,8 +59,8 @@ def too_large_for_a_chip():
         (too_large_for_a_chip, "15.75G"),
     ],
 )
-def test_out_of_memory_is_one_line_with_ways_out(work, needed, capfd):
-    """By the CPU's runtime and by the TPU's compiler, in their own words."""
+def test_out_of_memory_is_one_line_with_remedies(work, needed, capfd):
+    """The messages of the CPU's runtime and of the TPU's compiler."""
     with pytest.raises(jax.errors.JaxRuntimeError):
         work()
     capfd.readouterr()
@@ -79,7 +79,7 @@ def test_other_errors_keep_their_traceback():
         entry.run(broken)
 
 
-def test_the_other_processes_are_told_of_every_error(monkeypatch):
+def test_other_processes_are_notified_of_every_error(monkeypatch):
     def broken():
         raise KeyError("a mistake of ours")
 
@@ -115,7 +115,7 @@ def test_a_host_without_memory_is_one_line(words, said, capsys):
     "command", ["scripts.inspect_data", "eval.line_retrieval", "scripts.loss_by_position"]
 )
 def test_ctrl_c_during_a_commands_imports_is_one_line(command, tmp_path, repository):
-    """A numpy that sends it stands before the real one."""
+    """A numpy that sends it comes first on the path."""
     (tmp_path / "numpy.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     )
@@ -141,7 +141,7 @@ def test_an_error_is_one_line_of_bounded_length(capfd):
     assert said.count("\n") == 1 and len(said) < 5000
 
 
-def test_ctrl_c_within_a_library_that_raises_another_error_stops_the_command(capsys):
+def test_ctrl_c_that_a_library_turns_into_another_error_stops_the_command(capsys):
     def work():
         try:
             raise KeyboardInterrupt
@@ -151,7 +151,7 @@ def test_ctrl_c_within_a_library_that_raises_another_error_stops_the_command(cap
     assert (entry.run(work), *capsys.readouterr()) == (130, "", "stopped\n")
 
 
-def test_ctrl_c_is_one_line_although_what_it_left_half_made_cannot_be_deleted(capsys):
+def test_ctrl_c_is_one_line_even_when_a_destructor_fails(capsys):
     class HalfMade:
         def __del__(self):
             raise AttributeError("no attribute, since __init__ did not end")
@@ -165,7 +165,7 @@ def test_ctrl_c_is_one_line_although_what_it_left_half_made_cannot_be_deleted(ca
     assert capsys.readouterr().err == "stopped\n" and sys.unraisablehook is hook
 
 
-def test_a_full_disk_is_named_by_the_commands_output(tmp_path, capsys):
+def test_a_full_disk_is_reported_with_the_commands_output(tmp_path, capsys):
     """Python's error for a full disk in the middle of a file names no file."""
 
     def work():
@@ -200,8 +200,8 @@ def test_every_evaluation_names_its_output(name, arguments, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_a_lost_connection_is_one_line_for_a_process_of_several(joined, monkeypatch, capsys):
-    """Process 1 of two was killed within a gather."""
+def test_a_lost_connection_is_one_line_with_several_processes(joined, monkeypatch, capsys):
+    """Process 1 of two was killed during a gather."""
 
     def work():
         raise jax.errors.JaxRuntimeError(

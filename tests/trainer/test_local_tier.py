@@ -1,5 +1,5 @@
-"""Runs that resume from local checkpoints, by four processes with separate folders, as four hosts
-would."""
+"""Runs that resume from local checkpoints, with four processes in separate folders acting as four
+hosts."""
 
 import json
 import shutil
@@ -25,8 +25,9 @@ FLAGS = (
 
 
 @pytest.mark.slow
-def test_training_goes_on_where_local_saves_fail(small_recipe, tmp_path, monkeypatch, capfd):
-    """The second and third do; at no time are there more than two, and none after the end."""
+def test_training_continues_when_local_saves_fail(small_recipe, tmp_path, monkeypatch, capfd):
+    """The second and third saves fail; there are never more than two checkpoints, and none after
+    the end."""
     write_part, there = local_tier.write_part, []
 
     def fails_twice(path, header, shards):
@@ -53,7 +54,7 @@ def compiled_as_the_tests_programs(monkeypatch):
 
 
 def start(repository, recipe, folder, *flags):
-    """Starts one process on each of the folder's hosts."""
+    """Starts one process per host of the folder."""
     address = f"127.0.0.1:{launch_local.free_port()}"
     return [
         small_run.start(
@@ -101,8 +102,8 @@ def trained(folder):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory, repository):
-    """A run whose processes were all killed at once, after a local checkpoint that its folder does
-    not have; and what the same run becomes undisturbed."""
+    """A run whose processes were all killed at once after a local checkpoint that its run folder
+    lacks; and the result of the same run undisturbed."""
     base = tmp_path_factory.mktemp("local tier")
     recipe = small_run.recipe(base, repository, conversations=40)
     fields = yaml.safe_load(recipe.read_text())
@@ -130,7 +131,7 @@ LOST = {"two far apart": (0, 2), "two neighbours": (1, 2)}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", LOST)
-def test_all_that_were_killed_go_on_bitwise_from_the_hosts_that_are_back(
+def test_a_killed_run_resumes_bitwise_from_the_hosts_that_return(
     killed, tmp_path, repository, lost
 ):
     recipe, killed_at, expected, rows = killed

@@ -1,5 +1,5 @@
-"""A curriculum in one run: each stage continues the one before, and the same command resumes in any
-stage, bitwise."""
+"""A curriculum in one run: each stage continues the previous one, and the same command resumes in
+any stage, bitwise."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def recipe(tmp_path_factory, repository):
     return path
 
 
-def test_each_stage_is_a_run_that_begins_with_the_one_before(recipe):
+def test_each_stage_is_a_run_that_begins_with_the_previous_one(recipe):
     config = load(["--config", str(recipe), "--run_dir", "runs/x"])
     in_bucket = stages_of(dataclasses.replace(config, run_dir="gs://bucket/x"))
     places = ["gs://bucket/x/stages/1", "gs://bucket/x/stages/2", "gs://bucket/x"]
@@ -145,7 +145,7 @@ def test_finished_stages_are_not_trained_again(recipe, tmp_path, capsys):
         train_stages(dataclasses.replace(config, stages=(changed, *config.stages[1:])), remember)
 
 
-def test_a_single_stage_is_trained_as_the_stage_says(recipe, tmp_path):
+def test_a_single_stage_overrides_the_recipe(recipe, tmp_path):
     config = load(
         [
             "--config",
@@ -162,9 +162,9 @@ def test_a_single_stage_is_trained_as_the_stage_says(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_one_process_says_for_all_which_stage_is_next(recipe, tmp_path, monkeypatch, process):
-    """Process 1 takes its word, though it does not see the first stage's folder yet, and asks for
-    no lock."""
+def test_one_process_decides_for_all_which_stage_is_next(recipe, tmp_path, monkeypatch, process):
+    """Process 1 relies on process 0's answer, although it does not see the first stage's folder
+    yet, and does not ask for a lock."""
     config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
     for stage in stages_of(config)[:2] if process == 0 else []:
         stage.folder.mkdir(parents=True)
@@ -180,7 +180,7 @@ def test_one_process_says_for_all_which_stage_is_next(recipe, tmp_path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("during", ["its last step", "its last evaluation"])
-def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
+def test_a_preemption_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
     recipe, tmp_path, monkeypatch, capfd, during
 ):
     lengths = TextObjective.lengths
@@ -247,7 +247,7 @@ def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
         ),
     ],
 )
-def test_stages_that_do_not_fit_are_refused(recipe, tmp_path, capsys, monkeypatch, stage, words):
+def test_incompatible_stages_are_refused(recipe, tmp_path, capsys, monkeypatch, stage, words):
     monkeypatch.setattr("trainer.loop.train", lambda *_, **__: pytest.fail("trained"))
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda folder: None)
     path = tmp_path / "recipe.yaml"
@@ -256,7 +256,7 @@ def test_stages_that_do_not_fit_are_refused(recipe, tmp_path, capsys, monkeypatc
     assert words in capsys.readouterr().err
 
 
-def test_the_recipes_stages_fit(repository):
+def test_the_recipes_stages_are_compatible(repository):
     for recipe in sorted((repository / "configs/extension").glob("*.yaml")):
         config = load(["--config", str(recipe), "--model.path", "hf"])
         lengths = [stage.data.context_length for stage in stages_of(config)]
@@ -264,7 +264,7 @@ def test_the_recipes_stages_fit(repository):
 
 
 @pytest.mark.slow
-def test_killed_in_each_stage_it_goes_on_bitwise(recipe, repository, tmp_path):
+def test_a_run_killed_in_each_stage_resumes_bitwise(recipe, repository, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
     small_run.finish(small_run.start(repository, recipe, whole), whole)
     for folder, step in (("stages/1", 5), ("stages/2", 4), ("", 5)):

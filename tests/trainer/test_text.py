@@ -1,5 +1,5 @@
-"""A text objective's messages about its data: the report once, and a warning where nothing is held
-out."""
+"""A text objective's messages about its data: the report is printed once, and an empty held-out set
+is a warning."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ from trainer.text import TextObjective
 
 @pytest.fixture
 def opened(small_recipe, tmp_path):
-    """Returns a function that opens the small recipe's objective with some flags more."""
+    """Returns a function that opens the small recipe's objective with extra flags."""
 
     def opened(*flags):
         config = load(["--config", str(small_recipe), "--run_dir", str(tmp_path / "run"), *flags])
@@ -24,7 +24,7 @@ def opened(small_recipe, tmp_path):
     return opened
 
 
-def test_the_report_is_printed_at_the_first_start_alone(opened, tmp_path, capsys):
+def test_the_report_is_printed_at_the_first_start_only(opened, tmp_path, capsys):
     opened()
     assert "records, " in capsys.readouterr().out
     (tmp_path / "run").mkdir()
@@ -50,8 +50,8 @@ def test_a_held_out_set_is_never_silently_empty(opened, small_recipe, tmp_path, 
 
 @pytest.fixture
 def pretrained(hf_model, tmp_path):
-    """Returns a function that makes a pretrained model's folder with a trained length and a chat
-    template of its own."""
+    """Returns a function that makes a pretrained model's folder with a maximum length and a chat
+    template."""
 
     def pretrained(length, template):
         folder = pathlib.Path(shutil.copytree(hf_model, tmp_path / "model", dirs_exist_ok=True))
@@ -91,9 +91,7 @@ def test_a_model_without_a_template_asks_for_a_choice(opened, pretrained):
         opened("--model.path", pretrained(512, None))
 
 
-def test_documents_beyond_the_trained_length_are_said_and_no_other_length_is_claimed(
-    opened, pretrained, tmp_path, capsys
-):
+def test_documents_beyond_the_trained_length_are_reported(opened, pretrained, tmp_path, capsys):
     model = pretrained(32, OWN)
     objective = opened(
         "--model.path", model, "--data.context_length", "256", "--mesh.simulate", "8"
@@ -111,7 +109,7 @@ def test_documents_beyond_the_trained_length_are_said_and_no_other_length_is_cla
     objective.write_assets(tmp_path / "assets")
     config = json.loads((tmp_path / "assets" / "config.json").read_text(encoding="utf-8"))
     assert config["max_position_embeddings"] == longest
-    # The setting that is proposed is taken, and ends the warning.
+    # The suggested setting is accepted and ends the warning.
     proposed = said.split("--model.overrides '")[1].split("'")[0]
     opened("--model.path", model, "--data.context_length", "256", "--model.overrides", proposed)
     assert "trained for" not in capsys.readouterr().err

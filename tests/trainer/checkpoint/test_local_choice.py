@@ -12,7 +12,7 @@ from trainer.checkpoint.local_choice import (
 EXPECTED = Expected("run", "fsdp 3", ["a", "b", "c"])
 
 
-def found(step, part, **changes):
+def local_part(step, part, **changes):
     fields = {
         "run": "run",
         "location": "runs/x",
@@ -27,11 +27,13 @@ def found(step, part, **changes):
 
 
 def all_back(step, **changes):
-    """Each host has its part, and a copy of the one before."""
-    return [[found(step, i, **changes), found(step, (i - 1) % 3, **changes)] for i in range(3)]
+    """Each host has its part, and a copy of the previous host's."""
+    return [
+        [local_part(step, i, **changes), local_part(step, (i - 1) % 3, **changes)] for i in range(3)
+    ]
 
 
-def test_the_newest_step_of_which_all_parts_are_there_comes_first():
+def test_the_newest_complete_step_comes_first():
     hosts = [older + newer for older, newer in zip(all_back(8), all_back(10), strict=True)]
     whole, refused = candidates(hosts, EXPECTED, after=5)
     assert whole == [Candidate(step, "first", [[0, 1], [1, 2], [0, 2]]) for step in (10, 8)]
@@ -47,7 +49,7 @@ def test_one_host_may_be_lost(lost):
     assert candidate.holders[lost] == [(lost + 1) % 3]
 
 
-def test_hosts_may_be_numbered_otherwise_after_a_restart():
+def test_hosts_may_be_renumbered_after_a_restart():
     hosts = all_back(10)
     [candidate] = candidates([hosts[2], hosts[0], hosts[1]], EXPECTED, after=0)[0]
     assert candidate.holders == [[1, 2], [0, 2], [0, 1]]
@@ -59,7 +61,7 @@ def test_two_lost_neighbours_are_named():
     assert line == "of step 10 lacks the parts of these processes, which no host here has: 0"
 
 
-def test_parts_of_two_starts_are_not_put_together():
+def test_parts_of_two_starts_are_not_combined():
     hosts = [all_back(10)[0], all_back(10, attempt="second")[1], []]
     whole, refused = candidates(hosts, EXPECTED, after=0)
     assert whole == [] and len(refused) == 2
@@ -74,7 +76,7 @@ def test_parts_of_two_starts_are_not_put_together():
         ({"layout": "z"}, "of step 10 has other arrays, or divides them differently"),
     ],
 )
-def test_what_is_of_something_else_is_named(changes, reason):
+def test_parts_that_do_not_match_the_run_are_named(changes, reason):
     assert candidates(all_back(10, **changes), EXPECTED, after=0) == ([], [reason])
 
 

@@ -1,5 +1,5 @@
-"""Tests of trainer/run/lease.py: two never hold a run in a bucket, and a holder that is gone does
-not keep it."""
+"""Tests of trainer/run/lease.py: two starts never hold a run in a bucket together, and a dead
+holder does not keep it."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ def bucket(store_and_url, monkeypatch):
 
 
 def abandoned(bucket):
-    """A lease whose process was killed: nobody renews it, and nobody gave it back."""
+    """A lease whose process was killed: it is neither renewed nor returned."""
     gone = Lease(bucket, on_loss=print)
     gone.take()
     gone._released.set()
@@ -32,7 +32,7 @@ def abandoned(bucket):
     return gone
 
 
-def test_of_two_at_once_one_has_it_and_the_other_is_told_who(bucket):
+def test_one_of_two_simultaneous_starts_holds_it_and_is_named_to_the_other(bucket):
     with leased(bucket):
         with pytest.raises(
             TransientError, match=rf"{bucket.url}: process \d+ on .* is training there"
@@ -40,13 +40,13 @@ def test_of_two_at_once_one_has_it_and_the_other_is_told_who(bucket):
             require_unused(bucket)
         with pytest.raises(TransientError, match="is training there since"):
             Lease(bucket).take()
-    with leased(bucket):  # given back
+    with leased(bucket):  # returned
         pass
     assert bucket.version(LOCK).content == b""
 
 
-def test_many_that_begin_at_the_same_moment(bucket):
-    """Whoever is refused was refused by the one that has it."""
+def test_only_one_of_many_simultaneous_starts_holds_it(bucket):
+    """Every refusal names the one that holds the lease."""
     taken, refused = [], []
 
     def take():
@@ -67,34 +67,34 @@ def test_many_that_begin_at_the_same_moment(bucket):
     taken[0].release()
 
 
-def test_a_holder_that_is_gone_is_waited_for_until_the_lease_ends(bucket, capsys):
+def test_a_dead_holder_is_waited_for_until_the_lease_ends(bucket, capsys):
     gone, begun = abandoned(bucket), time.monotonic()
     with leased(bucket) as now:
         assert 1.0 < time.monotonic() - begun < 5
         assert "waiting for its end" in capsys.readouterr().err
         now.require()
         with pytest.raises(TransientError, match="another process has taken the lock"):
-            gone.require()  # it stood still, and would go on
+            gone.require()  # it had stalled, and would go on
 
 
-def test_who_was_seen_early_is_waited_for_no_longer(bucket):
+def test_a_holder_seen_earlier_is_waited_for_no_longer(bucket):
     abandoned(bucket)
     require_unused(bucket)
-    time.sleep(1.3)  # while the step is compiled
+    time.sleep(1.3)  # while the step compiles
     begun = time.monotonic()
     with leased(bucket):
         assert time.monotonic() - begun < 1
 
 
-def test_who_has_lost_it_ends(bucket):
+def test_a_process_that_lost_its_lease_ends(bucket):
     lines, lost = [], threading.Event()
     mine = Lease(bucket, on_loss=lambda line: (lines.append(line), lost.set()))
     mine.take()
-    bucket.write(LOCK, b"another's")  # whose clock said that this one was gone
+    bucket.write(LOCK, b"another's")  # its clock said that this process was dead
     assert lost.wait(5) and lines == [f"{bucket.url}: another process has taken the lock"]
 
 
-def test_who_cannot_renew_it_ends_before_another_may_take_it(store_and_url, bucket):
+def test_a_process_that_cannot_renew_ends_before_another_may_take_over(store_and_url, bucket):
     lost = threading.Event()
     mine = Lease(bucket, on_loss=lambda line: lost.set())
     mine.take()
@@ -104,8 +104,8 @@ def test_who_cannot_renew_it_ends_before_another_may_take_it(store_and_url, buck
 
 
 @pytest.mark.parametrize("store_and_url", ["gs"], indirect=True)
-def test_a_write_whose_answer_was_lost_is_known_as_ones_own(store_and_url, bucket, monkeypatch):
-    """The store has written, and the second try, after a second, finds the first one's file."""
+def test_a_write_whose_response_was_lost_is_recognized_as_ours(store_and_url, bucket, monkeypatch):
+    """The store has written the file, and the second try, a second later, finds it there."""
     monkeypatch.setattr(lease, "LEASE_SECONDS", 60)
     answers = iter([True])
     written = gcs_server.Handler.write
@@ -121,7 +121,7 @@ def test_a_write_whose_answer_was_lost_is_known_as_ones_own(store_and_url, bucke
         mine.require()
 
 
-def test_a_bucket_that_one_may_not_use_is_told_in_one_line(store_and_url):
+def test_a_forbidden_bucket_is_a_one_line_error(store_and_url):
     server, url = store_and_url
     server.store.refused = lambda method, path: 403
     refused = Bucket(f"{url}/run")
@@ -131,14 +131,14 @@ def test_a_bucket_that_one_may_not_use_is_told_in_one_line(store_and_url):
         assert "\n" not in str(told.value) and not isinstance(told.value, TransientError)
 
 
-def test_a_store_that_does_not_answer_may_answer_later(gcs, monkeypatch):
+def test_an_unresponsive_store_is_a_transient_error(gcs, monkeypatch):
     monkeypatch.setattr(buckets, "_SECONDS", 0.5)
     gcs.store.refused = lambda method, path: 503
     with pytest.raises(TransientError, match="gs://bucket/run: no answer within"):
         Bucket("gs://bucket/run").version("x", 0.5)
 
 
-def test_a_store_that_writes_whatever_the_condition_is_refused(store_and_url):
+def test_a_store_that_ignores_preconditions_is_refused(store_and_url):
     server, url = store_and_url
     Bucket(url).require_conditions("trial")
     server.store.conditions = False

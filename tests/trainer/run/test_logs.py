@@ -1,4 +1,4 @@
-"""A continued run's logs, and the messages about lines that are lost or changed."""
+"""A resumed run's logs, and the messages about lost or changed lines."""
 
 import hashlib
 import json
@@ -11,12 +11,12 @@ LINES = [json.dumps({"step": step, "loss": 1 / step}).encode() + b"\n" for step 
 SAVED = {"lines": 4, "sha256": hashlib.sha256(b"".join(LINES[:4])).hexdigest()}
 
 
-def test_what_a_checkpoint_holds():
+def test_the_record_of_logs_in_a_checkpoint():
     assert Written.of(LINES[:4]).data == SAVED
     assert Written.of([]).data == {"lines": 0, "sha256": hashlib.sha256().hexdigest()}
 
 
-def test_an_untouched_log_is_cut_in_silence(tmp_path, capfd):
+def test_an_untouched_log_is_cut_silently(tmp_path, capfd):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(LINES) + b'{"step": 6, "lo')
     assert cut_back(path, 4, SAVED).data == SAVED
@@ -44,8 +44,9 @@ def test_an_untouched_log_is_cut_in_silence(tmp_path, capfd):
     ],
     ids=["end", "beginning", "file", "number", "unreadable"],
 )
-def test_lines_that_are_lost_or_changed_are_told_of(tmp_path, capfd, content, left, told):
-    """But for the last case, nothing in the file cannot be read: only the checkpoint knows."""
+def test_lost_or_changed_lines_are_reported(tmp_path, capfd, content, left, told):
+    """Except in the last case every line is readable: only the checkpoint reveals the
+    difference."""
     path = tmp_path / "metrics.jsonl"
     if content is not None:
         path.write_bytes(b"".join(content))

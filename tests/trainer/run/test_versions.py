@@ -1,4 +1,4 @@
-"""A run records which code it is trained with; processes with different code stop before the first
+"""A run records the code it is trained with; processes with different code stop before the first
 step."""
 
 import json
@@ -25,7 +25,7 @@ def tree(root, **contents):
     return root
 
 
-def test_the_digest_is_of_names_and_contents_of_what_training_runs(tmp_path):
+def test_the_digest_covers_names_and_contents_of_the_code_that_training_runs(tmp_path):
     same = versions.source_digest(tree(tmp_path / "a"))
     assert versions.source_digest(tree(tmp_path / "b")) == same
     assert (
@@ -57,7 +57,7 @@ def test_libraries_and_the_commit_are_recorded():
 def test_a_process_with_other_code_is_named(monkeypatch):
     compared = {}
 
-    def first_then_others(work, encode):  # as process 1, where process 0 has another source
+    def first_then_others(work, encode):  # acts as process 1, where process 0 has other sources
         theirs = {**compared, "this project's source": "other"}
         work(json.dumps(theirs))
 
@@ -74,7 +74,7 @@ def test_a_process_with_other_code_is_named(monkeypatch):
         versions.require_same_code()
 
 
-def test_going_on_with_other_code_is_said_in_one_line(
+def test_resuming_with_other_code_prints_one_line(
     whole_run, small_recipe, tmp_path, monkeypatch, capfd
 ):
     run = tmp_path / "run"

@@ -1,5 +1,5 @@
-"""A run that stands still ends with 75 in every process, each with its stacks, and the reason
-last."""
+"""A run that stands still ends with 75 in every process, each printing its stacks and then the
+reason."""
 
 import os
 import subprocess
@@ -58,7 +58,7 @@ def stand_still(repository, doing, processes=2):
     return [process.returncode for process in running], said
 
 
-def test_who_is_behind_is_named_by_all_after_their_stacks(repository):
+def test_all_processes_name_the_slowest_one_after_their_stacks(repository):
     codes, said = stand_still(repository, "steps")
     assert codes == [75, 75]
     for words in said:
@@ -68,7 +68,7 @@ def test_who_is_behind_is_named_by_all_after_their_stacks(repository):
         assert "process 1 is in step 7 (in a step)" in last
 
 
-def test_a_process_that_falls_silent_is_named(repository):
+def test_a_silent_process_is_named(repository):
     codes, said = stand_still(repository, "silent")
     assert codes == [75, 75]
     for words in said:
@@ -79,7 +79,7 @@ def test_a_process_that_falls_silent_is_named(repository):
         )
 
 
-def test_a_process_alone_ends_too(repository):
+def test_a_single_process_ends_too(repository):
     codes, said = stand_still(repository, "alone", processes=1)
     assert codes == [75] and said[0].rstrip().splitlines()[-1].startswith(
         "error: nothing has moved for 0.0 minutes (step 8"
