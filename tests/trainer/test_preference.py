@@ -163,7 +163,7 @@ def test_loss_metrics_and_gradients_match_trl(folder, models, trl, loss):
     same_gradients(objective.model.config, gradient, gradients)
 
 
-def test_the_cross_entropy_of_chosen_completions_matches_trl(folder, models, trl):
+def test_cross_entropies_of_chosen_completions_match_trl(folder, models, trl):
     """It is averaged over the batch's tokens, whatever the lengths of completions."""
     options = {"loss": "sigmoid", "beta": 0.3, "sft_weight": 0.7}
     objective = open_objective(make_config(folder, models[0], **options))

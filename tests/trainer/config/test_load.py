@@ -707,7 +707,7 @@ def test_an_alias_resolves_to_its_value(tmp_path):
     assert parse("", "x") is None
 
 
-def test_a_run_resumes_with_the_default_template_that_it_began_with(tmp_path, capsys):
+def test_a_run_that_began_with_another_default_template_resumes_with_it(tmp_path, capsys):
     recipe, run = write(tmp_path), tmp_path / "run"
     begun = load(["--config", recipe, "--run_dir", str(run), "--data.template", "vicuna_v1.1"])
     fresh = load(["--config", recipe, "--run_dir", str(run)])
