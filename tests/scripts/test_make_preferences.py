@@ -1,5 +1,5 @@
-"""The pairs that scripts.make_preferences writes, and that the recipe of preference tuning learns
-from them."""
+"""The pairs that scripts.make_preferences writes; the recipe of preference tuning learns from
+them."""
 
 import json
 
@@ -15,7 +15,7 @@ def records(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_pairs_prefer_short_answers_and_held_out_questions_ask_of_other_things(tmp_path):
+def test_pairs_prefer_short_answers_and_held_out_questions_have_other_subjects(tmp_path):
     make_preferences.main([str(tmp_path)])
     trained, held_out = (records(tmp_path / f"{name}.jsonl") for name in ("train", "held_out"))
     assert len(trained) == 306 and len(held_out) == 54

@@ -1,5 +1,5 @@
-"""`python -m scripts.plan` without a compiler: machines by name, memory by parts, time, price, what
-to change, recipes."""
+"""`python -m scripts.plan` without a compiler: machines by name, memory by component, time, price,
+suggested changes, recipes."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def answer(capsys, *argv) -> tuple[int, str]:
         ("B200", 1),
     ],
 )
-def test_machines_are_answered_and_their_recipes_are_taken(machine, devices, tmp_path, capsys):
+def test_every_machine_gets_an_answer_and_a_valid_recipe(machine, devices, tmp_path, capsys):
     recipe = tmp_path / "mine.yaml"
     status, said = answer(
         capsys,
@@ -90,9 +90,9 @@ def conversations(tmp_path_factory, repository):
     ],
     ids=" ".join,
 )
-def test_dry_run_takes_the_written_recipe(machine, conversations, tmp_path, capsys):
-    """Planned for each machine, a recipe is what train.py --dry-run accepts, with the machine's
-    devices and on it."""
+def test_dry_run_accepts_the_written_recipe(machine, conversations, tmp_path, capsys):
+    """train.py --dry-run accepts the recipe planned for each machine, with as many devices as the
+    machine has."""
     tokenizer, talks, prepared = conversations
     recipe, start = tmp_path / "mine.yaml", time.process_time()
     status, said = answer(
@@ -134,7 +134,7 @@ def test_dry_run_takes_the_written_recipe(machine, conversations, tmp_path, caps
     assert not (tmp_path / "run").exists()
 
 
-def test_the_parts_add_up_and_the_range_holds_them(capsys):
+def test_memory_components_add_up_within_the_printed_range(capsys):
     _, said = answer(capsys, *MODEL, "--machine", "8xH100", "--context", "128K")
     listed = re.findall(r"^  ([a-z ]+?) +(\d+\.\d\d)(?: |$)", said.split("time:")[0], re.MULTILINE)
     sizes = {name.strip(): float(size) for name, size in listed}
@@ -175,7 +175,7 @@ def test_price_and_hours_follow_from_the_time(capsys):
         assert ends["price"][end] == pytest.approx(ends["hours"][end] * 8 * 2, rel=0.01)
 
 
-def test_what_does_not_fit_is_told_what_would(capsys):
+def test_a_job_that_does_not_fit_gets_suggestions(capsys):
     job = [*MODEL, "--machine", "8xH100", "--context", "1M"]
     status, said = answer(capsys, *job, "--mesh", "sequence=8", "--remat", "everything")
     assert status == 1 and "does not fit, by the estimate" in said
@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_told_what_would(capsys):
     )
 
 
-def test_a_gpu_of_which_only_the_memory_is_known(capsys):
+def test_a_gpu_with_only_known_memory(capsys):
     status, said = answer(
         capsys,
         "--model",
@@ -234,7 +234,7 @@ def test_every_stage_of_a_recipe_is_planned(repository, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "mend"),
+    ("argv", "fix"),
     [
         (["--machine", "8xH10", "--context", "64K"], "did you mean H100?"),
         (["--machine", "v5p-33", "--context", "64K"], "v5p-32"),
@@ -285,18 +285,19 @@ def test_every_stage_of_a_recipe_is_planned(repository, capsys):
         ),
     ],
 )
-def test_a_typo_is_one_line_before_anything_compiles(argv, mend, capsys, monkeypatch):
+def test_a_typo_is_one_line_before_anything_compiles(argv, fix, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     try:
         status = plan.main([*MODEL, *argv])
     except SystemExit as exit:
         status = exit.code
     said = capsys.readouterr().err
-    assert status == 2 and mend in said and said.count("\n") == 1 and said.startswith("error: ")
+    assert status == 2 and fix in said and said.count("\n") == 1 and said.startswith("error: ")
 
 
 def test_a_base_model_asks_for_a_template_in_one_line(hf_model, tmp_path, capsys):
-    """A model with a template, a chosen one and a folder without a tokenizer need no choice."""
+    """A model with a template, a chosen template and a folder without a tokenizer need no
+    choice."""
     base, recipe = tmp_path / "base", tmp_path / "recipe.yaml"
     shutil.copytree(hf_model, base)
     job = ["--machine", "h100", "--context", 128, "--write", recipe, "--model"]

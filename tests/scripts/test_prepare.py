@@ -1,4 +1,4 @@
-"""scripts.prepare makes the data that training uses; the module data.prepare says that it is not a
+"""scripts.prepare makes the data that training uses; running the module data.prepare names the
 command."""
 
 import subprocess
@@ -17,7 +17,7 @@ from trainer.text import prepare_text
 FIXTURES = REPOSITORY / "data/fixtures"
 
 
-def test_training_uses_what_it_made(tmp_path, capsys, monkeypatch):
+def test_training_uses_the_prepared_data(tmp_path, capsys, monkeypatch):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         yaml.safe_dump(
@@ -46,8 +46,8 @@ def test_training_uses_what_it_made(tmp_path, capsys, monkeypatch):
 
 
 def test_every_stage_is_prepared(tmp_path, capsys, monkeypatch):
-    """A stage begins with the checkpoint of the one before it, from which its data could not be
-    read yet."""
+    """A stage begins with the previous stage's checkpoint, from which its data could not be read
+    yet."""
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         yaml.safe_dump(

@@ -1,4 +1,5 @@
-"""The benchmark of engines: the same data every time, repetitions counted, and the scale-up rule."""
+"""The benchmark of engines: identical data every time, counted repetitions, and the scaling
+rule."""
 
 import json
 
@@ -8,7 +9,7 @@ from scripts.benchmarks import bench_engines
 from scripts.benchmarks.bench_engines import main, predicted, result_rows, write_conversations
 
 
-def test_conversations_are_decided_by_their_size_and_one_in_fifty_repeats(tmp_path, monkeypatch):
+def test_conversations_depend_on_the_size_alone_and_one_in_fifty_repeats(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_engines, "FILE_BYTES", 1 << 18)
     written = [write_conversations(tmp_path / name, 1 << 20) for name in ("a", "b")]
     files = [sorted((tmp_path / name).iterdir()) for name in ("a", "b")]
@@ -28,9 +29,9 @@ def _row(engine, cores, size, seconds, sha256="a"):
     }
 
 
-def test_the_rule_is_a_fixed_time_and_the_same_speed_for_each_core():
+def test_the_rule_has_a_fixed_time_and_a_constant_speed_per_core():
     rows = [_row("beam", 1, 10**8, 15.0), _row("beam", 1, 2 * 10**8, 25.0)]
-    assert predicted(rows, "beam", 4 * 10**8, 1) == pytest.approx(45.0)  # 5 s, and 10 per 0.1 GB
+    assert predicted(rows, "beam", 4 * 10**8, 1) == pytest.approx(45.0)  # 5 s, plus 10 per 0.1 GB
     assert predicted(rows, "beam", 4 * 10**8, 2) == pytest.approx(25.0)
     assert predicted(rows, "processes", 10**8, 1) is None
     rows += [_row("beam", 2, 4 * 10**8, 40.0, "b"), _row("beam", 1, 4 * 10**8, 46.0, "a")]
@@ -43,7 +44,7 @@ def test_the_rule_is_a_fixed_time_and_the_same_speed_for_each_core():
     assert made["same"]["verdict"] == "short" and "beam_1_100mb_rule" not in made
 
 
-def test_a_row_is_measured_in_a_process_of_its_own(tmp_path, capsys):
+def test_a_row_is_measured_in_a_separate_process(tmp_path, capsys):
     words = ["--rows=processes:1", "--gigabytes=0.0002", f"--scratch={tmp_path}"]
     assert main([*words, f"--output={tmp_path / 'out'}"]) == 0
     [found] = json.loads((tmp_path / "out/engines.json").read_text())

@@ -1,4 +1,4 @@
-"""The benchmark of packing plans plans all documents of its index, in blocks where there are many."""
+"""The benchmark of packing plans every document of its index, in blocks where there are many."""
 
 import numpy as np
 

@@ -1,4 +1,5 @@
-"""What ages a result: a changed program does, another name, comment, format or place does not."""
+"""What makes a result stale: a changed program does; renamed locals, comments, formatting and moved
+code do not."""
 
 import pytest
 
@@ -51,12 +52,12 @@ def of(program: bytes) -> str:
 
 
 @pytest.mark.parametrize("program", SAME.values(), ids=SAME)
-def test_what_computes_the_same_ages_nothing(program):
+def test_equivalent_code_keeps_results_fresh(program):
     assert program != PROGRAM and of(program) == of(PROGRAM)
 
 
 @pytest.mark.parametrize(("old", "new"), CHANGED.values(), ids=CHANGED)
-def test_another_program_ages_a_result(old, new):
+def test_a_changed_program_makes_a_result_stale(old, new):
     assert of(PROGRAM.replace(old, new)) != of(PROGRAM)
 
 
@@ -65,5 +66,5 @@ def test_functions_may_move_between_files():
     assert digest((("a.py", b"class Loss" + second), ("b.py", first))) == of(PROGRAM)
 
 
-def test_other_files_count_by_their_bytes():
+def test_other_files_are_compared_by_bytes():
     assert digest((("a.yaml", b"x: 1"),)) != digest((("a.yaml", b"x:  1"),))
