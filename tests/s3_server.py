@@ -1,7 +1,7 @@
-"""A small S3 on the loopback: TensorStore's requests, with preconditions.
+"""A small S3 on the loopback for TensorStore's requests, with preconditions.
 
-A write with If-Match is refused with 412 unless the object has that ETag, one with If-None-Match
-if there is an object. ETags are digests of contents, as S3's.
+A write with If-Match is refused with 412 unless the object has that ETag, and one with
+If-None-Match if the object exists. ETags are digests of contents, as in S3.
 """
 
 import hashlib

@@ -1,5 +1,5 @@
-"""A skipped test fails where --skips is given and its list does not name it; every line of the list
-has a reason."""
+"""With --skips, a skipped test fails unless the list names it; every line of the list has a
+reason."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.skips import unlisted_skips
 pytest_plugins = ["pytester"]
 
 
-def test_a_skipped_test_that_is_not_listed_fails(pytester, monkeypatch):
+def test_an_unlisted_skip_fails(pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     pytester.makepyfile(
         test_listed="import pytest\npytest.importorskip('no_such_module', reason='not here')",

@@ -1,5 +1,5 @@
 """Kills of workers of Beam's Dask runner, and of the command that waits for them, at random
-instants: started again, it prepares what one process prepares, to the byte.
+instants: after a restart the prepared data equal those of one process, byte for byte.
 
     .venv-beam/bin/python -m tests.soak.beam_kills [WORKERS [DRIVERS [SEED]]]
 
@@ -29,7 +29,7 @@ FILES, LONGEST = 8, 600  # seconds that a preparation may take
 
 
 def sources(folder: pathlib.Path) -> list[Source]:
-    """Writes conversations to files that share some, and returns them as a source."""
+    """Writes conversations to files, some of which share them; returns the files as a source."""
     chats = json.loads((FIXTURES / "conversations.json").read_text(encoding="utf-8"))
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(FILES):
@@ -39,7 +39,8 @@ def sources(folder: pathlib.Path) -> list[Source]:
 
 
 def make(base: pathlib.Path, name: str, address: str | None = None) -> pathlib.Path:
-    """Prepares the data in the folder `name`, by the Dask cluster at an address or by itself."""
+    """Prepares the data in the folder `name`, on the Dask cluster at an address or in one
+    process."""
     from data.beam import Beam
 
     engine = Beam("dask", (f"--dask_client_address={address}",)) if address else PROCESSES
@@ -82,7 +83,7 @@ def attacked(base: pathlib.Path, client, name: str, delay: float, kind: str) -> 
     """Kills a worker or the command after some seconds, and starts the command until it succeeds.
 
     Returns:
-      Whether the command was still at work, and how often it was started.
+      Whether the command was still working, and how often it was started.
     """
     address = client.scheduler.address
     process = started(base, name, address)
@@ -103,7 +104,7 @@ def attacked(base: pathlib.Path, client, name: str, delay: float, kind: str) -> 
 
 
 def main() -> int:
-    """Runs the kills; 1 if any folder differs."""
+    """Runs the kills; returns 1 if any folder differs."""
     from distributed import Client, LocalCluster
 
     workers, drivers, seed = [*map(int, sys.argv[1:4]), *(10, 5, 0)[len(sys.argv[1:4]) :]]

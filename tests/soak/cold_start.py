@@ -1,5 +1,5 @@
-"""The first batch after a cold start: prepared data are in a store on the loopback, and nothing of
-them on this machine: python -m tests.soak.cold_start.
+"""The first batch after a cold start, with prepared data in a store on the loopback and none on
+this machine: python -m tests.soak.cold_start.
 
 Once with a store that answers, and once with one that refuses every fifth request.
 """
@@ -34,7 +34,7 @@ PATIENCE = 1800  # seconds
 
 
 def write_tokens(path: pathlib.Path, tokens: int) -> None:
-    """Writes an array of random ids, a part at a time."""
+    """Writes an array of random ids, part by part."""
     array = np.lib.format.open_memmap(path, "w+", np.uint16, (tokens,))
     rng = np.random.default_rng(0)
     for start in range(0, tokens, 1 << 24):
@@ -89,9 +89,9 @@ def measure(folder: pathlib.Path, tokens: int) -> dict:
     """Measures both cold starts.
 
     Returns:
-      whole, refusing: what `first_batch` returns, of a store that answers and one that refuses.
+      whole, refusing: the results of `first_batch` with a store that answers and one that refuses.
       sha256: the hash of the batch where the data were prepared.
-      requests, refused: how many the refusing store received, and refused.
+      requests, refused: how many requests the refusing store received, and refused.
     """
     array = folder / "tokens.npy"
     write_tokens(array, tokens)
@@ -115,7 +115,7 @@ def measure(folder: pathlib.Path, tokens: int) -> dict:
 
 
 def _cold(folder: pathlib.Path, name: str, array: pathlib.Path, store: str) -> dict:
-    """Returns what `first_batch` returns in a new process, with an empty cache."""
+    """Returns the result of `first_batch` in a new process with an empty cache."""
     process = subprocess.run(
         [sys.executable, "-m", __spec__.name, "--open", str(array), store, str(time.monotonic())],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Two starts of one run that race: at the end it is complete, and equal to the bit to one that was
+"""Two racing starts of one run: at the end it is complete, and bitwise equal to a run that was
 started once."""
 
 import pathlib
@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 from tests import small_run
-from tests.soak.attacks import ROOT, Case, Fell
+from tests.soak.attacks import ROOT, Case, Failed
 from tests.soak.forks import Forked
 from tests.soak.kills import finish, run_result, start
 
@@ -17,8 +17,8 @@ LONGEST_WAIT = 300
 
 
 def races(base: pathlib.Path) -> Case:
-    """Returns the case: another start a moment later, or one that stands still for a while from a
-    random instant on."""
+    """Returns the case: another start a moment later, or one that stalls for a while at a random
+    instant."""
     recipe = small_run.recipe(base, ROOT, conversations=24)
     truth: list[tuple[dict, float]] = []
 
@@ -60,14 +60,14 @@ def races(base: pathlib.Path) -> Case:
                 or "Traceback" in output
                 or (code in (2, 75)) != (len(errors) == 1)
             ):
-                raise Fell(f"{way}: ended with {code}: {output[-500:]}")
+                raise Failed(f"{way}: ended with {code}: {output[-500:]}")
             if errors and (str(run) not in errors[0] or "is training there" not in errors[0]):
-                raise Fell(f"{way}: {errors[0][:400]}")
+                raise Failed(f"{way}: {errors[0][:400]}")
         if codes == [2, 2]:
-            raise Fell(f"{way}: neither start trained")
+            raise Failed(f"{way}: neither start trained")
         if (received := run_result(run, folder)) != expected:
             difference = next(name for name in expected if expected[name] != received[name])
-            raise Fell(
+            raise Failed(
                 f"{way}, ended with {codes}: another {difference}: "
                 f"{str(received[difference])[:300]}"
             )
@@ -77,14 +77,14 @@ def races(base: pathlib.Path) -> Case:
             for path in parent.iterdir()
             if path.name.endswith(".tmp") or path.name.startswith(".")
         ]:
-            raise Fell(f"{way}: left {leftovers}")
+            raise Failed(f"{way}: left {leftovers}")
         return f"{way}: {'one was refused' if 2 in codes else 'both ended well'}"
 
     return case
 
 
 def _wait(process: Forked, seconds: float) -> int | None:
-    """Returns the process's exit code, or None if it has not ended within so many seconds."""
+    """Returns the process's exit code, or None if it has not ended within this many seconds."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -1,5 +1,5 @@
-"""A process without any prepared data on its disk reads the same rows from a store on the loopback,
-also from one that refuses one request in five."""
+"""A process without prepared data on its disk reads the same rows from a store on the loopback,
+even from one that refuses one request in five."""
 
 import os
 from unittest import mock

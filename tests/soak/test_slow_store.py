@@ -1,4 +1,4 @@
-"""A run on a slow store: a save that waits for the one before says so, and no step waits for a
+"""A run on a slow store: a save that waits for the previous one reports it, and no step waits for a
 file."""
 
 import pytest
@@ -9,7 +9,7 @@ from tests.soak.slow_store import slow_store
 
 
 @pytest.mark.slow
-def test_a_save_that_waits_says_so(small_recipe, tmp_path, capfd):
+def test_a_save_that_waits_is_reported(small_recipe, tmp_path, capfd):
     run = tmp_path / "run"
     with slow_store(run / "checkpoints", 0.2) as waits:
         assert (
