@@ -69,13 +69,13 @@ def read_model(path):
 
 
 def read_checkpoint(path):
-    found = readers.find_checkpoint(path, ["model", "assets", "data"])
+    checkpoint = readers.find_checkpoint(path, ["model", "assets", "data"])
     open_model(str(path))
-    assets.trained_date(found / "assets")
-    assets.source_dtype(found / "assets")
-    stored_shapes(found, "model")
+    assets.trained_date(checkpoint / "assets")
+    assets.source_dtype(checkpoint / "assets")
+    stored_shapes(checkpoint, "model")
     readers.read_data(path)
-    card.model_card(found, small_model.CONFIG)
+    card.model_card(checkpoint, small_model.CONFIG)
 
 
 def read_adapter(path):
@@ -263,11 +263,11 @@ def test_only_plain_files_inside_the_folder_are_read(kind, attack, valid_folders
         (tmp_path / f"{number}").mkdir()
         place = copied(valid_folders[kind], tmp_path / f"{number}")
         attack(place / name, tmp_path / f"{number}" / "outside")
-        said = error_of(READERS[kind], place)
-        assert Path(name).name in said and "\n" not in said, (name, said)
-        assert "neither a file nor a folder" in said or "outside of its folder" in said, (
+        message = error_of(READERS[kind], place)
+        assert Path(name).name in message and "\n" not in message, (name, message)
+        assert "neither a file nor a folder" in message or "outside of its folder" in message, (
             name,
-            said,
+            message,
         )
 
 
@@ -278,8 +278,8 @@ def test_nesting_too_deep_is_a_one_line_error(kind, attack, valid_folders, tmp_p
         (tmp_path / f"{number}").mkdir()
         place = copied(valid_folders[kind], tmp_path / f"{number}")
         attack(place / name, None)
-        said = error_of(READERS[kind], place)
-        assert "\n" not in said
+        message = error_of(READERS[kind], place)
+        assert "\n" not in message
 
 
 def test_links_are_followed_only_inside_the_folder(valid_folders, tmp_path):
@@ -302,9 +302,9 @@ def test_links_are_followed_only_inside_the_folder(valid_folders, tmp_path):
             link.symlink_to(real if draw.random() < 0.5 else os.path.relpath(real, link.parent))
             real = link
         file.symlink_to(real if draw.random() < 0.5 else os.path.relpath(real, file.parent))
-        said = error_of(READERS[kind], place)
-        assert ("outside of its folder" in said) == (not inside), (kind, file.name, said)
-        assert not (inside and said), (kind, file.name, said)
+        message = error_of(READERS[kind], place)
+        assert ("outside of its folder" in message) == (not inside), (kind, file.name, message)
+        assert not (inside and message), (kind, file.name, message)
 
 
 def with_header(header: bytes, length: int | None = None) -> bytes:
@@ -343,8 +343,8 @@ HEADERS = {
 def test_a_malformed_header_is_refused(kind, name, header, valid_folders, tmp_path):
     place = copied(valid_folders[kind], tmp_path)
     (place / name).write_bytes(HEADERS[header])
-    said = error_of(READERS[kind], place)
-    assert str(place) in said and "\n" not in said and len(said) < 500, said
+    message = error_of(READERS[kind], place)
+    assert str(place) in message and "\n" not in message and len(message) < 500, message
 
 
 ARRAY = "{{'descr': {}, 'fortran_order': False, 'shape': {}}}"
@@ -365,9 +365,9 @@ def test_a_malformed_token_array_is_refused(header, length, tmp_path):
     content, path = ARRAYS[header].encode(), tmp_path / "a.npy"
     size = struct.pack("<I", len(content) if length is None else length)
     path.write_bytes(b"\x93NUMPY\x02\x00" + size + content + bytes(64))
-    said = error_of(lambda path: read_data(path, "tokens"), path)
-    assert said.startswith(f"{path}: cannot be read as .npy") and "\n" not in said
-    assert len(said) < 500, said
+    message = error_of(lambda path: read_data(path, "tokens"), path)
+    assert message.startswith(f"{path}: cannot be read as .npy") and "\n" not in message
+    assert len(message) < 500, message
 
 
 LINES = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
@@ -393,8 +393,8 @@ RECIPES = {
 def test_a_recipe_that_explodes_is_refused(recipe, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPES[recipe])
-    said = error_of(lambda path: configuration.load(["--config", str(path)]), path)
-    assert str(path) in said and "\n" not in said and len(said) < 1000, said
+    message = error_of(lambda path: configuration.load(["--config", str(path)]), path)
+    assert str(path) in message and "\n" not in message and len(message) < 1000, message
 
 
 @pytest.mark.parametrize("kind", ["config.yaml", "run.yaml"])
@@ -402,8 +402,8 @@ def test_a_recipe_that_explodes_is_refused(recipe, tmp_path):
 def test_a_runs_recipe_that_explodes_is_refused(recipe, kind, tmp_path):
     (tmp_path / kind).write_text(RECIPES[recipe])
     reader = report_input.read_run if kind == "config.yaml" else assets.trained_date
-    said = error_of(reader, tmp_path)
-    assert kind in said and "\n" not in said and len(said) < 1000, said
+    message = error_of(reader, tmp_path)
+    assert kind in message and "\n" not in message and len(message) < 1000, message
 
 
 SINGLE = {
@@ -426,8 +426,8 @@ def test_a_pipe_or_device_named_by_the_user_is_refused(kind, suffix, tmp_path):
     os.mkfifo(tmp_path / f"pipe{suffix}")
     (tmp_path / f"zero{suffix}").symlink_to("/dev/zero")
     for name in ("pipe", "zero"):
-        said = error_of(SINGLE[kind], str(tmp_path / f"{name}{suffix}"))
-        assert name in said and "\n" not in said, said
+        message = error_of(SINGLE[kind], str(tmp_path / f"{name}{suffix}"))
+        assert name in message and "\n" not in message, message
 
 
 def corrupted(value, rng):
@@ -461,6 +461,8 @@ def test_evil_texts_in_files(kind, valid_folders, tmp_path, capsys):
             (place / name).write_text(content + "\n" + rest)
             with limited(SECONDS):
                 code = entry.run(lambda: READERS[kind](place))
-            said = "".join(capsys.readouterr())
-            assert code in (0, 2) and not control_characters(said) and "Traceback" not in said, said
+            output = "".join(capsys.readouterr())
+            assert (
+                code in (0, 2) and not control_characters(output) and "Traceback" not in output
+            ), output
         (place / name).write_text(text)

@@ -141,10 +141,10 @@ def test_a_file_of_the_user_stays(command, name, tmp_path, monkeypatch, capsys):
         code = importlib.import_module(command).main(words)
     except SystemExit as left:
         code = left.code
-    said = capsys.readouterr().err
-    assert code in (1, 2) and len(said.splitlines()) == 1, said
-    assert f"{name}: exists, but was not written by this command" in said or (
-        name == "any" and "exists and is not an empty folder" in said
+    stderr = capsys.readouterr().err
+    assert code in (1, 2) and len(stderr.splitlines()) == 1, stderr
+    assert f"{name}: exists, but was not written by this command" in stderr or (
+        name == "any" and "exists and is not an empty folder" in stderr
     )
     assert (out / name).read_bytes() == before
     assert sorted(os.listdir(out)) == [name]
@@ -186,10 +186,10 @@ def test_every_command_that_writes_is_listed():
         r'"--(output|plot|json|write)"',
         re.MULTILINE,
     )
-    found = set()
+    writers = set()
     for path in [*REPOSITORY.glob("eval/*.py"), *REPOSITORY.glob("scripts/**/*.py")]:
         text = path.read_text()
         if 'if __name__ == "__main__":' in text and writes.search(text):
-            found.add(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
-    assert found - WRITERS.keys() - PASS_ON == set()
-    assert {"eval.report", "scripts.plan", "scripts.export_hf"} <= found
+            writers.add(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
+    assert writers - WRITERS.keys() - PASS_ON == set()
+    assert {"eval.report", "scripts.plan", "scripts.export_hf"} <= writers

@@ -25,8 +25,8 @@ def test_an_unlisted_skip_fails(pytester, monkeypatch):
     for flags, code in ((["--skips", "some.txt"], 1), (["--skips", "all.txt"], 0), ([], 0)):
         result = pytester.runpytest_inprocess("-p", "tests.skips", *flags)
         assert result.ret == code
-        said = [line for line in result.outlines if "and not in" in line]
-        assert said == (
+        lines = [line for line in result.outlines if "and not in" in line]
+        assert lines == (
             ["skipped, and not in some.txt: test_other.py::test_it: Skipped: too hard"]
             if code
             else []

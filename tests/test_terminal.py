@@ -115,9 +115,9 @@ def test_evil_names_and_flags(command, tmp_path, capsys, monkeypatch):
             for word in COMMANDS.get(command, ())
         ]
         for arguments in (words, [*words, f"--x{evil}"]) if words else ([f"--x{evil}"],):
-            code, said = run_command(command, arguments, capsys)
-            assert code not in (0, 1, None) and not control_characters(said), said
-            assert re.search("error: ", said) and "Traceback" not in said, said
+            code, output = run_command(command, arguments, capsys)
+            assert code not in (0, 1, None) and not control_characters(output), output
+            assert re.search("error: ", output) and "Traceback" not in output, output
 
 
 def test_at_least_a_thousand_texts_are_tried():
@@ -160,6 +160,6 @@ def test_evil_conversations(count, small_recipe, tmp_path, capsys):
         ),
         ("scripts.prepare", ["--config", str(small_recipe), *flags]),
     ):
-        code, said = run_command(command, words, capsys)
-        assert code == 0 and not control_characters(said) and "documents" in said
-        assert "\ufffd" in said or command == "scripts.prepare"
+        code, output = run_command(command, words, capsys)
+        assert code == 0 and not control_characters(output) and "documents" in output
+        assert "\ufffd" in output or command == "scripts.prepare"

@@ -299,17 +299,17 @@ def commands_of(text: str) -> list[str]:
     .venv/bin/python becomes python.
     """
     text = re.sub(r"<!--.*?-->", "", text)
-    lines, fence, begun = [], None, ""
+    lines, fence, command = [], None, ""
     for line in text.splitlines():
         if line.startswith("```"):
             fence = None if fence is not None else line[3:].strip()
         elif fence in ("bash", "sh", "console") or (fence is None and line.startswith("    ")):
-            begun += line.strip()
-            if begun.endswith("\\"):
-                begun = begun[:-1]
+            command += line.strip()
+            if command.endswith("\\"):
+                command = command[:-1]
             else:
-                lines.append(re.sub(r"\s+# .*", "", begun))
-                begun = ""
+                lines.append(re.sub(r"\s+# .*", "", command))
+                command = ""
     if not any(line.startswith("```") for line in text.splitlines()):
         lines += re.findall(r"`([^`\n]+)`", text)
     else:
@@ -371,8 +371,8 @@ def flags_of(command: str) -> tuple[str, list[str]]:
     """Returns the program of a Python command, as `python` takes it, and the flags passed to it."""
     words = shlex.split(command)[1:]
     program = words[1] if words[0] == "-m" else words[0]
-    own = words[: words.index("--")] if "--" in words else words
-    return program, [word.split("=")[0] for word in own if word.startswith("--")]
+    arguments = words[: words.index("--")] if "--" in words else words
+    return program, [word.split("=")[0] for word in arguments if word.startswith("--")]
 
 
 @functools.cache

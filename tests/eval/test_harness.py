@@ -326,7 +326,7 @@ def test_short_tasks_of_a_book(hf_model, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (
             ["--tasks", "hellaswag,arc_esay"],
@@ -338,11 +338,11 @@ def test_short_tasks_of_a_book(hf_model, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_an_unknown_task_is_a_one_line_error(hf_model, tmp_path, capsys, flags, said):
+def test_an_unknown_task_is_a_one_line_error(hf_model, tmp_path, capsys, flags, message):
     """The model is not read."""
     assert (
         harness.main(["--checkpoint", str(hf_model), "--output", str(tmp_path / "out"), *flags])
         == 2
     )
     error = capsys.readouterr().err
-    assert error.startswith(said) and error.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert error.startswith(message) and error.count("\n") == 1 and not (tmp_path / "out").exists()

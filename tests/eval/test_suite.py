@@ -213,8 +213,10 @@ def test_expected_variables_are_those_of_the_chain():
     values = {}
     for name, value in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", exercise.text):
         values[name] = values.get(value, value)
-    asked = re.search(r"assigned the value (\d+) in the text", exercise.text)[1]
-    assert {name for name, value in values.items() if value == asked} == set(exercise.expected)
+    chain_value = re.search(r"assigned the value (\d+) in the text", exercise.text)[1]
+    assert {name for name, value in values.items() if value == chain_value} == set(
+        exercise.expected
+    )
     assert len(values) == 15 and len(set(values.values())) == 3
 
 

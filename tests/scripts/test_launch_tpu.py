@@ -39,7 +39,9 @@ class Answers:
                 (
                     rule
                     for rule in self.rules
-                    if all(any(word in given for given in command[1:]) for word in rule["words"])
+                    if all(
+                        any(word in argument for argument in command[1:]) for word in rule["words"]
+                    )
                 ),
                 None,
             )
@@ -151,17 +153,17 @@ def launch(monkeypatch, capfd):
 def verbs(calls):
     """The purpose of each call that changes something."""
     purposes = {"uv pip install": "install", "setsid": "start", "tail -c": "follow"}
-    found = []
+    changes = []
     for call in calls:
         if "ssh" in call:
-            found += [
+            changes += [
                 verb
                 for words, verb in purposes.items()
                 if words in call[call.index("--command") + 1]
             ][:1]
         else:
-            found += [verb for verb in ("create", "delete", "scp") if verb in call]
-    return found
+            changes += [verb for verb in ("create", "delete", "scp") if verb in call]
+    return changes
 
 
 ONCE = ["scp", "scp", "install", "start"]
@@ -525,8 +527,8 @@ def test_files_of_an_earlier_command_on_other_workers_do_not_count():
 
 def test_status_fits_a_screen(launch):
     answers = rules(jobs=[job("running", "running")])
-    of_the_run = next(rule for rule in answers if rule["words"] == ["scripts.run_status"])
-    of_the_run["answers"] = [(0, "step         40, 8 s ago\n", "")]
+    run_rule = next(rule for rule in answers if rule["words"] == ["scripts.run_status"])
+    run_rule["answers"] = [(0, "step         40, 8 s ago\n", "")]
     code, out, _ = launch(
         "status",
         "pod",
@@ -720,12 +722,12 @@ def test_gcloud_accepts_every_option(launch):
             key=len,
         )
         known = {*recorded["commands"][name].split(), *recorded["everywhere"]}
-        given = [
+        passed = [
             word.partition("=")[0]
             for word, before in zip(call, ["", *call], strict=False)
             if word.startswith("--") and before != "--command"
         ]
-        assert not set(given) - known, (name, set(given) - known)
+        assert not set(passed) - known, (name, set(passed) - known)
     assert len({tuple(call[:4]) for call in calls}) > 10
 
 
@@ -919,8 +921,8 @@ def test_a_job_outlives_its_shell_and_stores_its_code(home):
     assert "7|1|s|o|" in home.shell(workers.ENDS).stdout
     identity = (home.folder / "job.id").read_text()
     whole = "1|s|o|train.py|a b|$c|"
-    for given, shown in (("", whole), (identity.strip(), whole[2:]), ("9", whole)):
-        assert home.shell(workers.log_command(given, 2)).stdout == identity + shown
+    for known_id, shown in (("", whole), (identity.strip(), whole[2:]), ("9", whole)):
+        assert home.shell(workers.log_command(known_id, 2)).stdout == identity + shown
 
 
 def test_a_job_without_the_compilers_flags_does_not_start(home):

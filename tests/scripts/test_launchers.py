@@ -137,7 +137,7 @@ def test_slurm_does_not_train_without_the_compilers_flags(sbatch):
 def test_slurm_requeues_exit_codes_worth_another_start(sbatch):
     """While a job is being cancelled it is COMPLETING, and Slurm would accept `scontrol requeue`
     for it too."""
-    told = sbatch.folder / "told"
+    scontrol_calls = sbatch.folder / "told"
     for code, state, requeued in (
         (0, "RUNNING", False),
         (2, "RUNNING", False),
@@ -150,10 +150,10 @@ def test_slurm_requeues_exit_codes_worth_another_start(sbatch):
         (143, "RUNNING", True),
         (143, "COMPLETING", False),
     ):
-        told.unlink(missing_ok=True)
+        scontrol_calls.unlink(missing_ok=True)
         (sbatch.folder / "longstripe-17.starts").unlink(missing_ok=True)
         assert sbatch("--config", "c", CODE=str(code), STATE=state).returncode == code
-        assert told.exists() is requeued, code
+        assert scontrol_calls.exists() is requeued, code
     assert "#SBATCH --signal=TERM@" in (REPOSITORY / "scripts/launch_slurm.sbatch").read_text()
 
 
@@ -167,11 +167,11 @@ def test_slurm_survives_a_temporarily_unresponsive_controller_and_store(sbatch):
         echo "$@" >> {sbatch.folder}/told
         [ $(wc -l < {sbatch.folder}/told) = "$ANSWERS" ]""",
     )
-    told = sbatch.folder / "told"
+    scontrol_calls = sbatch.folder / "told"
     for answers, tries, last in (("3", 3, False), ("9", 4, True)):
-        told.unlink(missing_ok=True)
+        scontrol_calls.unlink(missing_ok=True)
         done = sbatch("--config", "c", CODE="75", ANSWERS=answers, NO_STORE="75")
-        assert done.returncode == 75 and len(told.read_text().splitlines()) == tries
+        assert done.returncode == 75 and len(scontrol_calls.read_text().splitlines()) == tries
         assert ("error: could not be queued again" in done.stderr) is last
     assert (sbatch.folder / "ran").read_text().count("rank 0") == 2, "trained nevertheless"
     assert "2 starts" not in done.stderr and "start 2 since" in done.stderr, "counted"
@@ -516,8 +516,8 @@ def test_the_compilers_accept_every_flag(platform):
             "topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x2')"
         )
     )
-    given = " ".join(map(str, xla_flags.FLAGS[platform]))
-    for flags, known in ((given, True), ("--xla_no_such_flag=1", False)):
+    joined = " ".join(map(str, xla_flags.FLAGS[platform]))
+    for flags, known in ((joined, True), ("--xla_no_such_flag=1", False)):
         env = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", xla_flags.VARIABLES[platform]: flags}
         process = subprocess.run(
             [sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=False

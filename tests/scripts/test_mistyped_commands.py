@@ -74,6 +74,6 @@ def test_one_line_names_the_correction(command, argv, fix, repository, monkeypat
         status = main(argv)
     except SystemExit as exit:
         status = exit.code
-    said = capsys.readouterr().err
-    assert status == 2 and said.startswith("error: ") and said.count("\n") == 1, said
-    assert fix in said
+    stderr = capsys.readouterr().err
+    assert status == 2 and stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
+    assert fix in stderr

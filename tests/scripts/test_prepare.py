@@ -66,9 +66,9 @@ def test_every_stage_is_prepared(tmp_path, capsys, monkeypatch):
         )
     )
     assert prepare.main(["--config", str(recipe)]) == 0
-    said = capsys.readouterr().out
-    assert "stage 1 of 2: 256 tokens" in said and "rows of 256 in the first epoch" in said
-    assert "stage 2 of 2: 512 tokens" in said and "rows of 512 in the first epoch" in said
+    stdout = capsys.readouterr().out
+    assert "stage 1 of 2: 256 tokens" in stdout and "rows of 256 in the first epoch" in stdout
+    assert "stage 2 of 2: 512 tokens" in stdout and "rows of 512 in the first epoch" in stdout
     assert (
         inspect_data.main([str(recipe), "--rows", "1"]) == 0
         and "stage 2 of 2" in capsys.readouterr().out

@@ -243,9 +243,9 @@ def test_a_cpus_trace_is_read_and_its_products_found(tmp_path, capsys):
     (device,) = read_trace(tmp_path / "trace", is_communication).values()
     assert sum(device.runs.values()) >= 10 and 0 <= device.idle < device.span
     assert profile_step.main(["--trace", str(tmp_path / "trace"), "--steps", "1"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[1].startswith(PRODUCTS) and float(said[1].split()[1]) > 0
-    assert said[-1].startswith("step")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith(PRODUCTS) and float(lines[1].split()[1]) > 0
+    assert lines[-1].startswith("step")
 
 
 def test_a_folder_without_a_trace_is_a_one_line_error(tmp_path, capsys):

@@ -128,8 +128,8 @@ def test_a_run_in_s3_is_read_without_s3fs(s3, monkeypatch):
     for name, content in files.items():
         s3.store.objects["bucket", f"all/stages/2/{name}"] = content, 0
     s3.store.objects["bucket", "all/stages/1/checkpoints/5/manifest.json"] = b"{}", 0
-    found = run_status.read_status("s3://bucket/all")
-    assert found == status._replace(stage=2, earlier=5) and found.reached == 13
+    curriculum = run_status.read_status("s3://bucket/all")
+    assert curriculum == status._replace(stage=2, earlier=5) and curriculum.reached == 13
 
 
 def test_the_first_checkpoint_of_a_later_stage_is_progress(run, capsys):
@@ -147,8 +147,8 @@ def test_the_first_checkpoint_of_a_later_stage_is_progress(run, capsys):
         (run / "checkpoints" / str(step) / "manifest.json").unlink()
     status = run_status.read_status(str(run))
     assert (status.stage, status.earlier, status.checkpoint, status.reached) == (2, 90, 10, 100)
-    said = run_status.describe("r", status, 0).splitlines()
-    assert said[1] == "stage        2, after 90 steps of earlier ones"
+    lines = run_status.describe("r", status, 0).splitlines()
+    assert lines[1] == "stage        2, after 90 steps of earlier ones"
 
 
 def test_a_local_checkpoint_is_progress_too(run, capsys):
@@ -156,8 +156,8 @@ def test_a_local_checkpoint_is_progress_too(run, capsys):
         (run / "local.json").write_text(text)
         assert run_status.main([str(run), "--checkpoint"]) == 0
         assert capsys.readouterr().out == f"{newest}\n"
-    said = run_status.describe("r", run_status.read_status(str(run)), 4608).splitlines()
-    assert said[-2:] == [
+    lines = run_status.describe("r", run_status.read_status(str(run)), 4608).splitlines()
+    assert lines[-2:] == [
         "checkpoint   30, 60 min ago",
         "local        38, on the hosts themselves (checkpoint.local)",
     ]

@@ -23,10 +23,10 @@ class ParserFound(Exception):
 
 
 def parser_of(main, monkeypatch) -> argparse.ArgumentParser:
-    found = []
+    parsers = []
 
     def keep(parser, *_):
-        found.append(parser)
+        parsers.append(parser)
         raise ParserFound
 
     with monkeypatch.context() as patch:
@@ -35,7 +35,7 @@ def parser_of(main, monkeypatch) -> argparse.ArgumentParser:
             patch.setattr(entry.CommandParser, name, keep)
         with pytest.raises(ParserFound):
             main([])
-    return found[0]
+    return parsers[0]
 
 
 def with_subcommands(parser):
@@ -69,10 +69,10 @@ def test_every_option_accepts_or_refuses_stores(command, tmp_path, monkeypatch, 
             words = subcommand + words_for(parser, action, "gs://bucket/folder")
             with pytest.raises(SystemExit) as stopped:
                 main(words)
-            said = capsys.readouterr().err
-            assert stopped.value.code == 2 and "gs://" in said and said.count("\n") == 1, (
+            stderr = capsys.readouterr().err
+            assert stopped.value.code == 2 and "gs://" in stderr and stderr.count("\n") == 1, (
                 words,
-                said,
+                stderr,
             )
     assert not list(tmp_path.iterdir())
 
@@ -106,8 +106,12 @@ def test_every_field_accepts_or_refuses_stores(field, tmp_path, monkeypatch, cap
     value = f"[{value}]" if getattr(kind, "__origin__", None) is tuple else value
     flags = ["--trajectories.task", "walker_walk"] if field == "trajectories.path" else []
     assert train.main(["--config", str(recipe), f"--{field}", value, *flags]) == 2
-    said = capsys.readouterr().err
-    assert field.rpartition(".")[2] in said and said.startswith("error: ") and said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert (
+        field.rpartition(".")[2] in stderr
+        and stderr.startswith("error: ")
+        and stderr.count("\n") == 1
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -106,11 +106,11 @@ def accounts(base: pathlib.Path) -> Case:
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
         name = list(commands)[generator.integers(len(commands))]
         module, arguments, works = commands[name]
-        own, log = folder / "own", folder / "log"
-        own.mkdir()
-        os.chown(own, NOBODY, NOBODY)
-        arguments = [str(argument).replace(own_folder, str(own)) for argument in arguments]
-        home = "/nonexistent" if name == "train without a home" else str(own)
+        private, log = folder / "own", folder / "log"
+        private.mkdir()
+        os.chown(private, NOBODY, NOBODY)
+        arguments = [str(argument).replace(own_folder, str(private)) for argument in arguments]
+        home = "/nonexistent" if name == "train without a home" else str(private)
         closed = files[generator.integers(len(files))] if generator.random() < 0.5 else None
         if closed:
             mode = closed.stat().st_mode
@@ -137,7 +137,7 @@ def accounts(base: pathlib.Path) -> Case:
         if (
             code == 0
             and name in ("train on shared data", "train without a home")
-            and run_result(own / "run", folder) != truth
+            and run_result(private / "run", folder) != truth
         ):
             raise Failed(f"{about}: another result")
         if _listing(shared) != before:

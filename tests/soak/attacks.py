@@ -157,10 +157,10 @@ def attack(
             except (KeyboardInterrupt, Impossible):
                 raise
             except BaseException as error:
-                where = traceback.extract_tb(error.__traceback__)[-1]
+                frame = traceback.extract_tb(error.__traceback__)[-1]
                 message = (
                     f"{type(error).__name__}: {str(error)[:400]} "
-                    f"({pathlib.Path(where.filename).name}:{where.lineno})"
+                    f"({pathlib.Path(frame.filename).name}:{frame.lineno})"
                 )
                 failures.append({"seed": seed, "what": message})
                 if progress:
@@ -169,14 +169,14 @@ def attack(
             slowest = max(slowest, seconds)
             shutil.rmtree(folder, ignore_errors=True)
             if save:
-                own = [entry for entry in failures if entry["seed"] == seed]
+                case_failures = [entry for entry in failures if entry["seed"] == seed]
                 save(
                     range(seed, seed + 1),
                     {
                         "tried": 1,
-                        "held": int(not own),
+                        "held": int(not case_failures),
                         "outcomes": {outcome: 1} if outcome else {},
-                        "fell": own,
+                        "fell": case_failures,
                         "slowest": round(seconds, 2),
                         "seconds": round(seconds, 1),
                     },

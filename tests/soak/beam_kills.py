@@ -73,9 +73,9 @@ def started(base: pathlib.Path, name: str, address: str) -> subprocess.Popen:
 
 def finished(process: subprocess.Popen) -> bool:
     """Waits for a preparation; returns whether it succeeded."""
-    said = process.communicate(timeout=LONGEST)[1]
+    stderr = process.communicate(timeout=LONGEST)[1]
     if process.returncode > 0:
-        print("   ", (said.strip().splitlines() or ["no message"])[-1][:160], flush=True)
+        print("   ", (stderr.strip().splitlines() or ["no message"])[-1][:160], flush=True)
     return process.returncode == 0
 
 
@@ -114,9 +114,9 @@ def main() -> int:
         truth = contents(make(base, "one"))
         cluster = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None)
         with cluster, Client(cluster) as client:
-            begun = time.monotonic()
+            start = time.monotonic()
             assert finished(started(base, "whole", client.scheduler.address))
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - start
             print(f"untouched: {seconds:.1f} s", flush=True)
             differ = 0
             for number in range(workers + drivers):

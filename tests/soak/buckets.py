@@ -69,10 +69,10 @@ class Place:
 
     def do(self, log: str, *words: str) -> str:
         """Runs a Python command; returns its output. Raises Failed if it fails."""
-        begun = time.monotonic()
+        start = time.monotonic()
         if code := self.start(log, *words).wait(PATIENCE):
             raise Failed(f"{self.url}: {words} ended with {code}: {self.output(log)[-1000:]}")
-        print(f"  {time.monotonic() - begun:6.1f} s  {log}", flush=True)
+        print(f"  {time.monotonic() - start:6.1f} s  {log}", flush=True)
         return self.output(log)
 
     def train(self) -> None:

@@ -128,10 +128,10 @@ def _cold(folder: pathlib.Path, name: str, array: pathlib.Path, store: str) -> d
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def result_rows(found: dict, tokens: int) -> dict[str, dict[str, str]]:
+def result_rows(measured: dict, tokens: int) -> dict[str, dict[str, str]]:
     """Returns the rows of docs/results/cold_start.json."""
-    whole, refusing = found["whole"], found["refusing"]
-    same = refusing["sha256"] == found["sha256"] == whole["sha256"]
+    whole, refusing = measured["whole"], measured["refusing"]
+    same = refusing["sha256"] == measured["sha256"] == whole["sha256"]
     return {
         "first": row(
             f"{tokens / 1e9:g} billion tokens in a store on the loopback: from the start of a "
@@ -145,7 +145,7 @@ def result_rows(found: dict, tokens: int) -> dict[str, dict[str, str]]:
         "refusing": row(
             "the same from a store that refuses one request in five",
             f"{'the same batch' if same else 'ANOTHER BATCH'} after {refusing['batch']:.1f} s; "
-            f"{found['refused']} of {found['requests']} requests refused",
+            f"{measured['refused']} of {measured['requests']} requests refused",
             "the same batch",
             same,
         ),
@@ -167,8 +167,8 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(first_batch(pathlib.Path(array), store, float(started))))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(pathlib.Path(folder), args.tokens)
-    rows = result_rows(found, args.tokens)
+        measured = measure(pathlib.Path(folder), args.tokens)
+    rows = result_rows(measured, args.tokens)
     for made in rows.values():
         print(f"{made['what']}: {made['found']}")
     renew("cold_start", rows)

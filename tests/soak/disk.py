@@ -28,7 +28,7 @@ def disk(base: pathlib.Path) -> Case:
     line_cases.write(line_cases.generate(4, 2, key_style="short"), cases)
     flags = ["--config", recipe, *FLAGS, *ONE_DEVICE]
 
-    def train(folder: pathlib.Path, *others: object) -> tuple[str, list]:
+    def train(folder: pathlib.Path, *extra: object) -> tuple[str, list]:
         return "train", [
             *flags,
             "--run_dir",
@@ -37,7 +37,7 @@ def disk(base: pathlib.Path) -> Case:
             folder / "prepared",
             "--compile_cache",
             base / "xla",
-            *others,
+            *extra,
         ]
 
     def command(kind: str, folder: pathlib.Path) -> tuple[str, list]:

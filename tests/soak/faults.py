@@ -131,8 +131,8 @@ class Run:
 
     def _checkpoints(self) -> tuple[set[str], set[str]]:
         """Returns the steps of complete checkpoints, and of partial ones."""
-        found = re.compile(rf"{self.name}/checkpoints/(\d+)/(.*)")
-        names = [match for name in self.store.names() if (match := found.fullmatch(name))]
+        pattern = re.compile(rf"{self.name}/checkpoints/(\d+)/(.*)")
+        names = [match for name in self.store.names() if (match := pattern.fullmatch(name))]
         whole = {match[1] for match in names if match[2] == "manifest.json"}
         return whole, {match[1] for match in names} - whole
 
@@ -246,7 +246,7 @@ def drill(folder: pathlib.Path, processes: int, steps: int) -> dict[str, object]
     (folder / "site" / "sitecustomize.py").write_text(
         "from tests.soak import injected\n\ninjected.begin()\n"
     )
-    begun = time.monotonic()
+    start = time.monotonic()
     with s3_server.Server() as store, small_disk(folder / "disk") as disk:
         # Bucket and export in this process find the store too.
         os.environ.update(store.environment | {"LONGSTRIPE_CACHE": str(folder / "cache")})
@@ -255,15 +255,15 @@ def drill(folder: pathlib.Path, processes: int, steps: int) -> dict[str, object]
         )
         whole.start()
         whole.end()
-        print(f"undisturbed: {time.monotonic() - begun:.0f} s", flush=True)
+        print(f"undisturbed: {time.monotonic() - start:.0f} s", flush=True)
         disturbed._environment |= disk | other_tree(folder / "tree")
         disturbed.plant(7, injected.another_clock)
-        begun, faults = time.monotonic(), []
+        start, faults = time.monotonic(), []
         disturbed.start()
         try:
             for fault in disturb(disturbed):
                 faults.append(fault)
-                print(f"{time.monotonic() - begun:6.0f} s  {fault}", flush=True)
+                print(f"{time.monotonic() - start:6.0f} s  {fault}", flush=True)
             disturbed.end()
         finally:
             if disturbed.launcher.poll() is None:
@@ -277,7 +277,7 @@ def drill(folder: pathlib.Path, processes: int, steps: int) -> dict[str, object]
     return {
         "faults": faults,
         "starts": disturbed.said().count(AGAIN) + 1,
-        "seconds": round(time.monotonic() - begun),
+        "seconds": round(time.monotonic() - start),
         "weights": weights,
     }
 

@@ -176,7 +176,10 @@ def start(
         else []
         for number in range(processes)
     ]
-    return [server().start("train", [*flags, *own], folder / "log") for own in cluster]
+    return [
+        server().start("train", [*flags, *process_flags], folder / "log")
+        for process_flags in cluster
+    ]
 
 
 def _export(run: pathlib.Path, out: pathlib.Path, folder: pathlib.Path) -> Forked:

@@ -22,7 +22,7 @@ def races(base: pathlib.Path) -> Case:
     recipe = small_run.recipe(base, ROOT, conversations=24)
     truth: list[tuple[dict, float]] = []
 
-    def whole() -> tuple[dict, float]:
+    def undisturbed() -> tuple[dict, float]:
         """Returns the result of a run that was started once, and its seconds."""
         for name in (
             ("first", "whole") if not truth else ()
@@ -33,7 +33,7 @@ def races(base: pathlib.Path) -> Case:
         return truth[0]
 
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
-        expected, seconds = whole()
+        expected, seconds = undisturbed()
         run, logs = folder / "run", [folder / "a", folder / "b"]
 
         def begin(log: pathlib.Path) -> Forked:

@@ -221,7 +221,7 @@ def check_nothing_vanished(raw: dict, kept: Conversation, report: SourceReport) 
 
     Texts are recognized by words that no other field has, flags by their counts.
     """
-    said = repr(
+    conversation = repr(
         [(m.content, m.reasoning, m.tool_calls, m.tool_call_id, m.name) for m in kept.messages]
     ) + repr(kept.tools)
     counted = [*report.unread, *report.repaired]
@@ -231,27 +231,27 @@ def check_nothing_vanished(raw: dict, kept: Conversation, report: SourceReport) 
         if isinstance(raw.get(name), list) and raw[name]
     ]
     turns = [turn for turn in raw[lists[0]] if isinstance(turn, dict)] if lists else []
-    others = {name: value for name, value in raw.items() if name not in lists[:1]}
-    for where, fields in [("record", others), *(("turn", turn) for turn in turns)]:
+    record = {name: value for name, value in raw.items() if name not in lists[:1]}
+    for level, fields in [("record", record), *(("turn", turn) for turn in turns)]:
         for name, value in fields.items():
             if name not in EXTRAS or value in (None, "", [], {}):
                 continue
             words = set(re.findall(r"VALUE\d+", json.dumps(value)))
             is_flag = name in (*FLAGS, "loss_mask") and not words
             named = any(
-                f"{where} field `{printable(str(name))[:80]}`" == entry or f"`{name}`" in entry
+                f"{level} field `{printable(str(name))[:80]}`" == entry or f"`{name}`" in entry
                 for entry in counted
             )
-            if not named and not (words and all(word in said for word in words)):
-                trailing = where == "turn" and "unanswered last turn dropped" in report.repaired
+            if not named and not (words and all(word in conversation for word in words)):
+                trailing = level == "turn" and "unanswered last turn dropped" in report.repaired
                 nothing = (
                     _takes_no_answer_out(value, turns)
                     if name == "loss_mask"
-                    else _changes_nothing(name, value, where == "turn" and _is_answer(fields))
+                    else _changes_nothing(name, value, level == "turn" and _is_answer(fields))
                 )
                 if not (is_flag and nothing) and not trailing:
                     raise Failed(
-                        f"the {where}'s field {name!r} with {value!r} vanished; counted: {counted}"
+                        f"the {level}'s field {name!r} with {value!r} vanished; counted: {counted}"
                     )
 
 
@@ -263,12 +263,12 @@ def _takes_no_answer_out(mask: object, turns: list[dict]) -> bool:
     """Returns whether a record's `loss_mask` only repeats the default."""
     if not isinstance(mask, list):
         return False
-    of_answers = (
+    answers = (
         [flag for flag, turn in zip(mask, turns, strict=True) if _is_answer(turn)]
         if len(mask) == len(turns)
         else mask
     )
-    return all(of_answers)
+    return all(answers)
 
 
 def _changes_nothing(name: str, value: object, is_answer: bool) -> bool:

@@ -30,10 +30,10 @@ def test_a_save_that_waits_is_reported(small_recipe, tmp_path, capfd):
             )
             == 0
         )
-    said = [
+    output = [
         line
         for line in capfd.readouterr().err.splitlines()
         if "for the previous checkpoint" in line
     ]
-    assert [line.split(": waited")[0] for line in said] == ["step 4", "step 6"]
+    assert [line.split(": waited")[0] for line in output] == ["step 4", "step 6"]
     assert waits.others() and not waits.main()

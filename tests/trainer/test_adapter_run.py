@@ -256,10 +256,10 @@ def test_a_run_starts_from_a_peft_adapter(run, command, tmp_path, capfd):
         adapter_config.read_config(pathlib.Path(arguments[3]) / "checkpoints/1/assets")[0].dropout
         == 0.25
     )
-    begun = json.loads((pathlib.Path(arguments[3]) / "metrics.jsonl").read_text())[
+    initial = json.loads((pathlib.Path(arguments[3]) / "metrics.jsonl").read_text())[
         "loss_nats_per_target"
     ]
-    assert abs(begun - last) < abs(begun - first)
+    assert abs(initial - last) < abs(initial - first)
     capfd.readouterr()
     assert (
         train.main(command("more", "--adapter.path", str(tmp_path / "peft"), "--adapter.rank", "4"))
@@ -318,9 +318,9 @@ def test_stages_continue_training_the_same_adapters(command, hf_model):
     arguments = command("staged", "--stages", json.dumps(stages))
     assert train.main(arguments) == 0
     first, second = stages_of(load(arguments))
-    begun = TextObjective(second, make_mesh(second.mesh)).read_params()
+    initial = TextObjective(second, make_mesh(second.mesh)).read_params()
     for name, x in restore_model(first.folder / "checkpoints/2").items():
-        assert np.array_equal(x, begun[name]), name
+        assert np.array_equal(x, initial[name]), name
     ended = open_model(str(second.folder))
     assert ended.base.folder == hf_model and ended.config.rope.theta == 5e4
     assert train.main(arguments) == 0  # finds both finished

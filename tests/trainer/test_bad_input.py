@@ -28,9 +28,9 @@ def refused(small_recipe, tmp_path, capfd):
             train.main(["--config", str(recipe), "--run_dir", str(run or tmp_path / "run"), *flags])
             == 2
         )
-        said = capfd.readouterr().err.splitlines()
-        assert len(said) == 1 and said[0].startswith("error: "), said
-        return said[0]
+        lines = capfd.readouterr().err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("error: "), lines
+        return lines[0]
 
     return call
 
@@ -52,9 +52,9 @@ def test_a_non_finite_loss_names_step_and_records(refused, small_recipe, tmp_pat
     is saved or logged. The command that the message proposes continues in the same folder, but the
     loss of every later step is not finite either."""
     flags = ("--optimizer.learning_rate", "1e38", "--logging.console", "false")
-    said = refused(*flags)
-    assert "step 2: loss_nats_per_target is nan" in said and "--train.non_finite skip" in said
-    records = said.split("its records are ")[1].split(";")[0].split(", ")
+    message = refused(*flags)
+    assert "step 2: loss_nats_per_target is nan" in message and "--train.non_finite skip" in message
+    records = message.split("its records are ")[1].split(";")[0].split(", ")
     known = {
         record["id"]
         for record in json.loads((small_recipe.parent / "conversations.json").read_text())
@@ -126,8 +126,8 @@ def test_no_usable_data(refused, tmp_path, content, words):
     path = tmp_path / "conversations-of-mine.json"
     if content is not None:
         write(path, content)
-    said = refused("--data.path", str(path))
-    assert all(word in said for word in [str(path), *words]), said
+    message = refused("--data.path", str(path))
+    assert all(word in message for word in [str(path), *words]), message
     assert not (tmp_path / "run").exists(), (
         "a run that could not begin leaves its folder to the next try"
     )
@@ -149,8 +149,8 @@ def test_the_intact_records_of_truncated_json_are_used(tmp_path, small_recipe, m
     ]
     capfd.readouterr()
     assert train.main([*arguments, "--model.path", str(model_copy)]) == 2
-    report, said = capfd.readouterr()
-    assert "safetensors" in said
+    report, stderr = capfd.readouterr()
+    assert "safetensors" in stderr
     used = next(line for line in report.splitlines() if line.startswith(path))
     records, kept = (int(word) for word in used.removeprefix(f"{path}: ").split() if word.isdigit())
     assert 10 < kept < records
@@ -163,12 +163,12 @@ def test_the_intact_records_of_truncated_json_are_used(tmp_path, small_recipe, m
 @pytest.mark.slow
 def test_a_run_does_not_resume_on_other_data(refused, small_recipe, run_copy, tmp_path):
     records = json.loads((small_recipe.parent / "conversations.json").read_text(encoding="utf-8"))
-    said = refused(
+    message = refused(
         "--data.path",
         write(tmp_path / "conversations.json", json.dumps(records[:50])),
         run=run_copy,
     )
-    assert "was trained on other data" in said and str(run_copy) in said
+    assert "was trained on other data" in message and str(run_copy) in message
 
 
 # Configuration
@@ -193,14 +193,16 @@ def test_a_run_does_not_resume_on_other_data(refused, small_recipe, run_copy, tm
     ],
 )
 def test_wrong_flag(refused, flags, words):
-    said = refused(*flags)
-    assert all(word in said for word in words), said
+    message = refused(*flags)
+    assert all(word in message for word in words), message
 
 
 def test_misspelt_field_in_the_recipe(refused, small_recipe, tmp_path):
     text = small_recipe.read_text(encoding="utf-8").replace("warmup_steps", "warmup_step")
-    said = refused(recipe=pathlib.Path(write(tmp_path / "mine.yaml", text)))
-    assert "mine.yaml" in said and "optimizer.warmup_step" in said and "warmup_steps" in said
+    message = refused(recipe=pathlib.Path(write(tmp_path / "mine.yaml", text)))
+    assert (
+        "mine.yaml" in message and "optimizer.warmup_step" in message and "warmup_steps" in message
+    )
 
 
 def test_no_recipe(refused, tmp_path):
@@ -225,15 +227,16 @@ def test_no_recipe(refused, tmp_path):
     ],
 )
 def test_a_step_that_cannot_be_built_leaves_the_folder_usable(refused, tmp_path, flags, words):
-    said = refused(*flags)
-    assert all(word in said for word in words), said
+    message = refused(*flags)
+    assert all(word in message for word in words), message
     assert not (tmp_path / "run").exists()
 
 
 def test_run_directory_of_another_run(refused, whole_run):
-    said = refused("--optimizer.learning_rate", "0.5", run=whole_run)
+    message = refused("--optimizer.learning_rate", "0.5", run=whole_run)
     assert (
-        "optimizer.learning_rate is 0.002 there and 0.5 now" in said and "another --run_dir" in said
+        "optimizer.learning_rate is 0.002 there and 0.5 now" in message
+        and "another --run_dir" in message
     )
 
 
@@ -260,21 +263,23 @@ def test_prepared_data_in_the_run_directory_are_accepted(refused, model_copy, tm
 def test_a_run_whose_checkpoints_are_all_damaged(refused, run_copy):
     name = spoil_checkpoint(run_copy / "checkpoints/40")
     spoil_checkpoint(run_copy / "checkpoints/35")
-    said = refused(run=run_copy)
+    message = refused(run=run_copy)
     assert (
-        "every checkpoint is damaged" in said and "checkpoints/40: model/" in said and name in said
+        "every checkpoint is damaged" in message
+        and "checkpoints/40: model/" in message
+        and name in message
     )
 
 
 def test_a_damaged_checkpoint_as_model(refused, run_copy, tmp_path, capfd):
     name = spoil_checkpoint(run_copy / "checkpoints/40")
     model = ["--model.path", str(run_copy / "checkpoints/40")]
-    said = refused(*model)
-    assert "is damaged" in said and name in said
+    output = refused(*model)
+    assert "is damaged" in output and name in output
     capfd.readouterr()
     assert export_hf.main([str(run_copy / "checkpoints/40"), str(tmp_path / "out")]) == 2
-    said = capfd.readouterr().err.splitlines()
-    assert len(said) == 1 and "is damaged" in said[0] and name in said[0]
+    output = capfd.readouterr().err.splitlines()
+    assert len(output) == 1 and "is damaged" in output[0] and name in output[0]
     assert not (tmp_path / "out").exists()
 
 
@@ -364,30 +369,32 @@ UP = "model.layers.1.mlp.up_proj.weight"
 )
 def test_model_that_cannot_be_used(refused, model_copy, tmp_path, spoil, words, capfd):
     spoil(model_copy)
-    said = refused("--model.path", str(model_copy))
-    assert all(word in said for word in words), said
+    output = refused("--model.path", str(model_copy))
+    assert all(word in output for word in words), output
     assert not (tmp_path / "run").exists()
     if words[0] in ("tokenizer", "model.tokenizer"):  # tensors that an import does not read
         return
-    assert str(model_copy) in said
+    assert str(model_copy) in output
     assert import_hf.main([str(model_copy), str(tmp_path / "imported")]) == 2
-    said = capfd.readouterr().err.splitlines()
-    assert len(said) == 1 and all(word in said[0] for word in words)
+    output = capfd.readouterr().err.splitlines()
+    assert len(output) == 1 and all(word in output[0] for word in words)
     assert not (tmp_path / "imported").exists()
 
 
 def test_a_folder_that_orbax_would_read_as_a_glob_pattern(refused, model_copy, tmp_path, capfd):
     run = tmp_path / "lr[0.1]" / "run"
-    said = refused(run=run)
+    output = refused(run=run)
     assert (
-        f"run_dir: {run} has [ in it" in said and "would work" in said and not run.parent.exists()
+        f"run_dir: {run} has [ in it" in output
+        and "would work" in output
+        and not run.parent.exists()
     )
     target = tmp_path / "a*b"
     assert import_hf.main([str(model_copy), str(target)]) == 2
-    said = capfd.readouterr().err.splitlines()
+    output = capfd.readouterr().err.splitlines()
     assert (
-        len(said) == 1
-        and said[0].startswith(f"error: CHECKPOINT: {target} has * in it")
+        len(output) == 1
+        and output[0].startswith(f"error: CHECKPOINT: {target} has * in it")
         and not target.exists()
     )
 

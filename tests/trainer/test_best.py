@@ -62,29 +62,29 @@ def saved(folder):
 
 
 def test_a_run_stops_when_patience_runs_out_and_keeps_the_best(start, tmp_path):
-    code, said = start("--checkpoint.patience", "3")
+    code, output = start("--checkpoint.patience", "3")
     assert code == 0 and saved(tmp_path) == [8, 14]
-    assert f"stopped at step 14: {LOSS} was lowest at step 8 (2.5), 3 measurements ago" in said
-    assert f"best: {tmp_path}/run/checkpoints/8 ({LOSS} 2.5)" in said
+    assert f"stopped at step 14: {LOSS} was lowest at step 8 (2.5), 3 measurements ago" in output
+    assert f"best: {tmp_path}/run/checkpoints/8 ({LOSS} 2.5)" in output
     assert len(small_run.rows(tmp_path / "run" / "metrics.jsonl")) == 14
     assert (
         find_checkpoint(tmp_path / "run").name == "14"
         and find_checkpoint(tmp_path / "run" / "best").name == "8"
     )
     assert open_model(str(tmp_path / "run" / "best")).folder.name == "8"
-    code, said = start("--checkpoint.patience", "3")
-    assert code == 0 and "already stopped at step 14" in said and saved(tmp_path) == [8, 14]
-    code, said = start("--checkpoint.patience", "4")
-    assert code == 0 and "continuing from step 14" in said and saved(tmp_path) == [16]
+    code, output = start("--checkpoint.patience", "3")
+    assert code == 0 and "already stopped at step 14" in output and saved(tmp_path) == [8, 14]
+    code, output = start("--checkpoint.patience", "4")
+    assert code == 0 and "continuing from step 14" in output and saved(tmp_path) == [16]
     assert find_checkpoint(tmp_path / "run" / "best").name == "16"
 
 
 @pytest.mark.slow
 def test_several_starts_give_the_same_run(start, tmp_path):
     for steps in (4, 10, 16):
-        code, said = start("--checkpoint.patience", "3", steps=steps)
+        code, output = start("--checkpoint.patience", "3", steps=steps)
         assert code == 0
-    assert "stopped at step 14" in said and saved(tmp_path) == [8, 14]
+    assert "stopped at step 14" in output and saved(tmp_path) == [8, 14]
     twice = restore_model(tmp_path / "run" / "checkpoints" / "14")
     (tmp_path / "run").rename(tmp_path / "before")
     start("--checkpoint.patience", "3")
@@ -93,21 +93,21 @@ def test_several_starts_give_the_same_run(start, tmp_path):
 
 
 def test_an_unmeasured_metric_is_refused(start):
-    code, said = start("--checkpoint.best", "accuracy")
+    code, output = start("--checkpoint.best", "accuracy")
     assert (
         code == 2
         and (f"checkpoint.best: found 'accuracy', which no evaluation measures; available: {LOSS}")
-        in said
+        in output
     )
 
 
 @pytest.mark.slow
 def test_an_unmeasured_metric_is_refused_when_a_run_resumes_with_it(start, tmp_path):
     start(steps=2)
-    code, said = start("--checkpoint.best", "accuracy", steps=4)
-    assert code == 2 and "checkpoint.best: found 'accuracy', which no evaluation measures" in said
-    code, said = start(steps=4)
-    assert code == 0 and saved(tmp_path) == [2, 4] and "have changed" not in said
+    code, output = start("--checkpoint.best", "accuracy", steps=4)
+    assert code == 2 and "checkpoint.best: found 'accuracy', which no evaluation measures" in output
+    code, output = start(steps=4)
+    assert code == 0 and saved(tmp_path) == [2, 4] and "have changed" not in output
     assert [row["step"] for row in small_run.rows(tmp_path / "run/held_out.jsonl")] == [0, 2, 4]
 
 
@@ -125,10 +125,10 @@ def test_patience_that_runs_out_in_the_evaluation_after_a_preemption_ends_the_ru
         )
         code, _ = start("--checkpoint.patience", "3")
     assert code == 128 + signal.SIGTERM and saved(tmp_path) == [8, 14]
-    code, said = start("--checkpoint.patience", "3")
+    code, output = start("--checkpoint.patience", "3")
     assert (
         code == 0
-        and f"stopped at step 14: {LOSS} was lowest at step 8 (2.5), 3 measurements ago" in said
+        and f"stopped at step 14: {LOSS} was lowest at step 8 (2.5), 3 measurements ago" in output
     )
     assert len(small_run.rows(tmp_path / "run" / "metrics.jsonl")) == 14
 
@@ -138,9 +138,9 @@ def test_a_non_finite_held_out_loss_ends_the_run_before_it_is_saved(
     start, tmp_path, monkeypatch, loss
 ):
     monkeypatch.setattr(HeldOutLoss, "run", lambda self, params, step: {LOSS: loss})
-    code, said = start("--checkpoint.patience", "2", steps=6)
-    assert code == 2 and not (tmp_path / "run" / "checkpoints").exists(), said
-    assert f"step 2: {LOSS} is {loss}, so nothing is saved" in said
+    code, output = start("--checkpoint.patience", "2", steps=6)
+    assert code == 2 and not (tmp_path / "run" / "checkpoints").exists(), output
+    assert f"step 2: {LOSS} is {loss}, so nothing is saved" in output
 
 
 def test_patience_needs_a_metric(small_recipe):

@@ -45,9 +45,9 @@ def too_large_for_this_machine():
 
 
 def too_large_for_a_chip():
-    where = jax.sharding.SingleDeviceSharding(topology_devices("v5e:2x2")[0])
+    sharding = jax.sharding.SingleDeviceSharding(topology_devices("v5e:2x2")[0])
     x = jax.ShapeDtypeStruct(
-        (60_000, 60_000), jnp.float32, sharding=where
+        (60_000, 60_000), jnp.float32, sharding=sharding
     )  # 13.4 GiB, and their product as much again
     jax.jit(lambda x: jnp.sin(x) @ x.T @ jnp.cos(x)).lower(x).compile()
 
@@ -65,10 +65,10 @@ def test_out_of_memory_is_one_line_with_remedies(work, needed, capfd):
         work()
     capfd.readouterr()
     assert entry.run(work) == 2
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and said[0].startswith("error: out of memory: ")
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and lines[0].startswith("error: out of memory: ")
     for word in (needed, "memory.remat", "chunks", "mesh.sequence", "python -m scripts.plan"):
-        assert word in said[0]
+        assert word in lines[0]
 
 
 def test_other_errors_keep_their_traceback():
@@ -83,18 +83,18 @@ def test_other_processes_are_notified_of_every_error(monkeypatch):
     def broken():
         raise KeyError("a mistake of ours")
 
-    told = []
+    notified = []
     monkeypatch.setattr(cluster, "client", lambda: object())
     monkeypatch.setattr(
-        cluster, "leave_others", lambda error, code: told.append((type(error), code))
+        cluster, "leave_others", lambda error, code: notified.append((type(error), code))
     )
     with pytest.raises(KeyError):
         entry.run(broken)
-    assert told == [(KeyError, 1)]
+    assert notified == [(KeyError, 1)]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["Unable to allocate 9 TiB"],
@@ -103,12 +103,12 @@ def test_other_processes_are_notified_of_every_error(monkeypatch):
         ([], "error: out of memory: the host has no more; a host with more memory"),
     ],
 )
-def test_a_host_without_memory_is_one_line(words, said, capsys):
+def test_a_host_without_memory_is_one_line(words, message, capsys):
     def work():
         raise MemoryError(*words)
 
     assert entry.run(work) == 2
-    assert capsys.readouterr().err.startswith(said)
+    assert capsys.readouterr().err.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,11 @@ def test_an_error_is_one_line_of_bounded_length(capfd):
         raise UserError("train.steps: found a\nb" + "x" * 10**6 + ", expects int")
 
     assert entry.run(refuse) == 2
-    said = capfd.readouterr().err
-    assert said.startswith("error: train.steps: found a bx") and said.endswith("x, expects int\n")
-    assert said.count("\n") == 1 and len(said) < 5000
+    stderr = capfd.readouterr().err
+    assert stderr.startswith("error: train.steps: found a bx") and stderr.endswith(
+        "x, expects int\n"
+    )
+    assert stderr.count("\n") == 1 and len(stderr) < 5000
 
 
 def test_ctrl_c_that_a_library_turns_into_another_error_stops_the_command(capsys):
@@ -214,8 +216,8 @@ def test_a_lost_connection_is_one_line_with_several_processes(joined, monkeypatc
             entry.run(work)
         return
     assert entry.run(work) == 75
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert said.startswith(
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1
+    assert stderr.startswith(
         "error: the connection to another process was lost (UNKNOWN: Gloo AllGather"
     )

@@ -44,11 +44,12 @@ def test_an_update_that_overflows_is_not_saved(small_recipe, tmp_path, capfd):
             "1e10",
         )
     )
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert (
         code == 2
-        and len(said) == 1
-        and "is not finite after the update, so nothing is saved; no checkpoint is known" in said[0]
+        and len(lines) == 1
+        and "is not finite after the update, so nothing is saved; no checkpoint is known"
+        in lines[0]
     )
     assert not list(run.glob("checkpoints/[0-9]*"))
 
@@ -68,8 +69,10 @@ def test_a_run_that_skips_steps_to_the_end_fails(small_recipe, tmp_path, monkeyp
     flags = ("--train.steps", "3", "--data.held_out_path", "null", "--data.held_out_fraction", "0")
     for _ in range(2):  # and again when the same command finds it finished
         assert train.main(command(small_recipe, tmp_path / "run", *flags)) == 2
-        said = capfd.readouterr().err
-        assert "the last 2 steps were skipped" in said and "no checkpoint is known to be" in said
+        stderr = capfd.readouterr().err
+        assert (
+            "the last 2 steps were skipped" in stderr and "no checkpoint is known to be" in stderr
+        )
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,11 @@ HOST = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         ("", {}, HOST),
     ],
 )
-def test_control_groups_limit_the_memory(tmp_path, own, files, limit):
+def test_control_groups_limit_the_memory(tmp_path, cgroup, files, limit):
     for name, text in files.items():
         (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "groups" / name).write_text(text + "\n")
-    (tmp_path / "own").write_text(own)
+    (tmp_path / "own").write_text(cgroup)
     assert host_bytes(tmp_path / "groups", tmp_path / "own") == limit
 
 

@@ -80,11 +80,11 @@ def parts(document, chosen):
 def examples(objective, rows=range(ROWS)) -> list[dict]:
     """The pairs of these rows in TRL's form."""
     documents = objective.prepared.train
-    found = []
+    pairs = []
     for row in rows:
         for number in objective.loader.row_pairs(row):
             prompt, completion, other = parts(documents[int(number)], int(documents.chosen[number]))
-            found.append(
+            pairs.append(
                 {
                     "prompt_ids": prompt,
                     "completion_ids": completion,
@@ -92,7 +92,7 @@ def examples(objective, rows=range(ROWS)) -> list[dict]:
                     "label": bool(documents.labels[number]),
                 }
             )
-    return found
+    return pairs
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +131,11 @@ def test_loss_metrics_and_gradients_match_trl(folder, models, trl):
     objective = open_objective(make_config(folder, models[0], **OPTIONS))
     params = open_objective(make_config(folder, models[1], loss="kto")).read_params()
     batch = objective.to_device(next(objective.batches(0)))
-    found = examples(objective)
-    assert len(found) > ROWS, "several records share a row"
+    pairs = examples(objective)
+    assert len(pairs) > ROWS, "several records share a row"
     value, measures, gradient = loss_and_gradient(objective, params, batch)
     trl.model.zero_grad()
-    expected = trl._compute_loss(trl.model, trl.data_collator(found), False)
+    expected = trl._compute_loss(trl.model, trl.data_collator(pairs), False)
     expected.backward()
     metrics = {name: values[-1] for name, values in trl._metrics["eval"].items()}
     assert metrics["kl"] > 0
@@ -148,20 +148,20 @@ def test_loss_metrics_and_gradients_match_trl(folder, models, trl):
 
 def test_mismatched_completions_come_from_the_previous_record(folder, models):
     documents = open_objective(make_config(folder, models[0], loss="kto")).prepared.train
-    found = [parts(documents[i], int(documents.chosen[i])) for i in range(RECORDS)]
+    records = [parts(documents[i], int(documents.chosen[i])) for i in range(RECORDS)]
     # The first record is stored last, since it takes its mismatched completion from the last
     # record.
-    assert [other for *_, other in found[1:]] == [completion for _, completion, _ in found[:-1]]
-    assert found[0][2] == found[-1][1]
+    assert [other for *_, other in records[1:]] == [completion for _, completion, _ in records[:-1]]
+    assert records[0][2] == records[-1][1]
     assert documents.labels.tolist() == [int(i % 3 != 0) for i in (*range(1, RECORDS), 0)]
 
 
 @pytest.mark.slow
 def test_twenty_steps_are_the_same_on_any_mesh_and_in_parts(folder, models):
-    one = make_config(folder, models[0], MeshConfig(), **OPTIONS)
+    single = make_config(folder, models[0], MeshConfig(), **OPTIONS)
     wide = make_config(folder, models[0], **OPTIONS)
     wide = dataclasses.replace(wide, train=dataclasses.replace(wide.train, accumulation=2))
-    expected = trained(one)
+    expected = trained(single)
     assert expected[-1]["loss"] < expected[0]["loss"]
     assert max(row["kl"] for row in expected) > 0.01, "the KL term takes part"
     for row, other in zip(trained(wide), expected, strict=True):
@@ -189,8 +189,8 @@ def test_pairs_are_two_labelled_completions_as_in_trl(tmp_path, models):
         prompt, completion, other = (
             objective.tokenizer.decode(ids) for ids in parts(documents[i], int(documents.chosen[i]))
         )
-        own = prompt.split("Say ")[1][0]
-        assert own in completion and own not in other, "the other completion is of another prompt"
+        word = prompt.split("Say ")[1][0]
+        assert word in completion and word not in other, "the other completion is of another prompt"
         assert ("red" in completion) == ("red" in other) == bool(documents.labels[i])
 
 

@@ -155,13 +155,15 @@ def test_ends_of_answers_from_the_generation_config_alone_are_kept(base):
 
 
 @pytest.mark.parametrize(
-    ("said", "trained", "written"), [(64, 128, 128), (256, 128, 256), (None, 128, None)]
+    ("stored", "trained", "written"), [(64, 128, 128), (256, 128, 256), (None, 128, None)]
 )
-def test_the_tokenizers_maximum_length_grows_to_the_trained_length(base, said, trained, written):
+def test_the_tokenizers_maximum_length_grows_to_the_trained_length(base, stored, trained, written):
     """With the earlier length transformers would truncate longer texts, or warn about them; a
     larger length, or none, is kept."""
     settings = json.loads((base / "tokenizer_config.json").read_text())
-    (base / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": said}))
+    (base / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "model_max_length": stored})
+    )
     shutil.copytree(base, base / "assets")
     source = open_model(str(base))
     config = dataclasses.replace(source.config, max_position_embeddings=trained)

@@ -240,10 +240,10 @@ def test_twenty_steps_are_the_same_on_any_mesh_and_in_parts(folder, models, loss
     options = {"loss": loss, "sft_weight": 0.5 if loss == "sigmoid" else 0.0}
     if loss == "robust":
         options["label_smoothing"] = 0.1
-    one = make_config(folder, models[0], MeshConfig(), **options)
+    single = make_config(folder, models[0], MeshConfig(), **options)
     parts = make_config(folder, models[0], **options)
     parts = dataclasses.replace(parts, train=dataclasses.replace(parts.train, accumulation=2))
-    expected = trained(one)
+    expected = trained(single)
     assert expected[-1]["rewards/margins"] > expected[0]["rewards/margins"]
     for step, (row, other) in enumerate(zip(trained(parts), expected, strict=True)):
         if step == 0 and loss not in ("orpo", "simpo"):
@@ -372,7 +372,7 @@ def test_a_reference_with_another_tokenizer_is_named(folder, models, tmp_path):
 def test_shared_prompts_equal_unshared_ones(folder, models, loss):
     """Losses, rewards and gradients; a pair's prompt is in its row once, followed by both
     completions."""
-    found = {}
+    results = {}
     for shares in (True, False):
         config = make_config(folder, models[0], loss=loss, share_prompts=shares)
         # The two forms are packed differently, but a batch that holds all pairs has the same ones
@@ -382,23 +382,23 @@ def test_shared_prompts_equal_unshared_ones(folder, models, loss):
         objective = open_objective(dataclasses.replace(config, data=data))
         (batch,) = (objective.to_device(x) for x in objective.held_out())
         params = open_objective(make_config(folder, models[1], loss="orpo")).read_params()
-        found[shares] = (objective, *loss_and_gradient(objective, params, batch))
-    (one, *shared), (_, *unshared) = found[True], found[False]
+        results[shares] = (objective, *loss_and_gradient(objective, params, batch))
+    (sharing, *shared), (_, *unshared) = results[True], results[False]
     same_number(shared[0], unshared[0], "loss with shared prompts")
     # Rewards are differences of log-likelihoods of about 130 nats in float32.
     assert shared[1] == pytest.approx(unshared[1], rel=1e-5, abs=6e-5)
     for x, y in zip(jax.tree.leaves(shared[2]), jax.tree.leaves(unshared[2]), strict=True):
         error = np.linalg.norm(x - y) / np.linalg.norm(y)
         within(error, 1e-5, "gradients with shared prompts")
-    lengths, before = one.lengths(0), one.shared_lengths(0)
-    documents = one.prepared.train
-    pairs = np.concatenate([one.loader.row_pairs(row) for row in range(ROWS)])
+    lengths, before = sharing.lengths(0), sharing.shared_lengths(0)
+    documents = sharing.prepared.train
+    pairs = np.concatenate([sharing.loader.row_pairs(row) for row in range(ROWS)])
     whole = np.stack([documents.chosen, documents.lengths - documents.chosen], 1)[pairs]
     assert (lengths + before == whole.ravel()).all() and (before[1::2] > 8).all()
-    row = one.loader.row(0)
-    pair, is_second = int(one.loader.row_pairs(0)[0]), row["segment_ids"] == 2
-    document, count = one.prepared.train[pair], int(one.prepared.train.shared[pair])
-    second = document.tokens[int(one.prepared.train.chosen[pair]) :]
+    row = sharing.loader.row(0)
+    pair, is_second = int(sharing.loader.row_pairs(0)[0]), row["segment_ids"] == 2
+    document, count = sharing.prepared.train[pair], int(sharing.prepared.train.shared[pair])
+    second = document.tokens[int(sharing.prepared.train.chosen[pair]) :]
     assert row["tokens"][is_second].tolist() == second[count:].tolist()
     assert row["positions"][is_second].tolist() == list(range(count, len(second)))
     assert (row["shared"] == 1).sum() == count and (row["shared"] == -1).sum() == is_second.sum()

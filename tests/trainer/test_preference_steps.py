@@ -112,7 +112,7 @@ def without_reference(loss, model, examples):
 
 def examples(objective, step, labelled):
     """The documents of a step in TRL's form."""
-    documents, found = objective.prepared.train, []
+    documents, batch = objective.prepared.train, []
     for row in range(step * ROWS, (step + 1) * ROWS):
         for number in map(int, objective.loader.row_pairs(row)):
             document, chosen = documents[number], int(documents.chosen[number])
@@ -120,7 +120,7 @@ def examples(objective, step, labelled):
             first, second = (int(mask.argmax()) for mask in halves)
             tokens = document.tokens.tolist()
             one, two = tokens[first:chosen], tokens[chosen + second :]
-            found.append(
+            batch.append(
                 {
                     "prompt_ids": tokens[:first],
                     "completion_ids": one,
@@ -130,7 +130,7 @@ def examples(objective, step, labelled):
                 if labelled
                 else {"prompt_ids": tokens[:first], "chosen_ids": one, "rejected_ids": two}
             )
-    return found
+    return batch
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def run(recipe, hf_model, order):
             order.append(f"batch {number}")
             yield batch
 
-    def told(steps, step, metrics):
+    def counted(steps, step, metrics):
         order.append(f"metrics {step + 1}")
         return check(steps, step, metrics)
 
@@ -95,7 +95,7 @@ def run(recipe, hf_model, order):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TextObjective, "batches", vanishing)
         patch.setattr(StepBuilder, "lower_evaluate", compiled_for_nothing)
-        patch.setattr(FiniteSteps, "_is_finite", told)
+        patch.setattr(FiniteSteps, "_is_finite", counted)
         assert (
             train.main(
                 command(recipe, model, "--checkpoint.every", "1", "--checkpoint.keep", str(STEPS))
@@ -196,11 +196,11 @@ def test_another_model_of_the_same_shape_is_refused(run, recipe, hf_model, tmp_p
     spoil_weights(other)
     capfd.readouterr()
     assert train.main(command(recipe, other)) == 2
-    said = capfd.readouterr().err
+    stderr = capfd.readouterr().err
     assert (
-        said.count("\n") == 1
-        and f"checkpoints/{STEPS}: began with another model" in said
-        and "--run_dir" in said
+        stderr.count("\n") == 1
+        and f"checkpoints/{STEPS}: began with another model" in stderr
+        and "--run_dir" in stderr
     )
 
 
@@ -213,9 +213,11 @@ def test_another_config_for_the_same_weights_is_refused(run, recipe, hf_model, t
     assert weights_fingerprint(other) == weights_fingerprint(hf_model)
     capfd.readouterr()
     assert train.main(command(recipe, other)) == 2
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1 and f"checkpoints/{STEPS}: began with another config.json" in said
-    assert "(rms_norm_eps 1e-06, now 0.125); give the files that the run began with" in said
+    stderr = capfd.readouterr().err
+    assert (
+        stderr.count("\n") == 1 and f"checkpoints/{STEPS}: began with another config.json" in stderr
+    )
+    assert "(rms_norm_eps 1e-06, now 0.125); give the files that the run began with" in stderr
 
 
 def test_the_index_that_chooses_between_two_files_is_in_the_fingerprint(hf_model, tmp_path):

@@ -93,12 +93,12 @@ def test_ctrl_c_to_one_process_saves_the_same_step_on_all(whole_run, small_recip
     finally:
         launch_local.end(running)
     saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
-    said = (
+    expected = (
         f"stopped (Ctrl-C): saved {run / 'checkpoints' / str(saved)}; the same command resumes "
         "the run"
     )
     assert (
-        capfd.readouterr().err.count(said) == 1
+        capfd.readouterr().err.count(expected) == 1
         and small_run.steps_logged(run) == saved < small_run.STEPS
     )
     assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
@@ -234,14 +234,15 @@ def test_without_a_launcher_losing_one_process_ends_the_other_within_a_minute(
         assert running[1 - victim].wait(60) != 0
     finally:
         launch_local.end(running)
-    said, patience = "", time.monotonic() + 10  # the launcher's thread passes it on
+    stderr, patience = "", time.monotonic() + 10  # the launcher's thread passes it on
     # Either the next collective fails, or JAX first misses the other's heartbeat and ends the
     # process itself.
     while (
-        "the connection to another process was lost" not in said and "another task died" not in said
+        "the connection to another process was lost" not in stderr
+        and "another task died" not in stderr
     ):
-        assert time.monotonic() < patience, said
-        said += capfd.readouterr().err
+        assert time.monotonic() < patience, stderr
+        stderr += capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -265,10 +266,10 @@ def test_one_failing_process_ends_all_with_its_message(small_recipe, tmp_path, r
         )
     start = time.monotonic()
     assert [process.wait(120) for process in running] == [2, 2] and time.monotonic() - start < 60
-    said = [(tmp_path / f"log{number}").read_text().splitlines() for number in range(2)]
-    assert [len(lines) for lines in said] == [1, 1]
-    assert said[victim][0].startswith("error: /missing: no such file or folder")
-    assert said[1 - victim][0].startswith(
+    logs = [(tmp_path / f"log{number}").read_text().splitlines() for number in range(2)]
+    assert [len(lines) for lines in logs] == [1, 1]
+    assert logs[victim][0].startswith("error: /missing: no such file or folder")
+    assert logs[1 - victim][0].startswith(
         f"error: process {victim} of 2 failed: /missing: no such file or folder"
     )
 
@@ -406,8 +407,8 @@ def test_a_process_that_trains_alone_in_a_cluster_says_so(name, value, warned, m
     monkeypatch.setattr(cluster.xla_bridge, "backends_are_initialized", lambda: False)
     monkeypatch.setenv(name, value)
     cluster.join(DistributedConfig(), simulated=False, folder=None)
-    said = capsys.readouterr().err
-    assert (f"trains alone, but {name} is {value};" in said) == warned == bool(said)
+    stderr = capsys.readouterr().err
+    assert (f"trains alone, but {name} is {value};" in stderr) == warned == bool(stderr)
 
 
 @pytest.fixture
@@ -439,9 +440,9 @@ def as_two(monkeypatch):
 def test_the_first_process_works_first_and_passes_its_result_to_the_others(as_two):
     done = []
 
-    def work(told):
-        time.sleep(0.5 if told is None else 0)
-        done.append(told)
+    def work(received):
+        time.sleep(0.5 if received is None else 0)
+        done.append(received)
         return len(done)
 
     futures = as_two(lambda number: cluster.first_then_others(work, lambda made: f"made {made}"))
@@ -449,8 +450,8 @@ def test_the_first_process_works_first_and_passes_its_result_to_the_others(as_tw
 
 
 def test_an_error_in_the_first_process_is_raised_in_all(as_two):
-    def work(told):
-        assert told is None, "the others have nothing to work on"
+    def work(received):
+        assert received is None, "the others have nothing to work on"
         raise OSError("gone: no such file")
 
     first, other = as_two(lambda number: cluster.first_then_others(work, str))
@@ -461,9 +462,9 @@ def test_an_error_in_the_first_process_is_raised_in_all(as_two):
 
 
 def test_an_error_in_another_process_is_raised_in_all(as_two):
-    def work(told):
-        if told:
-            raise OSError(f"{told}: not here")
+    def work(received):
+        if received:
+            raise OSError(f"{received}: not here")
 
     first, other = as_two(lambda number: cluster.first_then_others(work, lambda made: "a folder"))
     with pytest.raises(UserError, match="a folder: not here"):
@@ -482,12 +483,12 @@ def test_processes_that_agree_continue(as_two):
 def test_processes_that_differ_are_named(as_two):
     """All of them stop, either at the difference or with the message of the process that noticed
     it."""
-    said = (
+    pattern = (
         r"process 1: data is 'x1' there and 'x0' in process 0; all processes need the same code, recipe, flags, model and "
         "data"
     )
     for future in as_two(lambda number: cluster.require_same({"same": 1, "data": f"x{number}"})):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=pattern):
             future.result()
 
 
@@ -567,9 +568,14 @@ def launched(tmp_path, repository):
 def test_the_launchers_ctrl_c_reaches_each_process_once_and_they_end_in_order(launched):
     launcher = launched("ctrl_c")
     os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
-    said = launcher.communicate(timeout=60)[1].splitlines()
+    lines = launcher.communicate(timeout=60)[1].splitlines()
     assert launcher.returncode == 130
-    assert sorted(said) == ["said by 0", "said by 1", "said by 2", "stopped (Ctrl-C): saved step 3"]
+    assert sorted(lines) == [
+        "said by 0",
+        "said by 1",
+        "said by 2",
+        "stopped (Ctrl-C): saved step 3",
+    ]
 
 
 def test_the_launcher_waits_for_processes_that_save_on_sigterm(launched, tmp_path):
@@ -602,22 +608,24 @@ def children(process):
     )
 
 
-@pytest.mark.parametrize("whose", ["all", "2"])
-def test_an_error_is_printed_once_whichever_process_raises_it(launched, whose):
-    launcher = launched(whose)
-    said = launcher.communicate(timeout=60)[1]
+@pytest.mark.parametrize("which", ["all", "2"])
+def test_an_error_is_printed_once_whichever_process_raises_it(launched, which):
+    launcher = launched(which)
+    stderr = launcher.communicate(timeout=60)[1]
     assert (
         launcher.returncode == 2
-        and said.count("error: found 7") == 1
-        and said.count("ended with 2") == 1
+        and stderr.count("error: found 7") == 1
+        and stderr.count("ended with 2") == 1
     )
 
 
 def test_the_launchers_help_says_that_flags_of_train_follow(capsys):
     with pytest.raises(SystemExit):
         launch_local.main(["--help"])
-    said = capsys.readouterr().out
-    assert "--config RECIPE.yaml [--section.field value ...]" in said and "train.py --help" in said
+    stdout = capsys.readouterr().out
+    assert (
+        "--config RECIPE.yaml [--section.field value ...]" in stdout and "train.py --help" in stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -656,13 +664,13 @@ def test_a_process_makes_only_what_its_devices_hold(prepared, sizes, layout):
     the whole batch."""
     rows, length = 4, 64
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())
-    where, loader = batch_sharding(mesh), Loader(prepared, length, rows, 0)
+    sharding, loader = batch_sharding(mesh), Loader(prepared, length, rows, 0)
     order = permutation(length, mesh.shape["sequence"], layout)
     whole = permute(loader.batch(1), order)
     together = {name: np.full_like(x, -1) for name, x in whole.items()}
     for process in range(4):
         held = [
-            where.devices_indices_map((rows, length))[device]
+            sharding.devices_indices_map((rows, length))[device]
             for device in jax.devices()[2 * process : 2 * process + 2]
         ]
         part = part_of_slices(held, rows, length)

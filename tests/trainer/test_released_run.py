@@ -28,8 +28,8 @@ def test_its_recipe_and_weights_are_read(run):
     checkpoint = run / "checkpoints" / str(KILLED)
     for path in checkpoint.rglob("commit_success.txt"):  # names no folder of this machine
         assert f" to {checkpoint.relative_to(REPOSITORY)}" in path.read_text(encoding="utf-8")
-    found = sums(checkpoint)
-    assert found == pytest.approx(expected(run)["sums"], rel=1e-12)
+    digests = sums(checkpoint)
+    assert digests == pytest.approx(expected(run)["sums"], rel=1e-12)
 
 
 @pytest.mark.slow

@@ -143,10 +143,10 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_resumes_it(
     assert all(step % small_run.SAVE_EVERY for step in stops)
     check, handlers = (
         FiniteSteps._is_finite,
-        [signal.getsignal(told) for _, told, _ in stops.values()],
+        [signal.getsignal(number) for _, number, _ in stops.values()],
     )
 
-    def told(steps, finished, metrics):  # while that step is counted
+    def interrupt(steps, finished, metrics):  # while that step is counted
         is_finite = check(steps, finished, metrics)
         if finished + 1 == step and finished == small_run.steps_logged(run):
             with pytest.raises(
@@ -157,8 +157,8 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_resumes_it(
             os.kill(os.getpid(), number)
         return is_finite
 
-    monkeypatch.setattr(FiniteSteps, "_is_finite", told)
-    for step, (how, number, code) in stops.items():  # noqa: B007 - `told` reads them
+    monkeypatch.setattr(FiniteSteps, "_is_finite", interrupt)
+    for step, (how, number, code) in stops.items():  # noqa: B007 - `interrupt` reads them
         assert train.main(command) == code
         assert time.monotonic() - arrived[-1] < 5, "the time of a step and of saving it"
         assert (
@@ -166,7 +166,7 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_resumes_it(
             in capfd.readouterr().err
         )
         assert small_run.steps_logged(run) == step
-    assert [signal.getsignal(told) for _, told, _ in stops.values()] == handlers
+    assert [signal.getsignal(number) for _, number, _ in stops.values()] == handlers
     assert train.main(command) == 0
     assert (
         f"continuing from step {step} ({run / 'checkpoints' / str(step)})\n"
@@ -335,13 +335,13 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_one_used(
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
     assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
-    said = capfd.readouterr().err
-    warning = next(line for line in said.splitlines() if line.startswith("warning: "))
+    stderr = capfd.readouterr().err
+    warning = next(line for line in stderr.splitlines() if line.startswith("warning: "))
     assert (
         "checkpoints/40" in warning
         and victim.name in warning
         and "using the previous checkpoint" in warning
     )
-    assert f"\ncontinuing from step 35 ({run / 'checkpoints/35'})\n" in said
+    assert f"\ncontinuing from step 35 ({run / 'checkpoints/35'})\n" in stderr
     assert_same_run(run, whole_run, final_state)
     assert json.loads((run / "checkpoints/40/manifest.json").read_text())["items"]

@@ -32,9 +32,12 @@ def test_a_step_and_its_save_fit_into_the_grace_period(saves):
 
 def test_a_save_that_takes_too_long_ends_the_run_within_its_step(saves, tmp_path):
     saves.store.save_seconds = 6.0
-    said = saves.no_time_to_finish()
-    assert said.startswith("preempted (SIGTERM): step 8 was not finished") and "about 26 s" in said
-    assert said.endswith(f"the same command resumes the run from {tmp_path / '6'}")
+    message = saves.no_time_to_finish()
+    assert (
+        message.startswith("preempted (SIGTERM): step 8 was not finished")
+        and "about 26 s" in message
+    )
+    assert message.endswith(f"the same command resumes the run from {tmp_path / '6'}")
     [seconds] = saves.store.waited
     assert 24 < seconds <= 25, "a save that is under way may still count"
     saves.local = SimpleNamespace(newest=7)

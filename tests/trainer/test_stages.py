@@ -102,10 +102,10 @@ def test_stages_of_adapters_keep_the_base_and_its_positions(recipe):
             "8",
         ]
     )
-    given = dataclasses.replace(
+    expected = dataclasses.replace(
         config.stages[0], rope={"rope_theta": 7.0, "max_position_embeddings": 256}
     )
-    config = dataclasses.replace(config, stages=(given, *config.stages[1:]))
+    config = dataclasses.replace(config, stages=(expected, *config.stages[1:]))
     assert [stage.model.path for stage in stages_of(config)] == ["hf"] * 3
     assert [stage.adapter.path for stage in stages_of(config)] == [
         None,
@@ -113,9 +113,9 @@ def test_stages_of_adapters_keep_the_base_and_its_positions(recipe):
         "runs/x/stages/2",
     ]
     assert [stage.model.overrides for stage in stages_of(config)] == [
-        given.rope,
-        given.rope,
-        given.rope | {"rope_theta": 50000.0},
+        expected.rope,
+        expected.rope,
+        expected.rope | {"rope_theta": 50000.0},
     ]
 
 
@@ -208,11 +208,11 @@ def test_a_preemption_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
         patched.setattr(TextObjective, "lengths", notified)
         patched.setattr(HeldOutLoss, "run", measure)
         assert train.main(words) == 128 + signal.SIGTERM
-    said = (
+    expected = (
         f"preempted (SIGTERM): saved {run / 'stages/1/checkpoints/2'}; the same command resumes "
         "the run"
     )
-    assert said in capfd.readouterr().err and not (run / "config.yaml").exists()
+    assert expected in capfd.readouterr().err and not (run / "config.yaml").exists()
     assert train.main(words) == 0
     assert (run / "checkpoints/2").exists()
 

@@ -373,10 +373,10 @@ def test_two_kinds_of_layers_on_the_host(config, memory):
     )
     on_host = MemoryConfig(**memory, moments_on_host=True, parameters_on_host=True)
     expected = one_step(*built("fsdp 8", optimizer=optimizer, config=config), batch)
-    _, there, state, metrics = one_step(
+    _, trained, state, metrics = one_step(
         *built("fsdp 8", optimizer=optimizer, memory=on_host, config=config), batch
     )
-    assert {x.sharding.memory_kind for x in there.values()} == {"pinned_host"}
+    assert {x.sharding.memory_kind for x in trained.values()} == {"pinned_host"}
     assert float(metrics.loss) == pytest.approx(float(expected[-1].loss), rel=1e-6)
     for name, moment in first_moments(expected[2]).items():
         assert np.abs(first_moments(state)[name] - moment).max() <= 1e-5 * np.abs(moment).max(), (

@@ -101,16 +101,16 @@ def test_documents_beyond_the_trained_length_are_reported(opened, pretrained, tm
         for index in range(len(objective.prepared.train))
     )
     assert 32 < longest < 256
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
         f"warning: documents up to {longest} tokens, trained for 32: set rope_scaling, such as "
-        "--model.overrides" in said
+        "--model.overrides" in stderr
     )
     objective.write_assets(tmp_path / "assets")
     config = json.loads((tmp_path / "assets" / "config.json").read_text(encoding="utf-8"))
     assert config["max_position_embeddings"] == longest
     # The suggested setting is accepted and ends the warning.
-    proposed = said.split("--model.overrides '")[1].split("'")[0]
+    proposed = stderr.split("--model.overrides '")[1].split("'")[0]
     opened("--model.path", model, "--data.context_length", "256", "--model.overrides", proposed)
     assert "trained for" not in capsys.readouterr().err
     opened(

@@ -35,9 +35,9 @@ def test_the_search_continues_where_memory_is_not_linear():
     the probes."""
 
     def jumping(topology, policy, tokens):
-        found = sizes(topology, policy, tokens)
+        memory = sizes(topology, policy, tokens)
         jump = topology != "h100:1" and tokens > 100_000
-        return {**found, "peak_gib": found["peak_gib"] + 20 * jump}
+        return {**memory, "peak_gib": memory["peak_gib"] + 20 * jump}
 
     (case,) = (case for case in CASES if case.name == "gb_24_without_host")
     assert longest(case, jumping)[0] == 12 * STEP

@@ -18,8 +18,11 @@ def test_conversations_depend_on_the_size_alone_and_one_in_fifty_repeats(tmp_pat
     size = sum(map(len, contents[0]))
     assert written[0] == written[1] and 1 << 20 <= size < (1 << 20) + (1 << 19)
     records = [json.loads(line) for content in contents[0] for line in content.splitlines()]
-    said = [json.dumps(record["conversations"]) for record in records]
-    assert len(said) == written[0] and len(said) - len(set(said)) == written[0] // 50
+    conversations = [json.dumps(record["conversations"]) for record in records]
+    assert (
+        len(conversations) == written[0]
+        and len(conversations) - len(set(conversations)) == written[0] // 50
+    )
 
 
 def _row(engine, cores, size, seconds, sha256="a"):
@@ -47,8 +50,8 @@ def test_the_rule_has_a_fixed_time_and_a_constant_speed_per_core():
 def test_a_row_is_measured_in_a_separate_process(tmp_path, capsys):
     words = ["--rows=processes:1", "--gigabytes=0.0002", f"--scratch={tmp_path}"]
     assert main([*words, f"--output={tmp_path / 'out'}"]) == 0
-    [found] = json.loads((tmp_path / "out/engines.json").read_text())
-    assert found["records"] > 20 and found["documents"] >= found["records"] - found["duplicates"]
+    [row] = json.loads((tmp_path / "out/engines.json").read_text())
+    assert row["records"] > 20 and row["documents"] >= row["records"] - row["duplicates"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "the data are removed"
     capsys.readouterr()
     assert main(["--rows=fast:1", "--gigabytes=0.0002", f"--output={tmp_path / 'out'}"]) != 0

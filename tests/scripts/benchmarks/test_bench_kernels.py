@@ -239,10 +239,10 @@ def test_a_gpu_peer_is_called_for_the_same_attention(peer, kind, kv_heads, on_a_
             PEERS[peer](case, block)
         return
     out, gradients = PEERS[peer](case, block)()
-    of_heads = block._replace(
+    grouped = block._replace(
         **{name: np.repeat(getattr(block, name), 2 // kv_heads, 2) for name in "kv"}
     )
-    out_expected, dq, *dkv = dense(of_heads)
+    out_expected, dq, *dkv = dense(grouped)
     dkv = [x.reshape(*x.shape[:2], kv_heads, 2 // kv_heads, -1).sum(3) for x in dkv]
     for got, expected in zip((out, *gradients), (out_expected, dq, *dkv), strict=True):
         rows = sees if got is out else slice(None)

@@ -34,9 +34,10 @@ def test_both_sides_of_a_tiny_model(tmp_path, capsys):
     ]
     assert main([*command, "--output", str(tmp_path)]) == 0
     theirs, ours = json.loads((tmp_path / "step.json").read_text())
-    said = capsys.readouterr().out
+    stdout = capsys.readouterr().out
     assert (
-        f"128 tokens: {ours['tokens_per_second'] / theirs['tokens_per_second']:.3f}x torch" in said
+        f"128 tokens: {ours['tokens_per_second'] / theirs['tokens_per_second']:.3f}x torch"
+        in stdout
     )
     assert theirs["recompute"] and theirs["attention"] == "sdpa" and "torch" in theirs["versions"]
     assert ours["remat"] == "everything" and ours["documents"] == theirs["documents"] == 4

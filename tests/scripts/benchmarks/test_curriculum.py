@@ -16,7 +16,7 @@ def score(lines, right, low, tokens, cases=96):
 def saved(monkeypatch):
     """The rows passed to `renew`."""
     rows = {}
-    monkeypatch.setattr(curriculum, "renew", lambda name, found, seconds: rows.update(found))
+    monkeypatch.setattr(curriculum, "renew", lambda name, new_rows, seconds: rows.update(new_rows))
     return rows
 
 

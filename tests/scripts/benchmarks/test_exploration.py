@@ -12,7 +12,7 @@ from scripts.benchmarks.exploration_table import CELLS, NAME, SCORES, Answer, ne
 from trainer.config.load import load
 
 
-def found(last, seeds=20, episodes=32):
+def episode_returns(last, seeds=20, episodes=32):
     returns = np.linspace(0, 2 * last, seeds)[:, None] * np.ones(episodes)
     scores = {name: {"by_seed": returns[:, -1].tolist()} for name in ("last", "best", "mean")}
     more = {"data_best": 100.0, "data_mean": 50.0}
@@ -38,7 +38,7 @@ def commands_run(tmp_path, monkeypatch):
         if "eval.in_context" in words:
             folder = values["output"]
             folder.mkdir(parents=True)
-            (folder / "results.json").write_text(json.dumps(found(10.0)))
+            (folder / "results.json").write_text(json.dumps(episode_returns(10.0)))
         else:
             values["run"].mkdir(parents=True, exist_ok=True)
 
@@ -107,7 +107,9 @@ def test_only_the_failed_evaluation_is_retried(commands_run, stored, tmp_path, m
 def test_cells_of_the_result_are_not_measured_again(commands_run, stored, tmp_path, capsys):
     """A training that another one starts from still runs if it is missing."""
     cell = Cell("cartpole_swingup", "ours", "AT, N = 4", 0)
-    exploration_table.save_result({cell: [Answer("best in the data", found(10.0), 0.5)]}, "command")
+    exploration_table.save_result(
+        {cell: [Answer("best in the data", episode_returns(10.0), 0.5)]}, "command"
+    )
     options = ["--data", str(tmp_path / "data"), "--output", str(tmp_path / "runs")]
     assert exploration.main([*options, "--tasks", "cartpole_swingup"]) == 0
     played = [
@@ -124,13 +126,17 @@ def test_half_a_table_is_completed_elsewhere(stored):
     """Cells measured on another machine stay; verdicts need both baselines and both lengths."""
     task = "walker_walk"
     first = {
-        Cell(task, "ours", method, 0): [Answer("best in the data", found(last), 0.5)]
+        Cell(task, "ours", method, 0): [Answer("best in the data", episode_returns(last), 0.5)]
         for method, last in (("BC-10%", 1.0), ("DT", 2.0), ("AT, N = 4", 10.0))
     }
     exploration_table.save_result(first, "command")
     assert stored().rows[task]["verdict"] == "no goal"
-    second = {Cell(task, "ours", "AT, N = 32", 0): [Answer("best in the data", found(12.0), 1.0)]}
-    second[Cell(task, "ours", "DT", 1)] = [Answer("best in the data", found(4.0), 0.5)]
+    second = {
+        Cell(task, "ours", "AT, N = 32", 0): [
+            Answer("best in the data", episode_returns(12.0), 1.0)
+        ]
+    }
+    second[Cell(task, "ours", "DT", 1)] = [Answer("best in the data", episode_returns(4.0), 0.5)]
     exploration_table.save_result(second, "command")
     row = stored().rows[task]
     assert row["verdict"] == "held" and row["found"] == (

@@ -47,23 +47,23 @@ CHANGED = {
 }
 
 
-def of(program: bytes) -> str:
+def program_hash(program: bytes) -> str:
     return digest((("a.py", program),))
 
 
 @pytest.mark.parametrize("program", SAME.values(), ids=SAME)
 def test_equivalent_code_keeps_results_fresh(program):
-    assert program != PROGRAM and of(program) == of(PROGRAM)
+    assert program != PROGRAM and program_hash(program) == program_hash(PROGRAM)
 
 
 @pytest.mark.parametrize(("old", "new"), CHANGED.values(), ids=CHANGED)
 def test_a_changed_program_makes_a_result_stale(old, new):
-    assert of(PROGRAM.replace(old, new)) != of(PROGRAM)
+    assert program_hash(PROGRAM.replace(old, new)) != program_hash(PROGRAM)
 
 
 def test_functions_may_move_between_files():
     first, second = PROGRAM.split(b"class Loss")
-    assert digest((("a.py", b"class Loss" + second), ("b.py", first))) == of(PROGRAM)
+    assert digest((("a.py", b"class Loss" + second), ("b.py", first))) == program_hash(PROGRAM)
 
 
 def test_other_files_are_compared_by_bytes():

@@ -97,8 +97,8 @@ def test_rows(tmp_path):
     )
     write(tmp_path / "step_a" / "step.json", [step(2.0, 50, 50.5)])
     write(tmp_path / "step_b" / "step.json", [step(1.0, 40, 40)])
-    said = {name: (row["found"], row["verdict"]) for name, row in gpu(tmp_path).items()}
-    assert said == {
+    outcomes = {name: (row["found"], row["verdict"]) for name, row in gpu(tmp_path).items()}
+    assert outcomes == {
         "exact_auto_bfloat16": ("2.0e-03 in 2 of 3 cases", "short"),
         "part_forward": ("500", "short"),
         "part_backward": ("500", "held"),

@@ -57,17 +57,17 @@ class Failing(XlaKernel):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "said"),
+    ("kernel", "message"),
     [(Wrong(), "ABOVE THE LIMIT"), (Failing(), "RuntimeError: no such instruction")],
 )
-def test_a_wrong_kernel_is_outside_the_limits(kernel, said, tmp_path, capsys, monkeypatch):
+def test_a_wrong_kernel_is_outside_the_limits(kernel, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(kernel_exactness, "get_kernel", lambda name: kernel)
     monkeypatch.setattr(kernel_exactness, "CASES", CASES[:1])
     kernel_exactness.compiled.cache_clear()
     assert main([*ONE, "--output", str(tmp_path)]) == 0
     kernel_exactness.compiled.cache_clear()
-    said_all = capsys.readouterr().out
-    assert said in said_all and "0 of 1 cases within the limits" in said_all
+    stdout = capsys.readouterr().out
+    assert message in stdout and "0 of 1 cases within the limits" in stdout
 
 
 def test_a_long_row_is_compared_at_three_places(tmp_path, monkeypatch):

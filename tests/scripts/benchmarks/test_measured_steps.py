@@ -11,10 +11,10 @@ from scripts.benchmarks import measured_steps
 def test_errors_match_the_rows_and_other_projects_steps_are_shown_with_our_range(tmp_path, capsys):
     assert measured_steps.main(["--output", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "measured_steps.json").read_text())
-    said = capsys.readouterr().out
+    stdout = capsys.readouterr().out
     for row in result["measured"]:
         assert row["error"] == pytest.approx(row["estimated"] / row["measured"] - 1)
-        assert row["label"] in said and 0 < row["low"] < row["high"]
+        assert row["label"] in stdout and 0 < row["low"] < row["high"]
     # Steps that are only compared set no range, so none is held out.
     assert sum(row["steps"] for row in result["held_out"]) == len(measured.measured_steps())
     assert len(result["measured"]) == len(measured.measured_steps() + measured.compared_steps())

@@ -55,7 +55,7 @@ def test_only_measurements_of_changed_files_run_again(workspace, tmp_path, capfd
     assert bench.main(["--fresh", "size"]) == 1
     assert bench.main(["--fresh", "sise"]) == 2 and "found 'sise'" in capfd.readouterr().err
     assert bench.main(["--stale"]) == 0
-    assert "--only size" in (said := capfd.readouterr().out) and "changed: code.py" in said
+    assert "--only size" in (stdout := capfd.readouterr().out) and "changed: code.py" in stdout
     assert bench.main(["--output", "out"]) == 0
     assert load("size").depends_on != first.depends_on
     assert bench.main(["--only", "size", "--output", "out"]) == 0, (
@@ -269,26 +269,26 @@ def test_a_rows_figure_is_the_largest_error_that_its_tests_saw(monkeypatch, tmp_
         Path(command[-1]).write_text(json.dumps(wrote[name]), encoding="utf-8")
         return subprocess.CompletedProcess(command, int(name == "b"))
 
-    def of(name, goal="1e-5", **more):
+    def exactness_row(name, goal="1e-5", **more):
         return row(name, "1e-6", goal, held=True, command=f"pytest {name}", **more)
 
     rows = {
-        "all": of("a", date="2026-01-01"),
-        "loss": of("a", error="loss"),
-        "failed": of("b"),
-        "equal": of("c", "same bytes"),
-        "none": of("d"),
+        "all": exactness_row("a", date="2026-01-01"),
+        "loss": exactness_row("a", error="loss"),
+        "failed": exactness_row("b"),
+        "equal": exactness_row("c", "same bytes"),
+        "none": exactness_row("d"),
     }
     stored = results.Result("t", rows, "", "", "", {}, {}, {})
     monkeypatch.setattr(summaries, "load", lambda name: stored)
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(summaries, "commit", lambda: "abc")
-    found = measurements.MEASUREMENTS["exactness"].summarize(tmp_path)
-    assert {name: (cells["found"], cells["verdict"]) for name, cells in found.items()} == {
+    result = measurements.MEASUREMENTS["exactness"].summarize(tmp_path)
+    assert {name: (cells["found"], cells["verdict"]) for name, cells in result.items()} == {
         "all": ("4.0e-6, 2,400 comparisons", "held"),
         "loss": ("2.5e-7, 1,200 comparisons", "held"),
         "failed": ("fails", "short"),
         "equal": ("holds, 4 tests", "held"),
         "none": ("fails", "short"),
     }
-    assert started == ["a", "b", "c", "d"] and "date" not in found["all"]
+    assert started == ["a", "b", "c", "d"] and "date" not in result["all"]

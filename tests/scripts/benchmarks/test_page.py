@@ -204,8 +204,8 @@ def test_a_result_is_stale_once_a_file_has_changed(monkeypatch, tmp_path):
 
 def test_a_renewed_result_keeps_its_title_and_says_where_it_was_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(results, "FOLDER", tmp_path)
-    begun = {"title": "title", "depends_on": {"LICENSE": ""}, "note": "note", "carried": True}
-    (tmp_path / "x.json").write_text(json.dumps(begun))
+    stored = {"title": "title", "depends_on": {"LICENSE": ""}, "note": "note", "carried": True}
+    (tmp_path / "x.json").write_text(json.dumps(stored))
     result = renew("x", {"a": row("what", "1.2", "1", held=True)}, command="command", seconds=1.5)
     assert load_all() == {"x": result}
     assert (result.title, result.note, result.command) == ("title", "note", "command")

@@ -27,7 +27,7 @@ def test_the_goal_is_a_gain_with_disjoint_intervals(before, after, held):
 
 def test_rows_compare_scores_books_and_tasks(monkeypatch):
     rows = {}
-    monkeypatch.setattr(retrieval, "renew", lambda name, found, seconds: rows.update(found))
+    monkeypatch.setattr(retrieval, "renew", lambda name, new_rows, seconds: rows.update(new_rows))
     short = [
         {
             task: {"score": share, "low": 0.37, "high": 0.50, "cases": 200}

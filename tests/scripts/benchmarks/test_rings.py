@@ -24,12 +24,12 @@ def dense_ring(wrong):
 def test_results_and_gradients_are_compared_and_all_rings_timed(monkeypatch):
     """Theirs is a thousandth too large here; ours equals dense attention up to rounding."""
     monkeypatch.setattr(rings, "their_ring", lambda: dense_ring(1e-3))
-    rows, found = rings.measure(1024, 1, 2, 8)
+    rows, errors = rings.measure(1024, 1, 2, 8)
     assert [row["ring"] for row in rows] == [
         rings.THEIRS,
         "ours, contiguous",
         "ours, striped",
         "ours, zigzag",
     ]
-    assert found == pytest.approx(1e-3, abs=2e-6)
+    assert errors == pytest.approx(1e-3, abs=2e-6)
     assert all(row["mib"] > 0 and row["seconds"] > 0 for row in rows)

@@ -15,17 +15,17 @@ CONTEXTS = [LEAST << power for power in range(21)]
 @pytest.mark.parametrize("start", (LEAST, 1 << 16, MOST))
 @pytest.mark.parametrize("most", (0, LEAST, 5 << 17, MOST))
 def test_the_search_agrees_with_trying_every_context(most, start):
-    asked = []
+    tried = []
 
     def fits(context):
-        asked.append(context)
+        tried.append(context)
         return context <= most
 
-    found = longest(fits, start)
-    assert found == max((context for context in CONTEXTS if context <= most), default=0)
-    assert not found or found in asked
-    assert found == MOST or (2 * found or LEAST) in asked
-    assert len(asked) == len(set(asked))
+    result = longest(fits, start)
+    assert result == max((context for context in CONTEXTS if context <= most), default=0)
+    assert not result or result in tried
+    assert result == MOST or (2 * result or LEAST) in tried
+    assert len(tried) == len(set(tried))
 
 
 @pytest.fixture
@@ -78,10 +78,10 @@ def test_host_memory_is_bounded_and_a_second_start_compiles_nothing(
     """A compiler with fixed answers for 4K tokens: (GiB of the device's 0.1, GiB on a host that has
     48)."""
     says = {"every_k": (0.05, 0), "offload": (0.001, 12), "offload_every_k": (0.01, 6)}
-    asked = []
+    compilations = []
 
     def compiled(job):
-        asked.append(job.context)
+        compilations.append(job.context)
         device, host = (gib * job.context / 4096 for gib in says[job.run.memory.remat])
         if device > 0.1:
             return {"fits": False, "needs_gib": device, "has_gib": 0.1, "compile_seconds": 0.0}
@@ -121,10 +121,10 @@ def test_host_memory_is_bounded_and_a_second_start_compiles_nothing(
     weights = 2 * 64 * (2 * 4 * 32 + 2 * 2 * 32 + 3 * 128) + 64 * 512
     flops = 6 * weights * 32768 + 12 * 2 * 4 * 32 * 32768 * 32769 / 2
     assert stored["ours"]["flops"] == pytest.approx(flops)
-    asked.clear()
+    compilations.clear()
     (tmp_path / "compilations.json").unlink()  # the stored cells are enough
     assert table3.main(command) == 0
-    assert not asked
+    assert not compilations
 
 
 def test_like_for_like_cells_have_one_row_and_the_papers_mesh(monkeypatch):

@@ -129,12 +129,12 @@ def test_names_of_large_checkpoints_are_compared_first(server, store, monkeypatc
 @pytest.mark.parametrize("leftover", ["7.tmp", "5.tmp", "6.tmp-removed"])
 def test_a_link_in_place_of_a_killed_save_is_removed_and_its_target_kept(tmp_path, leftover):
     """In a run that somebody else made: a save would write through the link."""
-    own, target = tmp_path / "own", tmp_path / "checkpoints" / "7"
-    own.mkdir()
-    (own / "manifest.json").write_text("the user's own")
+    users_folder, target = tmp_path / "own", tmp_path / "checkpoints" / "7"
+    users_folder.mkdir()
+    (users_folder / "manifest.json").write_text("the user's own")
     target.parent.mkdir()
-    (target.parent / leftover).symlink_to(own)
+    (target.parent / leftover).symlink_to(users_folder)
     commit.clear(commit.scratch_of(target))
     commit.remove_leftovers(target)
     assert list(target.parent.iterdir()) == []
-    assert (own / "manifest.json").read_text() == "the user's own"
+    assert (users_folder / "manifest.json").read_text() == "the user's own"

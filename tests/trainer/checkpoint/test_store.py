@@ -229,8 +229,8 @@ def test_every_file_is_compared_once(run, read, use):
 
 def test_each_process_compares_a_share_and_relies_on_the_others(run, read, monkeypatch):
     newest, shares = run / "checkpoints/20", []
-    told = ["", ""]
-    monkeypatch.setattr(run_store, "exchange", lambda found: [["", ""], told, found])
+    received = ["", ""]
+    monkeypatch.setattr(run_store, "exchange", lambda ours: [["", ""], received, ours])
     monkeypatch.setattr(run_store, "first_then_others", lambda work, tell: work("[10, 20]"))
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     for number in range(3):
@@ -241,7 +241,7 @@ def test_each_process_compares_a_share_and_relies_on_the_others(run, read, monke
     listed = {newest / name for name in manifest.read_manifest(newest)["files"]}
     assert shares[0] | shares[1] | shares[2] == listed
     assert sum(map(len, shares)) == len(listed), "no file twice"
-    told[:] = ["DamagedError", "model/d/1 is damaged"]
+    received[:] = ["DamagedError", "model/d/1 is damaged"]
     with pytest.raises(ValueError, match=r"every checkpoint is damaged \(newest: model/d/1 is"):
         CheckpointStore(run).latest_good()
     with pytest.raises(DamagedError, match="model/d/1 is damaged"):
@@ -358,13 +358,13 @@ def test_recorded_shapes_tell_padding_from_the_model(tmp_path, assets):
         "embed_tokens.weight": rows,
         "layers.input_layernorm.weight": np.ones((2, 4), np.float32),
     }
-    own = {"embed_tokens.weight": (6, 4), "layers.input_layernorm.weight": (2, 4)}
+    shapes = {"embed_tokens.weight": (6, 4), "layers.input_layernorm.weight": (2, 4)}
     save_checkpoint(
-        tmp_path / "recorded", model=model, optimizer={"mu": model}, assets=assets, shapes=own
+        tmp_path / "recorded", model=model, optimizer={"mu": model}, assets=assets, shapes=shapes
     )
     save_checkpoint(tmp_path / "unknown", model=model, assets=assets)
     assert manifest.read_manifest(tmp_path / "recorded")["shapes"] == {
-        name: list(shape) for name, shape in own.items()
+        name: list(shape) for name, shape in shapes.items()
     }
     assert "shapes" not in manifest.read_manifest(tmp_path / "unknown")
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -466,12 +466,14 @@ def test_a_process_that_fails_finishes_its_save_without_waiting_for_others(
 ):
     """The other processes are in a step that this one has left: they would never reach the
     barrier."""
-    met = []
-    monkeypatch.setattr("trainer.checkpoint.saving.barrier", met.append)
+    barriers = []
+    monkeypatch.setattr("trainer.checkpoint.saving.barrier", barriers.append)
     with pytest.raises(KeyError), CheckpointStore(tmp_path / "run") as store:
         store.save(1, model=placed((2, 4), values()), assets=assets)
         raise KeyError
-    assert met == ["checkpoint 1 begins"] and CheckpointStore(tmp_path / "run").latest_good() == 1
+    assert (
+        barriers == ["checkpoint 1 begins"] and CheckpointStore(tmp_path / "run").latest_good() == 1
+    )
 
 
 SAVER = """

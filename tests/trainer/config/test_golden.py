@@ -27,12 +27,14 @@ PLANS = {name: plan for name, plan in read_plans().items() if name in RECIPES}
 def resolved_recipe(recipe: pathlib.Path) -> str:
     """The recipe's resolved configuration as YAML; values that it leaves to the command line get a
     placeholder."""
-    given = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    own = {"path", "preset"} & given["model"].keys() or given["model"].get(
+    fields = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    own = {"path", "preset"} & fields["model"].keys() or fields["model"].get(
         "overrides", {}
     ).keys() - set(POSITIONS)
     flags = [] if own else ["--model.path", "HF_DIR"]
-    has_data = "trajectories" in given or given["data"].get("sources") or given["data"].get("path")
+    has_data = (
+        "trajectories" in fields or fields["data"].get("sources") or fields["data"].get("path")
+    )
     flags += [] if has_data else ["--data.path", "FILE.json"]
     return dump(load(["--config", str(recipe), *flags]))
 
@@ -62,9 +64,9 @@ def test_a_recipes_stored_plan_matches_the_recipe(name):
     )
     mesh = resolved(config)["mesh"]
     assert {axis: size for axis, size in mesh.items() if axis in plan["mesh"]} == plan["mesh"]
-    others = {axis: size for axis, size in mesh.items() if axis not in plan["mesh"]}
-    assert others.pop("expert", 1) == 1  # plans older than the axis do not name it
-    assert not any(others.values())
+    unnamed = {axis: size for axis, size in mesh.items() if axis not in plan["mesh"]}
+    assert unnamed.pop("expert", 1) == 1  # plans older than the axis do not name it
+    assert not any(unnamed.values())
     assert (plan["remat"], plan["schedule"]) == (config.memory.remat, config.attention.schedule)
     assert plan["left_gib"] > 0
 

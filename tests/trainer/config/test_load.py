@@ -221,8 +221,8 @@ def test_flags_that_every_stage_replaces_are_refused(tmp_path):
             "2",
         ]
     )
-    for given in ("[]", '[{"context_length": 64, "steps": 3}]'):
-        load(["--config", recipe, "--data.context_length", "64", "--stages", given])
+    for text in ("[]", '[{"context_length": 64, "steps": 3}]'):
+        load(["--config", recipe, "--data.context_length", "64", "--stages", text])
     del stages[0]["steps"]
     config = load(["--config", write(tmp_path, {"stages": stages}), "--train.steps", "9"])
     assert [stage.train.steps for stage in stages_of(config)] == [9, 2]
@@ -652,13 +652,13 @@ def test_every_recipe_loads_and_opens_with_its_command(repository):
     recipes = sorted((repository / "configs").rglob("*.yaml"))
     assert recipes
     for recipe in recipes:
-        given = yaml.safe_load(recipe.read_text())
-        is_text = "trajectories" not in given
-        has_model = given["model"].get("path") or given["model"].get("tokenizer")
+        fields = yaml.safe_load(recipe.read_text())
+        is_text = "trajectories" not in fields
+        has_model = fields["model"].get("path") or fields["model"].get("tokenizer")
         model = ["--model.path", "hf"] if is_text and not has_model else []
         data = (
             ["--data.path", "conversations.json"]
-            if is_text and not given["data"].get("sources")
+            if is_text and not fields["data"].get("sources")
             else []
         )
         config = load(["--config", str(recipe), *model, *data])
@@ -709,12 +709,12 @@ def test_an_alias_resolves_to_its_value(tmp_path):
 
 def test_a_run_that_began_with_another_default_template_resumes_with_it(tmp_path, capsys):
     recipe, run = write(tmp_path), tmp_path / "run"
-    begun = load(["--config", recipe, "--run_dir", str(run), "--data.template", "vicuna_v1.1"])
+    first = load(["--config", recipe, "--run_dir", str(run), "--data.template", "vicuna_v1.1"])
     fresh = load(["--config", recipe, "--run_dir", str(run)])
     assert fresh.data.template == "tokenizer" and not capsys.readouterr().err
     run.mkdir()
-    (run / "config.yaml").write_text(dump(begun), encoding="utf-8")
-    assert load(["--config", recipe, "--run_dir", str(run)]) == begun
+    (run / "config.yaml").write_text(dump(first), encoding="utf-8")
+    assert load(["--config", recipe, "--run_dir", str(run)]) == first
     assert (
         "keeps data.template vicuna_v1.1, with which it began; the default is now tokenizer"
         in capsys.readouterr().err
@@ -727,8 +727,8 @@ def test_a_run_that_began_with_another_default_template_resumes_with_it(tmp_path
         ).data.template
         == "tokenizer"
     )
-    given = write(tmp_path, {"data": {"template": "koala"}}, "koala.yaml")
-    assert load(["--config", given, "--run_dir", str(run)]).data.template == "koala"
+    explicit = write(tmp_path, {"data": {"template": "koala"}}, "koala.yaml")
+    assert load(["--config", explicit, "--run_dir", str(run)]).data.template == "koala"
     assert load(["--config", str(run / "config.yaml")]).data.template == "vicuna_v1.1"
     (run / "config.yaml").write_text(
         "data: {clean: {html: detect, rate_limits: true}}", encoding="utf-8"

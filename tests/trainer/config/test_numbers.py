@@ -24,7 +24,7 @@ NUMERIC = {
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (
             "--optimizer.learning_rate 1e39",
@@ -69,10 +69,10 @@ NUMERIC = {
         ),
     ],
 )
-def test_numbers_beyond_float32_or_int32_are_a_one_line_error(words, told):
+def test_numbers_beyond_float32_or_int32_are_a_one_line_error(words, message):
     with pytest.raises(UserError) as error:
         load([*BEGIN, *words.split()])
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_fields_of_all_sections_are_covered():

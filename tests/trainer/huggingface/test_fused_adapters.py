@@ -90,7 +90,7 @@ def test_an_adapter_with_one_a_is_read_and_one_with_several_is_written(kind, bas
     model.save_pretrained(tmp_path / "peft")
     tokens = np.random.default_rng(0).integers(0, 128, (2, 16), np.int32)
     expected = logits_of_peft(model, tokens)
-    logits, own, params = logits_of(tmp_path / "peft", base, tokens)
+    logits, adapted, params = logits_of(tmp_path / "peft", base, tokens)
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
 
     noise = np.random.default_rng(1)
@@ -99,19 +99,21 @@ def test_an_adapter_with_one_a_is_read_and_one_with_several_is_written(kind, bas
         for name, x in params.items()
         if "lora_A" in name
     }
-    ours.write_adapter(params, own.config, str(base), tmp_path / "ours")
+    ours.write_adapter(params, adapted.config, str(base), tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     expected = logits_of_peft(
         peft.PeftModel.from_pretrained(again, tmp_path / "ours").eval(), tokens
     )
-    logits, own, read_again = logits_of(tmp_path / "ours", base, tokens, {"fsdp": 2, "tensor": 2})
+    logits, adapted, read_again = logits_of(
+        tmp_path / "ours", base, tokens, {"fsdp": 2, "tensor": 2}
+    )
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
     trained = [name for name in params if "lora_" in name]
     assert all(np.array_equal(params[name], read_again[name]) for name in trained)
 
     plain = llama(open_model(str(base)).config)
     whole = merged(
-        open_model(str(base)).read(plain), {name: params[name] for name in trained}, own.config
+        open_model(str(base)).read(plain), {name: params[name] for name in trained}, adapted.config
     )
     whole = {
         name: np.stack([x[layer] for layer in range(x.shape[0])])

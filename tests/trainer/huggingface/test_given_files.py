@@ -209,15 +209,15 @@ def test_unused_fields_survive(folder, tmp_path, capsys):
     (folder / "generation_config.json").write_text(
         json.dumps({"temperature": 0.6, "top_k": 20, "own_field": [1, 2]})
     )
-    given = json.loads((folder / "config.json").read_text())
+    source = json.loads((folder / "config.json").read_text())
     out = round_trip(folder, tmp_path)
     assert (
         "config.json of the source: left out, since they no longer hold: auto_map\n"
         in capsys.readouterr().err
     )
     written = json.loads((out / "config.json").read_text())
-    assert {name: value for name, value in written.items() if name in given} == {
-        name: value for name, value in given.items() if name != "auto_map"
+    assert {name: value for name, value in written.items() if name in source} == {
+        name: value for name, value in source.items() if name != "auto_map"
     } | {"dtype": written["dtype"]}
     assert json.loads((out / "generation_config.json").read_text()) == {
         "temperature": 0.6,

@@ -269,9 +269,9 @@ def test_import_then_sharded_export_gives_the_same_bytes_for_every_preset(tmp_pa
     # The widest preset as one copy, with two bytes per weight: shards on several devices would be
     # reassembled on the host as another copy.
     wide = sum(math.prod(entry.shape) for entry in hf_layout(config)) > 5e8
-    where = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if wide else shardings(config)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if wide else shardings(config)
     params = read_hf(
-        tmp_path / "in", config, where, dtype=ml_dtypes.bfloat16 if wide else np.float32
+        tmp_path / "in", config, sharding, dtype=ml_dtypes.bfloat16 if wide else np.float32
     )
     copy_assets(tmp_path / "in", tmp_path / "assets")
     before = json.loads((tmp_path / "in/model.safetensors.index.json").read_text())
@@ -287,8 +287,8 @@ def test_import_then_sharded_export_gives_the_same_bytes_for_every_preset(tmp_pa
     assert before["metadata"]["total_size"] == after["metadata"]["total_size"]
     for name in before["weight_map"]:
         was, now = (
-            stored(tmp_path / where, index["weight_map"][name], name)
-            for where, index in (("in", before), ("out", after))
+            stored(tmp_path / sharding, index["weight_map"][name], name)
+            for sharding, index in (("in", before), ("out", after))
         )
         assert was.dtype == now.dtype and torch.equal(
             was.view(torch.uint8), now.view(torch.uint8)

@@ -203,10 +203,10 @@ def test_logits_and_gradients_match_peft(adapter, mesh, tmp_path):
     }
     assert set(written) == set(grads)
     for name, grad in grads.items():
-        found = folded(written[name], grad)
+        folded_grad = folded(written[name], grad)
         if has_blocks(theirs) and "base_layer.lora_B" in name:
-            grad[found == 0] = 0  # PEFT also trains outside the blocks
-        assert (found - grad).abs().max() <= 1e-4 * grad.abs().max(), name
+            grad[folded_grad == 0] = 0  # PEFT also trains outside the blocks
+        assert (folded_grad - grad).abs().max() <= 1e-4 * grad.abs().max(), name
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,8 @@ def test_a_file_with_a_tensor_per_expert_is_read_as_by_peft(family, names, tmp_p
     read = folder_config(tmp_path / "base").with_adapter(adapter)
     ours.write_adapter(ours.read_adapter(folder, llama(read)), read, None, tmp_path / "ours")
     expected = torch_logits(loaded(tmp_path / "base", folder))
-    found = torch_logits(loaded(tmp_path / "base", tmp_path / "ours"))
-    assert np.abs(found - expected).max() <= 1e-6 * np.abs(expected).max()
+    logits = torch_logits(loaded(tmp_path / "base", tmp_path / "ours"))
+    assert np.abs(logits - expected).max() <= 1e-6 * np.abs(expected).max()
     assert np.abs(expected - torch_logits(base)).max() > 0.1 * np.abs(expected).max()
 
 
@@ -266,13 +266,13 @@ def test_modules_without_adapters_in_peft_are_refused(model, adapter, words):
 
 def test_all_linear_means_the_same_as_in_peft():
     adapter = AdapterConfig(rank=4)
-    found = {
+    adapted = {
         name: TransformerConfig(family=name, **MIXTURE, **family.computes, adapter=adapter)
         for name, family in FAMILIES.items()
         if name in KINDS
     }
     everything = (*ATTENTION, *FEED_FORWARD, ROUTER)
-    assert {name: config.adapter.projections for name, config in found.items()} == {
+    assert {name: config.adapter.projections for name, config in adapted.items()} == {
         "qwen3_moe": everything,
         "mixtral": everything,
         "olmoe": everything,

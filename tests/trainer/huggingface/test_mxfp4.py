@@ -69,8 +69,8 @@ def test_every_code_with_every_scale_decodes_as_in_transformers():
     codes = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (1, 256, 16, 16))
     scales = np.broadcast_to(np.arange(256, dtype=np.uint8)[None, :, None], (1, 256, 16))
     theirs = convert_moe_packed_tensors(torch.tensor(codes), torch.tensor(scales))
-    found = dequantize_mxfp4(codes, scales).swapaxes(1, 2)
-    assert np.array_equal(found.view(np.uint16), theirs.view(torch.uint16).numpy())
+    ours = dequantize_mxfp4(codes, scales).swapaxes(1, 2)
+    assert np.array_equal(ours.view(np.uint16), theirs.view(torch.uint16).numpy())
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_every_code_with_every_scale_decodes_as_in_transformers():
 )
 def test_an_mxfp4_folder_is_read_and_exported_as_by_transformers(published, tmp_path, shape):
     config = TransformerConfig.from_hf(published)
-    own = llama(config, shape)
-    params = read_hf(published, config, own.shardings, in_memory=own.in_memory)
+    model = llama(config, shape)
+    params = read_hf(published, config, model.shardings, in_memory=model.in_memory)
     copy_assets(published, tmp_path / "assets")
     write_hf(params, config, tmp_path / "assets", tmp_path / "export")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

@@ -143,12 +143,12 @@ def test_merged_weights_compute_the_same(adapter, hf_model, tmp_path):
     read_again = open_model(str(tmp_path / "merged"))
     batch = batch_of(tokens_of(2, 1))
     plain = llama(source.config)
-    beside, of_base, of_merged = (
+    adapted_loss, base_loss, merged_loss = (
         float(jax.jit(mean_loss(m))(p, batch)[0])
         for m, p in ((model, params), (plain, base), (plain, read_again.read(plain)))
     )
-    assert abs(beside - of_merged) <= 1e-5
-    assert abs(beside - of_base) > 1e-2, "the adapter does something"
+    assert abs(adapted_loss - merged_loss) <= 1e-5
+    assert abs(adapted_loss - base_loss) > 1e-2, "the adapter does something"
 
 
 def losses_of_torch(hf_model, folder, optimizer, steps, noise=0.0, seed=0):
@@ -213,11 +213,11 @@ def test_training_losses_match_peft(adapter, hf_model, steps):
         losses.append(float(metrics.loss))
     theirs, allowed = losses_of_torch(hf_model, folder, optimizer, steps), 1e-3
     if steps == 50 and config != KINDS["lora"]:
-        others = [
+        perturbed = [
             losses_of_torch(hf_model, folder, optimizer, steps, noise=1e-7, seed=seed)
             for seed in range(4)
         ]
-        allowed = 2 * np.abs(np.array(others) - theirs).max()
+        allowed = 2 * np.abs(np.array(perturbed) - theirs).max()
     assert losses[3] < losses[0], losses  # the same rows
     assert np.abs(losses - theirs).max() <= allowed, (losses, theirs)
 

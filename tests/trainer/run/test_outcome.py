@@ -209,9 +209,9 @@ CAUSES = {
 @pytest.mark.parametrize("cause", CAUSES)
 def test_each_cause_has_its_exit_code(cause):
     error, code = CAUSES[cause]
-    found = outcome_of(error)
-    assert found.code == code
-    assert (found.message is None) == (code == UNEXPECTED) and "\n" not in (found.message or "")
+    result = outcome_of(error)
+    assert result.code == code
+    assert (result.message is None) == (code == UNEXPECTED) and "\n" not in (result.message or "")
 
 
 def test_the_page_has_a_row_for_each_code(repository):

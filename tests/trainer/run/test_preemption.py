@@ -85,9 +85,9 @@ def test_process_0_decides_for_all_whether_there_is_time(repository):
         )
         for number in range(2)
     ]
-    said = [process.communicate(timeout=50)[1] for process in processes]
-    assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, said
-    assert all("no time, says 0\n" in text for text in said), said
+    outputs = [process.communicate(timeout=50)[1] for process in processes]
+    assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, outputs
+    assert all("no time, says 0\n" in text for text in outputs), outputs
 
 
 def test_one_of_several_processes_notified_before_its_first_step_ends_after_that_step(repository):

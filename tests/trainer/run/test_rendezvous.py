@@ -132,11 +132,11 @@ def test_losing_a_process_after_the_meeting_is_a_one_line_error(address, reposit
         [sys.executable, "-c", JOIN, address], cwd=repository, stderr=subprocess.PIPE, text=True
     )
     meet(address, 1, 2, 60)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 75 and said.startswith(
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75 and stderr.startswith(
         "error: process 0: not all 2 processes joined within 2 s, although all had reached "
         f"{address}; one was lost"
-    ), said
+    ), stderr
 
 
 STRAYS = {
@@ -213,9 +213,9 @@ def test_ten_thousand_random_lines_and_connections(address):
                 kept.append(stranger)
             else:
                 stranger.close()
-        others = [pool.submit(meet, address, 1, 3, 30)]
+        meetings = [pool.submit(meet, address, 1, 3, 30)]
         meet(address, 2, 3, 30)
-        assert [future.result() for future in (first, *others)] == [None, None]
+        assert [future.result() for future in (first, *meetings)] == [None, None]
     for stranger in kept:
         stranger.close()
 
@@ -322,10 +322,10 @@ def test_jax_binds_the_same_interface(coordinator, bound):
 def test_while_processes_gather_the_first_one_names_those_absent(address, monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 0.2)
     together([(address, number, 4) for number in (0, 2)], seconds=1.5)
-    said = capfd.readouterr().err.splitlines()
-    assert len(said) >= 2 and all(line.startswith("process 0: processes 1, ") for line in said)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) >= 2 and all(line.startswith("process 0: processes 1, ") for line in lines)
     # The first report may be printed before process 2 arrives.
-    assert said[-1].startswith("process 0: processes 1, 3 of 4 missing; waiting for up to")
+    assert lines[-1].startswith("process 0: processes 1, 3 of 4 missing; waiting for up to")
 
 
 @pytest.mark.parametrize(

@@ -54,14 +54,14 @@ def stand_still(repository, doing, processes=2):
         )
         for number in range(processes)
     ]
-    said = [process.communicate(timeout=60)[1] for process in running]
-    return [process.returncode for process in running], said
+    outputs = [process.communicate(timeout=60)[1] for process in running]
+    return [process.returncode for process in running], outputs
 
 
 def test_all_processes_name_the_slowest_one_after_their_stacks(repository):
-    codes, said = stand_still(repository, "steps")
+    codes, outputs = stand_still(repository, "steps")
     assert codes == [75, 75]
-    for words in said:
+    for words in outputs:
         assert "in loads_a_record_that_never_comes" in words and "Thread 0x" in words
         last = words.rstrip().splitlines()[-1]
         assert last.startswith("error: nothing has moved for 0.0 minutes (step ")
@@ -69,9 +69,9 @@ def test_all_processes_name_the_slowest_one_after_their_stacks(repository):
 
 
 def test_a_silent_process_is_named(repository):
-    codes, said = stand_still(repository, "silent")
+    codes, outputs = stand_still(repository, "silent")
     assert codes == [75, 75]
-    for words in said:
+    for words in outputs:
         assert (
             words.rstrip()
             .splitlines()[-1]
@@ -80,8 +80,8 @@ def test_a_silent_process_is_named(repository):
 
 
 def test_a_single_process_ends_too(repository):
-    codes, said = stand_still(repository, "alone", processes=1)
-    assert codes == [75] and said[0].rstrip().splitlines()[-1].startswith(
+    codes, outputs = stand_still(repository, "alone", processes=1)
+    assert codes == [75] and outputs[0].rstrip().splitlines()[-1].startswith(
         "error: nothing has moved for 0.0 minutes (step 8"
     )
 
