@@ -314,11 +314,11 @@ def with_header(header: bytes, length: int | None = None) -> bytes:
 TENSOR = '"{}": {{"dtype": "{}", "shape": {}, "data_offsets": {}}}'
 HEADERS = {
     "longer than the file": with_header(b"{}", 1 << 62),
-    "of no length": b"\x01",
+    "no length": b"\x01",
     "a million spaces": with_header(b" " * 10_000_000),
     "nested": with_header(b'{"a":' * 1_000_000),
-    "no JSON": with_header(b"\xff" * 100),
-    "a shape that overflows": with_header(
+    "not JSON": with_header(b"\xff" * 100),
+    "an overflowing shape": with_header(
         ("{" + TENSOR.format("a", "F32", [1 << 40, 1 << 40], [0, 4]) + "}").encode()
     ),
     "a shape below zero": with_header(
@@ -381,7 +381,7 @@ RECIPES = {
     "lists": "- " * 50_000,
     "questions": "? " * 50_000,
     "a long number": "model: " + "9" * 1_000_000,
-    "a number of sixties": "model: " + "1" + ":1" * 100_000,
+    "a sexagesimal number": "model: " + "1" + ":1" * 100_000,
     "a long name": "a" * 1_000_000 + ": 1",
     "an object": "model: !!python/object/apply:os.system ['touch made']\n",
     "quotes": "model: '" + "''" * 200_000,

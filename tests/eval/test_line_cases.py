@@ -86,7 +86,7 @@ STRANGE = Wording(
 )
 
 
-@pytest.mark.parametrize("wording", [None, STRANGE], ids=["own", "strange"])
+@pytest.mark.parametrize("wording", [None, STRANGE], ids=["ours", "unusual"])
 def test_the_wording_can_come_from_a_file(tmp_path, wording):
     """The head, lines and question match verbatim; keys and numbers differ."""
     write(generate(12, 2, seed=1, wording=wording), tmp_path / "strange.jsonl")

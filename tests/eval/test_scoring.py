@@ -108,6 +108,6 @@ def test_above_chance_needs_the_interval_and_a_hundred_cases():
 
     assert scored(40, 100).above_chance is True and scored(40, 100).above_chance_reason is None
     assert scored(30, 100).above_chance is False, "30 of 100 may be luck where chance is 1 in 4"
-    assert scored(ENOUGH - 1, ENOUGH - 1).above_chance is None, "too few to say"
+    assert scored(ENOUGH - 1, ENOUGH - 1).above_chance is None, "too few cases"
     assert scored(100, 100).chance == 0.25
     assert scored(50, 50).above_chance_reason == "50 cases; at least 100 are needed"

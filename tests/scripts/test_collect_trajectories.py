@@ -94,7 +94,7 @@ def test_a_larger_number_of_episodes_adds_to_a_folder(collected, tmp_path):
     assert all(grown[name] == few[name] for name in few if "search.npz" not in name)
     assert collected(tmp_path / "whole", "--episodes", "30") == grown
     assert collected(tmp_path / "grown", "--episodes", "10") == grown, (
-        "fewer than there are change nothing"
+        "a smaller number changes nothing"
     )
     about = json.loads((tmp_path / "grown/cartpole/random_swingup/collected.json").read_text())
     assert about["episodes"] == {"random": 3} and about["task"] == TASK.name

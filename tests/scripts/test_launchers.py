@@ -173,7 +173,7 @@ def test_slurm_survives_a_temporarily_unresponsive_controller_and_store(sbatch):
         done = sbatch("--config", "c", CODE="75", ANSWERS=answers, NO_STORE="75")
         assert done.returncode == 75 and len(scontrol_calls.read_text().splitlines()) == tries
         assert ("error: could not be queued again" in done.stderr) is last
-    assert (sbatch.folder / "ran").read_text().count("rank 0") == 2, "trained nevertheless"
+    assert (sbatch.folder / "ran").read_text().count("rank 0") == 2, "it still trained"
     assert "2 starts" not in done.stderr and "start 2 since" in done.stderr, "counted"
 
 

@@ -160,7 +160,7 @@ def test_the_command_matches_transformers_losses(tmp_path, monkeypatch, capsys):
     ) == 3
     gains = written["gains"][f"{tmp_path / 'hf'}, against pieces of 24 tokens"]
     assert [row["tokens_before_from"] for row in gains] == [16, 32], (
-        "none where both see the same text"
+        "no difference where both see the same text"
     )
     np.testing.assert_allclose(
         [row["loss_nats_per_target"] for row in gains],

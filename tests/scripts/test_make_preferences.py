@@ -62,7 +62,7 @@ def test_the_recipe_trains_and_evaluates(tmp_path, hf_model, repository, rank):
     assert [row["step"] for row in held_out] == [0, 2, 4]
     assert held_out[0]["held_out_pairs"] == PAIRS
     samples = records(tmp_path / "run" / "samples.jsonl")
-    assert [row["step"] for row in samples] == [0, 4], "before and after training"
+    assert [row["step"] for row in samples] == [0, 4], "evaluated before and after training"
     assert held_out[-1]["held_out_rewards/margins"] > held_out[0]["held_out_rewards/margins"]
 
 

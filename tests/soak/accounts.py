@@ -25,7 +25,7 @@ def accounts(base: pathlib.Path) -> Case:
             (path for path in (folder, *folder.parents) if not path.stat().st_mode & 0o001), None
         ):
             raise Impossible(
-                f"{closed} is closed to other users: the attacks need a Python and a checkout "
+                f"{closed} is not readable by other users: the attacks need a Python and a checkout "
                 "that they may read"
             )
     os.chmod(base.parent, 0o755)

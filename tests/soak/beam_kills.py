@@ -132,7 +132,7 @@ def main() -> int:
                     f"{starts} starts, {'the same files' if same else 'OTHER FILES'}",
                     flush=True,
                 )
-    print(f"{workers + drivers} kills, {differ} with other files")
+    print(f"{workers + drivers} kills, {differ} with different files")
     return int(differ > 0)
 
 

@@ -89,12 +89,14 @@ class Place:
             if code and not refused:
                 raise Failed(f"{self.url}: {log} ended with {code}: {self.output(log)[-1000:]}")
         if sorted(codes.values()) != [0, os.EX_TEMPFAIL]:
-            raise Failed(f"{self.url}: of two at once none was refused: {codes}")
+            raise Failed(f"{self.url}: neither of two simultaneous starts was refused: {codes}")
         winner = next(log for log, code in codes.items() if code == 0)
         resumed = re.search(r"continuing from step \d+", self.output(winner))
         if not resumed:
-            raise Failed(f"{self.url}: did not go on: {self.output(winner)[-1000:]}")
-        print(f"  killed; of two starts at once one was refused, the other: {resumed[0]}")
+            raise Failed(f"{self.url}: did not resume: {self.output(winner)[-1000:]}")
+        print(
+            f"  killed; of two starts at once one was refused, and the other prints: {resumed[0]}"
+        )
 
     def _kill_after_a_checkpoint(self) -> None:
         first = self.start("first", "train.py", *self.recipe)
@@ -140,12 +142,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak.buckets", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("stores", nargs="*", metavar="STORE", help="gs, s3; both unless given")
+    parser.add_argument("stores", nargs="*", metavar="STORE", help="gs, s3; by default both")
     parser.add_argument("--steps", type=int, default=24, help="of training (24)")
     parser.add_argument("--mib", type=int, default=64, help="of a checkpoint's parameters (64)")
     args = parser.parse_args(argv)
     if wrong := [name for name in args.stores if name not in STORES]:
-        parser.error(f"{wrong[0]} is no store; gs and s3 are")
+        parser.error(f"{wrong[0]} is not a store; gs and s3 are")
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         names = [*(args.stores or STORES)]
@@ -170,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
         for key, value in results[name].items()
         if value != results["disk"][key]
     ]
-    print(f"weights {results['disk']['weights'][:12]}: " + (", ".join(different) or "all the same"))
+    print(f"weights {results['disk']['weights'][:12]}: " + (", ".join(different) or "all equal"))
     return int(bool(different))
 
 

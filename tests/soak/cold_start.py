@@ -99,7 +99,7 @@ def measure(folder: pathlib.Path, tokens: int) -> dict:
         os.environ.update(server.environment | {"LONGSTRIPE_CACHE": str(folder / "first")})
         store, counted = "gs://bucket/prepared", itertools.count(1)
         prepared = opened(array, store)
-        assert prepared.train.cache is None, "the first machine has the whole"
+        assert prepared.train.cache is None, "the first machine has all of it"
         expected = digest(Loader(prepared, CONTEXT_LENGTH, ROWS, seed=0).batch(0))
         whole = _cold(folder, "whole", array, store)
         server.store.refused = lambda *_: 503 if next(counted) % REFUSED_EVERY == 0 else None

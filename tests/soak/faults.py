@@ -91,7 +91,7 @@ class Run:
         deadline = time.monotonic() + PATIENCE
         while not condition():
             if self.launcher.poll() is not None or time.monotonic() > deadline:
-                raise Failed(f"{what} did not come: {self.output()[-2000:]}")
+                raise Failed(f"waited in vain for {what}: {self.output()[-2000:]}")
             time.sleep(0.01)
 
     def wait_for_step(self) -> None:

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
         size = (folder / "tokens.npy").stat().st_size
         seconds, cpu, most = prepare(folder, folder / "tokens.npy")
     print(
-        f"{size / 1e9:.2f} GB: {seconds:.0f} s, {cpu:.0f} s of CPU, {most:,.0f} MiB allocated at most"
+        f"{size / 1e9:.2f} GB: {seconds:.0f} s, {cpu:.0f} s of CPU, {most:,.0f} MiB allocated at peak"
     )
 
 

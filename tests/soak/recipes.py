@@ -100,12 +100,12 @@ def recipes(base: pathlib.Path) -> Case:
         if messages:
             return "refused with the field's name"
         if kind in ("typo", "twice"):
-            raise Failed(f"{kind} of {field} was taken")
+            raise Failed(f"{kind} of {field} was accepted")
         # An accepted recipe is a configuration that can be written and read again, as a run does
         # with its config.yaml.
         path.write_text(load.dump(config), encoding="utf-8")
         if _same(load.resolved(load.load(["--config", str(path)]))) != _same(load.resolved(config)):
-            raise Failed(f"{field}: written and read again it is another configuration")
+            raise Failed(f"{field}: it is another configuration after writing and reading it")
         return "loaded"
 
     return case

@@ -177,7 +177,7 @@ def records(base: pathlib.Path) -> Case:
         with refusal("records.jsonl") as messages:
             kept = list(read(Source(str(path), format=format), report))
         if messages or len(kept) < 2:
-            raise Failed(f"good records beside {line[:200]!r} were lost: {messages or len(kept)}")
+            raise Failed(f"good records next to {line[:200]!r} were lost: {messages or len(kept)}")
         source = report.sources[0]
         dropped = sum(source.dropped.values())
         if source.records != source.kept + dropped or source.kept != len(kept):

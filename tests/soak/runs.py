@@ -63,7 +63,7 @@ def runs(base: pathlib.Path) -> Case:
                 outcome = "lost or changed rows told of"
                 if name.name not in output:
                     raise Failed(
-                        f"{name} {way}: {file} lost or changed rows without a word: {len(rows)} "
+                        f"{name} {way}: {file} lost or changed rows silently: {len(rows)} "
                         f"of {len(truth)} left"
                     )
         return f"the same checkpoint, {outcome}"

@@ -128,9 +128,7 @@ def test_no_usable_data(refused, tmp_path, content, words):
         write(path, content)
     message = refused("--data.path", str(path))
     assert all(word in message for word in [str(path), *words]), message
-    assert not (tmp_path / "run").exists(), (
-        "a run that could not begin leaves its folder to the next try"
-    )
+    assert not (tmp_path / "run").exists(), "a run that could not begin leaves its folder usable"
 
 
 def test_the_intact_records_of_truncated_json_are_used(tmp_path, small_recipe, model_copy, capfd):
@@ -157,7 +155,7 @@ def test_the_intact_records_of_truncated_json_are_used(tmp_path, small_recipe, m
     assert "cut off or malformed JSON" in report
     assert report.splitlines()[-1].startswith(
         f"warning: {path}: the file is cut off in record {records} "
-    ), "last: it is seen"
+    ), "printed last, so that it is seen"
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def test_nothing_else_is_gathered(step, parameters):
     gathers = of_kind(step, "all-gather")
     assert max(collective.loops for collective in gathers) == 1
     assert {dtype for collective in gathers for dtype, _ in collective.results} == {"bf16"}, (
-        "in compute precision"
+        "in the compute dtype"
     )
     outside, others = (
         sizes(of_kind(gathers, "all-gather", loops=0)),

@@ -163,7 +163,7 @@ def test_twenty_steps_are_the_same_on_any_mesh_and_in_parts(folder, models):
     wide = dataclasses.replace(wide, train=dataclasses.replace(wide.train, accumulation=2))
     expected = trained(single)
     assert expected[-1]["loss"] < expected[0]["loss"]
-    assert max(row["kl"] for row in expected) > 0.01, "the KL term takes part"
+    assert max(row["kl"] for row in expected) > 0.01, "the KL term is not zero"
     for row, other in zip(trained(wide), expected, strict=True):
         same_number(row["loss"], other["loss"], "loss on a mesh")
         assert row == pytest.approx(other, rel=1e-5, abs=ROUNDING)
@@ -190,7 +190,9 @@ def test_pairs_are_two_labelled_completions_as_in_trl(tmp_path, models):
             objective.tokenizer.decode(ids) for ids in parts(documents[i], int(documents.chosen[i]))
         )
         word = prompt.split("Say ")[1][0]
-        assert word in completion and word not in other, "the other completion is of another prompt"
+        assert word in completion and word not in other, (
+            "the mismatched completion belongs to another prompt"
+        )
         assert ("red" in completion) == ("red" in other) == bool(documents.labels[i])
 
 

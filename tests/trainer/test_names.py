@@ -46,7 +46,7 @@ def test_schedules_match_the_registry():
     assert set(plan_search.SCHEDULES) < set(SCHEDULES)
     for name, schedule in SCHEDULES.items():
         assert schedule.__module__ == f"model.attention.schedules.{name}", (
-            "errors name a schedule's options by its file"
+            "errors name a schedule's options by its module"
         )
 
 

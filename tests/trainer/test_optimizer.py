@@ -81,7 +81,7 @@ def test_warmup_as_a_fraction_equals_warmup_in_steps(schedule):
     config = OptimizerConfig(learning_rate=PEAK, warmup_fraction=WARMUP / STEPS, schedule=schedule)
     shared = [float(learning_rate(config, STEPS, jnp.int32(step))) for step in range(STEPS)]
     np.testing.assert_array_equal(shared, rates(schedule))
-    assert config.stable_steps(STEPS) == 0, "of a longer run the warm-up is longer"
+    assert config.stable_steps(STEPS) == 0, "a longer run warms up for longer"
     with pytest.raises(
         ValueError,
         match=r"optimizer\.warmup_fraction: found 0\.1, needs to be left out with .*warmup_steps",

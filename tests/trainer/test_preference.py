@@ -323,18 +323,18 @@ def test_the_reference_is_computed_once_and_resumes_when_interrupted(
     (same_weights / "config.json").write_text(json.dumps(fields | {"rms_norm_eps": 0.5}))
     other = make_config(folder, same_weights, loss="sigmoid")
     other = dataclasses.replace(other, data=config.data)
-    assert (open_objective(other).loader.references != whole).any(), "of another config.json"
+    assert (open_objective(other).loader.references != whole).any(), "with another config.json"
     other = make_config(folder, models[1], loss="sigmoid")
     other = dataclasses.replace(other, data=config.data)
     others = open_objective(other).loader.references
-    assert (others != whole).all(), "another model's are its own"
+    assert (others != whole).all(), "another model has different ones"
     adapted = dataclasses.replace(config, adapter=AdapterConfig(rank=4))
     switched_off = open_objective(adapted).loader.references
     np.testing.assert_allclose(switched_off, whole, rtol=1e-5)
     by_path = make_config(folder, models[0], loss="sigmoid", ref_model=str(models[1]))
     by_path = dataclasses.replace(by_path, data=config.data)
     objective = open_objective(by_path)
-    assert (objective.loader.references == others).all(), "a reference by its path"
+    assert (objective.loader.references == others).all(), "a reference named by its path"
     reference = {"fingerprint": weights_fingerprint(models[1])}
     assert objective.inputs["reference"].items() >= reference.items()
     batch = objective.to_device(next(objective.batches(0)))
@@ -418,7 +418,7 @@ def test_pairs_longer_than_a_row(folder, models, tmp_path, long_pairs):
         return
     assert report.repaired == {"longer than context_length, cut at the prompt's beginning": 1}
     cut = max(range(2), key=lambda number: prepared.train.lengths[number])
-    assert prepared.train.row_lengths[cut] == LENGTH, "all of the row is used"
+    assert prepared.train.row_lengths[cut] == LENGTH, "the whole row is used"
     document, chosen = prepared.train[cut], int(prepared.train.chosen[cut])
     prompts = [
         document.tokens[part][: document.loss_mask[part].argmax()].tolist()
@@ -426,7 +426,7 @@ def test_pairs_longer_than_a_row(folder, models, tmp_path, long_pairs):
     ]
     assert prompts[0] == prompts[1] and len(prompts[0]) > 20
     longer = max(chosen, int(prepared.train.lengths[cut]) - chosen)
-    assert longest_document(prepared) == longer, "what an export may claim as its length"
+    assert longest_document(prepared) == longer, "the length that an export may claim"
 
 
 @pytest.mark.parametrize(

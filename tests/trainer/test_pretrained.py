@@ -131,7 +131,7 @@ def test_export_and_evaluation_see_the_trained_length_and_the_new_base(run, tmp_
     exported = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
     longest = longest_document(run)
     assert LENGTH > exported.max_position_embeddings == longest > OWN_LENGTH, (
-        "no length that no document had"
+        "no length beyond the longest document"
     )
     assert (
         exported.rope_parameters["rope_theta"] == THETA

@@ -451,7 +451,7 @@ def test_the_first_process_works_first_and_passes_its_result_to_the_others(as_tw
 
 def test_an_error_in_the_first_process_is_raised_in_all(as_two):
     def work(received):
-        assert received is None, "the others have nothing to work on"
+        assert received is None, "the other processes must not work"
         raise OSError("gone: no such file")
 
     first, other = as_two(lambda number: cluster.first_then_others(work, str))
@@ -679,7 +679,7 @@ def test_a_process_makes_only_what_its_devices_hold(prepared, sizes, layout):
         share = len(part.rows) * len(part.tokens)
         assert sum(x.nbytes for x in batch.values()) == 24 * share
         assert share <= 2 * rows * length // (8 // mesh.shape["tensor"]), (
-            "no more than two devices' parts"
+            "at most the parts of two devices"
         )
         for name, x in batch.items():
             together[name][np.ix_(part.rows, part.tokens)] = x

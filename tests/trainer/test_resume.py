@@ -160,7 +160,7 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_resumes_it(
     monkeypatch.setattr(FiniteSteps, "_is_finite", interrupt)
     for step, (how, number, code) in stops.items():  # noqa: B007 - `interrupt` reads them
         assert train.main(command) == code
-        assert time.monotonic() - arrived[-1] < 5, "the time of a step and of saving it"
+        assert time.monotonic() - arrived[-1] < 5, "as long as a step and its save take"
         assert (
             f"{how}: saved {run / 'checkpoints' / str(step)}; the same command resumes the run"
             in capfd.readouterr().err

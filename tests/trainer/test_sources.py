@@ -60,7 +60,7 @@ def test_each_sources_loss_is_the_mean_over_its_own_targets():
     means, total = by_hand()
     by_source = dict(zip(NAMES, map(float, metrics.loss_by_source), strict=True))
     assert abs(means["chats"] / means["books"] - 1) > 1e-3, (
-        "else one mean would serve for the other"
+        "otherwise one mean could pass for the other"
     )
     for loss in (metrics.loss, evaluated.total / evaluated.weight):
         within(abs(float(loss) / total - 1), 1e-5, "loss")
@@ -109,4 +109,6 @@ def test_sources_are_named_after_their_files():
         "train_2",
         "train_3",
     )
-    assert names("chats.json", held_out="more.json") == (), "one source has the loss of all"
+    assert names("chats.json", held_out="more.json") == (), (
+        "a single source's loss is the overall loss"
+    )

@@ -231,7 +231,7 @@ def test_frozen_parameters_have_neither_moments_nor_gradients():
     assert abs(float(metrics.grad_norm) / norm - 1) <= 1e-5
     sent = [collectives(step.as_text())["reduce-scatter"] for _, _, step in (everything, some)]
     assert sent == [len(some[0].parameters), len(names)] == [12, 4], (
-        "one for each gradient, the layers' in a scan"
+        "one per gradient, the layers' in a scan"
     )
 
 
@@ -357,7 +357,7 @@ SMOLLM = tiny(family="smollm3", num_hidden_layers=4, no_rope_layers=(1, 0, 1, 0)
         (SMOLLM, {"remat": "offload_every_k", "every_k": 2}),
     ],
     ids=[
-        "a layer left over",
+        "a remaining layer",
         "activations too",
         "groups of heads",
         "query chunks",
@@ -413,7 +413,7 @@ def test_a_non_finite_step(skip, on_host):
     if skip:
         assert all(unchanged) and not any(x.any() for x in moments)
         assert {int(x) for x in jax.tree.leaves(state) if not x.ndim} == {1}, (
-            "the counters, and the rate, go on"
+            "the counters and the learning rate advance"
         )
         _, after, _, _ = one_step(*run, batch)
         assert not any(

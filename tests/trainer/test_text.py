@@ -42,7 +42,7 @@ def test_a_held_out_set_is_never_silently_empty(opened, small_recipe, tmp_path, 
         "warning: there is no held-out loss: data.held_out_fraction 1e-09 of "
         in capsys.readouterr().err
     )
-    assert not opened(*flags, "--data.held_out_fraction", "0").has_held_out, "as asked for"
+    assert not opened(*flags, "--data.held_out_fraction", "0").has_held_out, "as requested"
     assert "warning" not in capsys.readouterr().err
     assert opened().has_held_out
     assert "warning" not in capsys.readouterr().err
@@ -122,5 +122,5 @@ def test_documents_beyond_the_trained_length_are_reported(opened, pretrained, tm
         '{"rope_theta": 50000.0}',
     )
     assert "trained for" not in capsys.readouterr().err, (
-        "a recipe that chooses the base has seen to the length"
+        "a recipe that sets the RoPE base has chosen the length"
     )

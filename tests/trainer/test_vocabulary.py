@@ -86,7 +86,7 @@ def test_padded_in_memory_and_cut_at_export(tmp_path, folder):
     )
 
 
-@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "as earlier releases"])
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "as in earlier releases"])
 def test_restored_on_a_mesh_that_needs_other_padding(tmp_path, folder, recorded):
     source = open_model(str(folder))
     copy_assets(folder, tmp_path / "assets")

@@ -66,8 +66,10 @@ def test_every_cell_is_trained_after_the_one_it_starts_from(commands_run, stored
     assert exploration.main(options) == 0
     runs = trained(commands_run)
     names = list(runs)
-    assert len(names) == 2 * (5 + 1 + 2 * (3 + 1) + 5 + 1), "with those of one episode in a context"
-    assert "64 cells are left" in capsys.readouterr().out, "of four bodies' tasks two are there"
+    assert len(names) == 2 * (5 + 1 + 2 * (3 + 1) + 5 + 1), (
+        "including the runs with one episode per context"
+    )
+    assert "64 cells are left" in capsys.readouterr().out, "data for two of the four domains exist"
     start, long = (f"cartpole_swingup/ours_at__n___{n}_seed_0" for n in (4, 32))
     assert names.index(start) < names.index(long)
     config = load(runs[long])
@@ -84,7 +86,9 @@ def test_every_cell_is_trained_after_the_one_it_starts_from(commands_run, stored
     commands_run.clear()
     assert exploration.main(options) == 0 and not commands_run, "finished cells are skipped"
     lines = stored().tables[CELLS]["rows"]
-    assert len(lines) == 2 * (5 + 2 * 3 + 5 + 1), "the paper's N = 4 is asked for two returns"
+    assert len(lines) == 2 * (5 + 2 * 3 + 5 + 1), (
+        "the paper's N = 4 is evaluated at two target returns"
+    )
 
 
 def test_only_the_failed_evaluation_is_retried(commands_run, stored, tmp_path, monkeypatch):

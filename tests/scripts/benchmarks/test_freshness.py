@@ -42,7 +42,7 @@ CHANGED = {
     "an operator": (b"values - weights", b"values + weights"),
     "the order of arguments": (b"values - weights", b"weights - values"),
     "a number": (b"SCALE = 2", b"SCALE = 3"),
-    "a word that decides": (b'"mean"', b'"total"'),
+    "a keyword": (b'"mean"', b'"total"'),
     "a condition": (b"if not len", b"if len"),
 }
 

@@ -87,5 +87,5 @@ def has_cuda_compiler() -> bool:
 @pytest.mark.slow
 def test_no_kernel_has_become_worse():
     if not has_cuda_compiler():
-        pytest.skip("the pinned CUDA compiler is not installed; make evidence brings it")
+        pytest.skip("the pinned CUDA compiler is not installed; make evidence installs it")
     assert kernel_registers.main(["--check"]) == 0

@@ -59,7 +59,7 @@ def test_only_measurements_of_changed_files_run_again(workspace, tmp_path, capfd
     assert bench.main(["--output", "out"]) == 0
     assert load("size").depends_on != first.depends_on
     assert bench.main(["--only", "size", "--output", "out"]) == 0, (
-        "named: measured though it is fresh"
+        "requested by name: measured although it is fresh"
     )
     assert "$ python -c" in capfd.readouterr().out
 

@@ -45,7 +45,7 @@ def test_a_run_is_killed_after_each_step_and_then_ends(tmp_path):
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 18
     assert (run / "starts").read_text() == "xxx"
     train_killed(words, run)
-    assert (run / "starts").read_text() == "xxxx", "kills that were done are not repeated"
+    assert (run / "starts").read_text() == "xxxx", "finished kills are not repeated"
 
 
 def test_metrics_except_times_are_compared_bitwise(tmp_path):

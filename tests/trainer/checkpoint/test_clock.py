@@ -19,7 +19,7 @@ class Service:
         self.calls += 1
 
     def key_value_dir_get(self, folder):
-        assert folder.endswith("/"), "step 1's folder would be the beginning of step 10's"
+        assert folder.endswith("/"), "step 1's folder would be a prefix of step 10's"
         self.calls += 1
         return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
 

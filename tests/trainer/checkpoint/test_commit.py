@@ -45,7 +45,7 @@ def test_checkpoints_are_saved_and_restored_and_the_oldest_removed(server, store
     for step in (1, 2, 3):
         save(store, step)
     assert CheckpointStore(store.url).steps() == [2, 3] and store.latest_good() == 3
-    assert not [name for name in server.store.names() if "/1/" in name], "nothing is left of it"
+    assert not [name for name in server.store.names() if "/1/" in name], "all of it is removed"
     abstract = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
     restored = store.restore(3, abstract, {"mu": abstract})
     assert restored.step == 3 and restored.data == {"step": 3}

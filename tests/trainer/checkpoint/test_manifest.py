@@ -79,7 +79,7 @@ def test_damage_is_named_when_the_file_is_read(folder, name, damage):
             verify(folder, share=(share, 3))
         except DamagedError:
             raised.append(share)
-    assert raised == [sorted(CONTENTS).index(name) % 3], "each file is one process's"
+    assert raised == [sorted(CONTENTS).index(name) % 3], "each file belongs to one process"
     item = name.split("/")[0]
     with pytest.raises(DamagedError):
         verify(folder, items=[item])

@@ -262,7 +262,7 @@ def test_damaged_by_path_and_all_damaged(run, capsys):
         restore(run / "checkpoints/10", abstract(placed((2, 4), values())))
     with pytest.raises(ValueError, match="every checkpoint is damaged"):
         CheckpointStore(run).latest_good()
-    assert capsys.readouterr().err == "", "there is none that would be used"
+    assert capsys.readouterr().err == "", "there is no other checkpoint to use"
     restore_model(run / "checkpoints/10")  # files that are not read may be damaged
 
 

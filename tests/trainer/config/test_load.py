@@ -666,7 +666,7 @@ def test_every_recipe_loads_and_opens_with_its_command(repository):
         head = recipe.read_text().split("\n\n")[0]
         assert recipe.relative_to(repository).as_posix() in head
         for word in ("Command", "Hardware", "Time", "Result"):
-            assert f"# {word}" in head, f"{recipe.name} does not tell its {word}"
+            assert f"# {word}" in head, f"{recipe.name} does not state its {word}"
 
 
 NINE = [f"  x{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 12)]

@@ -148,7 +148,9 @@ def test_unsupported_targets_are_named_within_a_second(tmp_path, value, words):
         ValueError, match=rf"^{tmp_path / CONFIG}: (target_modules|adapter.targets): .*{words}"
     ):
         read_config(tmp_path)
-    assert time.monotonic() - start < 30, "for ever, without a limit; one second is asked for"
+    assert time.monotonic() - start < 30, (
+        "without the limit of one second the match would never end"
+    )
 
 
 @pytest.mark.parametrize("text", ["[]", "1", "", "{", "\xff", "[" * 100_000])

@@ -252,7 +252,7 @@ def test_unused_rope_fields_survive_unless_rope_changes():
     written, left_out = described(config, source)
     assert written["rope_scaling"] == YARN and left_out == []
     assert written["rope_parameters"]["attn_factor"] == YARN["attn_factor"], (
-        "programs read one of the two"
+        "programs read either of the two"
     )
     longer = config.with_positions(
         rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}

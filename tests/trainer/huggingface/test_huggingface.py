@@ -143,7 +143,7 @@ def test_sharded_index_is_read_and_written(tmp_path):
     for file in sorted((tmp_path / "out").glob("*.safetensors")):
         held = [tensor.nbytes for tensor in load_file(file).values()]
         assert sum(held) <= 8000 or len(held) == 1, (
-            "a file is larger than was asked for, though no tensor of it is"
+            "a shard exceeds the limit although none of its tensors does"
         )
         sizes.append(sum(held))
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())

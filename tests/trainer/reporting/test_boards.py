@@ -143,7 +143,7 @@ def test_wandb_receives_what_the_files_hold(watched_run, monkeypatch):
     WeightsAndBiases(folder, "project", "name", {})
     assert (
         first.told["id"] == again.runs[0].told["id"] and again.runs[0].told["resume"] == "allow"
-    ), "one run there, too"
+    ), "one run on W&B too"
     assert first.told["project"] == "project" and first.told["config"]["train"]["steps"] == 3
     assert first.told["dir"] == str(folder) and first.metrics == [("*", "step")]
     assert first.finished

@@ -103,7 +103,7 @@ def test_only_data_that_arrive_after_the_step_count_as_wait(computed, waited):
         clock.tick(2)
     ended.set_result(computed)
     assert meter.read(1)["data_wait_seconds"] == waited
-    assert meter.read(2)["data_wait_seconds"] == 0, "of the steps since the line before"
+    assert meter.read(2)["data_wait_seconds"] == 0, "for the steps since the previous line"
 
 
 def test_a_step_ends_when_its_arrays_are_ready():

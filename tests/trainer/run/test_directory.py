@@ -23,7 +23,7 @@ def test_logs_are_cut_back_to_the_step(run):
     assert run.held_out.read_text() == "\n".join(lines[:3]) + "\n"
     run.cut_back(3, evaluated=False)
     assert run.held_out.read_text() == "\n".join(lines[:2]) + "\n", (
-        "that of step 3 is measured again"
+        "the evaluation of step 3 is repeated"
     )
     run.cut_back(0)
     assert run.metrics.read_text() == run.held_out.read_text() == ""

@@ -54,4 +54,4 @@ def test_lost_or_changed_lines_are_reported(tmp_path, capfd, content, left, word
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith(f"warning: {path}: {words}")
     cut_back(path, 4)
-    assert capfd.readouterr().err == "", "where a checkpoint says nothing of logs"
+    assert capfd.readouterr().err == "", "for a checkpoint without a record of logs"

@@ -50,7 +50,7 @@ def test_logs_are_appended_and_other_files_replaced(gcs, mirror, tmp_path):
         "run/metrics.jsonl/000000-000000000000000",
         f"run/metrics.jsonl/000000-{2 * len(line(1)):015}",
     ]
-    assert gcs.store.objects["bucket", parts[1]][0] == line(3).encode(), "the new line alone"
+    assert gcs.store.objects["bucket", parts[1]][0] == line(3).encode(), "only the new line"
     folder = elsewhere(tmp_path).folder
     assert (folder / "metrics.jsonl").read_text() == line(1) + line(2) + line(3)
     assert (folder / "config.yaml").read_text() == "another"

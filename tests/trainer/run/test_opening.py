@@ -89,7 +89,7 @@ def test_the_same_run_resumes_on_any_hardware(config):
     )
     assert open_run(elsewhere) == run
     assert identity(elsewhere) == identity(config)
-    assert "query_tile: 8" in run.config.read_text(), "config.yaml tells how it was last run"
+    assert "query_tile: 8" in run.config.read_text(), "config.yaml records how it was last run"
 
 
 @pytest.mark.parametrize(

@@ -79,11 +79,11 @@ def connector_error(number):
 CAUSES = {
     "a field of the recipe": (UserError("train.steps: found -1"), WRONG_INPUT),
     "a value": (ValueError("mesh: found 9"), WRONG_INPUT),
-    "a file that is not there": (system_error(errno.ENOENT, "x.json"), WRONG_INPUT),
-    "a folder that may not be written": (system_error(errno.EACCES, "runs"), WRONG_INPUT),
+    "a missing file": (system_error(errno.ENOENT, "x.json"), WRONG_INPUT),
+    "a folder without write permission": (system_error(errno.EACCES, "runs"), WRONG_INPUT),
     "a read-only file system": (system_error(errno.EROFS, "runs"), WRONG_INPUT),
     "a limit on the size of files": (system_error(errno.EFBIG), WRONG_INPUT),
-    "a reader that closed its end": (system_error(errno.EPIPE), WRONG_INPUT),
+    "a reader that closed its pipe": (system_error(errno.EPIPE), WRONG_INPUT),
     "a damaged checkpoint": (DamagedError("5: model/x is missing"), WRONG_INPUT),
     "a server without the file": (
         urllib.error.HTTPError("http://x", 404, "Not Found", {}, io.BytesIO()),
@@ -98,10 +98,10 @@ CAUSES = {
         JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes."),
         WRONG_INPUT,
     ),
-    "a mistake of ours": (KeyError("x"), UNEXPECTED),
-    "a mistake of ours in JAX": (RuntimeError("INVALID_ARGUMENT: shapes"), UNEXPECTED),
+    "a bug of ours": (KeyError("x"), UNEXPECTED),
+    "a bug of ours in JAX": (RuntimeError("INVALID_ARGUMENT: shapes"), UNEXPECTED),
     "a mount that fails": (system_error(errno.EIO, "runs/a"), TRY_AGAIN),
-    "a mount that was exchanged": (system_error(errno.ESTALE, "runs/a"), TRY_AGAIN),
+    "a mount that was replaced": (system_error(errno.ESTALE, "runs/a"), TRY_AGAIN),
     "a mount that does not answer": (system_error(errno.ETIMEDOUT, "runs/a"), TRY_AGAIN),
     "a full disk": (system_error(errno.ENOSPC, "runs/a"), TRY_AGAIN),
     "a quota": (system_error(errno.EDQUOT, "runs/a"), TRY_AGAIN),
@@ -116,12 +116,12 @@ CAUSES = {
         ValueError("INTERNAL: Failed reading: \"x\": Input/output error [os_error_code='5']"),
         TRY_AGAIN,
     ),
-    "a store that is not there for a moment": (ValueError("UNAVAILABLE: HTTP 503"), TRY_AGAIN),
+    "a temporarily absent store": (ValueError("UNAVAILABLE: HTTP 503"), TRY_AGAIN),
     "a failed save": (
         raised_for(OSError("saving checkpoint 5 failed"), system_error(errno.EIO)),
         TRY_AGAIN,
     ),
-    "a message of ours for a mount": (
+    "our message about a mount": (
         raised_for(UserError("runs: cannot write there"), system_error(errno.ESTALE), hidden=True),
         TRY_AGAIN,
     ),
@@ -149,7 +149,7 @@ CAUSES = {
         TRY_AGAIN,
     ),
     "a name server that is down, by aiohttp": (connector_error(socket.EAI_AGAIN), TRY_AGAIN),
-    "a certificate that does not hold": (
+    "an invalid certificate": (
         library_error("ClientConnectorCertificateError", "ClientConnectorError"),
         WRONG_INPUT,
     ),
@@ -158,46 +158,46 @@ CAUSES = {
         raised_for(ConnectionError("SSL"), ssl.SSLCertVerificationError(1, "self-signed")),
         WRONG_INPUT,
     ),
-    "an answer that breaks off, by aiohttp": (library_error("ClientPayloadError"), TRY_AGAIN),
-    "an answer that breaks off, by http.client": (http.client.IncompleteRead(b""), TRY_AGAIN),
-    "an answer that breaks off, by requests": (
+    "a truncated answer, by aiohttp": (library_error("ClientPayloadError"), TRY_AGAIN),
+    "a truncated answer, by http.client": (http.client.IncompleteRead(b""), TRY_AGAIN),
+    "a truncated answer, by requests": (
         library_error("ChunkedEncodingError", "RequestException"),
         TRY_AGAIN,
     ),
-    "an answer that breaks off, by httpx": (
+    "a truncated answer, by httpx": (
         library_error("RemoteProtocolError", "ProtocolError", "TransportError"),
         TRY_AGAIN,
     ),
-    "an address that is none, by httpx": (
+    "an invalid address, by httpx": (
         library_error("UnsupportedProtocol", "TransportError"),
         WRONG_INPUT,
     ),
-    "an answer that breaks off, by botocore": (
+    "a truncated answer, by botocore": (
         library_error("ResponseStreamingError", "HTTPClientError"),
         TRY_AGAIN,
     ),
-    "another content than was sent, by gcsfs": (library_error("ChecksumError"), TRY_AGAIN),
+    "a checksum mismatch, by gcsfs": (library_error("ChecksumError"), TRY_AGAIN),
     "a busy store, by gcsfs": (library_error("HttpError", code="503"), TRY_AGAIN),
-    "no right to the bucket, by gcsfs": (library_error("HttpError", code=403), WRONG_INPUT),
+    "no access to the bucket, by gcsfs": (library_error("HttpError", code=403), WRONG_INPUT),
     "a busy store, by botocore": (
         library_error("ClientError", response={"ResponseMetadata": {"HTTPStatusCode": 503}}),
         TRY_AGAIN,
     ),
-    "no right to the bucket, by botocore": (
+    "no access to the bucket, by botocore": (
         library_error("ClientError", response={"ResponseMetadata": {"HTTPStatusCode": 403}}),
         WRONG_INPUT,
     ),
     "a metadata server that does not answer": (library_error("TransportError"), TRY_AGAIN),
-    "a token that cannot be had for a moment": (
+    "a temporarily unavailable token": (
         library_error("RefreshError", retryable=True),
         TRY_AGAIN,
     ),
     "a login that has expired": (library_error("RefreshError", retryable=False), WRONG_INPUT),
     "a lock server that restarts": (system_error(errno.ENOLCK, "runs/a"), TRY_AGAIN),
-    "too many files of all programs": (system_error(errno.ENFILE, "runs/a"), TRY_AGAIN),
-    "too many files of one's own": (system_error(errno.EMFILE, "runs/a"), WRONG_INPUT),
-    "a call that its peer has left": (ValueError("CANCELLED: peer"), TRY_AGAIN),
-    "what another start may pass": (TransientError("process 0 was not reached"), TRY_AGAIN),
+    "too many open files in the system": (system_error(errno.ENFILE, "runs/a"), TRY_AGAIN),
+    "too many open files in the process": (system_error(errno.EMFILE, "runs/a"), WRONG_INPUT),
+    "a call that its peer cancelled": (ValueError("CANCELLED: peer"), TRY_AGAIN),
+    "our own transient error": (TransientError("process 0 was not reached"), TRY_AGAIN),
     "Ctrl-C": (KeyboardInterrupt(), 130),
     "Ctrl-C in a library": (
         raised_for(ImportError("initialization failed"), KeyboardInterrupt()),

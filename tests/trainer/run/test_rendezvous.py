@@ -144,17 +144,17 @@ STRAYS = {
     "bytes": b"\x00\xff" * 6000,
     "nested": b"[" * 9990 + b"\n",
     "a list as a number": b'{"process":[1],"of":2}\n',
-    "a number that there is not": b'{"process":77,"of":2}\n',
-    "a truth value": b'{"process":true,"of":2}\n',
-    "no whole number": b'{"process":1.0,"of":2}\n',
+    "a number out of range": b'{"process":77,"of":2}\n',
+    "a boolean": b'{"process":true,"of":2}\n',
+    "a fraction": b'{"process":1.0,"of":2}\n',
     "zero": b'{"process":0,"of":2}\n',
-    "less than zero": b'{"process":-1,"of":2}\n',
+    "a negative number": b'{"process":-1,"of":2}\n',
     "escape sequences": b'{"process":"\\u001b[31mx\\u001b]0;t\\u0007","of":9}\n',
     "a huge number": b'{"process":' + b"9" * 6000 + b',"of":2}\n',
     "nothing": b"",
     "two lines at once": b'{"process":1,"of":2}\n' + b"0" * 64 + b"\n",
-    "a process's own line, and no proof": b'{"process":1,"of":2}\n',
-    "the line of a process that was started otherwise": b'{"process":1,"of":9}\n',
+    "a process's own line without a proof": b'{"process":1,"of":2}\n',
+    "the line of a process with other settings": b'{"process":1,"of":9}\n',
 }
 
 
