@@ -19,6 +19,11 @@ XLA_FLAGS = ""  # for the processes that `start` starts; set by conftest
 
 # The kernel that compiles fastest.
 DENSE = ("--attention.kernel", "reference")
+# One device with it, for tests in which the mesh does not matter: the recipe's compiles for longer.
+ONE_DEVICE = (
+    *("--mesh.fsdp", "1", "--mesh.tensor", "1", "--mesh.sequence", "1", "--mesh.simulate", "1"),
+    *DENSE,
+)
 
 
 def recipe(

@@ -2,6 +2,7 @@
 mirror the tree."""
 
 import ast
+import functools
 import subprocess
 from pathlib import Path
 
@@ -67,6 +68,7 @@ ONE_HOME = {
 }
 
 
+@functools.cache
 def tracked(pattern: str) -> list[Path]:
     """Returns the repository's files that match a git pattern, tracked or new, without deleted
     ones."""
@@ -104,6 +106,7 @@ def package_of(module: str) -> str | None:
     return max(packages, key=len, default=None)
 
 
+@functools.cache
 def imported_modules(path: Path) -> set[str]:
     """Returns the dotted names that a file imports, at any depth of its code; relative names are
     resolved."""

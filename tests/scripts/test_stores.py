@@ -77,8 +77,7 @@ def test_every_option_accepts_or_refuses_stores(command, tmp_path, monkeypatch, 
     assert not list(tmp_path.iterdir())
 
 
-def test_other_commands_have_no_path():
-    """Those left out above by name."""
+def test_the_excluded_commands_exist():
     assert set(COMMANDS) | {"scripts.quickstart"} >= OTHERS
 
 

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import train
 from scripts import export_hf, import_hf
+from tests import small_run
 
 
 @pytest.fixture
@@ -51,7 +52,10 @@ def test_a_non_finite_loss_names_step_and_records(refused, small_recipe, tmp_pat
     """A learning rate of 1e38 ruins the parameters at step 1; step 2 reports it, and nothing of it
     is saved or logged. The command that the message proposes continues in the same folder, but the
     loss of every later step is not finite either."""
-    flags = ("--optimizer.learning_rate", "1e38", "--logging.console", "false")
+    flags = (
+        *("--optimizer.learning_rate", "1e38", "--logging.console", "false"),
+        *small_run.ONE_DEVICE,
+    )
     message = refused(*flags)
     assert "step 2: loss_nats_per_target is nan" in message and "--train.non_finite skip" in message
     records = message.split("its records are ")[1].split(";")[0].split(", ")

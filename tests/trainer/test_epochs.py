@@ -54,6 +54,7 @@ def test_a_run_of_epochs_equals_the_run_of_its_steps_and_resumes(small_recipe, t
         "0",
         "--optimizer.schedule",
         "constant",
+        *small_run.ONE_DEVICE,
     ]
     assert train.main([*words, "--train.epochs", "0.1"]) == 0
     first = small_run.rows(run / "metrics.jsonl")

@@ -10,7 +10,7 @@ HOST = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize(
-    ("own", "files", "limit"),
+    ("cgroup", "files", "limit"),
     [
         ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": "1000000"}, 1000000),
         ("0::/job/step\n", {"job/step/memory.max": "500", "job/memory.max": "1000000"}, 500),

@@ -295,7 +295,8 @@ def test_an_empty_slot_gives_finite_numbers_and_no_gradient():
 def test_the_reference_is_computed_once_and_resumes_when_interrupted(
     folder, models, monkeypatch, tmp_path
 ):
-    config = make_config(folder, models[0], loss="sigmoid")
+    one_device = MeshConfig()
+    config = make_config(folder, models[0], one_device, loss="sigmoid")
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, prepared=str(tmp_path))
     )
@@ -321,17 +322,17 @@ def test_the_reference_is_computed_once_and_resumes_when_interrupted(
     same_weights = shutil.copytree(models[0], tmp_path / "model")
     fields = json.loads((same_weights / "config.json").read_text())
     (same_weights / "config.json").write_text(json.dumps(fields | {"rms_norm_eps": 0.5}))
-    other = make_config(folder, same_weights, loss="sigmoid")
+    other = make_config(folder, same_weights, one_device, loss="sigmoid")
     other = dataclasses.replace(other, data=config.data)
     assert (open_objective(other).loader.references != whole).any(), "with another config.json"
-    other = make_config(folder, models[1], loss="sigmoid")
+    other = make_config(folder, models[1], one_device, loss="sigmoid")
     other = dataclasses.replace(other, data=config.data)
     others = open_objective(other).loader.references
     assert (others != whole).all(), "another model has different ones"
     adapted = dataclasses.replace(config, adapter=AdapterConfig(rank=4))
     switched_off = open_objective(adapted).loader.references
     np.testing.assert_allclose(switched_off, whole, rtol=1e-5)
-    by_path = make_config(folder, models[0], loss="sigmoid", ref_model=str(models[1]))
+    by_path = make_config(folder, models[0], one_device, loss="sigmoid", ref_model=str(models[1]))
     by_path = dataclasses.replace(by_path, data=config.data)
     objective = open_objective(by_path)
     assert (objective.loader.references == others).all(), "a reference named by its path"

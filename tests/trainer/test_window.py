@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import model.decode
+import train
 from eval import line_retrieval
 from model.attention import Mask
 from scripts import export_hf
@@ -28,7 +29,8 @@ def run(tmp_path_factory, repository):
     written["attention"] |= {"window": MASK.window, "global_tokens": MASK.global_tokens}
     written["train"] = {"steps": 3, "batch_size": 2}
     recipe.write_text(yaml.safe_dump(written, sort_keys=False), encoding="utf-8")
-    small_run.finish(small_run.start(repository, recipe, folder / "run"), folder / "run")
+    command = ["--config", str(recipe), "--run_dir", str(folder / "run"), *small_run.DENSE]
+    assert train.main(command) == 0
     return folder / "run"
 
 

@@ -26,7 +26,7 @@ def test_an_untouched_log_is_cut_silently(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("content", "left", "told"),
+    ("content", "left", "words"),
     [
         (LINES[:2], 2, "4 lines had been written up to step 4, and 2 are left"),
         (LINES[1:], 3, "4 lines had been written up to step 4, and 3 are left"),
