@@ -11,7 +11,7 @@ UNLISTED = pytest.StashKey[list[str]]()
 def pytest_addoption(parser):
     """Adds the flag."""
     parser.addoption(
-        "--skips", metavar="FILE", help="fail where a test is skipped that is not in this list"
+        "--skips", metavar="FILE", help="fail if a test is skipped that this list does not name"
     )
 
 

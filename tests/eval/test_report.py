@@ -487,7 +487,9 @@ def places(value, path=()):
         yield from places(part, (*path, key))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
+)
 def test_any_value_anywhere_in_a_runs_files(runs, capsys, seed):
     """The report is made, or one line names the file; no value becomes markup, there or in a model
     card."""

@@ -230,11 +230,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "name", nargs="?", metavar="CLASS", choices=CLASSES, help=", ".join(CLASSES)
     )
-    parser.add_argument("--cases", type=int, help="number of cases; all of the class unless given")
+    parser.add_argument("--cases", type=int, help="number of cases; by default all of the class")
     parser.add_argument(
         "--seed", type=int, default=0, help="the first case's seed; the others follow"
     )
-    parser.add_argument("--record", action="store_true", help="write the table of what was tried")
+    parser.add_argument("--record", action="store_true", help="write the table of results")
     args = parser.parse_args(argv)
     if args.record:
         from tests.soak.table import record

@@ -143,8 +143,10 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m tests.soak.buckets", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     parser.add_argument("stores", nargs="*", metavar="STORE", help="gs, s3; by default both")
-    parser.add_argument("--steps", type=int, default=24, help="of training (24)")
-    parser.add_argument("--mib", type=int, default=64, help="of a checkpoint's parameters (64)")
+    parser.add_argument("--steps", type=int, default=24, help="training steps (24)")
+    parser.add_argument(
+        "--mib", type=int, default=64, help="size of a checkpoint's parameters (64)"
+    )
     args = parser.parse_args(argv)
     if wrong := [name for name in args.stores if name not in STORES]:
         parser.error(f"{wrong[0]} is not a store; gs and s3 are")

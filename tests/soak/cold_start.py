@@ -159,7 +159,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__.splitlines()[0],
         allow_abbrev=False,
     )
-    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"in the store ({TOKENS:,})")
+    parser.add_argument(
+        "--tokens", type=int, default=TOKENS, help=f"tokens in the store ({TOKENS:,})"
+    )
     parser.add_argument("--open", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.open:

@@ -287,9 +287,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak.faults", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("--out", type=pathlib.Path, help="a new folder that is kept, with the logs")
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="of the run (8)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of the run ({STEPS})")
+    parser.add_argument("--out", type=pathlib.Path, help="a new folder for the logs, which is kept")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="processes of the run (8)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of the run ({STEPS})")
     args = parser.parse_args(argv)
     with contextlib.ExitStack() as stack:
         if args.out:

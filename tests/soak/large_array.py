@@ -61,7 +61,9 @@ def prepare(folder: pathlib.Path, array: pathlib.Path) -> tuple[float, float, fl
 def main(argv: list[str] | None = None) -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak.large_array", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the array (400 million)")
+    parser.add_argument(
+        "--tokens", type=int, default=TOKENS, help="tokens in the array (400 million)"
+    )
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)

@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m tests.soak", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"out of {', '.join(EVERY)}; all unless given"
+        "parts", nargs="*", metavar="PART", help=f"out of {', '.join(EVERY)}; by default all"
     )
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

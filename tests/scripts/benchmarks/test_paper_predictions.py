@@ -53,7 +53,7 @@ def test_no_gain_when_a_block_is_one_tile_wide():
 
 
 @pytest.mark.parametrize("name", paper_rows.RING_FIGURE_5_HIDDEN)
-@pytest.mark.parametrize("longer", [2, 32, 256, 25600])
+@pytest.mark.parametrize("longer", [2, 25600])
 def test_ring_attention_figure_5_matches_its_closed_form(name, longer):
     six = 6 * paper_rows.RING_FIGURE_5_HIDDEN[name]
     assert flops_ratio(name, longer) == pytest.approx(
