@@ -31,7 +31,7 @@ ATTENTION = "tests/model/attention/test_all_pairs.py"
 MESHES = "tests/trainer/test_same_everywhere.py"
 KERNELS = "tests/model/attention/kernels"
 MOST_MEMORY = 4 << 30  # resident bytes after a test, above which a part continues in a new process
-GOES_ON = 75  # the exit code that means so
+UNFINISHED = 75  # the exit code that means so
 
 
 class Part(NamedTuple):
@@ -79,7 +79,7 @@ class Resume:
     records those that pass, and stops once the process has grown too large.
 
     Attributes:
-      goes_on: whether it stopped for that reason, so that a new process should run the rest.
+      unfinished: whether it stopped for that reason, so that a new process should run the rest.
     """
 
     def __init__(self, record: pathlib.Path, share: str, code: str):
@@ -87,7 +87,7 @@ class Resume:
         self.number, self.shares = map(int, share.split("/"))
         lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
         self.passed = set(lines[1:]) if lines[:1] == [code] else set()
-        self.goes_on = False
+        self.unfinished = False
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
@@ -113,7 +113,7 @@ class Resume:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self, item, nextitem):
         if nextitem is not None and resident_bytes() > MOST_MEMORY:
-            self.goes_on = True
+            self.unfinished = True
             item.session.shouldstop = (
                 f"{resident_bytes() / 2**30:.1f} GiB are resident: going on in a new process"
             )
@@ -140,7 +140,7 @@ def run_part(part: str) -> int:
     """Runs a part in this process; returns the exit code of pytest (0 also if nothing was left to
     run), or of the attacks or the drill.
 
-    Returns GOES_ON if a new process should run the rest: only once another test has passed, since
+    Returns UNFINISHED if a new process should run the rest: only once another test has passed, since
     otherwise the process could grow too large on a failing test forever.
     """
     if part in ATTACKS:
@@ -151,10 +151,10 @@ def run_part(part: str) -> int:
     arguments = [*paths, "-m", "slow", *(f"--ignore={path}" for path in ignored)]
     resume = Resume(RECORDS / f"{part}.passed", share, code_hash(pathspecs))
     code = pytest.main(arguments, plugins=[resume])
-    if resume.goes_on and len(resume.record.read_text(encoding="utf-8").splitlines()) > 1 + len(
+    if resume.unfinished and len(resume.record.read_text(encoding="utf-8").splitlines()) > 1 + len(
         resume.passed
     ):
-        return GOES_ON
+        return UNFINISHED
     return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else int(code)
 
 
@@ -178,8 +178,8 @@ def main(argv: list[str] | None = None) -> int:
         # With the compiler's default flags, under which two programs agree bitwise wherever they do
         # for users.
         command = [sys.executable, "-m", "tests.soak", "--in-process", part]
-        code = GOES_ON
-        while code == GOES_ON:
+        code = UNFINISHED
+        while code == UNFINISHED:
             code = subprocess.run(
                 command, cwd=ROOT, check=False, env={"XLA_FLAGS": "", **os.environ}
             ).returncode

@@ -412,7 +412,7 @@ def test_a_process_that_trains_alone_in_a_cluster_says_so(name, value, warned, m
 
 
 @pytest.fixture
-def as_two(monkeypatch):
+def two_processes(monkeypatch):
     """Calls a function with 0 and 1 in two threads that act as two processes, joined by JAX's own
     service; returns their futures."""
     thread, address = threading.local(), f"127.0.0.1:{launch_local.free_port()}"
@@ -437,7 +437,7 @@ def as_two(monkeypatch):
     service.shutdown()
 
 
-def test_the_first_process_works_first_and_passes_its_result_to_the_others(as_two):
+def test_the_first_process_works_first_and_passes_its_result_to_the_others(two_processes):
     done = []
 
     def work(received):
@@ -445,49 +445,55 @@ def test_the_first_process_works_first_and_passes_its_result_to_the_others(as_tw
         done.append(received)
         return len(done)
 
-    futures = as_two(lambda number: cluster.first_then_others(work, lambda made: f"made {made}"))
+    futures = two_processes(
+        lambda number: cluster.first_then_others(work, lambda made: f"made {made}")
+    )
     assert [future.result() for future in futures] == [1, 2] and done == [None, "made 1"]
 
 
-def test_an_error_in_the_first_process_is_raised_in_all(as_two):
+def test_an_error_in_the_first_process_is_raised_in_all(two_processes):
     def work(received):
         assert received is None, "the other processes must not work"
         raise OSError("gone: no such file")
 
-    first, other = as_two(lambda number: cluster.first_then_others(work, str))
+    first, other = two_processes(lambda number: cluster.first_then_others(work, str))
     with pytest.raises(OSError, match="gone: no such file"):
         first.result()
     with pytest.raises(UserError, match="gone: no such file"):
         other.result()
 
 
-def test_an_error_in_another_process_is_raised_in_all(as_two):
+def test_an_error_in_another_process_is_raised_in_all(two_processes):
     def work(received):
         if received:
             raise OSError(f"{received}: not here")
 
-    first, other = as_two(lambda number: cluster.first_then_others(work, lambda made: "a folder"))
+    first, other = two_processes(
+        lambda number: cluster.first_then_others(work, lambda made: "a folder")
+    )
     with pytest.raises(UserError, match="a folder: not here"):
         first.result()
     with pytest.raises(OSError, match="a folder: not here"):
         other.result()
 
 
-def test_processes_that_agree_continue(as_two):
+def test_processes_that_agree_continue(two_processes):
     assert [
         future.result()
-        for future in as_two(lambda number: cluster.require_same({"a": (1, 2), "b": None}))
+        for future in two_processes(lambda number: cluster.require_same({"a": (1, 2), "b": None}))
     ] == [None, None]
 
 
-def test_processes_that_differ_are_named(as_two):
+def test_processes_that_differ_are_named(two_processes):
     """All of them stop, either at the difference or with the message of the process that noticed
     it."""
     pattern = (
         r"process 1: data is 'x1' there and 'x0' in process 0; all processes need the same code, recipe, flags, model and "
         "data"
     )
-    for future in as_two(lambda number: cluster.require_same({"same": 1, "data": f"x{number}"})):
+    for future in two_processes(
+        lambda number: cluster.require_same({"same": 1, "data": f"x{number}"})
+    ):
         with pytest.raises(UserError, match=pattern):
             future.result()
 

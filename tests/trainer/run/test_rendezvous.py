@@ -18,7 +18,7 @@ from trainer.run import rendezvous
 from trainer.run.rendezvous import bind_address, meet
 
 
-def together(calls, seconds=5):
+def meet_concurrently(calls, seconds=5):
     """Calls `meet` for several processes concurrently; returns the error of each, or None."""
 
     def call(arguments):
@@ -38,7 +38,7 @@ def address():
 
 def test_all_processes_meet_and_the_port_is_free_again(address):
     for _ in range(2):
-        assert together([(address, number, 4) for number in range(4)]) == [None] * 4
+        assert meet_concurrently([(address, number, 4) for number in range(4)]) == [None] * 4
     with socket.create_server(("", int(address.split(":")[1]))):
         pass
 
@@ -52,7 +52,7 @@ def test_process_0_may_come_last(address):
 
 
 def test_a_missing_process_is_named_to_all(address):
-    errors = together([(address, number, 5) for number in (0, 1, 3)], seconds=1)
+    errors = meet_concurrently([(address, number, 5) for number in (0, 1, 3)], seconds=1)
     assert len(set(errors)) == 1 and errors[0].startswith(
         f"processes 2, 4 of 5 did not reach process 0 at {address} within 1 s; start all"
     )
@@ -93,11 +93,11 @@ def test_an_address_without_a_port_is_refused(address):
 
 
 def test_a_wrong_count_and_a_duplicate_number_are_reported_to_all(address):
-    errors = together([(address, 0, 2), (address, 1, 3)])
+    errors = meet_concurrently([(address, 0, 2), (address, 1, 3)])
     assert set(errors) == {
         "process 1 was started with distributed.num_processes 3, process 0 with 2"
     }
-    errors = together([(address, 0, 3), (address, 1, 3), (address, 1, 3)])
+    errors = meet_concurrently([(address, 0, 3), (address, 1, 3), (address, 1, 3)])
     assert set(errors) == {
         f"two processes at {address} have distributed.process_id 1; each needs a unique number"
     }
@@ -321,7 +321,7 @@ def test_jax_binds_the_same_interface(coordinator, bound):
 
 def test_while_processes_gather_the_first_one_names_those_absent(address, monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 0.2)
-    together([(address, number, 4) for number in (0, 2)], seconds=1.5)
+    meet_concurrently([(address, number, 4) for number in (0, 2)], seconds=1.5)
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) >= 2 and all(line.startswith("process 0: processes 1, ") for line in lines)
     # The first report may be printed before process 2 arrives.

@@ -12,7 +12,7 @@ from scripts.launch_local import free_port
 from trainer.config.schema import DistributedConfig
 from trainer.run.watchdog import USUAL_STEPS, Watchdog
 
-STANDS = """
+STALLING = """
 import pathlib, sys, time
 from trainer.config.schema import DistributedConfig
 from trainer.run import cluster
@@ -41,12 +41,12 @@ loads_a_record_that_never_comes()
 """
 
 
-def stand_still(repository, doing, processes=2):
+def run_stalling(repository, doing, processes=2):
     address = f"127.0.0.1:{free_port()}" if processes > 1 else ""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", STANDS, address, str(number), doing],
+            [sys.executable, "-c", STALLING, address, str(number), doing],
             cwd=repository,
             text=True,
             stderr=subprocess.PIPE,
@@ -59,7 +59,7 @@ def stand_still(repository, doing, processes=2):
 
 
 def test_all_processes_name_the_slowest_one_after_their_stacks(repository):
-    codes, outputs = stand_still(repository, "steps")
+    codes, outputs = run_stalling(repository, "steps")
     assert codes == [75, 75]
     for words in outputs:
         assert "in loads_a_record_that_never_comes" in words and "Thread 0x" in words
@@ -69,7 +69,7 @@ def test_all_processes_name_the_slowest_one_after_their_stacks(repository):
 
 
 def test_a_silent_process_is_named(repository):
-    codes, outputs = stand_still(repository, "silent")
+    codes, outputs = run_stalling(repository, "silent")
     assert codes == [75, 75]
     for words in outputs:
         assert (
@@ -80,7 +80,7 @@ def test_a_silent_process_is_named(repository):
 
 
 def test_a_single_process_ends_too(repository):
-    codes, outputs = stand_still(repository, "alone", processes=1)
+    codes, outputs = run_stalling(repository, "alone", processes=1)
     assert codes == [75] and outputs[0].rstrip().splitlines()[-1].startswith(
         "error: nothing has moved for 0.0 minutes (step 8"
     )
