@@ -120,10 +120,10 @@ class Handler(BaseHTTPRequestHandler):
         if kind == "multipart":
             boundary = re.search(r'boundary="?([^";]+)', self.headers["Content-Type"])[1].encode()
             _, head, part = content.split(b"--" + boundary, 2)
-            about = json.loads(re.split(rb"\r?\n\r?\n", head, maxsplit=1)[1])
+            metadata = json.loads(re.split(rb"\r?\n\r?\n", head, maxsplit=1)[1])
             part = re.split(rb"\r?\n\r?\n", part, maxsplit=1)[1]
             part = re.sub(rb"\r?\n--" + re.escape(boundary) + rb"--\s*\Z", b"", part)
-            return self.write(bucket, about["name"], query, part)
+            return self.write(bucket, metadata["name"], query, part)
         if kind == "resumable" and "upload_id" not in query:
             name = query.get("name") or json.loads(content)["name"]
             key = str(next(self.store.generations))
@@ -158,13 +158,13 @@ class Handler(BaseHTTPRequestHandler):
         if not self.met(bucket, name, query):
             return self.fail(412, "conditionNotMet")
         headers = [("x-goog-generation", str(generation)), ("ETag", str(generation))]
-        wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
-        if not wanted:
+        byte_range = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
+        if not byte_range:
             return self.answer(200, content, headers)
-        if not wanted[1]:
-            start, end = max(0, len(content) - int(wanted[2])), len(content)
+        if not byte_range[1]:
+            start, end = max(0, len(content) - int(byte_range[2])), len(content)
         else:
-            start, end = int(wanted[1]), min(len(content), int(wanted[2] or 1 << 60) + 1)
+            start, end = int(byte_range[1]), min(len(content), int(byte_range[2] or 1 << 60) + 1)
         if start >= len(content):
             return self.fail(416)
         headers.append(("Content-Range", f"bytes {start}-{end - 1}/{len(content)}"))

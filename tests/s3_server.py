@@ -56,8 +56,8 @@ class Handler(gcs_server.Handler):
             start, end = int(part[1]), min(len(stored), int(part[2] or len(stored)) + 1)
         else:
             start, end = max(0, len(stored) - int(part[2])), len(stored)
-        about = ("Content-Range", f"bytes {start}-{end - 1}/{len(stored)}")
-        return self.answer(206, stored[start:end], [("ETag", etag), about])
+        content_range = ("Content-Range", f"bytes {start}-{end - 1}/{len(stored)}")
+        return self.answer(206, stored[start:end], [("ETag", etag), content_range])
 
     def list(self, bucket, query):
         prefix, after = query.get("prefix", ""), query.get("continuation-token", "")

@@ -261,9 +261,9 @@ def error_of(reader, path):
 def test_only_plain_files_inside_the_folder_are_read(kind, attack, valid_folders, tmp_path):
     for number, name in enumerate(files_read(kind, valid_folders[kind])):
         (tmp_path / f"{number}").mkdir()
-        place = copied(valid_folders[kind], tmp_path / f"{number}")
-        attack(place / name, tmp_path / f"{number}" / "outside")
-        message = error_of(READERS[kind], place)
+        copy = copied(valid_folders[kind], tmp_path / f"{number}")
+        attack(copy / name, tmp_path / f"{number}" / "outside")
+        message = error_of(READERS[kind], copy)
         assert Path(name).name in message and "\n" not in message, (name, message)
         assert "neither a file nor a folder" in message or "outside of its folder" in message, (
             name,
@@ -276,9 +276,9 @@ def test_only_plain_files_inside_the_folder_are_read(kind, attack, valid_folders
 def test_nesting_too_deep_is_a_one_line_error(kind, attack, valid_folders, tmp_path):
     for number, name in enumerate(files_read(kind, valid_folders[kind])):
         (tmp_path / f"{number}").mkdir()
-        place = copied(valid_folders[kind], tmp_path / f"{number}")
-        attack(place / name, None)
-        message = error_of(READERS[kind], place)
+        copy = copied(valid_folders[kind], tmp_path / f"{number}")
+        attack(copy / name, None)
+        message = error_of(READERS[kind], copy)
         assert "\n" not in message
 
 
@@ -290,19 +290,19 @@ def test_links_are_followed_only_inside_the_folder(valid_folders, tmp_path):
     for number in range(500):
         kind = kinds[number % len(kinds)]
         (tmp_path / f"{number}").mkdir()
-        place = tmp_path / f"{number}" / "x"
-        shutil.copytree(valid_folders[kind], place, copy_function=os.link)
-        file = place / draw.choice(files_read(kind, place))
+        copy = tmp_path / f"{number}" / "x"
+        shutil.copytree(valid_folders[kind], copy, copy_function=os.link)
+        file = copy / draw.choice(files_read(kind, copy))
         inside = draw.random() < 0.5
         real = file.parent / "kept" / "real" if inside else tmp_path / f"{number}" / "secret"
         real.parent.mkdir(exist_ok=True)
         file.rename(real)
         for hop in range(draw.randrange(3)):
-            link = (place if draw.random() < 0.5 else tmp_path / f"{number}") / f"hop{hop}"
+            link = (copy if draw.random() < 0.5 else tmp_path / f"{number}") / f"hop{hop}"
             link.symlink_to(real if draw.random() < 0.5 else os.path.relpath(real, link.parent))
             real = link
         file.symlink_to(real if draw.random() < 0.5 else os.path.relpath(real, file.parent))
-        message = error_of(READERS[kind], place)
+        message = error_of(READERS[kind], copy)
         assert ("outside of its folder" in message) == (not inside), (kind, file.name, message)
         assert not (inside and message), (kind, file.name, message)
 
@@ -341,10 +341,10 @@ HEADERS = {
     ("kind", "name"), [("model", "model.safetensors"), ("adapter", "adapter_model.safetensors")]
 )
 def test_a_malformed_header_is_refused(kind, name, header, valid_folders, tmp_path):
-    place = copied(valid_folders[kind], tmp_path)
-    (place / name).write_bytes(HEADERS[header])
-    message = error_of(READERS[kind], place)
-    assert str(place) in message and "\n" not in message and len(message) < 500, message
+    copy = copied(valid_folders[kind], tmp_path)
+    (copy / name).write_bytes(HEADERS[header])
+    message = error_of(READERS[kind], copy)
+    assert str(copy) in message and "\n" not in message and len(message) < 500, message
 
 
 ARRAY = "{{'descr': {}, 'fortran_order': False, 'shape': {}}}"
@@ -438,8 +438,8 @@ def corrupted(value, rng):
             return {(evil_text(rng) if key == name else key): part for key, part in value.items()}
         return value | {name: corrupted(value[name], rng)}
     if isinstance(value, list) and value and rng.random() < 0.9:
-        place = rng.randrange(len(value))
-        return [*value[:place], corrupted(value[place], rng), *value[place + 1 :]]
+        index = rng.randrange(len(value))
+        return [*value[:index], corrupted(value[index], rng), *value[index + 1 :]]
     return evil_text(rng)
 
 
@@ -452,17 +452,17 @@ def test_evil_texts_in_files(kind, valid_folders, tmp_path, capsys):
         for name in files_read(kind, valid_folders[kind])
         if name.endswith((".json", ".jsonl", ".yaml"))
     ]
-    place = copied(valid_folders[kind], tmp_path) if names else None
+    copy = copied(valid_folders[kind], tmp_path) if names else None
     for name in names:
-        text = (place / name).read_text()
+        text = (copy / name).read_text()
         first, _, rest = text.partition("\n") if name.endswith(".jsonl") else (text, "", "")
         for _ in range(times):
             content = json.dumps(corrupted(yaml.safe_load(first), rng), ensure_ascii=False)
-            (place / name).write_text(content + "\n" + rest)
+            (copy / name).write_text(content + "\n" + rest)
             with limited(SECONDS):
-                code = entry.run(lambda: READERS[kind](place))
+                code = entry.run(lambda: READERS[kind](copy))
             output = "".join(capsys.readouterr())
             assert (
                 code in (0, 2) and not control_characters(output) and "Traceback" not in output
             ), output
-        (place / name).write_text(text)
+        (copy / name).write_text(text)

@@ -95,10 +95,10 @@ def test_the_guides_program_agrees_with_dense_attention(tmp_path, installed):
     arrays = np.load(tmp_path / "arrays.npz")
     q, k, v, dout, out, *gradients = (arrays[name] for name in NAMES)
     expected = dense_attention(q, k, v, arrays["index"], arrays["segment_ids"], dout)
-    for name, computed, wanted in zip(
+    for name, computed, reference in zip(
         NAMES[4:], (out, *gradients), (expected[0], *expected[2:]), strict=True
     ):
-        error = np.abs(computed - wanted).max() / np.abs(wanted).max()
+        error = np.abs(computed - reference).max() / np.abs(reference).max()
         assert error < TOLERANCE, f"{name}: off by {error:.2e} of its largest value"
 
 

@@ -71,7 +71,7 @@ def test_the_schedule_is_exact_and_its_plan_covers_every_block_once():
     from model.attention.schedules.plan import Block
 
     for rounds in module.InParts().plan(RANKS, Block(1, 128, 4, 2, 32)):
-        tasks = [task for each in rounds for task in each.tasks]
+        tasks = [task for round_ in rounds for task in round_.tasks]
         shares = sum(1 / task.key_part[1] * len(task.keys) for task in tasks)
         assert shares == RANKS**2
 

@@ -146,8 +146,8 @@ def test_the_notebook_shows_its_own_results():
     assert "line cat: 88" in chat.partition("--simulate")[2]
     [retrieval] = [text for text in texts if "eval.line_retrieval" in text]
     assert int(re.search(r"(\d+)/50", retrieval)[1]) > 25
-    everything = "".join(texts)
-    assert "Traceback" not in everything and not re.search(r"/(?:work|home|tmp|root)/", everything)
+    printed = "".join(texts)
+    assert "Traceback" not in printed and not re.search(r"/(?:work|home|tmp|root)/", printed)
 
 
 def test_the_notebooks_commands_match_the_recipe(monkeypatch, tmp_path):

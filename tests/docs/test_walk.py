@@ -33,7 +33,7 @@ def listed() -> list[str]:
     return [name if name == "train.py" else f"{name.replace('.', '/')}.py" for name in names]
 
 
-def test_the_way_to_a_kernel_call(tmp_path, monkeypatch):
+def test_the_listed_calls_match_a_traced_step(tmp_path, monkeypatch):
     """Every file of a traced step is listed in the order of the calls, except those in PASSED."""
     stack: list[str] = []
 
@@ -63,6 +63,6 @@ def test_the_way_to_a_kernel_call(tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     with pytest.raises(KernelCalledError):
         train.main(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
-    way = [file for file in dict.fromkeys(stack) if not file.startswith("tests/")]
-    assert [file for file in way if file not in PASSED] == listed()[:-1]
+    traced = [file for file in dict.fromkeys(stack) if not file.startswith("tests/")]
+    assert [file for file in traced if file not in PASSED] == listed()[:-1]
     assert listed()[-1] == "model/attention/kernels/xla.py" and len(listed()) <= 15

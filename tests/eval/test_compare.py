@@ -73,8 +73,8 @@ def test_fractional_scores_are_resampled_in_pairs():
         (after - before,), np.mean, method="percentile", n_resamples=9999, rng=7
     ).confidence_interval
     assert (low, high) == pytest.approx((scipys.low, scipys.high), abs=2e-3)
-    apart = paired_interval(before, random.permutation(after))
-    assert high - low < (apart[1] - apart[0]) / 3
+    uncorrelated = paired_interval(before, random.permutation(after))
+    assert high - low < (uncorrelated[1] - uncorrelated[0]) / 3
 
 
 def line_case(number, lines, right):

@@ -90,13 +90,13 @@ STRANGE = Wording(
 def test_the_wording_can_come_from_a_file(tmp_path, wording):
     """The head, lines and question match verbatim; keys and numbers differ."""
     write(generate(12, 2, seed=1, wording=wording), tmp_path / "strange.jsonl")
-    taken = wording_like(tmp_path / "strange.jsonl")
+    wording_of_file = wording_like(tmp_path / "strange.jsonl")
     (first,) = generate(7, 1, seed=5, wording=wording)
-    (again,) = generate(7, 1, seed=5, wording=taken)
+    (again,) = generate(7, 1, seed=5, wording=wording_of_file)
     assert (again.prompt, again.correct_line) == (first.prompt, first.correct_line)
     assert again.family == "adjective_noun, worded as strange.jsonl"
     if wording:
-        assert taken == STRANGE
+        assert wording_of_file == STRANGE
 
 
 @pytest.mark.parametrize("name", ["200_lines.jsonl", "400_lines.jsonl", "700_lines.jsonl"])

@@ -252,7 +252,7 @@ def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, 
     are recognized after the run has moved."""
     run = shutil.copytree(whole_run, tmp_path / "b")
     newest = max((run / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
-    about = {
+    header = {
         "own": {"checkpoint": "moved/since", "model": fingerprint(newest)},
         "adapter": {
             "checkpoint": "base",
@@ -262,7 +262,7 @@ def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, 
         "removed": {"checkpoint": str(run / "checkpoints/5"), "model": "1" * 32},
         "other": {"checkpoint": "runs/a", "model": "2" * 32},
     }
-    for name, facts in about.items():
+    for name, facts in header.items():
         for parent in (run, tmp_path / "elsewhere"):
             evaluate(parent / name, 2)
             path = parent / name / "results.json"
@@ -274,15 +274,15 @@ def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, 
     assert warnings == [
         f"warning: {run}/other/results.json: evaluates runs/a, which is not a checkpoint of {run}; the report shows it anyway"
     ]
-    assert [foreign_run(about[name], run / "results" / name) for name in about] == [
+    assert [foreign_run(header[name], run / "results" / name) for name in header] == [
         None,
         None,
         None,
         run,
     ]
-    assert foreign_run(about["other"], tmp_path / "elsewhere" / "other") is None
+    assert foreign_run(header["other"], tmp_path / "elsewhere" / "other") is None
     shutil.rmtree(run / "other")
-    outside = [str(tmp_path / "elsewhere" / name) for name in about]
+    outside = [str(tmp_path / "elsewhere" / name) for name in header]
     assert (
         report.main([str(run), "--evaluations", *outside[:3]]) == 0 and not capsys.readouterr().err
     )
@@ -293,7 +293,7 @@ def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, 
     )
     evaluate(run / "other", 1)
     path = run / "other" / "results.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"about": about["other"]}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"about": header["other"]}))
     card = model_card(newest, TransformerConfig.from_hf(newest / "assets"))
     assert "4,096 tokens: 0.500" in card and "4,096 tokens: 0.250" not in card
     assert (
@@ -478,13 +478,13 @@ HOSTILE = (
 )
 
 
-def places(value, path=()):
+def paths_of_values(value, path=()):
     """Yields the paths of the values inside a value of JSON."""
     if path:
         yield path
     listed = enumerate(value) if isinstance(value, list) else ()
     for key, part in value.items() if isinstance(value, dict) else listed:
-        yield from places(part, (*path, key))
+        yield from paths_of_values(part, (*path, key))
 
 
 @pytest.mark.parametrize(
@@ -514,7 +514,7 @@ def test_any_value_anywhere_in_a_runs_files(runs, capsys, seed):
             content = json.loads(before)
         else:
             content = [json.loads(line) for line in before.splitlines() if line.endswith("}")]
-        *outer, last = rng.choice([*places(content)])
+        *outer, last = rng.choice([*paths_of_values(content)])
         inside = content
         for key in outer:
             inside = inside[key]

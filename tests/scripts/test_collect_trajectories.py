@@ -96,8 +96,8 @@ def test_a_larger_number_of_episodes_adds_to_a_folder(collected, tmp_path):
     assert collected(tmp_path / "grown", "--episodes", "10") == grown, (
         "a smaller number changes nothing"
     )
-    about = json.loads((tmp_path / "grown/cartpole/random_swingup/collected.json").read_text())
-    assert about["episodes"] == {"random": 3} and about["task"] == TASK.name
+    record = json.loads((tmp_path / "grown/cartpole/random_swingup/collected.json").read_text())
+    assert record["episodes"] == {"random": 3} and record["task"] == TASK.name
 
 
 def test_the_requested_number_of_episodes_is_collected(collected, tmp_path):
@@ -180,8 +180,8 @@ def test_an_explorer_resumes_where_it_was(explorer, collected, tmp_path, capsys)
     assert states[0].pop("cpu_seconds") > 0 and states[1].pop("cpu_seconds") > 0
     assert states[0]["updates"] == 5 * 10, "one for each decision from the tenth episode on"
     torch.testing.assert_close(*states, rtol=0, atol=0)
-    about = json.loads((tmp_path / f"whole/cartpole/{explorer}/collected.json").read_text())
-    assert about["episodes"] == {explorer: 14} and about["cpu_hours"] >= 0
+    record = json.loads((tmp_path / f"whole/cartpole/{explorer}/collected.json").read_text())
+    assert record["episodes"] == {explorer: 14} and record["cpu_hours"] >= 0
     assert "CPU hours" in capsys.readouterr().out
 
 
@@ -326,7 +326,7 @@ def test_a_collection_killed_at_random_instants_ends_with_the_same_files(reposit
     subprocess.run(command(tmp_path / "killed", *options), cwd=repository, check=True)
     assert hashes(tmp_path / "whole") == hashes(tmp_path / "killed")
     assert not list(tmp_path.rglob("*.part*"))
-    about = json.loads(
+    record = json.loads(
         (tmp_path / "whole/cartpole/augmented_random_search_swingup/collected.json").read_text()
     )
-    assert about["collected with"] == "dm_control" and about["task"] == TASK.name
+    assert record["collected with"] == "dm_control" and record["task"] == TASK.name

@@ -62,7 +62,7 @@ def test_a_picture_is_legible(name, size, tmp_path, saved_figures):
 
 def test_asking_for_help_draws_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as stopped:
         draw_schedule.main(["--help"])
-    assert left.value.code == 0 and "docs/schedules" in capsys.readouterr().out
+    assert stopped.value.code == 0 and "docs/schedules" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

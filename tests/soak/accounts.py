@@ -123,25 +123,25 @@ def accounts(base: pathlib.Path) -> Case:
                 os.chmod(closed, mode)
         output = log.read_text(encoding="utf-8")
         errors = [line for line in output.splitlines() if line.startswith("error: ")]
-        about = f"{name}, {f'{closed.relative_to(shared)} closed' if closed else 'all to be read'}"
+        label = f"{name}, {f'{closed.relative_to(shared)} closed' if closed else 'all to be read'}"
         if (
             "Traceback" in output
             or code not in (0, 2, 75)
             or (code in (2, 75)) != (len(errors) == 1)
         ):
-            raise Failed(f"{about}: ended with {code}: {output[-600:]}")
+            raise Failed(f"{label}: ended with {code}: {output[-600:]}")
         if errors and str(shared) not in errors[0]:
-            raise Failed(f"{about}: names nothing shared: {errors[0][:400]}")
+            raise Failed(f"{label}: names nothing shared: {errors[0][:400]}")
         if works and code and not closed:
-            raise Failed(f"{about}: {errors[0][:400]}")
+            raise Failed(f"{label}: {errors[0][:400]}")
         if (
             code == 0
             and name in ("train on shared data", "train without a home")
             and run_result(private / "run", folder) != truth
         ):
-            raise Failed(f"{about}: another result")
+            raise Failed(f"{label}: another result")
         if _listing(shared) != before:
-            raise Failed(f"{about}: something shared has changed")
+            raise Failed(f"{label}: something shared has changed")
         return (
             f"{name}: {'works' if code == 0 else 'one line'}{', a file closed' if closed else ''}"
         )

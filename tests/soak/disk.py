@@ -109,25 +109,25 @@ def disk(base: pathlib.Path) -> Case:
             code = server().run(*command(kind, disk_folder), log)
             output = log.read_text()
             errors = [line for line in output.splitlines() if line.startswith("error: ")]
-            about = f"{kind}, {kib} of {used} KiB"
+            label = f"{kind}, {kib} of {used} KiB"
             if "Traceback" in output or code not in (0, 2) or (code == 2) != (len(errors) == 1):
-                raise Failed(f"{about}: ended with {code}: {output[-500:]}")
+                raise Failed(f"{label}: ended with {code}: {output[-500:]}")
             if errors and (str(disk_folder) not in errors[0] or "No space left" not in errors[0]):
-                raise Failed(f"{about}: names neither the disk nor its state: {errors[0][:400]}")
+                raise Failed(f"{label}: names neither the disk nor its state: {errors[0][:400]}")
             resize(LARGE)
             log.unlink()
             if code and (again := server().run(*command(kind, disk_folder), log)):
                 raise Failed(
-                    f"{about}: with more room it ended with {again}: {log.read_text()[-500:]}"
+                    f"{label}: with more room it ended with {again}: {log.read_text()[-500:]}"
                 )
             if (received := result(kind, disk_folder)) != expected:
-                raise Failed(f"{about}: another result: {_difference(received, expected)}")
+                raise Failed(f"{label}: another result: {_difference(received, expected)}")
             if leftovers := [
                 path.name
                 for path in disk_folder.rglob("*")
                 if path.name.startswith(".") or ".tmp" in path.name
             ]:
-                raise Failed(f"{about}: left {leftovers}")
+                raise Failed(f"{label}: left {leftovers}")
         return f"{kind}: {'full' if code else 'went on without it'}"
 
     return case

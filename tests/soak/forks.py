@@ -164,8 +164,8 @@ def _become(request: dict) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setpgid(0, 0)
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        devnull = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((devnull, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         sys.stdout, sys.stderr = (

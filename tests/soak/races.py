@@ -40,16 +40,19 @@ def races(base: pathlib.Path) -> Case:
             log.mkdir()
             return start(recipe, run, 1, log, folder / "prepared")[0]
 
-        way = str(generator.choice(["later", "stopped", "stopped until the end"]))
+        disturbance = str(generator.choice(["later", "stopped", "stopped until the end"]))
         first = begin(logs[0])
-        if way == "later":
+        if disturbance == "later":
             time.sleep(float(generator.uniform(0, seconds)))
         second = begin(logs[1])
-        if way != "later":
+        if disturbance != "later":
             time.sleep(float(generator.uniform(0, seconds)))
             stopped, other = (first, second) if generator.random() < 0.5 else (second, first)
             stopped.send_signal(signal.SIGSTOP)
-            _wait(other, float(generator.uniform(0, seconds)) if way == "stopped" else 3 * seconds)
+            _wait(
+                other,
+                float(generator.uniform(0, seconds)) if disturbance == "stopped" else 3 * seconds,
+            )
             stopped.send_signal(signal.SIGCONT)
         codes = [_wait(process, LONGEST_WAIT) for process in (first, second)]
         for code, log in zip(codes, logs, strict=True):
@@ -60,15 +63,15 @@ def races(base: pathlib.Path) -> Case:
                 or "Traceback" in output
                 or (code in (2, 75)) != (len(errors) == 1)
             ):
-                raise Failed(f"{way}: ended with {code}: {output[-500:]}")
+                raise Failed(f"{disturbance}: ended with {code}: {output[-500:]}")
             if errors and (str(run) not in errors[0] or "is training there" not in errors[0]):
-                raise Failed(f"{way}: {errors[0][:400]}")
+                raise Failed(f"{disturbance}: {errors[0][:400]}")
         if codes == [2, 2]:
-            raise Failed(f"{way}: neither start trained")
+            raise Failed(f"{disturbance}: neither start trained")
         if (received := run_result(run, folder)) != expected:
             difference = next(name for name in expected if expected[name] != received[name])
             raise Failed(
-                f"{way}, ended with {codes}: another {difference}: "
+                f"{disturbance}, ended with {codes}: another {difference}: "
                 f"{str(received[difference])[:300]}"
             )
         if leftovers := [
@@ -77,8 +80,8 @@ def races(base: pathlib.Path) -> Case:
             for path in parent.iterdir()
             if path.name.endswith(".tmp") or path.name.startswith(".")
         ]:
-            raise Failed(f"{way}: left {leftovers}")
-        return f"{way}: {'one was refused' if 2 in codes else 'both ended well'}"
+            raise Failed(f"{disturbance}: left {leftovers}")
+        return f"{disturbance}: {'one was refused' if 2 in codes else 'both ended well'}"
 
     return case
 

@@ -244,12 +244,12 @@ def check_nothing_vanished(raw: dict, kept: Conversation, report: SourceReport) 
             )
             if not named and not (words and all(word in conversation for word in words)):
                 trailing = level == "turn" and "unanswered last turn dropped" in report.repaired
-                nothing = (
+                is_default = (
                     _takes_no_answer_out(value, turns)
                     if name == "loss_mask"
                     else _changes_nothing(name, value, level == "turn" and _is_answer(fields))
                 )
-                if not (is_flag and nothing) and not trailing:
+                if not (is_flag and is_default) and not trailing:
                     raise Failed(
                         f"the {level}'s field {name!r} with {value!r} vanished; counted: {counted}"
                     )

@@ -122,9 +122,9 @@ def test_a_bucket_run_resumes_from_a_later_checkpoint_on_its_host(
 ):
     flags = ("--checkpoint.every", "20", "--checkpoint.local_every", "1", *FLAGS)
 
-    def start(place, log):
+    def start(location, log):
         local = ("--checkpoint.local", str(tmp_path / f"host of {log}"))
-        run = f"gs://bucket/{place}"
+        run = f"gs://bucket/{location}"
         return small_run.start(repository, small_recipe, run, *flags, *local, log=tmp_path / log)
 
     def newest_local():

@@ -95,12 +95,12 @@ def prefetching(request):
     return crossings(compiled.as_text())
 
 
-def of_kind(step, kind, **wanted):
+def of_kind(step, kind, **attributes):
     return [
         collective
         for collective in step
         if collective.kind == kind
-        and all(getattr(collective, name) == value for name, value in wanted.items())
+        and all(getattr(collective, name) == value for name, value in attributes.items())
     ]
 
 
@@ -197,14 +197,14 @@ def test_prefetched_weights_and_their_gradients_overlap_with_kernels(prefetching
     )
     shard = layer // RING.sequence
     for dtype in ("bf16", "f32"):
-        riding = [
+        in_ring = [
             collective
             for collective in of_kind(prefetching, "collective-permute")
             if collective.results == ((dtype, shard),)
         ]
         # In the loop over layers, and in the layer peeled off it.
-        home = Counter(collective.computation for collective in riding if not collective.kernels)
-        assert len(riding) > home.total() and max(home.values(), default=0) <= (dtype == "f32"), (
+        home = Counter(collective.computation for collective in in_ring if not collective.kernels)
+        assert len(in_ring) > home.total() and max(home.values(), default=0) <= (dtype == "f32"), (
             home
         )
     weights = of_kind(prefetching, "collective-permute", results=(("bf16", shard),))

@@ -35,8 +35,8 @@ from trainer.placement import closed_walk
 def test_a_closed_walk_visits_every_cell_once_and_steps_to_neighbours(cells):
     walk = closed_walk(cells)
     assert sorted(walk) == list(range(np.prod(cells)))
-    places = np.stack(np.unravel_index(walk, cells), 1)
-    steps = np.abs(places - np.roll(places, 1, 0)).sum(1)
+    coordinates = np.stack(np.unravel_index(walk, cells), 1)
+    steps = np.abs(coordinates - np.roll(coordinates, 1, 0)).sum(1)
     assert (steps == (1 if len(walk) > 1 else 0)).all()
 
 
@@ -65,13 +65,13 @@ def test_every_ring_of_a_mesh_is_such_a_walk(topology, axes):
     assert len({device.id for device in mesh.devices.flat}) == mesh.size
     for ring in mesh.devices.reshape(-1, axes["sequence"]):
         for device, neighbour in itertools.pairwise([*ring, ring[0]]):
-            apart = np.abs(
+            distances = np.abs(
                 np.subtract(
                     (*device.coords, device.core_on_chip),
                     (*neighbour.coords, neighbour.core_on_chip),
                 )
             )
-            assert np.count_nonzero(apart) == 1 and apart.max() <= axes.get("tensor", 1)
+            assert np.count_nonzero(distances) == 1 and distances.max() <= axes.get("tensor", 1)
 
 
 @pytest.mark.parametrize("axes", [{"sequence": 64}, {"tensor": 4, "sequence": 16}], ids=str)

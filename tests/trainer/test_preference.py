@@ -281,14 +281,14 @@ def test_losses_without_a_reference_match_the_papers():
 
 
 def test_an_empty_slot_gives_finite_numbers_and_no_gradient():
-    nothing = jnp.zeros((1, 2, 2))
+    zeros = jnp.zeros((1, 2, 2))
     for loss in (*TRL_LOSSES, "orpo", "simpo"):
         config = PreferenceConfig(loss)
 
         def total(x, config=config):
-            return pair_losses(Pairs(x, nothing, nothing), config).loss.sum()
+            return pair_losses(Pairs(x, zeros, zeros), config).loss.sum()
 
-        value, gradient = jax.value_and_grad(total)(nothing)
+        value, gradient = jax.value_and_grad(total)(zeros)
         assert np.isfinite(value) and np.isfinite(gradient).all(), loss
 
 

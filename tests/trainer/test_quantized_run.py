@@ -170,7 +170,7 @@ def test_one_evaluation_compares_the_run_and_its_export(run, base, tmp_path, cap
     ]
     alone, both = str(tmp_path / "alone"), str(tmp_path / "both")
     assert line_retrieval.main(["--checkpoint", str(run), "--output", alone, *flags]) == 0
-    beside = [
+    command_of_both = [
         "--checkpoint",
         str(base),
         "--output",
@@ -180,7 +180,7 @@ def test_one_evaluation_compares_the_run_and_its_export(run, base, tmp_path, cap
         str(tmp_path / "peft"),
         *flags,
     ]
-    assert line_retrieval.main([*beside, "--quantize", "nf4"]) == 0
+    assert line_retrieval.main([*command_of_both, "--quantize", "nf4"]) == 0
     results = [
         json.loads((tmp_path / folder / "results.json").read_text())
         for folder in ("alone", "both/run", "both/peft")

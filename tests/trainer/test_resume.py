@@ -292,9 +292,9 @@ def test_batches_resume_in_order(objective):
     batches = [next(whole) for _ in range(steps + 2)]
     for start in (1, 20, steps):
         resumed = objective.batches(start)
-        for wanted in batches[start : start + 2]:
+        for expected in batches[start : start + 2]:
             batch = next(resumed)
-            assert all(np.array_equal(batch[name], wanted[name]) for name in wanted)
+            assert all(np.array_equal(batch[name], expected[name]) for name in expected)
 
 
 def test_a_finished_run_is_left_alone(whole_run, small_recipe, capfd):

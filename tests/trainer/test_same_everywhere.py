@@ -77,8 +77,8 @@ def curve(mesh, layout, schedule, accumulation, remat, heads=HEADS):
 
 
 def assert_same_training(choice, heads=HEADS):
-    got, expected = curve(*choice, heads), curve(*PLAIN, heads)
-    error = np.abs(got / expected - 1).max(1)
+    actual, expected = curve(*choice, heads), curve(*PLAIN, heads)
+    error = np.abs(actual / expected - 1).max(1)
     within(error[0], 1e-5, "step 1", choice)
     within(error[-1], 1e-4, "step 20", choice)
 

@@ -53,9 +53,9 @@ def recipe(tmp_path_factory, repository):
 def test_each_stage_is_a_run_that_begins_with_the_previous_one(recipe):
     config = load(["--config", str(recipe), "--run_dir", "runs/x"])
     in_bucket = stages_of(dataclasses.replace(config, run_dir="gs://bucket/x"))
-    places = ["gs://bucket/x/stages/1", "gs://bucket/x/stages/2", "gs://bucket/x"]
-    assert [stage.location for stage in in_bucket] == places
-    assert [stage.model.path for stage in in_bucket[1:]] == places[:2]
+    locations = ["gs://bucket/x/stages/1", "gs://bucket/x/stages/2", "gs://bucket/x"]
+    assert [stage.location for stage in in_bucket] == locations
+    assert [stage.model.path for stage in in_bucket[1:]] == locations[:2]
     first, second, third = stages_of(config)
     assert [str(stage.folder) for stage in (first, second, third)] == [
         "runs/x/stages/1",

@@ -218,19 +218,22 @@ def test_frozen_parameters_have_neither_moments_nor_gradients():
     """Only attention is trained: its gradients equal those of training everything, and no other
     gradient is computed or sent."""
     batch = packed_batch(tiny(), ROWS, LENGTH)
-    everything, some = built("fsdp 8"), built("fsdp 8", r"layers\.self_attn\..*")
-    _, after, state, metrics = one_step(*some, batch)
-    names = {name for name in some[0].parameters if "self_attn" in name}
+    all_trained, partly_trained = built("fsdp 8"), built("fsdp 8", r"layers\.self_attn\..*")
+    _, after, state, metrics = one_step(*partly_trained, batch)
+    names = {name for name in partly_trained[0].parameters if "self_attn" in name}
     assert after.keys() == names == first_moments(state).keys()
     shapes = {x.shape for x in jax.tree.leaves(state)}
-    assert shapes == {(), *(some[0].parameters[name].shape for name in names)}
-    expected = first_moments(one_step(*everything, batch)[2])
+    assert shapes == {(), *(partly_trained[0].parameters[name].shape for name in names)}
+    expected = first_moments(one_step(*all_trained, batch)[2])
     for name, x in first_moments(state).items():
         assert np.abs(x - expected[name]).max() <= 1e-5 * np.abs(x).max(), name
     norm = np.sqrt(sum((np.float64(10 * expected[name]) ** 2).sum() for name in names))
     assert abs(float(metrics.grad_norm) / norm - 1) <= 1e-5
-    sent = [collectives(step.as_text())["reduce-scatter"] for _, _, step in (everything, some)]
-    assert sent == [len(some[0].parameters), len(names)] == [12, 4], (
+    sent = [
+        collectives(step.as_text())["reduce-scatter"]
+        for _, _, step in (all_trained, partly_trained)
+    ]
+    assert sent == [len(partly_trained[0].parameters), len(names)] == [12, 4], (
         "one per gradient, the layers' in a scan"
     )
 

@@ -125,14 +125,14 @@ def test_flops_count_the_tokens_that_attend_to_each_other(episodes, tmp_path):
 
 def test_a_mesh_changes_no_token(episodes, tmp_path):
     """The tokens of all devices together are those of one device, in the layout's order."""
-    single, many = (
+    single, on_mesh = (
         objective_of(run_config(episodes, tmp_path, mesh))
         for mesh in ({}, {"fsdp": 2, "sequence": 4})
     )
-    whole, sharded = next(single.batches(5)), many.to_device(next(many.batches(5)))
+    whole, sharded = next(single.batches(5)), on_mesh.to_device(next(on_mesh.batches(5)))
     for name, array in sharded.items():
-        assert array.sharding == many.abstract_batch()[name].sharding
-        np.testing.assert_array_equal(np.asarray(array), whole[name][:, many.order])
+        assert array.sharding == on_mesh.abstract_batch()[name].sharding
+        np.testing.assert_array_equal(np.asarray(array), whole[name][:, on_mesh.order])
 
 
 @pytest.mark.parametrize(

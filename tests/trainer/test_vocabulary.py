@@ -130,16 +130,16 @@ def test_restored_on_a_mesh_that_needs_other_padding(tmp_path, folder, recorded)
         assert restored.model["layers.self_attn.k_proj.bias"].shape[1] == {1: 3, 2: 4, 8: 8}[tensor]
         again = open_model(str(tmp_path / "run")).read(other)
         for name, value in params.items():
-            for got in (restored.model[name], again[name]):
+            for actual in (restored.model[name], again[name]):
                 np.testing.assert_array_equal(
-                    without_padding(name, got), without_padding(name, value)
+                    without_padding(name, actual), without_padding(name, value)
                 )
-            for got, was in (
+            for actual, was in (
                 (restored.optimizer[0].mu, state[0].mu),
                 (restored.optimizer[0].nu, state[0].nu),
             ):
                 np.testing.assert_array_equal(
-                    without_padding(name, got[name]), without_padding(name, was[name])
+                    without_padding(name, actual[name]), without_padding(name, was[name])
                 )
     assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     before, after = tensors(folder), tensors(tmp_path / "out")
@@ -177,7 +177,7 @@ def test_new_rows_are_near_the_mean_and_the_same_on_every_mesh(folder):
         source, config=dataclasses.replace(source.config, vocab_size=ROWS + 6)
     )
     before = read_hf(folder, source.config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    single, many = (
+    single, sharded = (
         grown.read(llama(grown.config, shape), seed=5)
         for shape in ({}, {"tensor": 2, "sequence": 4})
     )
@@ -189,7 +189,9 @@ def test_new_rows_are_near_the_mean_and_the_same_on_every_mesh(folder):
         old, rows = np.split(np.asarray(single[name]), [ROWS], axis)
         np.testing.assert_array_equal(old, value)
         np.testing.assert_allclose(
-            np.asarray(many[name])[tuple(map(slice, single[name].shape))], single[name], atol=1e-6
+            np.asarray(sharded[name])[tuple(map(slice, single[name].shape))],
+            single[name],
+            atol=1e-6,
         )
         noise = rows - np.asarray(value, np.float64).mean(axis, keepdims=True)
         assert noise.shape[axis] == 6 and 0.015 < noise.std() < 0.025 and np.abs(noise).max() < 0.1

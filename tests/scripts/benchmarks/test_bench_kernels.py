@@ -68,10 +68,10 @@ def test_every_peer_computes_the_same(peer, kind):
     except LeftOut as why:
         pytest.skip(str(why))
     out, gradients = run()
-    for got, expected in zip((out, *gradients), dense(block), strict=True):
-        rows = sees if got is out else slice(None)
+    for actual, expected in zip((out, *gradients), dense(block), strict=True):
+        rows = sees if actual is out else slice(None)
         np.testing.assert_allclose(
-            np.asarray(got)[:, rows], expected[:, rows], atol=1e-5 * np.abs(expected).max()
+            np.asarray(actual)[:, rows], expected[:, rows], atol=1e-5 * np.abs(expected).max()
         )
 
 
@@ -244,10 +244,10 @@ def test_a_gpu_peer_is_called_for_the_same_attention(peer, kind, kv_heads, on_a_
     )
     out_expected, dq, *dkv = dense(grouped)
     dkv = [x.reshape(*x.shape[:2], kv_heads, 2 // kv_heads, -1).sum(3) for x in dkv]
-    for got, expected in zip((out, *gradients), (out_expected, dq, *dkv), strict=True):
-        rows = sees if got is out else slice(None)
+    for actual, expected in zip((out, *gradients), (out_expected, dq, *dkv), strict=True):
+        rows = sees if actual is out else slice(None)
         np.testing.assert_allclose(
-            np.asarray(got)[:, rows], expected[:, rows], atol=1e-3 * np.abs(expected).max()
+            np.asarray(actual)[:, rows], expected[:, rows], atol=1e-3 * np.abs(expected).max()
         )
 
 

@@ -22,10 +22,10 @@ def test_its_reference_is_that_of_the_tests(options):
     q, k, v, dout = (rng.standard_normal((2, length, heads, 16)) for heads in (4, 2, 2, 4))
     index = np.tile(np.arange(length), (2, 1))
     segments = np.repeat([[1, 2, 0, 2, 3], [1, 1, 1, 2, 0]], length // 5, axis=1)
-    got = dense(q, k, v, dout, index, segments, Mask(**options))
+    actual = dense(q, k, v, dout, index, segments, Mask(**options))
     expected = dense_attention(q, k, v, index, segments, dout, **options)
     for name, values in zip(RESULTS, expected, strict=True):
-        np.testing.assert_allclose(got[name], values, atol=1e-12)
+        np.testing.assert_allclose(actual[name], values, atol=1e-12)
 
 
 def test_a_correct_kernel_is_within_the_limits(tmp_path, capsys, monkeypatch):

@@ -63,5 +63,5 @@ def test_a_books_loss_is_the_mean_over_its_tokens(tmp_path):
 
 def test_cases_from_the_file_are_distinguished_from_generated_ones():
     scores = [score(1, 0, 1, "200_lines.jsonl", 200), score(1, 0, 1, "synthetic", 20)]
-    families = [each.family for each in retrieval.named(scores, "data/200_lines.jsonl")]
+    families = [score_.family for score_ in retrieval.named(scores, "data/200_lines.jsonl")]
     assert families == ["generated", "LongChat's own"]

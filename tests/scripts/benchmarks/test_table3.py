@@ -133,11 +133,11 @@ def test_like_for_like_cells_have_one_row_and_the_papers_mesh(monkeypatch):
         "PAPER",
         {"v5e:2x2": {"tiny": (1, 2, 4, 16)}, "a100:8": {"llama-13b": (1, 2, 4, 16)}},
     )
-    alike = [cell for cell in cells() if cell.memory == LIKE_FOR_LIKE]
-    assert [(cell.topology, cell.column) for cell in alike] == [
+    like_for_like = [cell for cell in cells() if cell.memory == LIKE_FOR_LIKE]
+    assert [(cell.topology, cell.column) for cell in like_for_like] == [
         ("a100:8", column) for column in COLUMNS
     ]
-    for cell in alike:
+    for cell in like_for_like:
         [options] = cell.memory_options()
         job = cell.job(4096, options)
         assert (job.batch, job.run.model.compute_dtype, job.run.memory.remat) == (

@@ -48,7 +48,7 @@ def test_every_bit_comes_back_on_the_same_shards(arrays, part):
     assert verify_part(path) == read_header(path) == header
     # A replicated shard is written once.
     assert size_of(header.layout) == sum(x.nbytes for x in arrays.values())
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
     restored = read_part(path, arrays)
     for name, x in arrays.items():
         assert restored[name].sharding == x.sharding and restored[name].dtype == x.dtype
@@ -74,9 +74,9 @@ def test_the_layout_distinguishes_shardings_of_the_same_array(arrays):
 def test_a_flipped_bit_or_a_truncation_is_found(part):
     path, _ = part
     whole = path.read_bytes()
-    for place in (3, 20, len(whole) // 2, len(whole) - 1):
+    for offset in (3, 20, len(whole) // 2, len(whole) - 1):
         changed = bytearray(whole)
-        changed[place] ^= 1
+        changed[offset] ^= 1
         path.write_bytes(changed)
         with pytest.raises(DamagedError, match=r"step_40\.part_2"):
             verify_part(path)

@@ -146,9 +146,9 @@ def test_one_flipped_bit_in_any_file_is_found(run, warned):
         original = file.read_bytes()
         if not original:
             continue
-        for place in {0, len(original) // 2, len(original) - 1}:
+        for offset in {0, len(original) // 2, len(original) - 1}:
             file.write_bytes(
-                original[:place] + bytes([original[place] ^ 4]) + original[place + 1 :]
+                original[:offset] + bytes([original[offset] ^ 4]) + original[offset + 1 :]
             )
             with warned(file.name):
                 assert CheckpointStore(run).latest_good() == 10

@@ -125,10 +125,10 @@ def test_nan_is_found_wherever_it_is(dtype):
     special = np.array([0, -0.0, np.inf, -np.inf, 1e-40, 65504, -1], np.float32).astype(dtype)
     check_numbers("x", special)
     check_numbers("x", np.zeros((0, 3), dtype))
-    for place in range(12):
+    for index in range(12):
         for nan in (np.nan, -np.nan):
             tensor = np.ones((3, 4), dtype)
-            tensor.flat[place] = nan
+            tensor.flat[index] = nan
             for view in (tensor, tensor.T, tensor[:, ::-1]):
                 with pytest.raises(HoldsNaN, match=r"tensor x holds NaN \(1 of the 12 numbers"):
                     check_numbers("x", view)

@@ -52,12 +52,12 @@ class Hub(HubHandler):
             ]
             return self.answer(200, json.dumps(tree).encode(), {}, body)
         if path.startswith("/api/"):
-            about = {
+            info = {
                 "id": "me/tiny",
                 "sha": SHA,
                 "siblings": [{"rfilename": name} for name in files],
             }
-            return self.answer(200, json.dumps(about).encode(), {}, body)
+            return self.answer(200, json.dumps(info).encode(), {}, body)
         name = path.partition("/resolve/")[2].partition("/")[2]
         mark = hashlib.sha256(files[name]).hexdigest() if self.server.has_digests else name
         headers = {"ETag": f'"{mark}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
@@ -156,11 +156,11 @@ def test_ctrl_c_does_not_wait_for_the_current_file(hub):
         target=lambda: hub.sending.wait(20) and os.kill(os.getpid(), signal.SIGINT), daemon=True
     )
     interrupted.start()
-    began = time.monotonic()
+    start = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
             resolve_model_path("me/tiny")
-        assert hub.sending.is_set() and time.monotonic() - began < 10
+        assert hub.sending.is_set() and time.monotonic() - start < 10
         cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
         assert not list(cache.rglob("model.safetensors*.incomplete"))
     finally:

@@ -59,9 +59,11 @@ def shardings(config: TransformerConfig) -> dict[str, NamedSharding]:
     specs = {}
     for entry in hf_layout(config):
         axes = [None] * len(entry.shape)
-        for place, axis in zip(range(len(entry.shape) - 1, -1, -1), ("a", "b", "c"), strict=False):
-            if entry.shape[place] % 2 == 0:
-                axes[place] = axis
+        for dimension, axis in zip(
+            range(len(entry.shape) - 1, -1, -1), ("a", "b", "c"), strict=False
+        ):
+            if entry.shape[dimension] % 2 == 0:
+                axes[dimension] = axis
         specs[entry.name] = NamedSharding(mesh, PartitionSpec(*axes))
     return specs
 
@@ -106,11 +108,11 @@ def test_import_then_export_gives_the_same_bytes(tmp_path, dtype, fields):
 
 def test_arrays_are_placed_and_oriented_as_the_table_says(tmp_path):
     config = make_model(tmp_path, torch.float32)
-    wanted = shardings(config)
-    params = read_hf(tmp_path, config, wanted)
+    expected = shardings(config)
+    params = read_hf(tmp_path, config, expected)
     source = tensors(tmp_path)
     for name, value in params.items():
-        assert value.sharding == wanted[name]
+        assert value.sharding == expected[name]
         assert value.dtype == np.float32
     q = np.stack(
         [

@@ -47,13 +47,13 @@ def test_one_of_two_simultaneous_starts_holds_it_and_is_named_to_the_other(bucke
 
 def test_only_one_of_many_simultaneous_starts_holds_it(bucket):
     """Every refusal names the one that holds the lease."""
-    taken, refused = [], []
+    holders, refused = [], []
 
     def take():
         lease = Lease(bucket, on_loss=print)
         try:
             lease.take()
-            taken.append(lease)
+            holders.append(lease)
         except TransientError as error:
             refused.append(error)
 
@@ -62,9 +62,9 @@ def test_only_one_of_many_simultaneous_starts_holds_it(bucket):
         thread.start()
     for thread in threads:
         thread.join()
-    assert (len(taken), len(refused)) == (1, 7)
-    taken[0].require()
-    taken[0].release()
+    assert (len(holders), len(refused)) == (1, 7)
+    holders[0].require()
+    holders[0].release()
 
 
 def test_a_dead_holder_is_waited_for_until_the_lease_ends(bucket, capsys):

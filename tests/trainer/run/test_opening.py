@@ -131,7 +131,7 @@ def test_another_run_is_refused(config, change, words):
 def test_a_trained_run_can_be_lengthened_from_its_weights_but_is_never_deleted(config):
     run = open_run(config)
     run.checkpoints.mkdir()
-    for change, way in (
+    for change, remedy in (
         (
             {"train": TrainConfig(steps=200)},
             f"--model.path {run.folder} --run_dir NEW starts from its trained weights",
@@ -140,7 +140,7 @@ def test_a_trained_run_can_be_lengthened_from_its_weights_but_is_never_deleted(c
     ):
         with pytest.raises(UserError) as error:
             open_run(dataclasses.replace(config, **change))
-        assert way in str(error.value) and "delete" not in str(error.value)
+        assert remedy in str(error.value) and "delete" not in str(error.value)
 
 
 @pytest.mark.parametrize(
