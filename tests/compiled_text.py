@@ -1,4 +1,4 @@
-"""Facts about compiled texts that only the tests need, besides planning.compiled's."""
+"""Facts about compiled texts that only tests need, in addition to planning.compiled."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from planning.compiled.text import Instruction, Module, parse
 
 
 def arrays_with(text: str, size: int) -> set[str]:
-    """Arrays in a compiled text with two axes of at least `size`: what attention must not keep
+    """Arrays in a compiled text with two axes of at least `size`, which attention must not keep
     between passes."""
     return {
         match[0]
@@ -21,13 +21,13 @@ def product_flops(text: str, where: str, steps: float) -> float:
     """The FLOPs of all matrix products in a compiled text.
 
     Args:
-      where: loops whose number of steps is not in the text count if an operation of them has this
-        in its name; others, which are attention's, do not.
+      where: a loop whose number of steps is not in the text counts if one of its operations has
+        this in its name; other such loops are attention's, and do not count.
       steps: the number of steps of such a loop.
     """
     module = parse(text)
 
-    def of(name: str) -> float:
+    def computation_flops(name: str) -> float:
         types = {instruction.name: instruction.type for instruction in module.computations[name]}
         total = 0.0
         for instruction in module.computations[name]:
@@ -39,10 +39,10 @@ def product_flops(text: str, where: str, steps: float) -> float:
                 if math.isnan(times):
                     times = steps if _named(module, instruction, where) else 0.0
             inner = [called for called in instruction.called if called in module.computations]
-            total += times * sum(map(of, inner)) if times else 0.0
+            total += times * sum(map(computation_flops, inner)) if times else 0.0
         return total
 
-    return of(module.entry)
+    return computation_flops(module.entry)
 
 
 def _product(dot: Instruction, left: str) -> float:
@@ -52,9 +52,9 @@ def _product(dot: Instruction, left: str) -> float:
 
 
 def _sizes(type_: str) -> list[int]:
-    found = re.search(r"\[([\d,]*)\]", type_)
-    assert found
-    return [int(size) for size in found[1].split(",") if size]
+    match = re.search(r"\[([\d,]*)\]", type_)
+    assert match
+    return [int(size) for size in match[1].split(",") if size]
 
 
 def _named(module: Module, loop: Instruction, where: str) -> bool:

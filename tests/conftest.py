@@ -1,5 +1,5 @@
-"""Fixtures for all tests: 8 simulated CPU devices, a folder that is kept between runs, a small run
-and a small model."""
+"""Fixtures for all tests: 8 simulated CPU devices, a folder kept between runs, a small run and a
+small model."""
 
 import contextlib
 import fcntl
@@ -16,10 +16,10 @@ from tests import quick_compiler
 # be able to load the TPU compiler, which would otherwise abort because of its lock file.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-# XLA_FLAGS of the environment, also an empty one, takes the place of these flags.
+# XLA_FLAGS in the environment, even if empty, replaces these flags.
 FLAGS = os.environ.setdefault("XLA_FLAGS", quick_compiler.XLA_FLAGS)
-# torch, which many tests compare with, may compute a function's first call on several threads to a
-# few digits only (github.com/pytorch/pytorch/issues/188792). Tests run two files at a time anyway.
+# On several threads torch, which many tests compare with, may compute a function's first call to
+# only a few digits (github.com/pytorch/pytorch/issues/188792). Two test files run at a time anyway.
 os.environ["OMP_NUM_THREADS"] = "1"
 CACHE = pathlib.Path(
     os.environ.get("LONGSTRIPE_CACHE") or pathlib.Path.home() / ".cache" / "longstripe"
@@ -34,8 +34,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Compiled programs for several CPU devices must not be read from a cache: see
 # trainer.mesh.simulate.
 jax.config.update("jax_enable_compilation_cache", False)
-# The CPU's compiler has read its flags once it has devices. The TPU's, which ends the process at a
-# flag that it does not know, must not find them; runs that tests start get them from small_run.
+# The CPU compiler has read its flags once its devices exist. The TPU compiler, which ends the
+# process at an unknown flag, must not see them; runs started by tests get them from small_run.
 jax.devices()
 os.environ.pop("XLA_FLAGS")
 small_run.XLA_FLAGS = FLAGS
@@ -50,8 +50,8 @@ pytest_plugins = ["tests.skips", "tests.share", "tests.errors"]
 
 
 def pytest_collection_finish():
-    """Lets Python look for dead cycles rarely: each search walks through all that modules hold, and
-    took a fifth of the time of tests that trace a model."""
+    """Makes Python collect cyclic garbage rarely: each collection walks through all loaded modules,
+    and took a fifth of the time of tests that trace a model."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 
@@ -60,8 +60,8 @@ PEAKS = pytest.StashKey[list[float]]()
 
 
 def pytest_sessionfinish(session):
-    """Gives the largest memory of this process, in GiB, to the process that prints the summary
-    (which may be this one)."""
+    """Sends this process's peak memory, in GiB, to the process that prints the summary (which may
+    be this one)."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["peak"] = peak
@@ -71,14 +71,13 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Notes the largest memory of a process of pytest-xdist, unless it died."""
+    """Records the peak memory of a pytest-xdist process, unless it died."""
     if "peak" in getattr(node, "workeroutput", {}):
         node.config.stash.setdefault(PEAKS, []).append(node.workeroutput["peak"])
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Prints the largest memory that each process of the tests has held; a run's own processes are
-    not in it."""
+    """Prints the peak memory of each test process; it excludes the processes of runs."""
     peaks = sorted(config.stash.get(PEAKS, []), reverse=True)
     terminalreporter.write_line(
         f"largest resident memory of each process: {', '.join(f'{peak:.2f}' for peak in peaks)} GiB"
@@ -87,8 +86,8 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_programs_are_freed():
-    """Frees the programs that a file's tests compiled, kept until the end they would be several
-    GiB, and the file's dead cycles."""
+    """Frees a file's compiled programs and cyclic garbage; kept until the end, the programs would
+    take several GiB."""
     yield
     jax.clear_caches()
     gc.collect()
@@ -110,7 +109,7 @@ def cache() -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def small_recipe(tmp_path_factory, repository, worker_id):
-    """Returns the recipe of a very small run: the same one in all processes that run tests."""
+    """Returns the recipe of a very small run, shared by all test processes."""
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "small"
     with only_one_process(folder.with_suffix(".lock")):
@@ -122,20 +121,20 @@ def small_recipe(tmp_path_factory, repository, worker_id):
 
 @pytest.fixture
 def gcs(monkeypatch, tmp_path):
-    """Returns an empty Google Cloud Storage on the loopback, which gs:// means in the test and in
-    processes that it starts."""
+    """Returns an empty Google Cloud Storage on the loopback, which gs:// refers to in the test and
+    in processes that it starts."""
     with gcs_server.Server() as running:
         for name, value in running.environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
-        # Now, as it reads the environment when it is imported.
+        # Imported only now, since it reads the environment when it is imported.
         pytest.importorskip("gcsfs", reason="gs:// needs gcsfs, which requirements-tpu.txt brings")
         yield running
 
 
 @pytest.fixture
 def s3(monkeypatch, tmp_path):
-    """Returns an empty S3 on the loopback, as `gcs`."""
+    """Returns an empty S3 on the loopback, like `gcs`."""
     with s3_server.Server() as running:
         for name, value in running.environment.items():
             monkeypatch.setenv(name, value)
@@ -152,7 +151,7 @@ def store_and_url(request):
 
 @pytest.fixture(scope="session")
 def whole_run(small_recipe, repository):
-    """Returns the folder of that run without interruption; tests copy what they change."""
+    """Returns the folder of that run, trained without interruption; tests copy what they change."""
     run = small_recipe.parent / "whole"
     with only_one_process(run.with_suffix(".lock")):
         if not run.exists():
@@ -162,7 +161,7 @@ def whole_run(small_recipe, repository):
 
 @contextlib.contextmanager
 def only_one_process(path: pathlib.Path) -> Iterator[None]:
-    """Waits until no other process is in a block of this lock file."""
+    """Waits until no other process is in a block with this lock file."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -176,7 +175,7 @@ def hf_model(tmp_path_factory):
 
 @pytest.fixture
 def saved_figures(monkeypatch) -> list:
-    """Returns the figures that the test saves, as a list that grows."""
+    """Returns the figures that the test saves, as a growing list."""
     from matplotlib.figure import Figure
 
     figures: list = []

@@ -1,5 +1,5 @@
-"""How far results are from their references: `within` compares, and pytest's option --errors FILE
-writes what it saw."""
+"""Errors of results against their references: `within` checks them, and pytest's option --errors
+FILE writes the largest."""
 
 import json
 import pathlib
@@ -9,11 +9,11 @@ SEEN: dict[str, dict[str, float]] = {}
 
 
 def within(error: float, limit: float, what: str = "error", where: object = "") -> None:
-    """Asserts that an error is at most its limit, and keeps it for --errors.
+    """Asserts that an error is at most its limit, and records it for --errors.
 
     Args:
-      what: errors of one name have one limit, and the largest of them is written.
-      where: said where the assertion fails.
+      what: errors with the same name have one limit, and the largest of them is written.
+      where: printed when the assertion fails.
     """
     seen = SEEN.setdefault(what, {"largest": 0.0, "limit": limit, "cases": 0})
     seen["largest"] = max(seen["largest"], float(error))

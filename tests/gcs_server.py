@@ -1,8 +1,8 @@
-"""A small Google Cloud Storage on the loopback: what TensorStore, gcsfs and Orbax ask of its JSON
-API, with preconditions.
+"""A small Google Cloud Storage on the loopback: the part of its JSON API that TensorStore, gcsfs
+and Orbax use, with preconditions.
 
 Objects are kept in memory. A write with ifGenerationMatch is refused with 412 unless the object has
-that generation (0: unless there is none), which the emulators on PyPI do not do and leases need.
+that generation (0: unless it does not exist), which the emulators on PyPI lack and leases need.
 """
 
 import datetime
@@ -13,7 +13,7 @@ import threading
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-PAGE = 1000  # objects in an answer to a list
+PAGE = 1000  # objects per page of a listing
 
 
 class Store:
@@ -26,7 +26,7 @@ class Store:
         self.uploads: dict[str, tuple[str, str, dict, bytearray]] = {}
         self.lock = threading.RLock()
         self.refused = lambda method, path: None  # an HTTP status with which to answer a request
-        self.conditions = True  # whether preconditions are heeded
+        self.conditions = True  # whether preconditions are checked
 
     def names(self, bucket="bucket"):
         return sorted(name for owner, name in self.objects if owner == bucket)
@@ -120,10 +120,10 @@ class Handler(BaseHTTPRequestHandler):
         if kind == "multipart":
             boundary = re.search(r'boundary="?([^";]+)', self.headers["Content-Type"])[1].encode()
             _, head, part = content.split(b"--" + boundary, 2)
-            about = json.loads(re.split(rb"\r?\n\r?\n", head, maxsplit=1)[1])
+            metadata = json.loads(re.split(rb"\r?\n\r?\n", head, maxsplit=1)[1])
             part = re.split(rb"\r?\n\r?\n", part, maxsplit=1)[1]
             part = re.sub(rb"\r?\n--" + re.escape(boundary) + rb"--\s*\Z", b"", part)
-            return self.write(bucket, about["name"], query, part)
+            return self.write(bucket, metadata["name"], query, part)
         if kind == "resumable" and "upload_id" not in query:
             name = query.get("name") or json.loads(content)["name"]
             key = str(next(self.store.generations))
@@ -158,13 +158,13 @@ class Handler(BaseHTTPRequestHandler):
         if not self.met(bucket, name, query):
             return self.fail(412, "conditionNotMet")
         headers = [("x-goog-generation", str(generation)), ("ETag", str(generation))]
-        wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
-        if not wanted:
+        byte_range = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
+        if not byte_range:
             return self.answer(200, content, headers)
-        if not wanted[1]:
-            start, end = max(0, len(content) - int(wanted[2])), len(content)
+        if not byte_range[1]:
+            start, end = max(0, len(content) - int(byte_range[2])), len(content)
         else:
-            start, end = int(wanted[1]), min(len(content), int(wanted[2] or 1 << 60) + 1)
+            start, end = int(byte_range[1]), min(len(content), int(byte_range[2] or 1 << 60) + 1)
         if start >= len(content):
             return self.fail(416)
         headers.append(("Content-Range", f"bytes {start}-{end - 1}/{len(content)}"))
@@ -197,11 +197,11 @@ class QuietServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_):
-        """A client that has all it wants closes the connection."""
+        """A client that has everything it wants closes the connection."""
 
 
 class Server:
-    """The server, from entering to leaving the context."""
+    """The server, running while the context is entered."""
 
     handler = Handler
 
@@ -213,11 +213,12 @@ class Server:
 
     @property
     def environment(self):
-        """The variables by which clients find it."""
+        """The environment variables through which clients find it."""
         return {
             "STORAGE_EMULATOR_HOST": self.address,
             "TENSORSTORE_GCS_HTTP_URL": self.address,
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # which would look for Google's own servers
+            # which would look for Google's own servers
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
         }
 
     def __enter__(self):

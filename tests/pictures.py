@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 
 def overlaps(figure: Figure) -> list[tuple[Artist, Artist]]:
-    """Returns the pairs of panels, legends and titles of a figure that lie over one another."""
+    """Returns the pairs of panels, legends and titles of a figure that overlap."""
     figure.canvas.draw()
     texts = [
         text

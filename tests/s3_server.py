@@ -1,7 +1,7 @@
-"""A small S3 on the loopback: TensorStore's requests, with preconditions.
+"""A small S3 on the loopback for TensorStore's requests, with preconditions.
 
-A write with If-Match is refused with 412 unless the object has that ETag, one with If-None-Match
-if there is an object. ETags are digests of contents, as S3's.
+A write with If-Match is refused with 412 unless the object has that ETag, and one with
+If-None-Match if the object exists. ETags are digests of contents, as in S3.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ class Handler(gcs_server.Handler):
         )
 
     def object(self, key, content):
-        found = self.store.objects.get(key, (None, 0))[0]
-        etag = None if found is None else f'"{hashlib.md5(found).hexdigest()}"'
+        stored = self.store.objects.get(key, (None, 0))[0]
+        etag = None if stored is None else f'"{hashlib.md5(stored).hexdigest()}"'
         match, none_match = self.headers.get("If-Match"), self.headers.get("If-None-Match")
         if self.store.conditions and match not in (None, etag):
             return self.fail(412)
@@ -47,17 +47,17 @@ class Handler(gcs_server.Handler):
         if self.command == "DELETE":
             self.store.objects.pop(key, None)
             return self.answer(204)
-        if found is None:
+        if stored is None:
             return self.fail(404)
         part = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
         if not part:
-            return self.answer(200, found, [("ETag", etag)])
+            return self.answer(200, stored, [("ETag", etag)])
         if part[1]:
-            start, end = int(part[1]), min(len(found), int(part[2] or len(found)) + 1)
+            start, end = int(part[1]), min(len(stored), int(part[2] or len(stored)) + 1)
         else:
-            start, end = max(0, len(found) - int(part[2])), len(found)
-        about = ("Content-Range", f"bytes {start}-{end - 1}/{len(found)}")
-        return self.answer(206, found[start:end], [("ETag", etag), about])
+            start, end = max(0, len(stored) - int(part[2])), len(stored)
+        content_range = ("Content-Range", f"bytes {start}-{end - 1}/{len(stored)}")
+        return self.answer(206, stored[start:end], [("ETag", etag), content_range])
 
     def list(self, bucket, query):
         prefix, after = query.get("prefix", ""), query.get("continuation-token", "")

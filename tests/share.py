@@ -1,5 +1,5 @@
-"""pytest's option --share K/N: the K-th of N shares of the tests, by a hash of their names, so that
-N runs see all of them."""
+"""pytest's option --share K/N: the K-th of N shares of the tests, by a hash of their names; N runs
+cover all tests."""
 
 import hashlib
 
@@ -15,7 +15,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves the tests of other shares out."""
+    """Deselects the tests of other shares."""
     if not (share := config.getoption("--share")):
         return
     number, _, of = share.partition("/")

@@ -1,5 +1,5 @@
-"""A plugin of pytest: --skips FILE fails where a test is skipped that the file (tests/skips.txt)
-does not name."""
+"""A pytest plugin: --skips FILE fails the session if a test is skipped that the file
+(tests/skips.txt) does not name."""
 
 import pathlib
 
@@ -11,16 +11,16 @@ UNLISTED = pytest.StashKey[list[str]]()
 def pytest_addoption(parser):
     """Adds the flag."""
     parser.addoption(
-        "--skips", metavar="FILE", help="fail where a test is skipped that is not in this list"
+        "--skips", metavar="FILE", help="fail if a test is skipped that this list does not name"
     )
 
 
 def unlisted_skips(reports, lines) -> list[str]:
-    """Returns the skipped tests of these reports that no line of the list names, each with the
-    reason that it gave.
+    """Returns the skipped tests of these reports that no line of the list names, each with its
+    reason for skipping.
 
     Args:
-      lines: a file or test, by the beginning of its pytest id, then at least two spaces and why it
+      lines: the beginning of a pytest id (a file or a test), then at least two spaces and why it
         may be skipped.
 
     Raises:
@@ -51,7 +51,7 @@ def pytest_sessionfinish(session):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Names the tests that were skipped and may not be."""
+    """Names the tests that were skipped without permission."""
     for skipped in config.stash.get(UNLISTED, []):
         terminalreporter.write_line(
             f"skipped, and not in {config.getoption('--skips')}: {skipped}", red=True

@@ -1,4 +1,4 @@
-"""Small runs on preferences, and what tests compare of them."""
+"""Small runs on preferences, and comparisons that tests share."""
 
 import pathlib
 import shutil
@@ -27,8 +27,8 @@ def words(count: int, seed: int) -> str:
 
 
 def usual_model(hf_model, folder) -> pathlib.Path:
-    """A model with weights of the usual size. With those of `hf_model`, which are large, the
-    gradients of a pair's completions nearly cancel, and TRL in float32 is itself more than 1e-5
+    """A model with weights of typical size. With those of `hf_model`, which are large, the
+    gradients of a pair's completions nearly cancel, and TRL in float32 differs by more than 1e-5
     from TRL in float64."""
     usual = pathlib.Path(shutil.copytree(hf_model, folder / "usual"))
     model = transformers.LlamaForCausalLM.from_pretrained(usual, dtype=torch.float32)
@@ -43,7 +43,7 @@ def usual_model(hf_model, folder) -> pathlib.Path:
 
 
 def changed_model(hf_model, folder) -> pathlib.Path:
-    """The folder of a policy that differs from the model that training begins with."""
+    """The folder of a policy that differs from the initial model."""
     model = transformers.LlamaForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -89,12 +89,12 @@ def loss_and_gradient(objective, params, batch):
 
 
 def same_number(value, expected, what, where="") -> None:
-    """Compares a number within 1e-5, relative; `what` names the comparison for --errors."""
+    """Compares two numbers within a relative 1e-5; `what` names the comparison for --errors."""
     within(abs(value - expected) / abs(expected), 1e-5, what, where)
 
 
 def same_gradients(config, gradient, expected):
-    """Compares a gradient with one under Hugging Face's names, tensor by tensor: within 1e-5 by
+    """Compares a gradient, tensor by tensor, with one under Hugging Face's names: within 1e-5 by
     norm."""
     compared = 0
     for entry in hf_layout(config):
@@ -108,7 +108,7 @@ def same_gradients(config, gradient, expected):
 
 
 def trained(config) -> list[dict]:
-    """Twenty steps: the loss and the measures of each."""
+    """Trains twenty steps; returns the loss and the measures of each."""
     objective = open_objective(config)
     builder = StepBuilder.of(
         config, objective.model, objective.loss, objective.abstract_batch(), objective.totals

@@ -14,11 +14,16 @@ import yaml
 STEPS = 40
 SAVE_EVERY = 7
 EVALUATE_EVERY = 10
-XLA_FLAGS = ""  # of the processes that `start` starts; conftest sets them
+XLA_FLAGS = ""  # for the processes that `start` starts; set by conftest
 
 
 # The kernel that compiles fastest.
 DENSE = ("--attention.kernel", "reference")
+# One device with it, for tests in which the mesh does not matter: the recipe's compiles for longer.
+ONE_DEVICE = (
+    *("--mesh.fsdp", "1", "--mesh.tensor", "1", "--mesh.sequence", "1", "--mesh.simulate", "1"),
+    *DENSE,
+)
 
 
 def recipe(
@@ -73,7 +78,7 @@ def start(
     *flags: str,
     log: pathlib.Path | None = None,
 ) -> subprocess.Popen:
-    """Starts train.py as a user does, with its output in `log`, or else in RUN.log."""
+    """Starts train.py as a user does, with its output in `log`, by default RUN.log."""
     command = [
         sys.executable,
         str(repository / "train.py"),
@@ -97,7 +102,7 @@ def finish(process: subprocess.Popen, run: pathlib.Path) -> str:
 
 
 def kill_when(process: subprocess.Popen, run: pathlib.Path, condition: Callable[[], bool]) -> bool:
-    """Kills the process by SIGKILL as soon as `condition()` holds; returns False if the run ended
+    """Kills the process with SIGKILL as soon as `condition()` holds; returns False if the run ended
     before."""
     while process.poll() is None:
         if condition():

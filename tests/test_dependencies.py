@@ -9,7 +9,7 @@ from importlib import metadata
 from tests.conftest import REPOSITORY
 
 OWN = {"data", "eval", "model", "planning", "scripts", "tests", "train", "trainer"}
-# Imported where they are installed, with a message where they are not.
+# Imported if installed, with a message otherwise.
 OPTIONAL = {"wandb", "ringattention", "flash-attn-interface", "liger-kernel"}
 
 
@@ -19,8 +19,8 @@ def normal(name: str) -> str:
 
 
 def declared() -> set[str]:
-    """Returns the packages that the requirements files name, without the pins of what jax's own
-    extras bring along."""
+    """Returns the packages named in the requirements files, without pins that serve jax's own
+    extras."""
     lines = [
         line
         for path in REPOSITORY.glob("requirements*.txt")
@@ -31,8 +31,7 @@ def declared() -> set[str]:
 
 
 def imported() -> dict[str, str]:
-    """Returns the modules of other projects that tracked files import, each with a file that
-    does."""
+    """Returns the third-party modules that tracked files import, each with a file that does."""
     command = [
         "git",
         "-C",

@@ -1,5 +1,5 @@
-"""Errors that tests compare with a limit fail above it, and --errors writes the largest, its limit
-and how many there were."""
+"""Errors above their limit fail a test, and --errors writes the largest, its limit and their
+number."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""What stands in a folder or file that a user names is read only if it is a plain file inside of
-it; else one line of error."""
+"""A file or folder named by a user is read only if it is a plain file, or inside of the folder;
+otherwise it is a one-line error."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ from scripts import chat, import_hf, plan, run_status
 from tests import small_model, small_run
 from tests.conftest import REPOSITORY
 from tests.data.trajectories import made
-from tests.test_terminal import evil_text, obeyed
+from tests.test_terminal import control_characters, evil_text
 from trainer import entry
 from trainer.checkpoint import readers
 from trainer.checkpoint.arrays import stored_shapes
@@ -36,16 +36,16 @@ from trainer.model_source import open_model
 from trainer.run.opening import check_run
 from trainer.run.outcome import WRONG_INPUT, outcome_of
 
-SECONDS = 5.0  # in which an error must have been said, on a busy machine
+SECONDS = 5.0  # in which an error must have been printed, on a busy machine
 
 
 class TooLong(BaseException):
-    """A reader still reads."""
+    """A reader takes too long."""
 
 
 @contextlib.contextmanager
 def limited(seconds):
-    """Raises TooLong in the context's work when the time is over."""
+    """Raises TooLong in the context's work when time is up."""
 
     def stop(number, frame):
         raise TooLong
@@ -69,13 +69,13 @@ def read_model(path):
 
 
 def read_checkpoint(path):
-    found = readers.find_checkpoint(path, ["model", "assets", "data"])
+    checkpoint = readers.find_checkpoint(path, ["model", "assets", "data"])
     open_model(str(path))
-    assets.trained_date(found / "assets")
-    assets.source_dtype(found / "assets")
-    stored_shapes(found, "model")
+    assets.trained_date(checkpoint / "assets")
+    assets.source_dtype(checkpoint / "assets")
+    stored_shapes(checkpoint, "model")
     readers.read_data(path)
-    card.model_card(found, small_model.CONFIG)
+    card.model_card(checkpoint, small_model.CONFIG)
 
 
 def read_adapter(path):
@@ -126,8 +126,8 @@ READERS = {
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory):
-    """A folder of each kind, whole, by its reader's name."""
+def valid_folders(tmp_path_factory):
+    """A valid folder of each kind, by its reader's name."""
     root = tmp_path_factory.mktemp("given")
     hf = small_model.write(root)
     assert import_hf.main([str(hf), str(root / "checkpoint")]) == 0
@@ -203,7 +203,7 @@ def files_of(path):
     return sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
 
 
-def read_of(kind, path):
+def files_read(kind, path):
     """Returns the files of a folder that its reader reads."""
     names = {
         "begun": {"config.yaml", "metrics.jsonl", "held_out.jsonl"},
@@ -214,7 +214,7 @@ def read_of(kind, path):
 
 
 def by_link(file, outside):
-    """The same contents, but outside of the folder."""
+    """The same contents, but outside the folder."""
     shutil.move(file, outside)
     file.symlink_to(outside)
 
@@ -243,8 +243,8 @@ def copied(path, to):
     return Path(shutil.copytree(path, to / path.name))
 
 
-def said_by(reader, path):
-    """Returns a reader's line of error, "" without one; other errors are raised."""
+def error_of(reader, path):
+    """Returns a reader's one-line error, "" if there is none; other errors are raised."""
     try:
         with limited(SECONDS):
             reader(path)
@@ -258,53 +258,53 @@ def said_by(reader, path):
 
 @pytest.mark.parametrize("attack", [by_link, by_pipe, by_device])
 @pytest.mark.parametrize("kind", READERS)
-def test_what_is_no_plain_file_of_the_folder_is_refused(kind, attack, given, tmp_path):
-    for number, name in enumerate(read_of(kind, given[kind])):
+def test_only_plain_files_inside_the_folder_are_read(kind, attack, valid_folders, tmp_path):
+    for number, name in enumerate(files_read(kind, valid_folders[kind])):
         (tmp_path / f"{number}").mkdir()
-        place = copied(given[kind], tmp_path / f"{number}")
-        attack(place / name, tmp_path / f"{number}" / "outside")
-        said = said_by(READERS[kind], place)
-        assert Path(name).name in said and "\n" not in said, (name, said)
-        assert "neither a file nor a folder" in said or "outside of its folder" in said, (
+        copy = copied(valid_folders[kind], tmp_path / f"{number}")
+        attack(copy / name, tmp_path / f"{number}" / "outside")
+        message = error_of(READERS[kind], copy)
+        assert Path(name).name in message and "\n" not in message, (name, message)
+        assert "neither a file nor a folder" in message or "outside of its folder" in message, (
             name,
-            said,
+            message,
         )
 
 
 @pytest.mark.parametrize("attack", [by_nesting, by_whole_nesting])
 @pytest.mark.parametrize("kind", READERS)
-def test_what_is_nested_too_deeply_is_one_line(kind, attack, given, tmp_path):
-    for number, name in enumerate(read_of(kind, given[kind])):
+def test_nesting_too_deep_is_a_one_line_error(kind, attack, valid_folders, tmp_path):
+    for number, name in enumerate(files_read(kind, valid_folders[kind])):
         (tmp_path / f"{number}").mkdir()
-        place = copied(given[kind], tmp_path / f"{number}")
-        attack(place / name, None)
-        said = said_by(READERS[kind], place)
-        assert "\n" not in said
+        copy = copied(valid_folders[kind], tmp_path / f"{number}")
+        attack(copy / name, None)
+        message = error_of(READERS[kind], copy)
+        assert "\n" not in message
 
 
-def test_many_folders_with_links(given, tmp_path):
-    """500 folders with a chain of links in place of a file: read as without, or refused where it
-    leads out."""
+def test_links_are_followed_only_inside_the_folder(valid_folders, tmp_path):
+    """500 folders with a chain of links in place of a file are read as if without links, or refused
+    if the chain leads outside."""
     draw = random.Random(0)
     kinds = ("model", "checkpoint", "run", "prepared", "answers")
     for number in range(500):
         kind = kinds[number % len(kinds)]
         (tmp_path / f"{number}").mkdir()
-        place = tmp_path / f"{number}" / "x"
-        shutil.copytree(given[kind], place, copy_function=os.link)
-        file = place / draw.choice(read_of(kind, place))
+        copy = tmp_path / f"{number}" / "x"
+        shutil.copytree(valid_folders[kind], copy, copy_function=os.link)
+        file = copy / draw.choice(files_read(kind, copy))
         inside = draw.random() < 0.5
         real = file.parent / "kept" / "real" if inside else tmp_path / f"{number}" / "secret"
         real.parent.mkdir(exist_ok=True)
         file.rename(real)
         for hop in range(draw.randrange(3)):
-            link = (place if draw.random() < 0.5 else tmp_path / f"{number}") / f"hop{hop}"
+            link = (copy if draw.random() < 0.5 else tmp_path / f"{number}") / f"hop{hop}"
             link.symlink_to(real if draw.random() < 0.5 else os.path.relpath(real, link.parent))
             real = link
         file.symlink_to(real if draw.random() < 0.5 else os.path.relpath(real, file.parent))
-        said = said_by(READERS[kind], place)
-        assert ("outside of its folder" in said) == (not inside), (kind, file.name, said)
-        assert not (inside and said), (kind, file.name, said)
+        message = error_of(READERS[kind], copy)
+        assert ("outside of its folder" in message) == (not inside), (kind, file.name, message)
+        assert not (inside and message), (kind, file.name, message)
 
 
 def with_header(header: bytes, length: int | None = None) -> bytes:
@@ -314,11 +314,11 @@ def with_header(header: bytes, length: int | None = None) -> bytes:
 TENSOR = '"{}": {{"dtype": "{}", "shape": {}, "data_offsets": {}}}'
 HEADERS = {
     "longer than the file": with_header(b"{}", 1 << 62),
-    "of no length": b"\x01",
+    "no length": b"\x01",
     "a million spaces": with_header(b" " * 10_000_000),
     "nested": with_header(b'{"a":' * 1_000_000),
-    "no JSON": with_header(b"\xff" * 100),
-    "a shape that overflows": with_header(
+    "not JSON": with_header(b"\xff" * 100),
+    "an overflowing shape": with_header(
         ("{" + TENSOR.format("a", "F32", [1 << 40, 1 << 40], [0, 4]) + "}").encode()
     ),
     "a shape below zero": with_header(
@@ -340,11 +340,11 @@ HEADERS = {
 @pytest.mark.parametrize(
     ("kind", "name"), [("model", "model.safetensors"), ("adapter", "adapter_model.safetensors")]
 )
-def test_a_header_that_lies(kind, name, header, given, tmp_path):
-    place = copied(given[kind], tmp_path)
-    (place / name).write_bytes(HEADERS[header])
-    said = said_by(READERS[kind], place)
-    assert str(place) in said and "\n" not in said and len(said) < 500, said
+def test_a_malformed_header_is_refused(kind, name, header, valid_folders, tmp_path):
+    copy = copied(valid_folders[kind], tmp_path)
+    (copy / name).write_bytes(HEADERS[header])
+    message = error_of(READERS[kind], copy)
+    assert str(copy) in message and "\n" not in message and len(message) < 500, message
 
 
 ARRAY = "{{'descr': {}, 'fortran_order': False, 'shape': {}}}"
@@ -360,14 +360,14 @@ ARRAYS = {
 
 @pytest.mark.parametrize("length", [None, 0xFFFFFFFF])
 @pytest.mark.parametrize("header", ARRAYS)
-def test_an_array_of_tokens_that_lies(header, length, tmp_path):
-    """In its header, or about the header's length."""
+def test_a_malformed_token_array_is_refused(header, length, tmp_path):
+    """The header is malformed, or its declared length is wrong."""
     content, path = ARRAYS[header].encode(), tmp_path / "a.npy"
     size = struct.pack("<I", len(content) if length is None else length)
     path.write_bytes(b"\x93NUMPY\x02\x00" + size + content + bytes(64))
-    said = said_by(lambda path: read_data(path, "tokens"), path)
-    assert said.startswith(f"{path}: cannot be read as .npy") and "\n" not in said
-    assert len(said) < 500, said
+    message = error_of(lambda path: read_data(path, "tokens"), path)
+    assert message.startswith(f"{path}: cannot be read as .npy") and "\n" not in message
+    assert len(message) < 500, message
 
 
 LINES = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
@@ -381,7 +381,7 @@ RECIPES = {
     "lists": "- " * 50_000,
     "questions": "? " * 50_000,
     "a long number": "model: " + "9" * 1_000_000,
-    "a number of sixties": "model: " + "1" + ":1" * 100_000,
+    "a sexagesimal number": "model: " + "1" + ":1" * 100_000,
     "a long name": "a" * 1_000_000 + ": 1",
     "an object": "model: !!python/object/apply:os.system ['touch made']\n",
     "quotes": "model: '" + "''" * 200_000,
@@ -390,20 +390,20 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_that_explodes(recipe, tmp_path):
+def test_a_recipe_that_explodes_is_refused(recipe, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPES[recipe])
-    said = said_by(lambda path: configuration.load(["--config", str(path)]), path)
-    assert str(path) in said and "\n" not in said and len(said) < 1000, said
+    message = error_of(lambda path: configuration.load(["--config", str(path)]), path)
+    assert str(path) in message and "\n" not in message and len(message) < 1000, message
 
 
 @pytest.mark.parametrize("kind", ["config.yaml", "run.yaml"])
 @pytest.mark.parametrize("recipe", ["aliases", "merges", "brackets", "lists", "an object"])
-def test_a_runs_recipe_that_explodes(recipe, kind, tmp_path):
+def test_a_runs_recipe_that_explodes_is_refused(recipe, kind, tmp_path):
     (tmp_path / kind).write_text(RECIPES[recipe])
     reader = report_input.read_run if kind == "config.yaml" else assets.trained_date
-    said = said_by(reader, tmp_path)
-    assert kind in said and "\n" not in said and len(said) < 1000, said
+    message = error_of(reader, tmp_path)
+    assert kind in message and "\n" not in message and len(message) < 1000, message
 
 
 SINGLE = {
@@ -422,43 +422,47 @@ SINGLE = {
 
 @pytest.mark.parametrize("suffix", ["", ".json", ".npy", ".parquet", ".csv", ".jsonl.gz"])
 @pytest.mark.parametrize("kind", SINGLE)
-def test_a_pipe_or_device_that_the_user_names(kind, suffix, tmp_path):
+def test_a_pipe_or_device_named_by_the_user_is_refused(kind, suffix, tmp_path):
     os.mkfifo(tmp_path / f"pipe{suffix}")
     (tmp_path / f"zero{suffix}").symlink_to("/dev/zero")
     for name in ("pipe", "zero"):
-        said = said_by(SINGLE[kind], str(tmp_path / f"{name}{suffix}"))
-        assert name in said and "\n" not in said, said
+        message = error_of(SINGLE[kind], str(tmp_path / f"{name}{suffix}"))
+        assert name in message and "\n" not in message, message
 
 
-def spoilt(value, rng):
-    """Returns a value of JSON with an evil text in the place of one of its texts, names or numbers."""
+def corrupted(value, rng):
+    """Returns a JSON value with an evil text in place of one of its texts, names or numbers."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         name = rng.choice(list(value))
         if rng.random() < 0.3:
             return {(evil_text(rng) if key == name else key): part for key, part in value.items()}
-        return value | {name: spoilt(value[name], rng)}
+        return value | {name: corrupted(value[name], rng)}
     if isinstance(value, list) and value and rng.random() < 0.9:
-        place = rng.randrange(len(value))
-        return [*value[:place], spoilt(value[place], rng), *value[place + 1 :]]
+        index = rng.randrange(len(value))
+        return [*value[:index], corrupted(value[index], rng), *value[index + 1 :]]
     return evil_text(rng)
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_evil_texts_in_files(kind, given, tmp_path, capsys):
+def test_evil_texts_in_files(kind, valid_folders, tmp_path, capsys):
     """Twelve in each small file: none reaches a terminal through the reader's messages."""
     rng, times = random.Random(kind), 2 if kind == "begun" else 12
     names = [
-        name for name in read_of(kind, given[kind]) if name.endswith((".json", ".jsonl", ".yaml"))
+        name
+        for name in files_read(kind, valid_folders[kind])
+        if name.endswith((".json", ".jsonl", ".yaml"))
     ]
-    place = copied(given[kind], tmp_path) if names else None
+    copy = copied(valid_folders[kind], tmp_path) if names else None
     for name in names:
-        text = (place / name).read_text()
+        text = (copy / name).read_text()
         first, _, rest = text.partition("\n") if name.endswith(".jsonl") else (text, "", "")
         for _ in range(times):
-            content = json.dumps(spoilt(yaml.safe_load(first), rng), ensure_ascii=False)
-            (place / name).write_text(content + "\n" + rest)
+            content = json.dumps(corrupted(yaml.safe_load(first), rng), ensure_ascii=False)
+            (copy / name).write_text(content + "\n" + rest)
             with limited(SECONDS):
-                code = entry.run(lambda: READERS[kind](place))
-            said = "".join(capsys.readouterr())
-            assert code in (0, 2) and not obeyed(said) and "Traceback" not in said, said
-        (place / name).write_text(text)
+                code = entry.run(lambda: READERS[kind](copy))
+            output = "".join(capsys.readouterr())
+            assert (
+                code in (0, 2) and not control_characters(output) and "Traceback" not in output
+            ), output
+        (copy / name).write_text(text)

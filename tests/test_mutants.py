@@ -1,5 +1,5 @@
-"""The mutants: each differs from the file at one place, and is a program; the tests that are named
-exist."""
+"""The mutants: each is a valid program that differs from the file in one place; the tests named for
+it exist."""
 
 import ast
 
@@ -19,7 +19,7 @@ def clipped(values, limit, *, strict=False):
 '''
 
 
-def test_every_kind_of_fault_is_made_and_no_message_is_touched():
+def test_every_kind_of_fault_is_made_and_messages_stay():
     assert {fault.what for fault in faults(PROGRAM)} == {
         "True for False",
         "Or for And",
@@ -49,7 +49,7 @@ def test_files_and_their_tests_exist(file):
     assert 0 < len(sample(file, 5, 0)) <= 5
 
 
-def test_slips_are_faults_of_code_that_is_there():
+def test_slips_apply_to_the_current_code():
     for tests, faulty in slips():
         assert all((ROOT / test).is_file() for test in tests)
         for place, text in faulty.items():
@@ -57,7 +57,7 @@ def test_slips_are_faults_of_code_that_is_there():
             assert text != (ROOT / place.file).read_text(encoding="utf-8")
 
 
-def test_programs_called_equivalent_are_mutants_of_today():
+def test_listed_equivalents_are_current_mutants():
     for line in EQUIVALENT.read_text(encoding="utf-8").splitlines():
         name, _, reason = line.partition(" # ")
         file = name.partition(":")[0]

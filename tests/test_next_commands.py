@@ -1,4 +1,4 @@
-"""The line that ends a training names commands that exist, with flags that they take."""
+"""The line that ends a training names existing commands with flags that they accept."""
 
 import functools
 import shlex
@@ -13,7 +13,7 @@ from trainer.options import parse
 
 
 def parsed(line):
-    """The module and the parsed flags of each command of the line."""
+    """The module and the parsed flags of each command in the line."""
     parsers = {
         "scripts.export_hf": functools.partial(parse, export_hf.Options),
         "eval.needle": needle.parse,

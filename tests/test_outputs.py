@@ -1,4 +1,5 @@
-"""No command overwrites or deletes what it did not write: a file of the user's stays as it is, and is named in one line."""
+"""No command overwrites or deletes a file that it did not write: the user's file stays as it is,
+and one line names it."""
 
 import importlib
 import json
@@ -15,7 +16,7 @@ from tests.conftest import REPOSITORY
 
 MODEL = "--checkpoint none --output {out}"
 EVALUATION = ("results.json", "cases.jsonl")
-# Command -> its words, and the files that it writes into the folder {out}.
+# Command -> its arguments, and the files that it writes into the folder {out}.
 WRITERS = {
     "eval.needle": (f"{MODEL} --tokens 9", (*EVALUATION, "needle.png")),
     "eval.ruler": (f"{MODEL} --tokens 9", (*EVALUATION, "ruler.png")),
@@ -84,35 +85,36 @@ WRITERS = {
     "scripts.benchmarks.kernel_registers": ("--into {out}", ("any",)),
     "scripts.benchmarks.adapter_contexts": ("--output {out}", ("compilations.json",)),
 }
-# Commands that hand their folder to others of these, or to train.py, and write nothing else there.
+# Commands that pass their folder to another command here or to train.py, and write nothing else
+# there.
 PASS_ON = {
     "eval.runner",  # the options that evaluations share
     "scripts.quickstart",
-    "scripts.wheel_models",  # of make_smollm2 and make_gemma3
-    "scripts.push_to_hub",  # writes to the hub alone
-    "scripts.launch_tpu",  # and those below write into a temporary folder of their own
+    "scripts.wheel_models",  # those of make_smollm2 and make_gemma3
+    "scripts.push_to_hub",  # writes only to the hub
+    "scripts.launch_tpu",  # this and those below write into a separate temporary folder
     "scripts.benchmarks.kernel_cycles",
-    "scripts.benchmarks.kernel_case",  # resets this process's count of memory
+    "scripts.benchmarks.kernel_case",  # resets this process's memory statistics
     "scripts.benchmarks.page",  # the repository's own BENCHMARKS.md
-    "scripts.make_fixtures",  # below
+    "scripts.make_fixtures",  # see below
     "scripts.plan_options",
     "scripts.benchmarks.commands",
     "scripts.benchmarks.curriculum",
     "scripts.benchmarks.extension",
     "scripts.benchmarks.in_context",
     "scripts.benchmarks.exploration",
-    "scripts.benchmarks.checkpoint_stores",  # a checkpoint in a separate folder, removed again
+    "scripts.benchmarks.checkpoint_stores",  # a checkpoint in a separate folder, removed afterwards
     "scripts.benchmarks.preference",
     "scripts.benchmarks.evidence",
     "scripts.benchmarks.retrieval",
     "scripts.benchmarks.__main__",
-    "scripts.collect_trajectories",  # continues only a folder of the same options
-    "scripts.download_trajectories",  # archives unpack into folders that are absent
+    "scripts.collect_trajectories",  # continues only a folder with the same options
+    "scripts.download_trajectories",  # archives unpack into folders that do not exist yet
 }
 
 
-def of_the_user(path):
-    """Writes a file that the user may have under this name: a photograph, or settings."""
+def users_file(path):
+    """Writes a file that a user may have under this name: a photograph, or settings."""
     if path.suffix in (".png", ".gif"):
         Figure().savefig(path.with_suffix(".png"))
         path.with_suffix(".png").rename(path)
@@ -133,16 +135,16 @@ def test_a_file_of_the_user_stays(command, name, tmp_path, monkeypatch, capsys):
     (run / "config.yaml").write_text("model: {}\n")
     if command == "eval.harness":
         pytest.importorskip("lm_eval")
-    before = of_the_user(out / name)
+    before = users_file(out / name)
     words = WRITERS[command][0].format(out=out, run=run).split()
     try:
         code = importlib.import_module(command).main(words)
     except SystemExit as left:
         code = left.code
-    said = capsys.readouterr().err
-    assert code in (1, 2) and len(said.splitlines()) == 1, said
-    assert f"{name}: exists, but was not written by this command" in said or (
-        name == "any" and "exists and is not an empty folder" in said
+    stderr = capsys.readouterr().err
+    assert code in (1, 2) and len(stderr.splitlines()) == 1, stderr
+    assert f"{name}: exists, but was not written by this command" in stderr or (
+        name == "any" and "exists and is not an empty folder" in stderr
     )
     assert (out / name).read_bytes() == before
     assert sorted(os.listdir(out)) == [name]
@@ -151,7 +153,7 @@ def test_a_file_of_the_user_stays(command, name, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "content", [b"mine\n", b"mine", b"{}\n", b"[1]\n", b'{"model": "m"}\n{"mine": 1}\n', b"\xff\n"]
 )
-def test_a_journal_is_not_cut_off_where_it_is_the_users(content, tmp_path):
+def test_a_users_file_is_not_truncated_as_a_journal(content, tmp_path):
     path = tmp_path / "answers.jsonl"
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"answers\.jsonl: "):
@@ -159,7 +161,7 @@ def test_a_journal_is_not_cut_off_where_it_is_the_users(content, tmp_path):
     assert path.read_bytes() == content
 
 
-def test_a_journal_of_which_the_first_line_is_cut_off_is_begun_again(tmp_path):
+def test_a_journal_whose_first_line_is_truncated_starts_over(tmp_path):
     path = tmp_path / "answers.jsonl"
     for content in (b"", b'{"mod'):
         path.write_bytes(content)
@@ -167,15 +169,16 @@ def test_a_journal_of_which_the_first_line_is_cut_off_is_begun_again(tmp_path):
         assert path.read_bytes() == b'{"model": "m"}\n'
 
 
-def test_fixtures_are_written_into_a_folder_of_theirs(tmp_path):
-    before = of_the_user(tmp_path / "conversations.json")
+def test_fixtures_are_written_only_into_their_own_folder(tmp_path):
+    before = users_file(tmp_path / "conversations.json")
     with pytest.raises(UserError, match="exists and is not an empty folder"):
         make_fixtures.main(tmp_path)
     assert (tmp_path / "conversations.json").read_bytes() == before
 
 
-def test_every_command_that_writes_is_among_these():
-    """By the calls with which its module writes or removes, or the options that name an output."""
+def test_every_command_that_writes_is_listed():
+    """By the calls through which its module writes or removes, or the options that name an
+    output."""
     writes = re.compile(
         r"\b(output_files?|output_folder|results_folder|new_folder|building|replace_file|savefig|"
         r"write_(text|bytes|json|hf)|save_(file|checkpoint)|rmtree|unlink)\(|open\([^)]*\"[wax]|"
@@ -183,10 +186,10 @@ def test_every_command_that_writes_is_among_these():
         r'"--(output|plot|json|write)"',
         re.MULTILINE,
     )
-    found = set()
+    writers = set()
     for path in [*REPOSITORY.glob("eval/*.py"), *REPOSITORY.glob("scripts/**/*.py")]:
         text = path.read_text()
         if 'if __name__ == "__main__":' in text and writes.search(text):
-            found.add(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
-    assert found - WRITERS.keys() - PASS_ON == set()
-    assert {"eval.report", "scripts.plan", "scripts.export_hf"} <= found
+            writers.add(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
+    assert writers - WRITERS.keys() - PASS_ON == set()
+    assert {"eval.report", "scripts.plan", "scripts.export_hf"} <= writers

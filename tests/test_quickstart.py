@@ -54,7 +54,7 @@ def trained(tmp_path_factory, repository):
 
 
 def test_the_quickstarts_commands_exist_with_their_flags(tmp_path):
-    """Each is parsed by its own command; the recipe is the one that the summary names."""
+    """Each is parsed by its own command; the recipe is the one named in the summary."""
     from eval import line_retrieval
     from scripts import export_hf, quickstart
     from trainer.config.load import load
@@ -88,7 +88,7 @@ def test_held_out_loss_falls(trained):
     assert [rows[0]["step"], rows[-1]["step"]] == [0, 12] and after < before - 0.5
 
 
-def test_transformers_generates_the_same(trained, repository):
+def test_transformers_generates_the_same_tokens(trained, repository):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from eval.line_cases import read

@@ -1,7 +1,8 @@
-"""The rooms: imports point down only, every folder of code is a package, and tests mirror the
-tree."""
+"""The layers of packages: imports point down only, every folder of code is a package, and tests
+mirror the tree."""
 
 import ast
+import functools
 import subprocess
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Room -> the other rooms that it may import. `model.attention` is a room of its own inside `model`.
+# Package -> the other packages that it may import. `model.attention` counts as a package of its own
+# inside `model`.
 MAY_IMPORT = {
     "model.attention": set(),
     "model": {"model.attention"},
@@ -20,9 +22,9 @@ MAY_IMPORT = {
     "scripts": {"eval", "planning", "trainer", "data", "model", "model.attention"},
     "train": {"eval", "planning", "trainer", "data", "model", "model.attention"},
 }
-# The floors of the room `model`, the lowest first: a module imports from its own floor and from
+# The internal layers of the package `model`, lowest first: a module imports from its own layer and
 # those below.
-FLOORS = (
+LAYERS = (
     ("checks", "adapter", "rope_config", "families"),
     ("config", "config_checks", "lengths"),
     (
@@ -41,7 +43,7 @@ FLOORS = (
         "memory.options",
         "memory.period",
         "memory.policies",
-    ),  # needed to run a layer in pieces
+    ),  # needed to run a decoder layer in pieces
     (
         "feedforward",
         "experts",
@@ -58,8 +60,7 @@ FLOORS = (
     ("agentic", "cache", "language_model"),
     ("decode",),
 )
-# Module of another project -> the files of ours that import it, so that its changes touch one
-# place.
+# Third-party module -> the only files of ours that import it, so that its changes affect one place.
 ONE_HOME = {
     "tensorflow_datasets": {"data/record_store.py"},
     "orbax": {"trainer/checkpoint/items.py", "trainer/checkpoint/saving.py"},
@@ -67,6 +68,7 @@ ONE_HOME = {
 }
 
 
+@functools.cache
 def tracked(pattern: str) -> list[Path]:
     """Returns the repository's files that match a git pattern, tracked or new, without deleted
     ones."""
@@ -86,8 +88,8 @@ def tracked(pattern: str) -> list[Path]:
 
 
 def code_files() -> list[Path]:
-    """Returns the Python files of the rooms and train.py."""
-    return [path for path in tracked("*.py") if room_of(module_of(path)) is not None]
+    """Returns the Python files of the packages and train.py."""
+    return [path for path in tracked("*.py") if package_of(module_of(path)) is not None]
 
 
 def module_of(path: Path) -> str:
@@ -96,12 +98,15 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room_of(module: str) -> str | None:
-    """Returns the room that a module is in, the narrowest one; None for other packages."""
-    rooms = [room for room in MAY_IMPORT if module == room or module.startswith(f"{room}.")]
-    return max(rooms, key=len, default=None)
+def package_of(module: str) -> str | None:
+    """Returns the innermost package that a module is in; None outside of them."""
+    packages = [
+        package for package in MAY_IMPORT if module == package or module.startswith(f"{package}.")
+    ]
+    return max(packages, key=len, default=None)
 
 
+@functools.cache
 def imported_modules(path: Path) -> set[str]:
     """Returns the dotted names that a file imports, at any depth of its code; relative names are
     resolved."""
@@ -121,15 +126,15 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def upward_imports(path: Path) -> list[str]:
-    """Returns the modules that a file imports from rooms that its own room may not import."""
-    own = room_of(module_of(path))
+    """Returns the modules that a file imports from packages that its own package may not import."""
+    own = package_of(module_of(path))
     allowed = MAY_IMPORT[own] | {own, None}
-    return sorted(module for module in imported_modules(path) if room_of(module) not in allowed)
+    return sorted(module for module in imported_modules(path) if package_of(module) not in allowed)
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_imports_point_down_only(room):
-    files = [path for path in code_files() if room_of(module_of(path)) == room]
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_point_down_only(package):
+    files = [path for path in code_files() if package_of(module_of(path)) == package]
     assert files
     upward = {
         str(path.relative_to(ROOT)): modules for path in files if (modules := upward_imports(path))
@@ -147,16 +152,16 @@ def test_libraries_that_change_often_have_one_home(module):
     assert files == ONE_HOME[module]
 
 
-def floor_of(module: str) -> int:
-    """Returns the floor of the room `model` that a module or a name in it is on, by the longest
-    entry of FLOORS."""
+def layer_of(module: str) -> int:
+    """Returns the layer of the package `model` that a module, or a name in it, belongs to, by the
+    longest entry of LAYERS."""
     entries = [
         (len(entry), number)
-        for number, floor in enumerate(FLOORS)
-        for entry in floor
+        for number, layer in enumerate(LAYERS)
+        for entry in layer
         if f"{module}.".startswith(f"model.{entry}.")
     ]
-    assert entries, f"{module} is on no floor"
+    assert entries, f"{module} is in no layer"
     return max(entries)[1]
 
 
@@ -165,15 +170,15 @@ def test_imports_inside_the_model_point_down_only():
     for path in [
         path
         for path in tracked("model/*.py")
-        if room_of(module_of(path)) == "model" and module_of(path) != "model"
+        if package_of(module_of(path)) == "model" and module_of(path) != "model"
     ]:
         imported = [
             module
             for module in imported_modules(path)
-            if room_of(module) == "model" and module != "model"
+            if package_of(module) == "model" and module != "model"
         ]
         if above := sorted(
-            module for module in imported if floor_of(module) > floor_of(module_of(path))
+            module for module in imported if layer_of(module) > layer_of(module_of(path))
         ):
             upward[str(path.relative_to(ROOT))] = above
     assert upward == {}
@@ -189,6 +194,6 @@ def test_every_folder_of_code_is_a_package():
 
 
 def test_tests_mirror_the_tree():
-    of_all = {Path("soak"), Path("mutants"), Path("fixtures")}
-    folders = {path.parent.relative_to(ROOT / "tests") for path in tracked("tests/*.py")} - of_all
+    spanning = {Path("soak"), Path("mutants"), Path("fixtures")}
+    folders = {path.parent.relative_to(ROOT / "tests") for path in tracked("tests/*.py")} - spanning
     assert [str(folder) for folder in sorted(folders) if not (ROOT / folder).is_dir()] == []

@@ -1,5 +1,4 @@
-"""Shares of the slow tests: together they are all, apart they are none twice, and of about one
-size."""
+"""Shares of the slow tests: together they cover all tests, are disjoint, and have similar sizes."""
 
 from collections import Counter
 
@@ -13,8 +12,8 @@ NAMES = [
 ]
 
 
-def test_shares_are_of_about_one_size_and_stay_what_they_are():
+def test_shares_have_similar_sizes_and_are_stable():
     sizes = Counter(share_of(name, 30) for name in NAMES)
     assert sorted(sizes) == list(range(30)) and sum(sizes.values()) == len(NAMES) == 1800
     assert min(sizes.values()) > 30 and max(sizes.values()) < 100
-    assert share_of("tests/test_share.py::a", 30) == 20, "not of this process's random hash"
+    assert share_of("tests/test_share.py::a", 30) == 20, "the hash must not depend on the process"

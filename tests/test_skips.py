@@ -1,5 +1,5 @@
-"""A skipped test fails where --skips is given and its list does not name it; every line of the list
-has a reason."""
+"""With --skips, a skipped test fails unless the list names it; every line of the list has a
+reason."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.skips import unlisted_skips
 pytest_plugins = ["pytester"]
 
 
-def test_a_skipped_test_that_is_not_listed_fails(pytester, monkeypatch):
+def test_an_unlisted_skip_fails(pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     pytester.makepyfile(
         test_listed="import pytest\npytest.importorskip('no_such_module', reason='not here')",
@@ -25,8 +25,8 @@ def test_a_skipped_test_that_is_not_listed_fails(pytester, monkeypatch):
     for flags, code in ((["--skips", "some.txt"], 1), (["--skips", "all.txt"], 0), ([], 0)):
         result = pytester.runpytest_inprocess("-p", "tests.skips", *flags)
         assert result.ret == code
-        said = [line for line in result.outlines if "and not in" in line]
-        assert said == (
+        lines = [line for line in result.outlines if "and not in" in line]
+        assert lines == (
             ["skipped, and not in some.txt: test_other.py::test_it: Skipped: too hard"]
             if code
             else []

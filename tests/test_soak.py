@@ -1,5 +1,5 @@
-"""The soak runner: its parts hold every slow test once, and an interrupted part goes on with the
-tests that remain."""
+"""The soak runner: its parts cover every slow test once, and an interrupted part resumes with the
+remaining tests."""
 
 import itertools
 
@@ -32,14 +32,14 @@ def selected(plugin, count=10):
     return [item.nodeid for item in items]
 
 
-def test_shares_hold_every_test_once(tmp_path):
+def test_shares_cover_every_test_once(tmp_path):
     shares = [
         selected(soak.Resume(tmp_path / f"{share}", f"{share}/3", "code")) for share in (1, 2, 3)
     ]
     assert sorted(itertools.chain(*shares)) == sorted(f"test_{number}" for number in range(10))
 
 
-def test_an_interrupted_part_goes_on(tmp_path):
+def test_an_interrupted_part_resumes(tmp_path):
     first = soak.Resume(tmp_path / "part", "1/1", "code")
     assert len(selected(first)) == 10
     for number in range(4):
@@ -68,8 +68,8 @@ def test_a_part_names_all_code_that_its_tests_import(name):
     ]
     reached = set(remaining)
     while remaining:
-        # `from model.attention import Keys` gives model.attention.Keys, whose beginning is the
-        # module.
+        # `from model.attention import Keys` gives model.attention.Keys, which begins with the
+        # module's name.
         parts = [name.split(".") for name in imported_modules(remaining.pop())]
         names = {".".join(part[:length]) for part in parts for length in range(1, len(part) + 1)}
         new = {modules[name] for name in names & set(modules)} - reached
@@ -87,8 +87,8 @@ def test_an_unknown_part_is_named(capsys):
 
 @pytest.fixture
 def too_large(tmp_path, monkeypatch):
-    """Makes a part of three slow tests, of which a given one fails, in processes that are too large
-    after any test."""
+    """Returns a function that makes a part of three slow tests, one of which fails, in processes
+    that are too large after any test."""
     monkeypatch.setattr(soak, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(soak, "code_hash", lambda pathspecs: "code")
     monkeypatch.setattr(soak, "resident_bytes", lambda: soak.MOST_MEMORY + 1)
@@ -105,14 +105,14 @@ def too_large(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_part_that_has_become_too_large_goes_on_in_a_new_process(too_large, tmp_path):
+def test_a_part_that_grows_too_large_continues_in_a_new_process(too_large, tmp_path):
     run = too_large(failing=2)
-    assert [run() for _ in range(4)] == [soak.GOES_ON, soak.GOES_ON, 1, 1], (
-        "a test each, then the one that fails"
+    assert [run() for _ in range(4)] == [soak.UNFINISHED, soak.UNFINISHED, 1, 1], (
+        "one test per process, then the failing one"
     )
     assert len((tmp_path / "records" / "part.passed").read_text().splitlines()) == 3
 
 
 @pytest.mark.slow
-def test_a_test_that_fails_and_is_too_large_ends_the_part(too_large):
+def test_a_failing_test_that_is_too_large_ends_the_part(too_large):
     assert too_large(failing=0)() == pytest.ExitCode.INTERRUPTED

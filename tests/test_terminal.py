@@ -1,4 +1,4 @@
-"""No command gives a terminal what it would obey: whatever stands in data, names, paths and
+"""No command prints control sequences to a terminal, whatever is in data, names, paths and
 flags."""
 
 import importlib
@@ -15,8 +15,8 @@ from tests.scripts.test_help import INNER
 
 EVIL = "\x1b]0;title\x07\x1b[2J\u202e\x9b31m"
 MODEL = ["--checkpoint", EVIL, "--output", "{out}"]
-TEXTS = 14  # for each command
-# Command -> words of which some are texts of others.
+TEXTS = 14  # per command
+# Command -> arguments, some of which are replaced by such texts.
 COMMANDS = {
     "train": ["--config", EVIL],
     "eval.needle": [*MODEL, "--tokens", "9"],
@@ -48,17 +48,17 @@ COMMANDS = {
     "trainer.xla_flags": ["gpu", "--plan", EVIL],
 }
 ALL = ["train", "trainer.xla_flags", *REGISTRY]
-# Modules that, started, only say which command to use; and how all others print.
+# Modules that only say which command to use when they are run; and how all others print.
 NO_COMMAND = r'raise SystemExit\(\s*"'
 FRAME = r"entry\.run\(|printable_output\(\)|^main = command\(|from \S*wheel_models import"
 
 
-def obeyed(text: str) -> set[str]:
-    """Returns the characters of a command's output that a terminal would obey."""
+def control_characters(text: str) -> set[str]:
+    """Returns the characters of a command's output that a terminal would interpret."""
     return set(text) - set(printable(text)) - {"\r"}
 
 
-def said_by(command: str, words, capsys) -> tuple[int, str]:
+def run_command(command: str, words, capsys) -> tuple[int, str]:
     """Runs a command in this process; returns its exit code and output."""
     try:
         code = importlib.import_module(command).main(list(words))
@@ -88,7 +88,7 @@ def evil_text(rng: random.Random) -> str:
 
 
 def test_every_program_of_the_tree_prints_through_the_frame():
-    """A new command is one of these as soon as it can be started; it is given evil names below."""
+    """A new command belongs here as soon as it can be started; it gets evil names below."""
     programs = {
         ".".join(path.relative_to(REPOSITORY).with_suffix("").parts): text
         for room in ("", "data", "model", "trainer", "planning", "eval", "scripts")
@@ -98,13 +98,13 @@ def test_every_program_of_the_tree_prints_through_the_frame():
     commands = {name for name, text in programs.items() if not re.search(NO_COMMAND, text)}
     unframed = {name for name in commands if not re.search(FRAME, programs[name], re.MULTILINE)}
     assert unframed == INNER
-    # It takes no name but a folder's.
+    # It takes no name except a folder's.
     assert commands - INNER - {"scripts.make_fixtures"} == set(ALL)
 
 
 @pytest.mark.parametrize("command", ALL)
 def test_evil_names_and_flags(command, tmp_path, capsys, monkeypatch):
-    """TEXTS for each command, as its paths and names where it is started with such, and as a flag."""
+    """TEXTS per command: as its paths and names if it takes any, and as a flag."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda *_: None)
     rng = random.Random(command)
@@ -114,19 +114,19 @@ def test_evil_names_and_flags(command, tmp_path, capsys, monkeypatch):
             evil if word == EVIL else word.format(out=tmp_path / "out")
             for word in COMMANDS.get(command, ())
         ]
-        for given in (words, [*words, f"--x{evil}"]) if words else ([f"--x{evil}"],):
-            code, said = said_by(command, given, capsys)
-            assert code not in (0, 1, None) and not obeyed(said), said
-            assert re.search("error: ", said) and "Traceback" not in said, said
+        for arguments in (words, [*words, f"--x{evil}"]) if words else ([f"--x{evil}"],):
+            code, output = run_command(command, arguments, capsys)
+            assert code not in (0, 1, None) and not control_characters(output), output
+            assert re.search("error: ", output) and "Traceback" not in output, output
 
 
-def test_there_are_a_thousand():
+def test_at_least_a_thousand_texts_are_tried():
     assert TEXTS * sum(1 + (command in COMMANDS) for command in ALL) >= 1000
     assert set(COMMANDS) <= set(ALL)
 
 
 def conversations(count: int, seed: int = 0) -> list[dict]:
-    """Returns conversations, with names of fields and ids, that are full of them."""
+    """Returns conversations whose fields' names, ids and texts are evil."""
     rng = random.Random(seed)
     return [
         {
@@ -160,6 +160,6 @@ def test_evil_conversations(count, small_recipe, tmp_path, capsys):
         ),
         ("scripts.prepare", ["--config", str(small_recipe), *flags]),
     ):
-        code, said = said_by(command, words, capsys)
-        assert code == 0 and not obeyed(said) and "documents" in said
-        assert "\ufffd" in said or command == "scripts.prepare"
+        code, output = run_command(command, words, capsys)
+        assert code == 0 and not control_characters(output) and "documents" in output
+        assert "\ufffd" in output or command == "scripts.prepare"

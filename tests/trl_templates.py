@@ -1,5 +1,5 @@
-"""The chat templates of TRL's wheel for tests, unpacked once and kept between runs; nothing of them
-is in this repository."""
+"""The chat templates of TRL's wheel for tests, unpacked once and kept between runs; none of them is
+copied into this repository."""
 
 import os
 import subprocess
@@ -12,8 +12,7 @@ WHEEL = "trl==1.16.0"
 
 
 def trl_templates() -> dict[str, str]:
-    """Returns the templates by their names, such as qwen3, from the folder
-    $LONGSTRIPE_CACHE/trl-1.16.0.
+    """Returns the templates by name, such as qwen3, from the folder $LONGSTRIPE_CACHE/trl-1.16.0.
 
     Raises:
         RuntimeError: pip cannot download the wheel.

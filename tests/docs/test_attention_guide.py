@@ -1,5 +1,5 @@
-"""The program on docs/attention.md runs as it stands there with the installed package alone,
-outside the checkout, and agrees with dense attention in float64."""
+"""The program in docs/attention.md runs as printed with only the installed package, outside the
+checkout, and agrees with dense attention in float64."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from tests.model.attention.dense import dense_attention
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-5
 NAMES = ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
-# Appended to the program: saves its arrays, the inputs in the row's order.
+# Appended to the program: saves its arrays, and the inputs in the row's order.
 SAVE = """
 inputs = {name: np.asarray(x)[:, inverse(order)] for name, x in dict(q=q, k=k, v=v, dout=dout).items()}
 np.savez("arrays.npz", index=index, segment_ids=segment_ids, out=out, dq=dq, dk=dk, dv=dv, **inputs)
@@ -25,7 +25,7 @@ np.savez("arrays.npz", index=index, segment_ids=segment_ids, out=out, dq=dq, dk=
 
 
 def program() -> str:
-    """Returns the one Python program of the page."""
+    """Returns the only Python program of the page."""
     page = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     return code
@@ -33,8 +33,7 @@ def program() -> str:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The folder that the wheel of the attention package is unpacked into, as `pip install .`
-    does."""
+    """The folder that the attention package's wheel is unpacked into, as by `pip install .`."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "model" / "attention", folder / "source" / "model" / "attention")
     for name in (
@@ -66,7 +65,7 @@ def installed(tmp_path_factory) -> Path:
     return folder / "site"
 
 
-def test_the_wheel_holds_the_attention_package_alone(installed):
+def test_the_wheel_contains_only_the_attention_package(installed):
     modules = {
         path.relative_to(installed / "longstripe" / "attention") for path in installed.rglob("*.py")
     }
@@ -96,10 +95,10 @@ def test_the_guides_program_agrees_with_dense_attention(tmp_path, installed):
     arrays = np.load(tmp_path / "arrays.npz")
     q, k, v, dout, out, *gradients = (arrays[name] for name in NAMES)
     expected = dense_attention(q, k, v, arrays["index"], arrays["segment_ids"], dout)
-    for name, computed, wanted in zip(
+    for name, computed, reference in zip(
         NAMES[4:], (out, *gradients), (expected[0], *expected[2:]), strict=True
     ):
-        error = np.abs(computed - wanted).max() / np.abs(wanted).max()
+        error = np.abs(computed - reference).max() / np.abs(reference).max()
         assert error < TOLERANCE, f"{name}: off by {error:.2e} of its largest value"
 
 

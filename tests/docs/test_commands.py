@@ -1,7 +1,8 @@
-"""Every command on the pages is executed here, or by the test that is named here, or marked here with why not.
+"""Every command on the pages is executed here, tested by a test named here, or listed here with the
+reason why not.
 
-A new command on README.md, ARCHITECTURE.md or a page of docs/ needs an entry in one of EXECUTED, EXECUTED_SLOWLY, TESTED and
-NOT_RUN; an entry whose command is on no page any more is an error too.
+A new command on README.md, ARCHITECTURE.md or a page of docs/ needs an entry in one of EXECUTED,
+EXECUTED_SLOWLY, TESTED and NOT_RUN; an entry whose command is no longer on a page is an error too.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ PROGRAMS = (
     "uv ",
 )
 
-# Command -> flags that are added so that it takes seconds. Executed as they stand, in an empty folder beside the code.
+# Command -> flags added so that it takes seconds. Run in an empty folder next to the code.
 EXECUTED = {
     "python -m scripts.plan --model llama-3.1-8b --machine 8xH100 --context 128K": "",
     "python -m scripts.plan --model llama-3.1-8b --machine v5p-32 --context 1M --price-per-device-hour 4 --write my_recipe.yaml": "",
@@ -60,7 +61,8 @@ EXECUTED_SLOWLY = {
     "python -m scripts.launch_local --processes 4 --config configs/quickstart.yaml": "--train.steps 2 --train.evaluate_every 2 --mesh.fsdp 1 --mesh.tensor 1 --mesh.sequence 4 --mesh.simulate 4",
 }
 
-# Test file -> the commands that it runs with other arguments: placeholders, small models, stand-ins of a cloud's tools.
+# Test file -> the commands that it runs with other arguments: placeholders, small models, stand-ins
+# for a cloud's tools.
 TESTED = {
     "tests/test_quickstart.py": ["make quickstart"],
     "tests/data/test_beam.py": [
@@ -290,22 +292,24 @@ NOT_RUN = {
 
 
 def commands_of(text: str) -> list[str]:
-    """Returns the commands of a page: those of indented lines and shell fences, and those in code font.
+    """Returns the commands of a page: those of indented lines and shell fences, and those in code
+    font.
 
-    A line that ends in a backslash goes on; what follows two spaces and # is a remark; .venv/bin/python is called python.
+    A line that ends in a backslash continues; text after two spaces and # is a comment;
+    .venv/bin/python becomes python.
     """
     text = re.sub(r"<!--.*?-->", "", text)
-    lines, fence, begun = [], None, ""
+    lines, fence, command = [], None, ""
     for line in text.splitlines():
         if line.startswith("```"):
             fence = None if fence is not None else line[3:].strip()
         elif fence in ("bash", "sh", "console") or (fence is None and line.startswith("    ")):
-            begun += line.strip()
-            if begun.endswith("\\"):
-                begun = begun[:-1]
+            command += line.strip()
+            if command.endswith("\\"):
+                command = command[:-1]
             else:
-                lines.append(re.sub(r"\s+# .*", "", begun))
-                begun = ""
+                lines.append(re.sub(r"\s+# .*", "", command))
+                command = ""
     if not any(line.startswith("```") for line in text.splitlines()):
         lines += re.findall(r"`([^`\n]+)`", text)
     else:
@@ -346,7 +350,8 @@ def test_a_new_command_is_found():
 
 
 def program_of(command: str) -> str:
-    """Returns the name by which a test refers to a command's program: the last part of its module or file."""
+    """Returns the name by which a test refers to a command's program: the last part of its module
+    or file."""
     module = re.search(r"python -m ([\w.]+)", command)
     file = re.search(r"([\w-]+)\.(?:py|sh|sbatch|yaml)\b", command)
     return module[1].split(".")[-1] if module else file[1] if file else command.split()[-1]
@@ -356,23 +361,23 @@ def program_of(command: str) -> str:
     ("file", "command"),
     [(file, command) for file, commands in TESTED.items() for command in commands],
 )
-def test_the_test_that_is_named_runs_the_program(file, command):
+def test_the_named_test_runs_the_program(file, command):
     assert re.search(
         rf"(?<![a-z]){program_of(command)}(?![a-z])", (ROOT / file).read_text(encoding="utf-8")
     )
 
 
 def flags_of(command: str) -> tuple[str, list[str]]:
-    """Returns the program of a Python command, as `python` takes it, and the flags that it is given."""
+    """Returns the program of a Python command, as `python` takes it, and the flags passed to it."""
     words = shlex.split(command)[1:]
     program = words[1] if words[0] == "-m" else words[0]
-    own = words[: words.index("--")] if "--" in words else words
-    return program, [word.split("=")[0] for word in own if word.startswith("--")]
+    arguments = words[: words.index("--")] if "--" in words else words
+    return program, [word.split("=")[0] for word in arguments if word.startswith("--")]
 
 
 @functools.cache
 def help_of(program: str) -> str:
-    """Returns what --help of a program of ours prints."""
+    """Returns what --help of one of our programs prints."""
     module = importlib.import_module(program.removesuffix(".py").replace("/", "."))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
@@ -381,7 +386,8 @@ def help_of(program: str) -> str:
 
 
 def unknown_flags(command: str) -> list[str]:
-    """Returns the flags of a Python command that neither its program's --help nor a recipe knows."""
+    """Returns the flags of a Python command that neither its program's --help nor a recipe
+    knows."""
     program, flags = flags_of(command)
     known = set(re.findall(r"--[\w-]+", help_of(program)))
     return [flag for flag in flags if flag not in known and flag[2:] not in FIELDS]
@@ -417,7 +423,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", EXECUTED)
 def test_a_command_runs(command, folder, capfd):
     _, _, module, *arguments = shlex.split(f"{command} {EXECUTED[command]}")
-    # The planner's status says whether a step fits; 2 is a question that cannot be asked.
+    # The planner's status says whether a step fits; 2 means that the request itself is invalid.
     assert importlib.import_module(module).main(arguments) in (
         (0, 1) if module == "scripts.plan" else (0,)
     )

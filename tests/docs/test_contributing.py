@@ -1,5 +1,5 @@
-"""The examples of CONTRIBUTING.md run as they stand: a schedule and a kernel are exact, a family
-reads its config.json, an evaluation is a section of recipes."""
+"""The examples of CONTRIBUTING.md run as printed: a schedule and a kernel are exact, a family reads
+its config.json, an evaluation is a section of recipes."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def example(file: str) -> ModuleType:
 
 
 def errors(**options) -> dict[str, float]:
-    """Returns the largest errors, of the largest value, of out and the gradients of a packed row
+    """Returns the errors of out and the gradients, relative to the largest value, for a packed row
     over four ranks."""
     mesh, order = mesh_of({"sequence": RANKS}), permutation(LENGTH, RANKS, "striped")
     sharding = NamedSharding(mesh, PartitionSpec(None, "sequence"))
@@ -71,7 +71,7 @@ def test_the_schedule_is_exact_and_its_plan_covers_every_block_once():
     from model.attention.schedules.plan import Block
 
     for rounds in module.InParts().plan(RANKS, Block(1, 128, 4, 2, 32)):
-        tasks = [task for each in rounds for task in each.tasks]
+        tasks = [task for round_ in rounds for task in round_.tasks]
         shares = sum(1 / task.key_part[1] * len(task.keys) for task in tasks)
         assert shares == RANKS**2
 

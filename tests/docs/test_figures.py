@@ -1,4 +1,4 @@
-"""Figures of plans on the pages are those of the plans."""
+"""Figures of plans on the pages match the plans."""
 
 import re
 
@@ -11,8 +11,7 @@ PLANS = read_plans()
 
 
 def wrong_figures(text: str) -> list[str]:
-    """Returns the plans whose paragraph or line of a table has figures in GiB, but not the plan's
-    own."""
+    """Returns the plans whose paragraph or table row has figures in GiB, but not the plan's own."""
     wrong = []
     for part in re.split(r"\n\s*\n|\n(?=\|)", text):
         named = [name for name in re.findall(r"`(\w+)`", part) if name in PLANS]
@@ -25,11 +24,11 @@ def wrong_figures(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=page_id)
-def test_a_paragraph_that_names_a_plan_has_its_memory(path):
+def test_a_paragraph_that_names_a_plan_gives_its_memory(path):
     assert wrong_figures(text_of(path)) == []
 
 
-def test_another_figure_is_found():
+def test_a_wrong_figure_is_found():
     name = "llama_3_1_8b_8m_h100_8"
     peak = PLANS[name]["peak_gib"]
     assert wrong_figures(f"takes {peak:.1f} GiB (`{name}`)") == []

@@ -1,5 +1,5 @@
-"""The page from a blank account: gcloud's commands against its recorded help, launch_tpu's by its
-own parser."""
+"""The page that starts from a blank account: gcloud's commands against its recorded help,
+launch_tpu's by its own parser."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def test_gcloud_has_the_command_and_its_options(command):
 @pytest.mark.parametrize(
     "command", [command for command in COMMANDS if command.startswith("scripts/launch_tpu.sh ")]
 )
-def test_the_launcher_takes_the_command(command):
+def test_the_launcher_accepts_the_command(command):
     args, after = launch_tpu._parse(shlex.split(command)[1:])
     request = Request(
         args.name,

@@ -33,7 +33,7 @@ NAME = re.compile(
 )
 
 
-def test_every_fault_of_the_page_names_tests_that_exist():
+def test_every_fault_on_the_page_names_existing_tests():
     text = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
     tables = re.findall(r"^(\| fault \|.*(?:\n\|.*)+)", text, re.MULTILINE)
     rows = [row.rsplit("|", 2) for table in tables for row in table.splitlines()[2:]]
@@ -57,14 +57,14 @@ def text_of(path: Path) -> str:
 
 
 def is_field(name: str) -> bool:
-    """Returns whether `section.field`, or a field of a field, is in the schema of a recipe."""
+    """Returns whether `section.field`, or a field of a field, is in a recipe's schema."""
     section = RunConfig
     for part in name.split("."):
         fields = typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
         if part not in fields:
             return False
         section = fields[part]
-        # Of a tuple of sections, such as data.sources, the fields are those of one.
+        # For a tuple of sections, such as data.sources, the fields are those of its items.
         if typing.get_origin(section) is tuple:
             section = typing.get_args(section)[0]
     return True
@@ -128,7 +128,7 @@ def test_named_files_exist(path):
     "path", [path for path in OWN_PAGES if path.name != "CHANGELOG.md"], ids=page_id
 )
 def test_names_in_code_font_exist(path):
-    """What stands as `memory.remat` or `model.attention.attend` is a field of a recipe or a name of
+    """Names such as `memory.remat` or `model.attention.attend` are fields of a recipe or names in
     the code."""
     names = [
         name
@@ -147,7 +147,7 @@ def test_the_architecture_stays_short():
     assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split()) <= ARCHITECTURE_WORDS
 
 
-def test_the_contracts_are_where_the_architecture_says():
+def test_the_contracts_are_where_the_architecture_lists_them():
     rows = re.findall(
         r"^\| (`\w+`(?:, `\w+`)*) \| `([\w.]+)` \|", text_of(ROOT / "ARCHITECTURE.md"), re.MULTILINE
     )

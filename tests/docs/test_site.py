@@ -1,4 +1,4 @@
-"""The site that mkdocs makes of docs/: no warning, every page in the navigation, nothing loaded
+"""The site that mkdocs builds from docs/: no warnings, every page in the navigation, nothing loaded
 from a network."""
 
 import importlib.util
@@ -64,7 +64,7 @@ def test_the_site_is_built_without_warnings(site):
 
 
 @needs_mkdocs
-def test_pages_load_nothing_from_a_network_and_their_links_are_there(site):
+def test_pages_load_nothing_from_a_network_and_their_links_resolve(site):
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(r"<(?:script|link|img|iframe)[^>]*?(?:src|href)=\"([^\"]+)\"", text)
@@ -108,7 +108,7 @@ def test_the_first_page_has_every_family_schedule_and_kernel():
     shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") is None,
     reason="hadolint is not installed: pip install -r requirements-test.txt",
 )
-def test_the_dockerfile_is_clean():
+def test_the_dockerfile_passes_its_linter():
     program = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     process = subprocess.run(
         [program, "--no-color", "scripts/kubernetes/Dockerfile"],
@@ -127,7 +127,7 @@ def code_cells():
 
 
 def outputs():
-    """Returns the stored text of each code cell, and the types of its other outputs."""
+    """Returns each code cell's stored text, and the types of its other outputs."""
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     for cell in cells:
         if cell["cell_type"] == "code":
@@ -135,8 +135,8 @@ def outputs():
             yield "".join("".join(output.get("text", "")) for output in cell["outputs"]), kinds
 
 
-def test_the_notebook_shows_what_it_did():
-    """It was executed from its first cell to its last, and trained to a model that finds lines."""
+def test_the_notebook_shows_its_own_results():
+    """It was executed from first cell to last, and trained a model that retrieves lines."""
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     counts = [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"]
     assert counts == list(range(1, len(counts) + 1))
@@ -146,13 +146,13 @@ def test_the_notebook_shows_what_it_did():
     assert "line cat: 88" in chat.partition("--simulate")[2]
     [retrieval] = [text for text in texts if "eval.line_retrieval" in text]
     assert int(re.search(r"(\d+)/50", retrieval)[1]) > 25
-    everything = "".join(texts)
-    assert "Traceback" not in everything and not re.search(r"/(?:work|home|tmp|root)/", everything)
+    printed = "".join(texts)
+    assert "Traceback" not in printed and not re.search(r"/(?:work|home|tmp|root)/", printed)
 
 
-def test_the_notebooks_commands_fit_the_recipe(monkeypatch, tmp_path):
-    """Executes every cell here; commands are gathered instead of run, and train.py's flags are read
-    as train.py reads them."""
+def test_the_notebooks_commands_match_the_recipe(monkeypatch, tmp_path):
+    """Executes every cell here; commands are collected instead of run, and train.py's flags are
+    parsed as train.py parses them."""
     monkeypatch.setenv("STEPS", "2")
     monkeypatch.chdir(ROOT / "docs")
     for name, field in (("metrics", ""), ("held_out", "held_out_")):

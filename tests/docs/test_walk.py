@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md's way from train.py to a kernel call is the one that a step takes."""
+"""ARCHITECTURE.md's list of calls from train.py to a kernel matches the calls of a step."""
 
 import re
 import traceback
@@ -12,7 +12,8 @@ from model.attention.kernels.xla import XlaKernel
 from tests.conftest import REPOSITORY
 from tests.fixtures.make_run import RECIPE
 
-# Files that the step passes and nobody has to read: error codes, a wrapper, an abstract class.
+# Files that a step passes through but that nobody has to read: error codes, a wrapper, an abstract
+# class.
 PASSED = {
     "trainer/entry.py",
     "model/memory/remat.py",
@@ -21,19 +22,19 @@ PASSED = {
 
 
 class KernelCalledError(BaseException):
-    """Ends the run at its first kernel call; no handler of train.py's catches it."""
+    """Ends the run at its first kernel call; no handler in train.py catches it."""
 
 
 def listed() -> list[str]:
-    """Returns the files of the list, in its order."""
+    """Returns the files of the list, in order."""
     text = (REPOSITORY / "ARCHITECTURE.md").read_text(encoding="utf-8")
     section = text.partition("## From `train.py`")[2].partition("\n## ")[0]
     names = re.findall(r"^\d+\. `([\w.]+)`", section, re.MULTILINE)
     return [name if name == "train.py" else f"{name.replace('.', '/')}.py" for name in names]
 
 
-def test_the_way_to_a_kernel_call(tmp_path, monkeypatch):
-    """Every file of a traced step is listed in the order of the calls, but for the few PASSED."""
+def test_the_listed_calls_match_a_traced_step(tmp_path, monkeypatch):
+    """Every file of a traced step is listed in the order of the calls, except those in PASSED."""
     stack: list[str] = []
 
     def stop(*_, **__):
@@ -62,6 +63,6 @@ def test_the_way_to_a_kernel_call(tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     with pytest.raises(KernelCalledError):
         train.main(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
-    way = [file for file in dict.fromkeys(stack) if not file.startswith("tests/")]
-    assert [file for file in way if file not in PASSED] == listed()[:-1]
+    traced = [file for file in dict.fromkeys(stack) if not file.startswith("tests/")]
+    assert [file for file in traced if file not in PASSED] == listed()[:-1]
     assert listed()[-1] == "model/attention/kernels/xla.py" and len(listed()) <= 15

@@ -1,5 +1,4 @@
-"""The command lines of evaluations: sizes below 1 are refused, and help and errors say what is
-so."""
+"""The command lines of evaluations: sizes below 1 are refused, and help and errors are accurate."""
 
 import pytest
 
@@ -25,7 +24,7 @@ def test_sizes_are_at_least_one(flag, needed, wrong, capsys):
 
 
 @pytest.mark.parametrize(("command", "continues"), [(line_retrieval, True), (harness, False)])
-def test_only_an_evaluation_with_a_journal_promises_to_continue(command, continues, capsys):
+def test_only_an_evaluation_with_a_journal_claims_to_resume(command, continues, capsys):
     with pytest.raises(SystemExit):
         command.parse(["--help"])
     shown = " ".join(capsys.readouterr().out.split())

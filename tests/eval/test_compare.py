@@ -1,5 +1,5 @@
-"""Two checkpoints on the same cases: the interval by exact enumeration and against scipy's, the
-table, and what is refused."""
+"""Two checkpoints on the same cases: the interval against exact enumeration and scipy, the table,
+and what is refused."""
 
 import json
 
@@ -12,7 +12,7 @@ from eval.scoring import Z95, paired_interval
 
 
 def pairs(both, worse, better, neither):
-    """Scores before and after with so many cases of each kind."""
+    """Scores before and after, with this many cases of each kind."""
     before = [1.0] * (both + worse) + [0.0] * (better + neither)
     after = [1.0] * both + [0.0] * worse + [1.0] * better + [0.0] * neither
     return np.array(before), np.array(after)
@@ -22,7 +22,7 @@ def pairs(both, worse, better, neither):
     ("better", "worse"), [(0.1, 0.1), (0.3, 0.1), (0.05, 0.0), (0.5, 0.2), (0.02, 0.3)]
 )
 def test_the_interval_covers_the_true_difference_in_95_of_100_samples(better, worse):
-    """By enumerating every outcome of 40 cases with its multinomial probability."""
+    """Enumerates every outcome of 40 cases with its multinomial probability."""
     cases, covered, total = 40, 0.0, 0.0
     for b in range(cases + 1):
         for w in range(cases + 1 - b):
@@ -36,12 +36,12 @@ def test_the_interval_covers_the_true_difference_in_95_of_100_samples(better, wo
 
 
 @pytest.mark.parametrize("counts", [(20, 5, 15, 10), (80, 2, 12, 6), (10, 10, 10, 70)])
-def test_it_is_close_to_the_score_interval(counts):
+def test_the_interval_is_close_to_the_score_interval(counts):
     """Tango's interval (1998): the differences that the score test with restricted variance does
-    not refuse, by root finding.
+    not reject, by root finding.
 
-    Another method, which is near where cases of both kinds differ; the coverage above is what both
-    are made for.
+    It is another method, close to ours where cases of both kinds differ; both are designed for the
+    coverage tested above.
     """
     _, worse, better, _ = counts
     n = sum(counts)
@@ -63,9 +63,8 @@ def test_it_is_close_to_the_score_interval(counts):
     assert paired_interval(*pairs(*counts)) == pytest.approx(expected, abs=0.02)
 
 
-def test_shares_are_resampled_in_pairs():
-    """As scipy's bootstrap of the differences; scores that vary together have a narrower interval
-    than scores that do not."""
+def test_fractional_scores_are_resampled_in_pairs():
+    """As scipy's bootstrap of the differences; correlated scores give a narrower interval."""
     random = np.random.default_rng(3)
     before = random.uniform(0, 0.8, 60)
     after = before + random.uniform(0, 0.2, 60)
@@ -74,8 +73,8 @@ def test_shares_are_resampled_in_pairs():
         (after - before,), np.mean, method="percentile", n_resamples=9999, rng=7
     ).confidence_interval
     assert (low, high) == pytest.approx((scipys.low, scipys.high), abs=2e-3)
-    apart = paired_interval(before, random.permutation(after))
-    assert high - low < (apart[1] - apart[0]) / 3
+    uncorrelated = paired_interval(before, random.permutation(after))
+    assert high - low < (uncorrelated[1] - uncorrelated[0]) / 3
 
 
 def line_case(number, lines, right):
@@ -111,8 +110,8 @@ def test_the_table_pairs_cases_whatever_their_order(tmp_path, capsys):
         == 0
     )
     rows = json.loads((tmp_path / "out" / "difference.json").read_text())["differences"]
-    # Of the cases 1 to 19, four were right before (1 to 4), nine after (the even ones), two both
-    # times (2 and 4).
+    # Of the cases 1 to 19, four were right before (1 to 4), nine after (the even ones), and two
+    # both times (2 and 4).
     low, high = paired_interval(*pairs(2, 2, 7, 8))
     assert rows[0] == {
         "task": "generated",
@@ -147,7 +146,7 @@ def test_the_table_pairs_cases_whatever_their_order(tmp_path, capsys):
         (None, "not an evaluation's cases (FileNotFoundError"),
     ],
 )
-def test_folders_that_cannot_be_compared_are_refused_in_one_line(tmp_path, capsys, rows, words):
+def test_incomparable_folders_are_a_one_line_error(tmp_path, capsys, rows, words):
     first = write(tmp_path / "before", [line_case(1, 20, True)])
     second = tmp_path / "after" if rows is None else write(tmp_path / "after", rows)
     assert compare.main([str(first), str(second)]) == 2

@@ -1,4 +1,4 @@
-"""lm-eval's requests to our decoding give transformers' likelihoods and texts; a task of local
+"""lm-eval's requests to our decoding give transformers' likelihoods and texts; a task made of local
 files runs to its results."""
 
 import argparse
@@ -48,7 +48,7 @@ class Request:
 
 @pytest.fixture(scope="module")
 def theirs(hf_model):
-    """Returns transformers' log-likelihood of the last ids of a text, and whether they are greedy;
+    """Returns transformers' log-likelihood of the last ids of a text and whether they are greedy;
     its greedy answer; ids."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
@@ -82,9 +82,9 @@ PAIRS = [
 ]
 
 
-def test_likelihoods_and_texts_are_transformers(opened, theirs):
-    """With lm-eval's rule that spaces at a context's end are the continuation's, and its end at the
-    first of `until`."""
+def test_likelihoods_and_texts_match_transformers(opened, theirs):
+    """By lm-eval's rule, spaces at the end of a context belong to the continuation, which ends at
+    the first of `until`."""
     ids, likelihood, answer = theirs
     ours = harness.make_model(harness.Harness(opened, 200, 8))
     likelihoods = ours.loglikelihood([Request(*pair) for pair in PAIRS])
@@ -99,9 +99,9 @@ def test_likelihoods_and_texts_are_transformers(opened, theirs):
     assert whole == text and cut == text.split(text[3])[0]
 
 
-def test_answers_are_as_long_as_their_task_says(opened, theirs):
-    """Whichever of lm-eval's names it says it by; in the order of the requests, with likelihoods
-    between."""
+def test_answers_have_the_length_that_their_task_sets(opened, theirs):
+    """Under any of lm-eval's names for the length; in the order of the requests, mixed with
+    likelihoods."""
     ids, likelihood, answer = theirs
     context, ours = PAIRS[0][0], harness.make_model(harness.Harness(opened, 200, 8))
     options = [
@@ -124,7 +124,7 @@ def test_answers_are_as_long_as_their_task_says(opened, theirs):
 
 
 def test_one_cache_is_kept(opened):
-    """That of the last generator: there may be no memory for another."""
+    """The last generator's cache: there may be no memory for another."""
     ours = harness.make_model(harness.Harness(opened, 200, 8))
     ours.loglikelihood([Request(*PAIRS[0])])
     ours.generate_until([Request("a", {"max_gen_toks": 3}), Request("a", {})])
@@ -144,7 +144,7 @@ def test_one_cache_is_kept(opened):
         ({"temperature": 0.2}, "temperature: 0.2"),
     ],
 )
-def test_a_task_that_asks_for_sampling_is_refused(opened, options, sampling):
+def test_a_task_that_needs_sampling_is_refused(opened, options, sampling):
     ours = harness.make_model(harness.Harness(opened, 200, 8))
     with pytest.raises(UserError) as refused:
         ours.generate_until([Request("a", {}), Request("a", options)])
@@ -166,13 +166,13 @@ def test_a_task_that_asks_for_sampling_is_refused(opened, options, sampling):
         {},
     ],
 )
-def test_greedy_options_are_taken(options):
+def test_greedy_options_are_accepted(options):
     assert harness.AnswerForm.of("writing", options | {"until": "."}) == harness.AnswerForm(
         "writing", (".",)
     )
 
 
-def test_what_is_too_long_is_told(opened):
+def test_requests_that_are_too_long_are_refused(opened):
     short = harness.Harness(opened, 40, 8)
     assert (
         len(short.likelihoods([("word " * 100, "end"), ("word", " end")])) == 2
@@ -188,8 +188,8 @@ def test_what_is_too_long_is_told(opened):
 
 
 def test_scoring_takes_the_whole_length(opened, theirs):
-    """Whatever --max-new-tokens is; what is one token longer is cut, and a rolling text is scored
-    in pieces of the length."""
+    """Independent of --max-new-tokens; a text one token longer is truncated, and a rolling text is
+    scored in pieces of this length."""
     ids, likelihood, _ = theirs
     whole = ids("The whale swam round the ship, and nobody doubted the whale.")
     context, continuation = "The whale swam round the ship, and nobody", " doubted the whale."
@@ -227,9 +227,8 @@ def test_a_length_without_room_for_a_question_is_refused(opened):
         harness.Harness(opened, 1, 8)
 
 
-def test_the_longest_chat_that_a_text_begins_with_is_taken(opened):
-    """Against a search through all of them, with texts that have several of them at their
-    beginning."""
+def test_the_longest_chat_that_a_text_begins_with_is_used(opened):
+    """Against a search through all chats, with texts that begin with several of them."""
     rng = random.Random(0)
     texts = ["".join(rng.choices("ab", k=rng.randint(1, 7))) for _ in range(300)]
     ours = harness.Harness(opened, 40, 8)
@@ -327,7 +326,7 @@ def test_short_tasks_of_a_book(hf_model, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (
             ["--tasks", "hellaswag,arc_esay"],
@@ -339,11 +338,11 @@ def test_short_tasks_of_a_book(hf_model, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_an_unknown_task_is_a_line(hf_model, tmp_path, capsys, flags, said):
-    """Before the model is read."""
+def test_an_unknown_task_is_a_one_line_error(hf_model, tmp_path, capsys, flags, message):
+    """The model is not read."""
     assert (
         harness.main(["--checkpoint", str(hf_model), "--output", str(tmp_path / "out"), *flags])
         == 2
     )
     error = capsys.readouterr().err
-    assert error.startswith(said) and error.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert error.startswith(message) and error.count("\n") == 1 and not (tmp_path / "out").exists()

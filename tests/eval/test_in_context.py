@@ -1,4 +1,4 @@
-"""Acting in context: the tokens and actions of play are those that training has for the same
+"""Acting in context: tokens and actions during play match those of training on the same
 episodes."""
 
 import itertools
@@ -79,9 +79,9 @@ def agent_of(axes, **options):
         ({}, {"conditioning": "none"}),
     ],
 )
-def test_actions_are_those_of_the_whole_row(axes, options):
-    """Two environments play two episodes in one context; then the row is built as training builds
-    it, and run at once."""
+def test_actions_match_one_pass_over_the_whole_row(axes, options):
+    """Two environments play two episodes in one context; then the row is built as for training, and
+    run in one pass."""
     agent, environments = agent_of(axes, **options), [Environment(seed) for seed in range(2)]
     acted, rewarded, act, remember = [], [], agent.act, agent.remember
 
@@ -132,10 +132,8 @@ def test_a_policy_replayed_from_its_seed_gives_the_same_return():
     )
 
 
-def test_every_episodes_return_stands_in_its_own_column_and_contexts_begin_anew(
-    tmp_path, monkeypatch
-):
-    """The command with a player of made-up returns: seed s gets 10 e + s in episode e; a context
+def test_every_episode_has_a_column_and_new_contexts_start_empty(tmp_path, monkeypatch):
+    """The command with a player of made-up returns: seed s earns 10 e + s in episode e; a context
     holds two episodes."""
     contexts, episodes = [], itertools.count()
     inputs = Inputs(
@@ -205,13 +203,13 @@ def test_every_episodes_return_stands_in_its_own_column_and_contexts_begin_anew(
     )
 
 
-def test_last_best_and_mean_are_told_apart():
+def test_last_best_and_mean_are_distinguished():
     scores = summary(np.array([[1.0, 9.0, 2.0], [1.0, 3.0, 8.0]]))
     assert [scores[name]["mean"] for name in ("last", "best", "mean")] == [5.0, 8.5, 4.0]
     assert scores["last"]["by_seed"] == [2.0, 8.0] and scores["last"]["interval"] == (2.0, 8.0)
 
 
-def test_the_intervals_width_is_that_of_the_normal_law():
+def test_the_interval_has_the_width_of_a_normal_distribution():
     values = np.random.default_rng(0).normal(size=400)
     low, high = bootstrap(values)
     assert high - low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1)
@@ -224,7 +222,7 @@ def test_another_models_checkpoint_is_named(tmp_path):
         Inputs.read(tmp_path / "assets")
 
 
-def test_seeds_that_fsdp_does_not_divide_are_named(capsys):
+def test_seeds_not_divisible_by_fsdp_are_named(capsys):
     with pytest.raises(SystemExit):
         parse(["--checkpoint", "x", "--output", "y", "--seeds", "5", "--fsdp", "2"])
     assert "--seeds: 5 is not a multiple of --fsdp 2" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Line cases: written cases are read back, generated ones have one answer, errors name the file."""
+"""Line cases: written cases are read back, generated ones have a unique answer, errors name the
+file."""
 
 import json
 import re
@@ -12,7 +13,7 @@ from eval.scoring import last_integer
 
 
 @pytest.mark.parametrize("style", KEY_STYLES)
-def test_generated_cases_have_one_answer_each(style):
+def test_generated_cases_have_a_unique_answer(style):
     lines = 8
     cases = generate(lines, 40, seed=3, key_style=style)
     assert (
@@ -69,7 +70,7 @@ def test_longchat_form_and_families(tmp_path):
     assert short.family != long.family
 
 
-def test_our_own_fixture(repository):
+def test_the_committed_fixture(repository):
     cases = read(repository / "data" / "fixtures" / "line_cases.jsonl")
     assert len(cases) >= 100
     ours = generate(cases[0].num_lines, 1, key_style="short")[0]
@@ -85,21 +86,21 @@ STRANGE = Wording(
 )
 
 
-@pytest.mark.parametrize("wording", [None, STRANGE], ids=["own", "strange"])
-def test_wording_is_taken_from_a_file(tmp_path, wording):
-    """Head, lines and question, to the letter; keys and numbers are others."""
+@pytest.mark.parametrize("wording", [None, STRANGE], ids=["ours", "unusual"])
+def test_the_wording_can_come_from_a_file(tmp_path, wording):
+    """The head, lines and question match verbatim; keys and numbers differ."""
     write(generate(12, 2, seed=1, wording=wording), tmp_path / "strange.jsonl")
-    taken = wording_like(tmp_path / "strange.jsonl")
+    wording_of_file = wording_like(tmp_path / "strange.jsonl")
     (first,) = generate(7, 1, seed=5, wording=wording)
-    (again,) = generate(7, 1, seed=5, wording=taken)
+    (again,) = generate(7, 1, seed=5, wording=wording_of_file)
     assert (again.prompt, again.correct_line) == (first.prompt, first.correct_line)
     assert again.family == "adjective_noun, worded as strange.jsonl"
     if wording:
-        assert taken == STRANGE
+        assert wording_of_file == STRANGE
 
 
 @pytest.mark.parametrize("name", ["200_lines.jsonl", "400_lines.jsonl", "700_lines.jsonl"])
-def test_wording_of_longchat_s_files(repository, name):
+def test_the_wording_of_longchats_files(repository, name):
     path = repository.parent / "shared/data/longeval_lines" / name
     if not path.exists():
         pytest.skip(f"{path} is not here")
@@ -125,7 +126,7 @@ def test_a_file_that_does_not_show_its_wording_is_refused(tmp_path):
         wording_like(path)
 
 
-def test_several_questions_have_the_same_lines():
+def test_several_questions_share_the_same_lines():
     cases = generate(20, 10, questions=4)
     heads = [case.prompt[: case.prompt.index("\nNow")] for case in cases]
     assert heads == [heads[0]] * 4 + [heads[4]] * 4 + [heads[8]] * 2 and len(set(heads)) == 3
@@ -135,7 +136,7 @@ def test_several_questions_have_the_same_lines():
 
 
 def test_a_million_tokens():
-    """At about 24 tokens a line; no pair of key and number is one of training's."""
+    """At about 24 tokens per line; no pair of key and number occurs in the training data."""
     (case,) = generate(42_000, 1)
     record = re.findall(r"^line (\S+): REGISTER_CONTENT is <(\d+)>$", case.prompt, re.MULTILINE)
     assert (

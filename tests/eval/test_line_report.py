@@ -1,4 +1,4 @@
-"""The report of line retrieval: its files, and that cases of different families are different
+"""The report of line retrieval: its files, and that different families of cases give separate
 curves."""
 
 import io
@@ -13,7 +13,7 @@ from eval.scoring import outcome, score
 
 
 def outcomes():
-    """Returns outcomes of 200 and 680 lines of one family and 700 of another; 680 and more exceed
+    """Returns outcomes with 200 and 680 lines of one family and 700 of another; 680 and more exceed
     the trained length."""
     return [
         outcome(
@@ -47,7 +47,7 @@ def test_files(tmp_path, capsys):
     assert "Line retrieval" in capsys.readouterr().out
 
 
-def test_unlike_cases_are_not_joined():
+def test_different_families_are_not_joined():
     groups = curves(score(outcomes()))
     assert [[item.num_lines for item in group] for group in groups.values()] == [
         [200],
@@ -90,7 +90,7 @@ def test_table_fits_80_columns(name):
 
 
 @pytest.mark.parametrize("name", ["[red]680.jsonl", "a[/b].jsonl"])
-def test_a_file_s_name_is_not_markup(name, capsys):
+def test_a_files_name_is_not_read_as_markup(name, capsys):
     print_table(
         score(
             [

@@ -1,4 +1,4 @@
-"""Tests of long contexts during training: on the run's own mesh and parameters, into its
+"""Long-context tests during training: on the run's own mesh and parameters, logged to its
 metrics."""
 
 import dataclasses
@@ -27,7 +27,7 @@ EVALUATIONS = [
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory, repository):
-    """A small recipe, whose layout is contiguous, with all four tests."""
+    """A small recipe with the contiguous layout and all four tests."""
     folder = tmp_path_factory.mktemp("live")
     path = small_run.recipe(folder, repository, conversations=20)
     written = yaml.safe_load(path.read_text())
@@ -36,7 +36,7 @@ def recipe(tmp_path_factory, repository):
     return path
 
 
-def test_train_hands_them_to_the_loop(recipe, monkeypatch):
+def test_train_passes_them_to_the_loop(recipe, monkeypatch):
     handed = []
     monkeypatch.setattr(
         "trainer.loop.train", lambda config, objective, evaluations, _: handed.extend(evaluations)
@@ -52,7 +52,7 @@ def test_train_hands_them_to_the_loop(recipe, monkeypatch):
     ]
 
 
-def test_answers_are_those_of_the_same_parameters_on_one_device(recipe, monkeypatch):
+def test_answers_match_the_same_parameters_on_one_device(recipe, monkeypatch):
     config = load(["--config", str(recipe)])
     objective = TextObjective(config, mesh_of({"fsdp": 2, "tensor": 2, "sequence": 2}))
     params = objective.read_params()
@@ -106,7 +106,7 @@ def test_answers_are_those_of_the_same_parameters_on_one_device(recipe, monkeypa
 
 
 @pytest.mark.slow
-def test_samples_are_the_most_likely_tokens_of_the_model_on_one_device(recipe):
+def test_samples_are_the_most_likely_tokens_on_one_device(recipe):
     """Against a loop over `logits` without a cache, on one device; the run's mesh is split over
     fsdp, tensor and sequence."""
     prompts = ("Who are you?", "What is a ring?", "Tell me of stripes.")
@@ -178,7 +178,7 @@ def test_samples_are_the_most_likely_tokens_of_the_model_on_one_device(recipe):
         (["--samples.prompt", '["a"]'], "--samples.prompt (did you mean --samples.prompts?)"),
     ],
 )
-def test_samples_that_are_wrong_are_refused(recipe, capsys, flags, words):
+def test_wrong_samples_are_refused(recipe, capsys, flags, words):
     assert train.main(["--config", str(recipe), *flags]) == 2
     assert words in capsys.readouterr().err
 
@@ -210,7 +210,7 @@ def test_samples_that_are_wrong_are_refused(recipe, capsys, flags, words):
         ),
     ],
 )
-def test_entries_that_are_wrong_are_refused(recipe, tmp_path, capsys, monkeypatch, entry, words):
+def test_wrong_entries_are_refused(recipe, tmp_path, capsys, monkeypatch, entry, words):
     monkeypatch.setattr("trainer.loop.train", lambda *_, **__: pytest.fail("trained"))
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda folder: None)
     written = yaml.safe_load(recipe.read_text()) | {"evaluations": [entry]}
@@ -219,8 +219,8 @@ def test_entries_that_are_wrong_are_refused(recipe, tmp_path, capsys, monkeypatc
     assert words in capsys.readouterr().err
 
 
-def test_a_test_is_declared_by_its_section_alone(recipe, tmp_path, monkeypatch):
-    """One entry of the table of tests adds one, whose fields are read, checked and recorded like
+def test_a_test_is_declared_only_by_its_section(recipe, tmp_path, monkeypatch):
+    """One entry in the table of tests adds one, whose fields are read, checked and recorded like
     those of the others."""
 
     @dataclasses.dataclass(frozen=True)

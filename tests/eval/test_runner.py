@@ -1,5 +1,5 @@
-"""The frame of evaluations: answers survive an interruption, contexts are read once, what does not
-fit is refused."""
+"""The evaluation runner: answers survive an interruption, contexts are prefilled once, and prompts
+that do not fit are refused."""
 
 import collections
 import dataclasses
@@ -29,7 +29,7 @@ class Letters:
         return "".join(map(chr, ids))
 
 
-def respondent(**options):
+def make_respondent(**options):
     model = llama(tiny())
     fields = {"rows": 2, "chunk": 64, "sampling": Sampling(), **options}
     return runner.Respondent(model, Letters(), None, (), 4096, **fields), model.init(0)
@@ -39,16 +39,16 @@ ABOUT = {"model": "abc", "sampling": {"temperature": 0.0}}
 
 
 def test_each_row_is_asked_about_one_context_after_another():
-    """Of 3 contexts with 4 questions each the first is split among the rows; a prompt that comes
-    twice is asked once."""
-    asked, params = respondent()
+    """Of 3 contexts with 4 questions each, the first is split among the rows; a repeated prompt is
+    asked once."""
+    respondent, params = make_respondent()
     contexts = [letter * 300 for letter in "abc"]
     prompts = [runner.Prompt(context + question, 4) for question in "wxyz" for context in contexts]
     batches = [
         keys
-        for _, _, keys in asked._batches(
+        for _, _, keys in respondent._batches(
             {prompt.key: prompt for prompt in prompts},
-            {prompt.key: asked.ids(prompt) for prompt in prompts},
+            {prompt.key: respondent.ids(prompt) for prompt in prompts},
         )
     ]
     text = {prompt.key: prompt.text for prompt in prompts}
@@ -61,15 +61,15 @@ def test_each_row_is_asked_about_one_context_after_another():
         ["bx", "cz"],
     ]
     counts = []
-    answers = asked.answer(params, [*prompts[:3], prompts[0]], on_answer=counts.append)
+    answers = respondent.answer(params, [*prompts[:3], prompts[0]], on_answer=counts.append)
     assert answers[0] == answers[3] and sum(counts) == 4 and answers[0].prompt_tokens == 301
 
 
-def test_an_interrupted_evaluation_goes_on_and_counts_nothing_twice(tmp_path, monkeypatch):
-    asked, params = respondent(rows=1)
+def test_an_interrupted_evaluation_resumes_and_counts_nothing_twice(tmp_path, monkeypatch):
+    respondent, params = make_respondent(rows=1)
     prompts = [runner.Prompt(f"question {number}?", 3) for number in range(5)]
     path = tmp_path / "answers.jsonl"
-    expected = asked.answer(params, prompts)
+    expected = respondent.answer(params, prompts)
 
     class Stop(Exception):
         pass
@@ -81,21 +81,21 @@ def test_an_interrupted_evaluation_goes_on_and_counts_nothing_twice(tmp_path, mo
 
     journal = Journal(path, ABOUT)
     with pytest.raises(Stop):
-        asked.answer(params, prompts, journal, stop)
+        respondent.answer(params, prompts, journal, stop)
     journal.close()
     whole = path.read_bytes()
     assert whole.count(b"\n") == 4
     path.write_bytes(whole[:-7])  # the crash came while the third answer was written
     journal, counts = Journal(path, ABOUT), []
     assert len(journal.answers) == 2
-    assert asked.answer(params, prompts, journal, counts.append) == expected
+    assert respondent.answer(params, prompts, journal, counts.append) == expected
     journal.close()
     assert counts == [2, 1, 1, 1]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 6 and len({line["key"] for line in lines[1:]}) == 5
     again = Journal(path, ABOUT)
     monkeypatch.setattr(runner.Respondent, "generator", lambda *_: pytest.fail("asked again"))
-    assert asked.answer(params, prompts, again) == expected
+    assert respondent.answer(params, prompts, again) == expected
     again.close()
     with pytest.raises(
         UserError, match="has answers with model = 'abc', now it is 'def'; another --output"
@@ -103,24 +103,24 @@ def test_an_interrupted_evaluation_goes_on_and_counts_nothing_twice(tmp_path, mo
         Journal(path, {**ABOUT, "model": "def"})
 
 
-def test_a_sampled_answer_does_not_depend_on_what_was_asked_before():
-    """So that a resumed evaluation gives the answers of one that was never interrupted."""
-    asked, params = respondent(rows=1, sampling=Sampling(temperature=1.0, seed=3))
+def test_a_sampled_answer_does_not_depend_on_earlier_questions():
+    """A resumed evaluation must give the answers of an uninterrupted one."""
+    respondent, params = make_respondent(rows=1, sampling=Sampling(temperature=1.0, seed=3))
     prompts = [
         runner.Prompt(f"question {number}?", new_tokens)
         for number in range(2)
         for new_tokens in (8, 9)
     ]
-    expected = asked.answer(params, prompts)
-    asked.generators.clear()
-    assert asked.answer(params, prompts[::-3]) == expected[::-3]
-    assert asked.answer(params, prompts) == expected
+    expected = respondent.answer(params, prompts)
+    respondent.generators.clear()
+    assert respondent.answer(params, prompts[::-3]) == expected[::-3]
+    assert respondent.answer(params, prompts) == expected
     assert len({answer.generated[:8] for answer in expected}) == 4
 
 
-def test_answers_under_a_rope_that_depends_on_the_length_do_not_depend_on_the_mesh():
-    """On 8 devices what is compiled was 512 tokens long, and the base of the rule dynamic grew with
-    it."""
+def test_answers_with_a_length_dependent_rope_do_not_depend_on_the_mesh():
+    """On 8 devices the compiled length was 512 tokens, and the base of the dynamic RoPE rule grew
+    with it."""
     config = tiny(rope=RopeConfig("dynamic", factor=4.0), max_position_embeddings=16)
     prompts = [runner.Prompt(letter * 20, 8) for letter in "abcd"]
     alone, spread = (
@@ -135,18 +135,18 @@ def test_answers_under_a_rope_that_depends_on_the_length_do_not_depend_on_the_me
     assert [alone.capacity(tokens) for tokens in (9, 16, 17, 64)] == [16, 16, 64, 64]
 
 
-def test_prompts_beyond_memory_are_refused_with_the_longest_that_fits():
-    asked, params = respondent(rows=1)
+def test_prompts_beyond_memory_are_refused_naming_the_longest_that_fits():
+    respondent, params = make_respondent(rows=1)
     prompt = runner.Prompt("a" * 3000, 4)
     weights = sum(x.addressable_shards[0].data.nbytes for x in params.values())
-    tight = dataclasses.replace(asked, limit=weights + 500_000)
+    tight = dataclasses.replace(respondent, limit=weights + 500_000)
     with pytest.raises(UserError, match="prompts of up to 3,000 tokens: ") as refused:
         tight.answer(params, [prompt])
     fitting = int(str(refused.value).split(" tokens: ")[1].split(" tokens")[0].replace(",", ""))
-    assert 500 < fitting < 3000  # that it fits, and no more, is tested with the generator
+    assert 500 < fitting < 3000  # the generator's tests check that exactly this length fits
 
 
-def test_the_limit_is_the_flag_or_the_machine(monkeypatch):
+def test_the_limit_comes_from_the_flag_or_the_machine(monkeypatch):
     device = jax.devices()[0]
     assert runner.memory_limit(device, 8, 0.5) == 2**29
     assert 2**28 < runner.memory_limit(device, 8, None) == runner.memory_limit(device, 1, None) // 8
@@ -179,7 +179,7 @@ def arguments(hf_model, output, *flags):
 
 
 def test_line_retrieval_end_to_end(hf_model, tmp_path, monkeypatch, capsys):
-    """With a file's cases, generated ones, those that fill a number of tokens, and another
+    """With a file's cases, generated cases, cases that fill a number of tokens, and another
     evaluation in the plot."""
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
     cases = tmp_path / "cases.jsonl"
@@ -224,21 +224,21 @@ def test_line_retrieval_end_to_end(hf_model, tmp_path, monkeypatch, capsys):
     assert "has answers with sampling" in capsys.readouterr().err
 
 
-def test_every_case_fits_the_tokens_asked_for():
-    """A case of so many lines is longer than the first one where its keys are; a token a letter
+def test_every_case_fits_into_the_requested_tokens():
+    """A case with this many lines is longer than the first one if its keys are; a token per letter
     shows it."""
-    respondent = types.SimpleNamespace(length=lambda prompt: len(prompt.text))
+    make_respondent = types.SimpleNamespace(length=lambda prompt: len(prompt.text))
     for tokens in (900, 1000, 1700):
         args = line_retrieval.parse(
             ["--checkpoint", "c", "--output", "o", "--tokens", str(tokens), "--count", "20"]
         )
         lengths = [
             len(case.prompt) + args.max_new_tokens
-            for case in line_retrieval.cases_that_fill(tokens, args, respondent)
+            for case in line_retrieval.cases_that_fill(tokens, args, make_respondent)
         ]
         assert len(lengths) == 20 and 0.9 * tokens < max(lengths) <= tokens
     with pytest.raises(UserError, match="--tokens: a case of one line takes"):
-        line_retrieval.cases_that_fill(200, args, respondent)
+        line_retrieval.cases_that_fill(200, args, make_respondent)
 
 
 def test_beside_needs_results(tmp_path):

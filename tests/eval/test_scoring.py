@@ -1,4 +1,4 @@
-"""Scoring of line retrieval: the last integer, Wilson's interval compared with scipy's, and the
+"""Scoring of line retrieval: the last integer, Wilson's interval against scipy's, and the
 groups."""
 
 import numpy as np
@@ -39,12 +39,12 @@ def test_wilson_against_scipy(right, cases):
 
 
 @pytest.mark.parametrize("right", [-1, 11])
-def test_wilson_refuses_what_is_no_share(right):
+def test_wilson_refuses_invalid_counts(right):
     with pytest.raises(ValueError, match=f"{right} right of 10 cases"):
         wilson(right, 10)
 
 
-def test_bootstrap_is_scipys_percentile_interval():
+def test_bootstrap_matches_scipys_percentile_interval():
     values = np.random.default_rng(1).exponential(size=60)
     expected = stats.bootstrap(
         (values,), np.mean, n_resamples=10_000, method="percentile", rng=2
@@ -57,9 +57,10 @@ def answers(right, wrong):
     return np.array([1.0] * right + [0.0] * wrong)
 
 
-def test_paired_interval_of_right_and_wrong_answers_is_bonetts_and_prices():
-    """Of 40 cases 8 become right and 2 wrong: p = 9/42 and 3/42, and their difference's interval by
-    hand; few cases are cut at 1 and -1; equal answers still have an interval."""
+def test_the_paired_interval_of_right_and_wrong_answers_is_bonett_and_prices():
+    """Of 40 cases 8 become right and 2 wrong: p = 9/42 and 3/42, and the interval of their
+    difference by hand; with few cases it is clipped to [-1, 1]; equal answers still have an
+    interval."""
     before, after = answers(12, 28), np.concatenate([answers(10, 2), answers(8, 20)])
     assert paired_interval(before, after) == pytest.approx((-0.0129181, 0.2986324), abs=1e-6)
     low, high = paired_interval(answers(0, 3), answers(3, 0))
@@ -69,7 +70,7 @@ def test_paired_interval_of_right_and_wrong_answers_is_bonetts_and_prices():
     assert -low == high == pytest.approx(1.959964 * (2 / 52 / 52) ** 0.5, abs=1e-6)
 
 
-def test_paired_interval_of_other_scores_is_the_differences_bootstrap():
+def test_the_paired_interval_of_other_scores_is_a_bootstrap_of_differences():
     before, after = np.array([0.5, 1.0, 0.0, 0.25]), np.array([0.75, 1.0, 1.0, 0.25])
     assert paired_interval(before, after) == bootstrap(np.array([0.25, 0.0, 1.0, 0.0]))
 
@@ -107,6 +108,6 @@ def test_above_chance_needs_the_interval_and_a_hundred_cases():
 
     assert scored(40, 100).above_chance is True and scored(40, 100).above_chance_reason is None
     assert scored(30, 100).above_chance is False, "30 of 100 may be luck where chance is 1 in 4"
-    assert scored(ENOUGH - 1, ENOUGH - 1).above_chance is None, "too few to say"
+    assert scored(ENOUGH - 1, ENOUGH - 1).above_chance is None, "too few cases"
     assert scored(100, 100).chance == 0.25
     assert scored(50, 50).above_chance_reason == "50 cases; at least 100 are needed"

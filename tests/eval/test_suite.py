@@ -1,5 +1,5 @@
-"""Scores equal hand-made answers and the published scoring, intervals hold, and cases have the
-length they were made for."""
+"""Scores equal hand-computed ones and the published scoring, confidence intervals hold, and cases
+have the requested length."""
 
 import json
 
@@ -18,19 +18,19 @@ SCORES = [  # answer, expected texts, RULER's string_match_all and string_match_
     ("56, 34, 12", ("12", "34", "56"), 1, 1),  # in any order
     ("Only 34.", ("12", "34", "56"), 1 / 3, 1),  # partial
     ("12 12 12", ("12", "34"), 0.5, 1),
-    ("AmBeR", ("amber", "FALCON"), 0.5, 1),  # whatever the case
+    ("AmBeR", ("amber", "FALCON"), 0.5, 1),  # in any case
     ("", ("amber",), 0, 0),
-    ("  \x00am\x01ber ", ("amber",), 0, 0),  # a control character becomes a line end
+    ("  \x00am\x01ber ", ("amber",), 0, 0),  # a control character becomes a newline
     ("\n\tamber\x00\n", ("amber",), 1, 1),
-    ("1234", ("23",), 1, 1),  # within a longer number too
+    ("1234", ("23",), 1, 1),  # inside a longer number too
     ("paris", ("London", "Paris"), 0.5, 1),
     ("1 2 3", ("1", "1", "9"), 2 / 3, 1),
 ]
 
 
 @pytest.mark.parametrize(("answer", "expected", "every", "some"), SCORES)
-def test_scores_are_ruler_s(answer, expected, every, some):
-    """RULER's own formulas, as its scripts/eval has them, written out."""
+def test_scores_match_rulers(answer, expected, every, some):
+    """RULER's formulas, written out from its scripts/eval."""
     import re
 
     cleaned = re.compile(r"[\x00-\x1f]").sub("\n", answer.strip()).strip()
@@ -41,8 +41,7 @@ def test_scores_are_ruler_s(answer, expected, every, some):
 
 
 def test_similarity_needs_the_beginning():
-    """As in MRCR: the ratio of matching letters, 2 M / T, of what follows the required
-    beginning."""
+    """As in MRCR: the ratio of matching letters, 2 M / T, after the required beginning."""
     expected = ("Xy7", "the brave owl")
     assert (
         suite.similarity("Xy7 the brave owl", expected)
@@ -85,7 +84,7 @@ def test_results_are_grouped_and_have_intervals():
     )
     assert (first.low, first.high) == pytest.approx(
         (0.0945, 0.9055), abs=1e-4
-    )  # Wilson's of 1 in 2
+    )  # Wilson's interval for 1 of 2
     assert (second.score, second.low, second.high, second.beyond_trained_length) == (
         0.75,
         0.5,
@@ -97,7 +96,8 @@ def test_results_are_grouped_and_have_intervals():
 
 @pytest.mark.parametrize("limit", [9, 10, 57, 1000, 123_456])
 def test_the_largest_text_within_a_limit(limit):
-    """Whose length grows unevenly; never beyond, and 99% filled or the largest there is."""
+    """The length grows unevenly; the text never exceeds the limit, and fills 99% of it or is the
+    largest there is."""
     calls = []
 
     def length(units):
@@ -112,7 +112,7 @@ def test_the_largest_text_within_a_limit(limit):
 
 
 def count(prompt):
-    """Of a tokenizer whose tokens are words."""
+    """For a tokenizer whose tokens are words."""
     turns = (
         [prompt.text] if isinstance(prompt.text, str) else [turn.content for turn in prompt.text]
     )
@@ -120,7 +120,7 @@ def count(prompt):
 
 
 @pytest.mark.parametrize("name", ruler.TASKS)
-def test_ruler_s_cases_have_their_answers_and_length(name):
+def test_rulers_cases_contain_their_answers_and_have_the_length(name):
     haystack = tasks.Haystack.of_text("One two three. Four five six! Seven, eight? " * 3)
     cases = ruler.make_cases(count, [1500, 5000], [name], 3, haystack=haystack)
     assert cases == ruler.make_cases(count, [1500, 5000], [name], 3, haystack=haystack)
@@ -141,7 +141,7 @@ def test_ruler_s_cases_have_their_answers_and_length(name):
 
 
 def uneven(prompt):
-    """Of a tokenizer for which words of the same length differ: a token for each word, vowel and
+    """For a tokenizer in which words of equal length differ: one token per word, vowel and
     digit."""
     turns = (
         [prompt.text] if isinstance(prompt.text, str) else [turn.content for turn in prompt.text]
@@ -169,18 +169,18 @@ def uneven(prompt):
     ids=["needle", "ruler", "coreference", "lines"],
 )
 def test_every_sample_fits_with_its_answer(monkeypatch, make, share):
-    """Those that fit with the units of the first one are left as they are. The others, at least
-    this share, get fewer."""
+    """Samples that fit with the first one's units keep them. The others, at least this share, get
+    fewer."""
 
     def length(case):
         return uneven(case.prompt) + case.prompt.new_tokens
 
-    def of_equal_units(make, tokens, count, each, most=10**7):
+    def with_equal_units(make, tokens, count, each, most=10**7):
         units = suite.fit(make, tokens, count, most)
         return [make(units, sample) for sample in range(each)]
 
     fitted = make()
-    monkeypatch.setattr(suite, "cases_of", of_equal_units)
+    monkeypatch.setattr(suite, "cases_of", with_equal_units)
     plain = make()
     assert sum(length(case) > case.tokens for case in plain) >= share * len(plain)
     for case, before in zip(fitted, plain, strict=True):
@@ -205,7 +205,7 @@ def test_a_task_whose_shortest_case_is_too_long_is_skipped_by_name(capsys):
         suite.run("ruler", None, [], "nowhere", {})
 
 
-def test_variables_are_those_of_the_chain():
+def test_expected_variables_are_those_of_the_chain():
     """Follows all assignments of the text, and those of another chain to another value."""
     import re
 
@@ -213,12 +213,14 @@ def test_variables_are_those_of_the_chain():
     values = {}
     for name, value in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", exercise.text):
         values[name] = values.get(value, value)
-    asked = re.search(r"assigned the value (\d+) in the text", exercise.text)[1]
-    assert {name for name, value in values.items() if value == asked} == set(exercise.expected)
+    chain_value = re.search(r"assigned the value (\d+) in the text", exercise.text)[1]
+    assert {name for name, value in values.items() if value == chain_value} == set(
+        exercise.expected
+    )
     assert len(values) == 15 and len(set(values.values())) == 3
 
 
-def test_words_are_the_most_frequent():
+def test_expected_words_are_the_most_frequent():
     import collections
     import re
 
@@ -244,7 +246,7 @@ def test_a_needle_is_at_its_depth(depth):
     assert len(several.expected) == 3 and several.prompt.new_tokens == 3 * case.prompt.new_tokens
 
 
-def test_the_reply_that_is_asked_for_is_the_ith_of_its_kind():
+def test_the_requested_reply_is_the_ith_of_its_kind():
     cases = coreference.make_cases(count, [1500], [4], 8)
     for number, case in enumerate(cases):
         *turns, question = case.prompt.text
@@ -284,8 +286,8 @@ def test_questions_about_documents(tmp_path):
         ruler.qa_cases(str(path), count, [300], 4, 0)
 
 
-def test_questions_about_documents_take_lists(tmp_path):
-    """A text in place of a list would be taken for a list of its letters."""
+def test_questions_about_documents_need_lists(tmp_path):
+    """A text in place of a list would be read as a list of its letters."""
     good = {"question": "Which city?", "answers": ["Paris"], "documents": ["The city is Paris."]}
     for name, text in (("answers", "Paris"), ("documents", "The city is Paris.")):
         (tmp_path / "qa.jsonl").write_text(json.dumps(good | {name: text}))
@@ -293,7 +295,7 @@ def test_questions_about_documents_take_lists(tmp_path):
             ruler.qa_cases(str(tmp_path / "qa.jsonl"), count, [700], 1, 0)
 
 
-def test_texts_that_cannot_be_used(tmp_path):
+def test_unusable_texts_are_refused(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         needle.read_haystack(str(tmp_path / "gone.txt"))
     (tmp_path / "empty.txt").write_text(" \n")
@@ -311,7 +313,7 @@ def test_texts_that_cannot_be_used(tmp_path):
     ],
     ids=["needle", "ruler", "coreference"],
 )
-def test_commands_write_results_and_go_on(hf_model, tmp_path, monkeypatch, capsys, command, flags):
+def test_commands_write_results_and_resume(hf_model, tmp_path, monkeypatch, capsys, command, flags):
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
     shared = [
         "--checkpoint",

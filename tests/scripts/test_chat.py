@@ -1,4 +1,4 @@
-"""The chat command reads a document once, and refuses unusable ones."""
+"""The chat command prefills a document once, and refuses unusable documents."""
 
 import json
 import shutil
@@ -74,8 +74,8 @@ def test_a_document_is_read_once(hf_model, tmp_path, capsys):
     assert len(talk.turns) == 2 and "beyond the trained length" in capsys.readouterr().out
 
 
-def test_pieces_come_with_their_tokens_and_have_whole_characters():
-    """Of a tokenizer of bytes: each piece is there before the next token is computed."""
+def test_pieces_are_printed_per_token_and_have_whole_characters():
+    """With a byte-level tokenizer, each piece is printed before the next token is computed."""
     log = []
 
     def computed(text):
@@ -99,7 +99,7 @@ def test_pieces_come_with_their_tokens_and_have_whole_characters():
     )
 
 
-def test_an_answer_cannot_steer_the_terminal(hf_model, monkeypatch, capsys):
+def test_an_answer_cannot_control_the_terminal(hf_model, monkeypatch, capsys):
     parts = ("red:\x1b", "[31m\ttitle:\x1b]0;x\x07\nn", "ext é")
     monkeypatch.setattr(
         chat.Talk, "ask", lambda self, question, show: [show(part) for part in parts]
@@ -108,7 +108,7 @@ def test_an_answer_cannot_steer_the_terminal(hf_model, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("red:\ufffd[31m\ttitle:\ufffd]0;x\ufffd\nnext é\n")
 
 
-def test_what_cannot_be_talked_about(hf_model, tmp_path, capsys):
+def test_unusable_documents_are_refused(hf_model, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text(" ")
     for flags, words in (
         (

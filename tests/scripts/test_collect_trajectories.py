@@ -1,5 +1,5 @@
-"""Collecting episodes: each is a function of its seed, the search improves, and what was stopped
-ends with the same files."""
+"""Collecting episodes: each depends only on its seed, the search improves, and an interrupted
+collection ends with the same files."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ def hashes(folder):
     }
 
 
-def test_an_episode_is_a_function_of_its_seed(tmp_path):
+def test_an_episode_depends_only_on_its_seed(tmp_path):
     """Also when another was played before in the same process."""
     returns = []
     for name, seeds in (("a", (5,)), ("b", (6, 5))):
@@ -56,7 +56,7 @@ def test_an_episode_is_a_function_of_its_seed(tmp_path):
 
 
 class ThisProcess(Executor):
-    """Plays episodes at once, in the process of the test."""
+    """Plays episodes immediately, in the test's process."""
 
     def submit(self, work, order):
         future = Future()
@@ -66,8 +66,8 @@ class ThisProcess(Executor):
 
 @pytest.fixture
 def collected(monkeypatch):
-    """Collects into a folder with a search of 4 episodes an iteration, as the command does, but in
-    this process."""
+    """Collects into a folder with 4 episodes per search iteration, as the command does, but in this
+    process."""
     monkeypatch.setattr(
         collect_trajectories, "SearchConfig", functools.partial(SearchConfig, directions=2, best=1)
     )
@@ -94,15 +94,15 @@ def test_a_larger_number_of_episodes_adds_to_a_folder(collected, tmp_path):
     assert all(grown[name] == few[name] for name in few if "search.npz" not in name)
     assert collected(tmp_path / "whole", "--episodes", "30") == grown
     assert collected(tmp_path / "grown", "--episodes", "10") == grown, (
-        "fewer than there are change nothing"
+        "a smaller number changes nothing"
     )
-    about = json.loads((tmp_path / "grown/cartpole/random_swingup/collected.json").read_text())
-    assert about["episodes"] == {"random": 3} and about["task"] == TASK.name
+    record = json.loads((tmp_path / "grown/cartpole/random_swingup/collected.json").read_text())
+    assert record["episodes"] == {"random": 3} and record["task"] == TASK.name
 
 
-def test_as_many_episodes_are_collected_as_were_asked_for(collected, tmp_path):
-    """Also where they end within an iteration of the search, of 4 episodes here, which is finished
-    when more are asked for."""
+def test_the_requested_number_of_episodes_is_collected(collected, tmp_path):
+    """Also if they end within a search iteration (of 4 episodes here), which is finished when more
+    are requested."""
     few = collected(tmp_path / "grown", "--episodes", "8")
     assert len(few) == 1 + 1 + 6 + 1, "random, noise, search and its state"
     grown = collected(tmp_path / "grown", "--episodes", "17")
@@ -113,7 +113,7 @@ def test_as_many_episodes_are_collected_as_were_asked_for(collected, tmp_path):
     assert sum("collected_" in name for name in collected(tmp_path / "one", "--episodes", "1")) == 1
 
 
-def test_policies_that_are_collected_alone_are_the_same(collected, tmp_path):
+def test_policies_collected_separately_are_the_same(collected, tmp_path):
     everything = collected(tmp_path / "all", "--episodes", "20")
     assert collected(tmp_path / "parts", "--episodes", "2", "--policy", "random").keys() == {
         f"cartpole/random_swingup/buffer/collected_{index}_50.npz" for index in range(2)
@@ -165,8 +165,8 @@ def test_other_options_and_missing_episodes_are_named(collected, tmp_path, capsy
 
 
 @pytest.mark.parametrize("explorer", EXPLORERS)
-def test_an_explorer_goes_on_where_it_was(explorer, collected, tmp_path, capsys):
-    """To the bit of its episodes, parameters and optimizers; in ExoRL's folders."""
+def test_an_explorer_resumes_where_it_was(explorer, collected, tmp_path, capsys):
+    """Episodes, parameters and optimizers are bitwise equal; the folders are ExoRL's."""
     options = ["--explorer", explorer, "--episodes"]
     few = collected(tmp_path / "grown", *options, "11")
     assert few.keys() == {f"cartpole/{explorer}/buffer/collected_{i}_50.npz" for i in range(11)}
@@ -180,8 +180,8 @@ def test_an_explorer_goes_on_where_it_was(explorer, collected, tmp_path, capsys)
     assert states[0].pop("cpu_seconds") > 0 and states[1].pop("cpu_seconds") > 0
     assert states[0]["updates"] == 5 * 10, "one for each decision from the tenth episode on"
     torch.testing.assert_close(*states, rtol=0, atol=0)
-    about = json.loads((tmp_path / f"whole/cartpole/{explorer}/collected.json").read_text())
-    assert about["episodes"] == {explorer: 14} and about["cpu_hours"] >= 0
+    record = json.loads((tmp_path / f"whole/cartpole/{explorer}/collected.json").read_text())
+    assert record["episodes"] == {explorer: 14} and record["cpu_hours"] >= 0
     assert "CPU hours" in capsys.readouterr().out
 
 
@@ -223,8 +223,7 @@ def test_options_without_effect_and_a_damaged_explorer_are_named(collected, tmp_
 
 
 def test_a_learned_policy_replayed_from_its_seed_gives_the_same_return(tmp_path):
-    """In a process that plays for the first time, and in one that has played other episodes: to the
-    last bit of every state."""
+    """Bitwise in every state, both in a new process and in one that has played other episodes."""
     task = get_task("walker_walk")
     weights = np.random.default_rng(3).normal(size=(task.action_size, task.observation_size))
     search = Search(SearchConfig(directions=1, best=1), weights.shape, 0, tmp_path / "search.npz")
@@ -266,7 +265,7 @@ def started(folder, repository, *options):
 
 def players(process):
     """Returns the ids of the processes that play, once they have written an episode; the first
-    child tracks resources."""
+    child is the resource tracker."""
     for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
             yield int(child)
@@ -281,9 +280,8 @@ def until(condition, seconds=60):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
-def test_killed_processes_are_noticed(repository, tmp_path):
-    """A worker that is killed ends the command with one line; a command that is killed ends its
-    workers."""
+def test_killed_processes_end_the_command(repository, tmp_path):
+    """Killing a worker ends the command with one line; killing the command ends its workers."""
     process = started(tmp_path, repository, "--policy", "random", "--episodes", "500")
     until(lambda: list(tmp_path.rglob("*.npz")))
     os.kill(next(players(process)), signal.SIGKILL)
@@ -305,9 +303,9 @@ def test_killed_processes_are_noticed(repository, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_random_instants_it_ends_with_the_same_files(repository, tmp_path):
-    """The command alone, or with its workers, at instants drawn over the time that it takes without
-    interruption."""
+def test_a_collection_killed_at_random_instants_ends_with_the_same_files(repository, tmp_path):
+    """The command alone, or with its workers, at random instants within its uninterrupted
+    duration."""
     options = ["--episodes", "80"]
     start = time.monotonic()
     subprocess.run(command(tmp_path / "whole", *options), cwd=repository, check=True)
@@ -328,7 +326,7 @@ def test_killed_at_random_instants_it_ends_with_the_same_files(repository, tmp_p
     subprocess.run(command(tmp_path / "killed", *options), cwd=repository, check=True)
     assert hashes(tmp_path / "whole") == hashes(tmp_path / "killed")
     assert not list(tmp_path.rglob("*.part*"))
-    about = json.loads(
+    record = json.loads(
         (tmp_path / "whole/cartpole/augmented_random_search_swingup/collected.json").read_text()
     )
-    assert about["collected with"] == "dm_control" and about["task"] == TASK.name
+    assert record["collected with"] == "dm_control" and record["task"] == TASK.name

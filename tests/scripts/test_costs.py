@@ -49,8 +49,8 @@ def test_all_schedules_are_compared_fastest_first(tmp_path, capsys):
     assert max(map(len, lines[1:])) <= 80
 
 
-def test_padded_heads_are_told(capsys):
-    """llama-1b has 16 heads: 32 ranks of Ulysses have one each and half of them are zeros."""
+def test_padded_heads_are_reported(capsys):
+    """llama-1b has 16 heads: 32 ranks of Ulysses have one each, and half of them are padding."""
     assert plan.main([*ARGUMENTS, "--sequence", "32", "--schedule", "ulysses"]) == 0
     assert "32 ranks share 16 heads, padded to 32" in capsys.readouterr().out
     assert plan.main([*ARGUMENTS, "--schedule", "ulysses"]) == 0
@@ -63,11 +63,11 @@ def test_one_schedule_shows_its_rounds(capsys):
     assert sum(line.startswith("forward") for line in lines) == 4
     assert (
         sum(line.startswith("backward") for line in lines) == 5
-    )  # the last one brings dK, dV home
+    )  # the last one brings dK and dV home
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "words"),
     [
         (["--context", "65535"], "length: 65535"),
         (["--model", "llama-8b"], "llama-8b"),
@@ -80,14 +80,19 @@ def test_one_schedule_shows_its_rounds(capsys):
         (["--moments-on-host"], "--moments-on-host: a comparison"),
     ],
 )
-def test_errors_are_one_line(wrong, told, capsys):
+def test_errors_are_one_line(wrong, words, capsys):
     assert plan.main([*ARGUMENTS, *wrong]) == 2
     error = capsys.readouterr().err
-    assert told in error and error.count("\n") == 1
+    assert words in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("flag", ["context", "batch", "data", "fsdp", "tensor", "sequence"])
-@pytest.mark.parametrize("wrong", ["0", "-4", "two"])
+@pytest.mark.parametrize(
+    ("flag", "wrong"),
+    [
+        *((flag, wrong) for flag in ("context", "batch") for wrong in ("0", "-4", "two")),
+        *((flag, "0") for flag in ("data", "fsdp", "tensor", "sequence")),
+    ],
+)
 def test_sizes_are_at_least_one(flag, wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
         plan.main([*ARGUMENTS, f"--{flag}", wrong])
@@ -99,11 +104,11 @@ def test_sizes_are_at_least_one(flag, wrong, capsys):
 
 @pytest.mark.slow
 def test_activations_do_not_grow_with_the_ring():
-    """Ring Attention, Table 1: sixteen times as many chips and tokens, the same memory on each
-    within 2%.
+    """Ring Attention, Table 1: sixteen times as many chips and tokens take the same memory per
+    chip, within 2%.
 
-    The compiler of libtpu 0.0.52 takes 8% less on two other shapes of slice, the smallest and the
-    largest of v4.
+    On two other shapes, the smallest and the largest slice of v4, the compiler of libtpu 0.0.52
+    takes 8% less.
     """
     config = TransformerConfig(1024, 256, 704, 2, 2, num_key_value_heads=2)
     sizes = []

@@ -1,5 +1,5 @@
-"""The pictures of schedules show every visible tile once, in the colour of the rank that computes
-it."""
+"""The pictures of schedules draw every visible tile once, in the colour of the rank that
+computes it."""
 
 import numpy as np
 import pytest
@@ -45,13 +45,13 @@ def test_every_visible_tile_is_drawn_once(layout):
         if len(rounds) == 1 and name == "attention2d":
             corner = picture(rounds[0], kinds(layout, size))[
                 TILES * CELL // 2, 0
-            ]  # rank 0's own block, below the diagonal
+            ]  # rank 0's local block, below the diagonal
             assert (corner == COLOURS[0]).all()
 
 
 @pytest.mark.parametrize(("name", "size"), [("usp", 4), ("balanced", 8)])
-def test_a_picture_can_be_read(name, size, tmp_path, saved_figures):
-    """Many colours; no overlapping or cut text; it fits on a screen."""
+def test_a_picture_is_legible(name, size, tmp_path, saved_figures):
+    """Many colours, no overlapping or clipped text, and it fits on a screen."""
     draw(name, size, tmp_path / "picture.png")
     image = (255 * imread(tmp_path / "picture.png")).astype(int)
     assert len(np.unique(image.reshape(-1, image.shape[-1]), axis=0)) > 8
@@ -62,7 +62,7 @@ def test_a_picture_can_be_read(name, size, tmp_path, saved_figures):
 
 def test_asking_for_help_draws_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as stopped:
         draw_schedule.main(["--help"])
-    assert left.value.code == 0 and "docs/schedules" in capsys.readouterr().out
+    assert stopped.value.code == 0 and "docs/schedules" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

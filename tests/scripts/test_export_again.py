@@ -1,5 +1,4 @@
-"""An export that was stopped before its end leaves nothing, and the same command writes all of
-it."""
+"""An export that was interrupted leaves nothing, and the same command then writes all of it."""
 
 import errno
 import os
@@ -23,8 +22,8 @@ def full(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_disk_that_is_full_at_the_card_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
-    """The card is the last file: once it was written into a folder that was there already, and the
+def test_a_disk_that_fills_up_at_the_card_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
+    """The card is the last file: it was once written into a folder that existed already, and the
     next start was refused."""
     with monkeypatch.context() as patch:
         patch.setattr("pathlib.Path.write_text", full)
@@ -34,14 +33,14 @@ def test_a_disk_that_is_full_at_the_card_leaves_nothing(checkpoint, tmp_path, mo
     assert (tmp_path / "hf" / "README.md").exists()
 
 
-def test_what_a_killed_export_left_is_removed(checkpoint, tmp_path):
+def test_the_remains_of_a_killed_export_are_removed(checkpoint, tmp_path):
     (tmp_path / ".hf-0123abcd").mkdir()
     (tmp_path / ".hf-0123abcd" / "lock").touch()
     assert export_hf.main([str(checkpoint), str(tmp_path / "hf")]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_an_adapter_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_an_adapter_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(peft, "save_file", full)
     (tmp_path / "base").mkdir()
     with pytest.raises(Exception, match="No space left on device"):

@@ -1,5 +1,5 @@
-"""Every command describes itself: --help prints its flags, whatever signs stand in their
-descriptions."""
+"""Every command describes itself: --help prints its flags, whatever characters their descriptions
+contain."""
 
 import argparse
 import importlib
@@ -9,7 +9,7 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-INNER = {"scripts.benchmarks.kernel_case"}  # a process of bench_kernels, which no user starts
+INNER = {"scripts.benchmarks.kernel_case"}  # a subprocess of bench_kernels, which no user starts
 COMMANDS = sorted(
     {
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -20,17 +20,17 @@ COMMANDS = sorted(
     }
     - INNER
 )
-# The beginnings of the help of flags that take a number of tokens.
+# How the help of flags that take a number of tokens begins.
 TOKENS = r"(number of |our )?tokens\b(?! are)|lengths,"
 
 
-def test_the_commands_are_known():
+def test_every_command_is_listed():
     assert {"eval.line_retrieval", "scripts.chat", "scripts.benchmarks.in_context"} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_printed(command, capsys, monkeypatch):
-    """And describes each flag; a number of tokens may be written 64K."""
+    """It describes each flag; a number of tokens may be written 64K."""
     parsers = []
     print_help = argparse.ArgumentParser.print_help
     monkeypatch.setattr(

@@ -43,7 +43,9 @@ def test_a_row_reads_as_its_conversations_and_only_answers_are_coloured(tmp_path
         text.plain[span.start : span.end] for span in text.spans if span.style == inspect.IN_LOSS
     )
     assert coloured == sorted([f" It is {n}, é.</s>" for n in range(6)] + [" No.</s>"] * 6)
-    messages = [Message({"human": "user", "gpt": "assistant"}[who], said) for who, said in TALKS[3]]
+    messages = [
+        Message({"human": "user", "gpt": "assistant"}[role], content) for role, content in TALKS[3]
+    ]
     ids = [token for segment in render(messages, "vicuna_v1.1", tokenizer) for token in segment.ids]
     assert tokenizer.decode(ids, skip_control=False) in text.plain
     assert (

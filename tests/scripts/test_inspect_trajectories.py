@@ -1,4 +1,4 @@
-"""The spread of returns by algorithm, against numpy, and files left out."""
+"""The distribution of returns per algorithm, against numpy, and files left out."""
 
 import json
 
@@ -12,8 +12,8 @@ from tests.data.trajectories.made import TASK, episode, folder_of
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two algorithms: one with returns 2, 4, 6, 8 and one with 20, 40; four files that are no such
-    episodes."""
+    """Two algorithms, one with returns 2, 4, 6, 8 and one with 20, 40; and four files that are not
+    such episodes."""
     good = folder_of(tmp_path / "data", count=4)
     better = tmp_path / "data" / TASK.domain / "better" / "buffer"
     better.mkdir(parents=True)
@@ -66,12 +66,12 @@ def test_the_table_the_numbers_and_the_picture(folder, tmp_path, capsys):
 
 
 def test_coverage_counts_the_visited_cells(folder, tmp_path, capsys):
-    """Along the two directions of most variance, of made-up states: an algorithm that visits a half
-    of the plane has half the cells."""
+    """Along the two principal directions of made-up states, an algorithm that visits half of the
+    plane has half of the cells."""
     generator = np.random.default_rng(0)
     plane = np.zeros((20_000, 5))
     plane[:, :2] = generator.uniform(-1, 1, (20_000, 2))
-    plane[:, 2] = plane[:, 0]  # so that the first direction is these two's
+    plane[:, 2] = plane[:, 0]  # makes these two the first direction
     counts = inspect_trajectories.visits({"all": plane, "half": plane[plane[:, 0] > 0]})
     assert inspect_trajectories.share(counts["all"]) > 0.99
     assert inspect_trajectories.share(counts["half"]) == pytest.approx(0.5, abs=0.03)
@@ -85,9 +85,9 @@ def test_coverage_counts_the_visited_cells(folder, tmp_path, capsys):
     assert f"coverage: {printed}" in capsys.readouterr().out
 
 
-def test_other_rewards_are_those_of_the_task(folder, capsys):
-    """Files of another task are rewarded from their states: a pole that stands in the middle earns
-    1 at each step."""
+def test_rewards_can_be_those_of_another_task(folder, capsys):
+    """Files of another task get rewards from their states: a pole standing in the middle earns 1
+    per step."""
     buffer = folder / TASK.domain / "better" / "buffer"
     (buffer.parent / "collected.json").unlink()
     for path in buffer.iterdir():
@@ -111,7 +111,7 @@ def test_other_rewards_are_those_of_the_task(folder, capsys):
         ("walker_walk", "found no episodes; needs walker/ALGORITHM/buffer"),
     ],
 )
-def test_what_cannot_be_shown_is_one_line(folder, task, message, capsys):
+def test_unusable_folders_are_a_one_line_error(folder, task, message, capsys):
     assert inspect_trajectories.main([str(folder), "--task", task]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The processes that the launcher starts share a secret of their start."""
+"""The processes of one start of the launcher share a secret."""
 
 import pytest
 
@@ -31,6 +31,6 @@ def test_processes_share_a_token_that_is_new_at_each_start(tokens_of_a_start, mo
     assert len(first[0]) >= 32 and first[0] != second[0]
 
 
-def test_a_given_token_is_kept(tokens_of_a_start, monkeypatch):
+def test_a_token_in_the_environment_is_kept(tokens_of_a_start, monkeypatch):
     monkeypatch.setenv("LONGSTRIPE_TOKEN", "secret")
     assert tokens_of_a_start() == ["secret", "secret"]

@@ -1,5 +1,5 @@
-"""The launcher for TPU slices: its calls of gcloud, answered by a stand-in; the commands that it
-runs on workers, run here."""
+"""The launcher for TPU slices: its calls of gcloud, answered by a stand-in, and the commands that
+it runs on workers, run here."""
 
 import contextlib
 import io
@@ -23,9 +23,9 @@ from tests.conftest import REPOSITORY
 
 
 class Answers:
-    """Stands in for gcloud: each call is answered by the first rule whose words are all in it.
+    """Replaces gcloud: each call is answered by the first rule whose words all occur in it.
 
-    A rule's answers (exit code, output, error) come one after the other; the last one stays.
+    A rule's answers (exit code, output, error) are given in order; the last one repeats.
     """
 
     def __init__(self, rules):
@@ -39,7 +39,9 @@ class Answers:
                 (
                     rule
                     for rule in self.rules
-                    if all(any(word in given for given in command[1:]) for word in rule["words"])
+                    if all(
+                        any(word in argument for argument in command[1:]) for word in rule["words"]
+                    )
                 ),
                 None,
             )
@@ -99,7 +101,7 @@ def node(state="READY"):
 
 
 def job(*codes, identity=1):
-    """The answer of the workers to `JOB`."""
+    """The workers' answer to `JOB`."""
     return 0, "".join(f"job host{i} {identity} 7 {code}\n" for i, code in enumerate(codes)), ""
 
 
@@ -151,17 +153,17 @@ def launch(monkeypatch, capfd):
 def verbs(calls):
     """The purpose of each call that changes something."""
     purposes = {"uv pip install": "install", "setsid": "start", "tail -c": "follow"}
-    found = []
+    changes = []
     for call in calls:
         if "ssh" in call:
-            found += [
+            changes += [
                 verb
                 for words, verb in purposes.items()
                 if words in call[call.index("--command") + 1]
             ][:1]
         else:
-            found += [verb for verb in ("create", "delete", "scp") if verb in call]
-    return found
+            changes += [verb for verb in ("create", "delete", "scp") if verb in call]
+    return changes
 
 
 ONCE = ["scp", "scp", "install", "start"]
@@ -249,7 +251,7 @@ def test_no_call_can_ask_a_question(launch):
         ("ERROR: INVALID_ARGUMENT: unknown accelerator type", Kind.OTHER),
     ],
 )
-def test_failures_of_gcloud_are_told_apart(message, kind):
+def test_failures_of_gcloud_are_distinguished(message, kind):
     assert gcloud.kind_of(message) is kind
 
 
@@ -283,8 +285,8 @@ def test_delete_without_gcloud_is_one_line(tmp_path):
     assert done.returncode == 2 and done.stderr.startswith("error: gcloud is not installed here")
 
 
-def test_the_shell_command_passes_its_words_on_from_any_folder(tmp_path):
-    """Through a gcloud that is a program, which prints to both ends."""
+def test_the_shell_command_passes_its_arguments_on_from_any_folder(tmp_path):
+    """gcloud is a program here, which prints to both stdout and stderr."""
     path = tmp_path / "gcloud"
     path.write_text('#!/bin/bash\necho warning >&2; echo "$*"\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -310,7 +312,7 @@ def test_delete_in_the_wrong_zone_deletes_nothing_and_says_so(launch):
     )
 
 
-def test_delete_takes_a_tpu_vm_that_has_no_queued_resource(launch):
+def test_delete_accepts_a_tpu_vm_without_a_queued_resource(launch):
     code, _, error = launch(
         "delete", "pod", "--zone", "z-1-a", answers=rules([ABSENT], [node(), ABSENT])
     )
@@ -327,7 +329,7 @@ def test_delete_takes_a_tpu_vm_that_has_no_queued_resource(launch):
     ] in launch.calls
 
 
-def test_what_is_still_there_after_delete_is_an_error(launch):
+def test_resources_left_after_delete_are_an_error(launch):
     code, _, error = launch("delete", "pod", "--zone", "z-1-a", answers=rules([ABSENT], [node()]))
     assert code == 2 and "pod is still there, and billed" in error
 
@@ -389,7 +391,7 @@ def test_a_quota_of_zero_ends_with_the_reason(launch):
     assert code == 2 and message in error and verbs(launch.calls) == ["create"]
 
 
-def test_without_capacity_it_asks_again_and_pauses_longer_each_time(launch):
+def test_without_capacity_it_retries_with_growing_pauses(launch):
     none = queued("FAILED", "There is no more capacity in the zone")
     code, _, error = launch(
         "run",
@@ -425,7 +427,7 @@ def test_a_preempted_node_under_an_active_queued_resource_is_replaced(launch):
     assert verbs(launch.calls) == [*ONCE, "follow", "delete", "create", *ONCE, "follow"]
 
 
-def test_an_installation_is_tried_again(launch):
+def test_a_failed_installation_is_retried(launch):
     answers = rules(uv__pip=[(1, "", "ERROR: ssh exited with return code [1]"), (0, "", "")])
     code, _, error = launch("run", "pod", *QUEUED, "--", "--config", RECIPE, answers=answers)
     assert (
@@ -446,7 +448,7 @@ def test_an_installation_is_tried_again(launch):
         ([75] * 9, 6, 75),
     ],
 )
-def test_what_another_start_may_pass_is_restarted_until_no_checkpoint_comes(
+def test_exit_codes_worth_another_start_are_restarted_until_no_checkpoint_comes(
     launch, codes, starts, end
 ):
     jobs = [answer for code in codes for answer in [job(code)] * 2]
@@ -458,7 +460,7 @@ def test_what_another_start_may_pass_is_restarted_until_no_checkpoint_comes(
         assert "6 starts without a checkpoint" in error and launch.pauses == [15, 30, 60, 120, 240]
 
 
-def test_a_new_checkpoint_begins_the_count_anew(launch):
+def test_a_new_checkpoint_resets_the_count(launch):
     steps = ["", *(str(step) for step in range(1, 40))]
     code, _, _ = launch(
         "run",
@@ -489,7 +491,7 @@ def test_the_code_of_the_worker_that_failed_first_decides(codes, decides):
     assert launch_tpu.deciding(codes) == decides
 
 
-def test_follow_shows_the_end_of_the_worker_that_failed(launch):
+def test_follow_shows_the_last_lines_of_the_worker_that_failed(launch):
     ends = "end host0 75|lost process 1\nend host1 2|first\nend host1 2|error: no such file\n"
     code, out, error = launch(
         "follow",
@@ -518,15 +520,15 @@ def test_a_line_of_the_log_is_printed_once_after_a_lost_connection(launch):
     assert code == 0 and out == "one\ntwo\nthree\nanother start\n"
 
 
-def test_the_files_of_an_earlier_command_on_other_workers_do_not_count():
+def test_files_of_an_earlier_command_on_other_workers_do_not_count():
     jobs = launch_tpu.parse_jobs("job host1 10 7 0\njob host0 20 8 running\njob host2 10 7 0\n")
     assert [(job.host, job.code) for job in jobs] == [("host0", None)]
 
 
 def test_status_fits_a_screen(launch):
     answers = rules(jobs=[job("running", "running")])
-    of_the_run = next(rule for rule in answers if rule["words"] == ["scripts.run_status"])
-    of_the_run["answers"] = [(0, "step         40, 8 s ago\n", "")]
+    run_rule = next(rule for rule in answers if rule["words"] == ["scripts.run_status"])
+    run_rule["answers"] = [(0, "step         40, 8 s ago\n", "")]
     code, out, _ = launch(
         "status",
         "pod",
@@ -595,7 +597,7 @@ def test_compute_engine_gets_a_policy_a_template_and_a_group(launch):
         group[group.index("--size") + 1] == "4" and "--workload-policy" in group and "bulk" in group
     )
     assert "SPOT" in creations[1]
-    # Each instance is reached by itself.
+    # Each instance is reached separately.
     installed = [
         call[2]
         for call in launch.calls
@@ -632,7 +634,7 @@ def test_a_preempted_instance_is_replaced_with_its_whole_group(launch):
     ] in launch.calls
 
 
-def test_several_slices_know_their_numbers(launch):
+def test_each_of_several_slices_knows_its_number(launch):
     groups = [
         {
             "words": ["list-instances", f"pod-{i}"],
@@ -673,8 +675,8 @@ def test_several_slices_know_their_numbers(launch):
     assert create[5:9] == ["--node-count", "2", "--node-prefix", "pod"]
 
 
-def test_gcloud_knows_every_option(launch):
-    """As recorded from gcloud's own help; see the file's head."""
+def test_gcloud_accepts_every_option(launch):
+    """As recorded from gcloud's own help; see the head of the file."""
     recorded = json.loads((REPOSITORY / "tests/scripts/gcloud_flags.json").read_text())
     calls = []
     for options in (["--spot"], ["--slices", "2"], ["--create-options", "--reserved"]):
@@ -720,12 +722,12 @@ def test_gcloud_knows_every_option(launch):
             key=len,
         )
         known = {*recorded["commands"][name].split(), *recorded["everywhere"]}
-        given = [
+        passed = [
             word.partition("=")[0]
             for word, before in zip(call, ["", *call], strict=False)
             if word.startswith("--") and before != "--command"
         ]
-        assert not set(given) - known, (name, set(given) - known)
+        assert not set(passed) - known, (name, set(passed) - known)
     assert len({tuple(call[:4]) for call in calls}) > 10
 
 
@@ -767,14 +769,14 @@ def test_gcloud_knows_every_option(launch):
         ),
     ],
 )
-def test_mistakes_are_one_line_and_create_nothing(launch, arguments, words):
+def test_mistakes_are_one_line_errors_and_create_nothing(launch, arguments, words):
     code, _, error = launch(*arguments, answers=rules([ABSENT, queued("ACTIVE")]))
     assert code == 2 and words in error and error.count("\n") == 1
     assert "create" not in verbs(launch.calls)
 
 
 def repository(folder):
-    """Makes a working tree of git with one committed module."""
+    """Makes a git working tree with one committed module."""
 
     def git(*words):
         subprocess.run(
@@ -793,7 +795,7 @@ def repository(folder):
     return folder
 
 
-def test_install_sends_new_modules_and_removes_what_is_gone(tmp_path):
+def test_install_sends_new_modules_and_removes_deleted_ones(tmp_path):
     root, home = repository(tmp_path / "tree"), tmp_path / "home"
     (home / ".local/bin").mkdir(parents=True)
     uv = home / ".local/bin/uv"
@@ -823,7 +825,7 @@ def test_install_sends_new_modules_and_removes_what_is_gone(tmp_path):
     )
 
 
-def test_install_refuses_data_that_lies_about(tmp_path):
+def test_install_refuses_untracked_data(tmp_path):
     root = repository(tmp_path / "tree")
     with open(root / "chats.jsonl", "wb") as file:
         file.truncate(11 * 2**20)
@@ -871,7 +873,7 @@ def test_secrets_travel_in_a_file_that_only_their_owner_may_read(launch, tmp_pat
         ([".venv/bin/python", "-m", "eval.needle", "r"], ["-m", "eval.needle", "r"], True),
     ],
 )
-def test_any_command_of_the_project_is_taken(command, words, everywhere):
+def test_any_command_of_the_project_is_accepted(command, words, everywhere):
     assert workers.words_to_run(command) == words and workers.on_all_workers(words) is everywhere
 
 
@@ -919,8 +921,8 @@ def test_a_job_outlives_its_shell_and_stores_its_code(home):
     assert "7|1|s|o|" in home.shell(workers.ENDS).stdout
     identity = (home.folder / "job.id").read_text()
     whole = "1|s|o|train.py|a b|$c|"
-    for given, shown in (("", whole), (identity.strip(), whole[2:]), ("9", whole)):
-        assert home.shell(workers.log_command(given, 2)).stdout == identity + shown
+    for known_id, shown in (("", whole), (identity.strip(), whole[2:]), ("9", whole)):
+        assert home.shell(workers.log_command(known_id, 2)).stdout == identity + shown
 
 
 def test_a_job_without_the_compilers_flags_does_not_start(home):
@@ -948,7 +950,7 @@ def test_a_running_job_is_not_started_twice_and_stop_waits_until_it_has_saved(ho
     assert (home.folder / "job.code").read_text() == "130\n" and (home.folder / "saved").exists()
 
 
-def test_workers_install_with_uvs_python_and_use_no_tool_of_their_image(tmp_path):
+def test_workers_install_with_uvs_python_and_no_tool_of_their_image(tmp_path):
     """Cloud TPU's images contain Python 3.10, which JAX no longer supports."""
     home = tmp_path / "home"
     (home / ".local/bin").mkdir(parents=True)

@@ -1,5 +1,5 @@
-"""The launchers for Slurm and Kubernetes; shellcheck; the compilers' flags. test_launch_tpu.py has
-Cloud TPU's."""
+"""The launchers for Slurm and Kubernetes, shellcheck, and the compilers' flags. test_launch_tpu.py
+covers Cloud TPU."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def executable(path, text):
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-# Takes srun's place: starts two ranks as srun would, and stores its own options.
+# Replaces srun: starts two ranks as srun would, and stores its own options.
 SRUN = """#!/bin/bash
 here=$(dirname "$0")
 while [[ $1 == --* ]]; do echo "$1" >> "$here/options"; shift; done
@@ -54,8 +54,8 @@ exit ${CODE:-0}
 def sbatch(tmp_path):
     """Returns a function that runs the batch script in a folder whose commands are stand-ins.
 
-    It returns the finished process; `told` holds what scontrol was asked, `ran` the programs of the
-    tasks.
+    The function returns the finished process; `told` holds the calls of scontrol, `ran` the
+    programs of the tasks.
     """
     executable(tmp_path / "srun", SRUN)
     executable(tmp_path / "squeue", "#!/bin/bash\necho ${STATE:-RUNNING}\n")
@@ -98,7 +98,7 @@ sys.exit(restarts.main(sys.argv[1:]))' "${{@:3}}" ;;
     return run
 
 
-def test_slurm_starts_one_process_a_node_with_all_its_gpus_cpus_and_memory(sbatch):
+def test_slurm_starts_one_process_per_node_with_all_its_gpus_cpus_and_memory(sbatch):
     done = sbatch("--config", "a b.yaml")
     assert done.returncode == 0, done.stderr
     assert (sbatch.folder / "options").read_text().split() == [
@@ -116,7 +116,7 @@ def test_slurm_starts_one_process_a_node_with_all_its_gpus_cpus_and_memory(sbatc
     )
 
 
-def test_slurm_hands_a_container_to_pyxis(sbatch):
+def test_slurm_passes_a_container_to_pyxis(sbatch):
     sbatch("--config", "c", CONTAINER="registry#longstripe:1.0", CONTAINER_MOUNTS="/data:/data")
     assert (sbatch.folder / "options").read_text().split()[-3:] == [
         "--container-image=registry#longstripe:1.0",
@@ -134,10 +134,10 @@ def test_slurm_does_not_train_without_the_compilers_flags(sbatch):
     )
 
 
-def test_slurm_queues_again_what_another_start_may_pass(sbatch):
-    """While a job is cancelled it is COMPLETING, and Slurm would accept `scontrol requeue` for it
-    too."""
-    told = sbatch.folder / "told"
+def test_slurm_requeues_exit_codes_worth_another_start(sbatch):
+    """While a job is being cancelled it is COMPLETING, and Slurm would accept `scontrol requeue`
+    for it too."""
+    scontrol_calls = sbatch.folder / "told"
     for code, state, requeued in (
         (0, "RUNNING", False),
         (2, "RUNNING", False),
@@ -145,20 +145,20 @@ def test_slurm_queues_again_what_another_start_may_pass(sbatch):
         (1, "RUNNING", True),
         (75, "RUNNING", True),
         (134, "RUNNING", True),
-        (135, "RUNNING", True),  # SIGBUS: a file of a mount that is gone, or /dev/shm is full
+        (135, "RUNNING", True),  # SIGBUS: a file on a vanished mount, or a full /dev/shm
         (137, "RUNNING", True),
         (143, "RUNNING", True),
         (143, "COMPLETING", False),
     ):
-        told.unlink(missing_ok=True)
+        scontrol_calls.unlink(missing_ok=True)
         (sbatch.folder / "longstripe-17.starts").unlink(missing_ok=True)
         assert sbatch("--config", "c", CODE=str(code), STATE=state).returncode == code
-        assert told.exists() is requeued, code
+        assert scontrol_calls.exists() is requeued, code
     assert "#SBATCH --signal=TERM@" in (REPOSITORY / "scripts/launch_slurm.sbatch").read_text()
 
 
-def test_slurm_outlasts_a_controller_and_a_store_that_do_not_answer_just_now(sbatch):
-    """Else a job ends for good, without a word, at a moment's failure of either."""
+def test_slurm_survives_a_temporarily_unresponsive_controller_and_store(sbatch):
+    """Otherwise a moment's failure of either would end a job for good, silently."""
     executable(sbatch.folder / "sleep", "#!/bin/bash\n")
     executable(sbatch.folder / "squeue", "#!/bin/bash\nexit 1\n")
     executable(
@@ -167,17 +167,17 @@ def test_slurm_outlasts_a_controller_and_a_store_that_do_not_answer_just_now(sba
         echo "$@" >> {sbatch.folder}/told
         [ $(wc -l < {sbatch.folder}/told) = "$ANSWERS" ]""",
     )
-    told = sbatch.folder / "told"
+    scontrol_calls = sbatch.folder / "told"
     for answers, tries, last in (("3", 3, False), ("9", 4, True)):
-        told.unlink(missing_ok=True)
+        scontrol_calls.unlink(missing_ok=True)
         done = sbatch("--config", "c", CODE="75", ANSWERS=answers, NO_STORE="75")
-        assert done.returncode == 75 and len(told.read_text().splitlines()) == tries
+        assert done.returncode == 75 and len(scontrol_calls.read_text().splitlines()) == tries
         assert ("error: could not be queued again" in done.stderr) is last
-    assert (sbatch.folder / "ran").read_text().count("rank 0") == 2, "trained nevertheless"
+    assert (sbatch.folder / "ran").read_text().count("rank 0") == 2, "it still trained"
     assert "2 starts" not in done.stderr and "start 2 since" in done.stderr, "counted"
 
 
-def test_slurm_gives_up_after_starts_without_a_checkpoint(sbatch):
+def test_slurm_gives_up_after_several_starts_without_a_checkpoint(sbatch):
     ends = [
         sbatch("--config", "c", CODE="75", RESTARTS="2", CHECKPOINT=step)
         for step in ("", "", "40", "40", "40", "40")
@@ -195,8 +195,8 @@ def test_slurm_gives_up_after_starts_without_a_checkpoint(sbatch):
 
 
 def test_slurms_processes_find_all_gpus_of_their_node(tmp_path):
-    """JAX, asked under Slurm's variables, would give each task the GPU of its number in the node:
-    the first one."""
+    """Under Slurm's variables JAX would by default give each task the GPU with its local rank: the
+    first one."""
     ask = (
         "import pathlib, jax; from trainer.run.cluster import join\n"
         "from trainer.config.schema import DistributedConfig\n"
@@ -225,7 +225,7 @@ def test_slurms_processes_find_all_gpus_of_their_node(tmp_path):
     assert done.stdout.splitlines()[-1] == "0,1,2,3"
 
 
-def test_flags_given_by_the_user_come_last(tmp_path):
+def test_the_users_flags_come_last(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "trainer.xla_flags", "gpu"],
         cwd=REPOSITORY,
@@ -249,8 +249,8 @@ H100_PLAN = {"topology": "h100:8", "peak_gib": 74.9, "host_gib": 128.0}
 @pytest.mark.parametrize(
     ("changes", "host_gib", "environment", "settings"),
     [
-        # 1.1 x 128 GiB x 8 GPUs; a plan of little host memory keeps XLA's own 64 GiB; several hosts
-        # count once.
+        # 1.1 x 128 GiB x 8 GPUs; a plan with little host memory keeps XLA's default of 64 GiB;
+        # several hosts count once.
         (
             {},
             2000,
@@ -301,7 +301,7 @@ def test_without_a_plan_jax_may_pin_nine_tenths_of_the_host():
         ({"peak_gib": None}, ("found no compiled plan in",)),
     ],
 )
-def test_a_plan_that_needs_more_than_there_is_ends_the_launcher(tmp_path, changes, words):
+def test_a_plan_that_needs_more_than_the_machine_has_ends_the_launcher(tmp_path, changes, words):
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"longest": H100_PLAN | changes}))
     script = f'set -e; eval "$({shlex.quote(sys.executable)} -m trainer.xla_flags gpu --plan {plan})"; echo started'
@@ -367,7 +367,7 @@ def test_the_jobsets_are_complete_and_their_recipes_exist(jobset):
     assert not container["image"].endswith(":latest") and ":" in container["image"]
 
 
-def test_a_jobset_fails_for_good_after_2_alone_and_does_not_count_maintenance(jobset):
+def test_only_exit_code_2_fails_a_jobset_for_good_and_maintenance_does_not_count(jobset):
     """The messages are the Job controller's (Kubernetes 1.33)."""
     rules = jobset["spec"]["failurePolicy"]["rules"]
     conditions = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"][
@@ -452,7 +452,7 @@ def test_the_container_counts_its_starts_and_needs_the_compilers_flags(tmp_path)
     )
 
 
-def test_the_image_is_small_pinned_and_not_roots():
+def test_the_image_is_small_pinned_and_not_run_as_root():
     docker = (REPOSITORY / "scripts/kubernetes/Dockerfile").read_text()
     assert (
         "USER 1000\n" in docker
@@ -474,7 +474,7 @@ def test_the_image_is_small_pinned_and_not_roots():
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_the_lock_holds_every_requirement_in_its_range(platform):
-    """`make lock` makes it again."""
+    """`make lock` updates it."""
     lock = dict(
         line.split("==")
         for line in (REPOSITORY / f"requirements-{platform}.lock").read_text().split("\n")
@@ -504,7 +504,7 @@ def test_shellcheck_reports_nothing(script):
 
 
 @pytest.mark.parametrize("platform", xla_flags.FLAGS)
-def test_the_compilers_know_every_flag(platform):
+def test_the_compilers_accept_every_flag(platform):
     """An unknown flag ends the process; every flag has a reason."""
     # The CPU's jaxlib also parses the GPU's flags; libtpu parses its own when the compiler is
     # loaded.
@@ -516,8 +516,8 @@ def test_the_compilers_know_every_flag(platform):
             "topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x2')"
         )
     )
-    given = " ".join(map(str, xla_flags.FLAGS[platform]))
-    for flags, known in ((given, True), ("--xla_no_such_flag=1", False)):
+    joined = " ".join(map(str, xla_flags.FLAGS[platform]))
+    for flags, known in ((joined, True), ("--xla_no_such_flag=1", False)):
         env = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", xla_flags.VARIABLES[platform]: flags}
         process = subprocess.run(
             [sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=False
@@ -529,9 +529,9 @@ def test_the_compilers_know_every_flag(platform):
 @pytest.mark.parametrize(
     "slice_", ["v3:4x4", "v4:2x2x2", "v5e:4x4", "v5p:2x2x2", "v6e:4x4", "tpu7x:2x2x2"]
 )
-def test_each_generations_compiler_takes_its_flags(slice_):
-    """libtpu knows more names than each compiler accepts: a default of v5e's makes every
-    compilation for v5p fail."""
+def test_each_generations_compiler_accepts_its_flags(slice_):
+    """libtpu accepts more names than each compiler: a v5e default makes every compilation for v5p
+    fail."""
     devices = topology_devices(slice_)
     x = jax.ShapeDtypeStruct(
         (256, 256), jnp.bfloat16, sharding=NamedSharding(Mesh(devices, "x"), PartitionSpec("x"))
@@ -547,7 +547,7 @@ def test_each_generations_compiler_takes_its_flags(slice_):
         assert not flag.only or set(flag.only) <= set(xla_flags.TPUS)
 
 
-def test_a_host_says_which_chips_it_has(tmp_path):
+def test_a_host_reports_its_chips(tmp_path):
     assert xla_flags.generation(tmp_path) is None
     for place, vendor, device in (
         ("0000:00:01.0", "0x8086", "0x0062"),

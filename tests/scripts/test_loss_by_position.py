@@ -1,5 +1,5 @@
-"""Loss by position: the buckets compared with counting, and the command's numbers with
-transformers' losses."""
+"""Loss by position: buckets against counting, and the command's numbers against transformers'
+losses."""
 
 import json
 import shutil
@@ -54,14 +54,14 @@ def test_buckets_are_powers_of_two_of_the_tokens_before():
 
 
 @pytest.mark.parametrize("name", ["runs/[red]/checkpoints/3", "runs/lr[/0.1]"])
-def test_a_checkpoint_s_path_is_not_markup(name, capsys):
+def test_a_checkpoints_path_is_not_read_as_markup(name, capsys):
     loss_by_position.print_table({name: []}, "Loss by position")
     assert name in capsys.readouterr().out
 
 
 def transformers_losses(model, row, tokens):
-    """Returns the losses of a row's targets, each predicted from the piece of so many tokens that
-    the token before it is in."""
+    """Returns the losses of a row's targets, each predicted from the piece of `tokens` tokens that
+    contains the preceding token."""
     losses = []
     for start in range(0, len(row) - 1, tokens):
         piece = torch.tensor([row[start : start + tokens]])
@@ -72,7 +72,7 @@ def transformers_losses(model, row, tokens):
     return np.array(losses)
 
 
-def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
+def test_the_command_matches_transformers_losses(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
     tokenizer = Tokenizer.load(TOKENIZER)
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
     model.save_pretrained(tmp_path / "hf")
     for file in TOKENIZER.iterdir():
         shutil.copy(file, tmp_path / "hf" / file.name)
-    # A text of 7 full rows and a rest: an even number of rows.
+    # A text of 7 full rows and a rest, so that the number of rows is even.
     words = ["whale", "ship", "sea", "swam", "sailed", "round", "and", "the"]
     rng, text, ids = np.random.default_rng(1), "", []
     while len(ids) < 7.5 * LENGTH:
@@ -145,7 +145,7 @@ def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
     for start in range(0, len(ids), LENGTH):
         row = ids[start : start + LENGTH]
         losses = transformers_losses(model, row, LENGTH)
-        # Without the earlier text, as if a piece of 24 tokens were all there is; the next piece's
+        # Without the earlier text, as if a piece of 24 tokens were everything; the next piece's
         # first token is a target too.
         gains = transformers_losses(model, row, 24) - losses
         for before in range(1, len(row)):
@@ -160,7 +160,7 @@ def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
     ) == 3
     gains = written["gains"][f"{tmp_path / 'hf'}, against pieces of 24 tokens"]
     assert [row["tokens_before_from"] for row in gains] == [16, 32], (
-        "none where both see the same text"
+        "no difference where both see the same text"
     )
     np.testing.assert_allclose(
         [row["loss_nats_per_target"] for row in gains],
@@ -187,7 +187,7 @@ def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
     assert "has seen these rows" not in output
 
 
-def test_documents_are_cut_into_pieces_that_do_not_see_each_other():
+def test_documents_are_cut_into_pieces_that_cannot_attend_to_each_other():
     positions = np.array([[0, 1, 2, 3, 4, 0, 1, 2, 0, 0], [6, 4, 2, 0, 5, 3, 1, 0, 1, 2]])
     segment_ids = np.array([[1, 1, 1, 1, 1, 2, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1, 2, 2, 2]])
     pieces = loss_by_position.cut(

@@ -1,5 +1,5 @@
-"""The pairs that scripts.make_preferences writes, and that the recipe of preference tuning learns
-from them."""
+"""The pairs that scripts.make_preferences writes; the recipe of preference tuning learns from
+them."""
 
 import json
 
@@ -15,7 +15,7 @@ def records(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_pairs_prefer_short_answers_and_held_out_questions_ask_of_other_things(tmp_path):
+def test_pairs_prefer_short_answers_and_held_out_questions_have_other_subjects(tmp_path):
     make_preferences.main([str(tmp_path)])
     trained, held_out = (records(tmp_path / f"{name}.jsonl") for name in ("train", "held_out"))
     assert len(trained) == 306 and len(held_out) == 54
@@ -42,11 +42,9 @@ def test_the_recipe_trains_and_evaluates(tmp_path, hf_model, repository, rank):
         f"--run_dir={tmp_path}/run",
         f"--adapter.rank={rank}",
         "--preference.sft_weight=0",
-        "--mesh.sequence=2",
-        "--mesh.tensor=2",
         "--mesh.fsdp=2",
+        "--mesh.simulate=2",
         "--data.context_length=256",
-        "--mesh.simulate=8",
         "--attention.kernel=reference",
         "--checkpoint.every=2",
         "--train.evaluate_every=2",
@@ -62,7 +60,7 @@ def test_the_recipe_trains_and_evaluates(tmp_path, hf_model, repository, rank):
     assert [row["step"] for row in held_out] == [0, 2, 4]
     assert held_out[0]["held_out_pairs"] == PAIRS
     samples = records(tmp_path / "run" / "samples.jsonl")
-    assert [row["step"] for row in samples] == [0, 4], "before and after training"
+    assert [row["step"] for row in samples] == [0, 4], "evaluated before and after training"
     assert held_out[-1]["held_out_rewards/margins"] > held_out[0]["held_out_rewards/margins"]
 
 

@@ -1,4 +1,4 @@
-"""Short tasks of a book: what follows is the right answer, and a book always gives the same
+"""Short tasks from a book: the continuation is the right answer, and a book always gives the same
 questions."""
 
 import json
@@ -32,7 +32,7 @@ def questions_of(folder, name):
     ]
 
 
-def test_answers_are_the_books(book, tmp_path):
+def test_answers_come_from_the_book(book, tmp_path):
     assert (
         make_short_tasks.main([str(book), "--count", "40", "--output", str(tmp_path / "out")]) == 0
     )
@@ -46,7 +46,7 @@ def test_answers_are_the_books(book, tmp_path):
         assert question["word"] in re.findall("[a-z]+", question["context"])
 
 
-def test_the_description_is_lm_evals(book, tmp_path):
+def test_the_task_description_has_lm_evals_format(book, tmp_path):
     make_short_tasks.main([str(book), "--count", "5", "--output", str(tmp_path / "out")])
     task = json.loads((tmp_path / "out" / "book_last_word.yaml").read_text(encoding="utf-8"))
     assert task["output_type"] == "loglikelihood" and task["doc_to_target"] == "{{' ' + word}}"

@@ -1,5 +1,4 @@
-"""Mistyped or half-right commands: each is answered by one line that names the mend, before
-anything runs."""
+"""Mistyped or incomplete commands: one line names the correction before anything runs."""
 
 import importlib
 
@@ -67,14 +66,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("command", "argv", "mend"), CASES)
-def test_one_line_names_the_mend(command, argv, mend, repository, monkeypatch, capsys):
+@pytest.mark.parametrize(("command", "argv", "fix"), CASES)
+def test_one_line_names_the_correction(command, argv, fix, repository, monkeypatch, capsys):
     monkeypatch.chdir(repository)
     main = train.main if command == "train" else importlib.import_module(command).main
     try:
         status = main(argv)
     except SystemExit as exit:
         status = exit.code
-    said = capsys.readouterr().err
-    assert status == 2 and said.startswith("error: ") and said.count("\n") == 1, said
-    assert mend in said
+    stderr = capsys.readouterr().err
+    assert status == 2 and stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
+    assert fix in stderr

@@ -1,4 +1,4 @@
-"""scripts.prepare makes the data that training uses; the module data.prepare says that it is not a
+"""scripts.prepare makes the data that training uses; running the module data.prepare names the
 command."""
 
 import subprocess
@@ -17,7 +17,7 @@ from trainer.text import prepare_text
 FIXTURES = REPOSITORY / "data/fixtures"
 
 
-def test_training_uses_what_it_made(tmp_path, capsys, monkeypatch):
+def test_training_uses_the_prepared_data(tmp_path, capsys, monkeypatch):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         yaml.safe_dump(
@@ -46,8 +46,8 @@ def test_training_uses_what_it_made(tmp_path, capsys, monkeypatch):
 
 
 def test_every_stage_is_prepared(tmp_path, capsys, monkeypatch):
-    """A stage begins with the checkpoint of the one before it, from which its data could not be
-    read yet."""
+    """A stage begins with the previous stage's checkpoint, from which its data could not be read
+    yet."""
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         yaml.safe_dump(
@@ -66,9 +66,9 @@ def test_every_stage_is_prepared(tmp_path, capsys, monkeypatch):
         )
     )
     assert prepare.main(["--config", str(recipe)]) == 0
-    said = capsys.readouterr().out
-    assert "stage 1 of 2: 256 tokens" in said and "rows of 256 in the first epoch" in said
-    assert "stage 2 of 2: 512 tokens" in said and "rows of 512 in the first epoch" in said
+    stdout = capsys.readouterr().out
+    assert "stage 1 of 2: 256 tokens" in stdout and "rows of 256 in the first epoch" in stdout
+    assert "stage 2 of 2: 512 tokens" in stdout and "rows of 512 in the first epoch" in stdout
     assert (
         inspect_data.main([str(recipe), "--rows", "1"]) == 0
         and "stage 2 of 2" in capsys.readouterr().out

@@ -1,5 +1,4 @@
-"""The profile's sums are those that follow by hand from small traces written here, of each kind of
-device."""
+"""The profile's sums against sums by hand, for small traces of each kind of device written here."""
 
 import json
 import os
@@ -23,8 +22,8 @@ from scripts.benchmarks.step_parts import (
 )
 from scripts.benchmarks.step_trace import Event, device_events, innermost, read_trace, summarize
 
-# Two products of 2 x 4 numbers in a loop that runs three times, a cast, an update of a stack in
-# place, and an update of the weights.
+# Two products of 2 x 4 numbers in a loop that runs three times, a cast, an in-place update of a
+# stack, and an update of the weights.
 TEXT = """HloModule jit_train
 
 %product (a: f32[2,4], b: f32[4,4]) -> f32[2,4] {
@@ -83,7 +82,8 @@ ENTRY %main (p: (s32[], f32[2,4], f32[4,4])) -> f32[4,4] {
 
 
 def profile_of(plane, lines):
-    """A profile with one plane: line -> [(event, nanosecond of its beginning, nanoseconds)]."""
+    """A profile with one plane: line -> [(event, start in nanoseconds, duration in
+    nanoseconds)]."""
     names = list(dict.fromkeys(name for events in lines.values() for name, _, _ in events))
     metadata = "".join(
         f"event_metadata {{ key: {i} value {{ id: {i} name: {json.dumps(name)} }} }}\n"
@@ -135,11 +135,11 @@ def rows_of(profile, text=""):
         ("reduce-scatter.7", COMMUNICATION),
     ],
 )
-def test_a_kernels_part_by_its_name(kernel, part):
+def test_a_kernels_name_tells_its_part(kernel, part):
     assert part_of_name(kernel) == part
 
 
-def test_the_compiled_text_says_more_than_a_name():
+def test_the_compiled_text_tells_more_than_a_name():
     parts = CompiledParts(TEXT)
     assert {kernel: parts.part(kernel) for kernel in ("fusion_12", "fusion.14", "exp.1")} == {
         "fusion_12": COPIES,
@@ -150,9 +150,9 @@ def test_the_compiled_text_says_more_than_a_name():
     assert part_of_name("fusion.14") == ELEMENTWISE
 
 
-def test_the_bytes_of_the_compiled_text():
-    """By hand: f32[2,4] has 32 bytes, f32[4,4] 64. The loop runs three times. The stack's update
-    reads 32 bytes and their number (4), and writes 32; making the stack reads 32, writes 96."""
+def test_bytes_are_read_from_the_compiled_text():
+    """By hand: f32[2,4] has 32 bytes, f32[4,4] 64. The loop runs three times. Updating the stack
+    reads 32 bytes and their index (4), and writes 32; creating the stack reads 32, writes 96."""
     assert CompiledParts(TEXT).bytes_moved() == {
         PRODUCTS: 3 * (32 + 64 + 32),
         COPIES: (32 + 16) + (32 + 96) + (32 + 4 + 32),
@@ -162,7 +162,7 @@ def test_the_bytes_of_the_compiled_text():
     }
 
 
-def test_a_gpus_streams_share_an_instant_and_communication_yields():
+def test_overlapping_gpu_streams_split_the_time_and_communication_yields():
     """A product of 100 ns; a concurrent copy from 60 to 140; a transfer from 0 to 200."""
     lines = {
         "Stream #1(Compute)": [("nvjet_sm90_tst", 0, 100), ("loop_exp_fusion", 150, 30)],
@@ -179,7 +179,7 @@ def test_a_gpus_streams_share_an_instant_and_communication_yields():
 
 
 def test_a_tpus_operations_are_named_by_their_text():
-    """The loop holds its operations and is no kernel; 40 ns pass between two of them."""
+    """The loop contains its operations and is no kernel itself; 40 ns pass between two of them."""
     lines = {
         "XLA Ops": [
             ("%while.1 = (s32[]) while(%p)", 0, 300),
@@ -199,7 +199,7 @@ def test_a_tpus_operations_are_named_by_their_text():
     }
 
 
-def test_what_runs_inside_another_event_counts_once():
+def test_nested_events_count_once():
     line = [
         Event("outer", 0, 10),
         Event("inner", 2, 5),
@@ -215,7 +215,7 @@ def test_what_runs_inside_another_event_counts_once():
     ]
 
 
-# In a process of its own: jax.profiler ends one that has loaded libtpu without a TPU, as tests of
+# In a separate process: jax.profiler ends one that has loaded libtpu without a TPU, as tests of
 # compiled programs do.
 TRACED = """
 import pathlib, sys
@@ -236,19 +236,19 @@ with jax.profiler.trace(str(folder / "trace")):
 
 
 def test_a_cpus_trace_is_read_and_its_products_found(tmp_path, capsys):
-    """A real one: ten products of 512 x 512 and their sum take most of the time."""
+    """A real trace: ten products of 512 x 512 and their sum take most of the time."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", TRACED, str(tmp_path)]
     subprocess.run(command, check=True, env=environment, timeout=120)
     (device,) = read_trace(tmp_path / "trace", is_communication).values()
     assert sum(device.runs.values()) >= 10 and 0 <= device.idle < device.span
     assert profile_step.main(["--trace", str(tmp_path / "trace"), "--steps", "1"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[1].startswith(PRODUCTS) and float(said[1].split()[1]) > 0
-    assert said[-1].startswith("step")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith(PRODUCTS) and float(lines[1].split()[1]) > 0
+    assert lines[-1].startswith("step")
 
 
-def test_a_folder_without_a_trace_is_one_line(tmp_path, capsys):
+def test_a_folder_without_a_trace_is_a_one_line_error(tmp_path, capsys):
     assert profile_step.main(["--trace", str(tmp_path)]) == 2
     assert "no *.xplane.pb" in capsys.readouterr().err
 

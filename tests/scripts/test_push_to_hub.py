@@ -1,4 +1,4 @@
-"""Exports have a model card, and are pushed to a hub on this machine: what is sent, and what is
+"""Exports have a model card and are pushed to a hub on this machine: what is sent, and what is
 refused in one line."""
 
 import base64
@@ -24,8 +24,8 @@ CARD = "---\nlibrary_name: transformers\n---\n# mine\n"
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """The part of the hub's interface that an upload needs; it keeps what was sent in `server.sent`
-    and `server.files`."""
+    """The part of the hub's interface that an upload needs; it stores what was sent in
+    `server.sent` and `server.files`."""
 
     def do_GET(self):
         self.answer(200, {"id": "me/mine", "sha": "0" * 40, "siblings": []})
@@ -60,7 +60,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
                     "commitUrl": f"{self.server.address}/me/mine/commit/1",
                 },
             )
-        return self.answer(200, {"errors": [], "warnings": []})  # the check of the card's head
+        return self.answer(200, {"errors": [], "warnings": []})  # the check of the card's metadata
 
     def answer(self, status, content):
         body = json.dumps(content).encode()
@@ -99,14 +99,14 @@ def exported(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [[], ["--public"]])
-def test_every_file_is_sent_into_a_private_repository_unless_told(hub, exported, capsys, flags):
+def test_every_file_is_sent_into_a_private_repository_by_default(hub, exported, capsys, flags):
     assert push_to_hub.main([str(exported), "me/mine", *flags]) == 0
     assert hub.files == {path.name: path.read_bytes() for path in exported.iterdir()}
     created = json.loads(
         next(body for path, _, body in hub.sent if path.startswith("/api/repos/create"))
     )
     assert created["name"] == "mine" and created["organization"] == "me"
-    # Versions of huggingface_hub say it in one of two ways.
+    # Versions of huggingface_hub send it in one of two ways.
     assert created.get("visibility", "private" if created.get("private") else "public") == (
         "public" if flags else "private"
     )
@@ -117,7 +117,7 @@ def test_every_file_is_sent_into_a_private_repository_unless_told(hub, exported,
 def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(
     hub, exported, capsys, monkeypatch
 ):
-    """The other files are a token, an optimizer, a folder of git's, a log, and links to files
+    """The other files are a token, an optimizer, a log, a git folder, and links to files
     elsewhere."""
     ours = {path.name: path.read_bytes() for path in exported.iterdir()} | {"LICENSE": b"mine"}
     (exported / "LICENSE").write_bytes(b"mine")
@@ -163,7 +163,7 @@ def test_a_bad_name_is_refused_before_anything_is_sent(hub, exported, capsys, re
     assert words in error and error.count("\n") == 1 and hub.sent == []
 
 
-def test_without_a_token_a_model_or_a_hub_one_line_says_what_would_work(
+def test_a_missing_token_model_or_hub_is_one_line_with_a_remedy(
     hub, exported, tmp_path, capsys, monkeypatch
 ):
     assert push_to_hub.main([str(tmp_path), "me/mine"]) == 2
@@ -178,7 +178,7 @@ def test_without_a_token_a_model_or_a_hub_one_line_says_what_would_work(
     assert "no token" in capsys.readouterr().err and hub.sent == []
 
 
-def test_a_card_says_what_the_checkpoint_and_its_run_hold(tmp_path):
+def test_a_card_describes_the_checkpoint_and_its_run(tmp_path):
     checkpoint, prepared = tmp_path / "run" / "checkpoints" / "20", tmp_path / "prepared" / "abc"
     (checkpoint / "assets").mkdir(parents=True)
     prepared.mkdir(parents=True)
@@ -231,7 +231,7 @@ def test_a_card_says_what_the_checkpoint_and_its_run_hold(tmp_path):
     assert "library_name: peft" in (tmp_path / "README.md").read_text()
 
 
-def test_a_card_lists_the_fields_that_are_no_defaults_and_the_base_by_its_name_on_the_hub(tmp_path):
+def test_a_card_lists_non_default_fields_and_the_base_by_its_hub_name(tmp_path):
     recipe = RunConfig(
         name="mine",
         model=ModelConfig(path="/home/me/models--org--base/snapshots/0123"),
@@ -258,8 +258,8 @@ def test_a_card_lists_the_sources_without_their_defaults(tmp_path):
     assert "stages" not in listed
 
 
-def test_an_export_says_that_it_cannot_name_a_local_base(tmp_path, monkeypatch):
-    """Also for a whole model, whose folder was relative to where training ran: elsewhere, `models/mine`
+def test_an_export_warns_that_it_cannot_name_a_local_base(tmp_path, monkeypatch):
+    """Also for a full model whose path was relative to where training ran: elsewhere, `models/mine`
     looks like a name on the hub."""
     run = REPOSITORY / "tests/fixtures/run_0_1_0"
     copy = tmp_path / "run"

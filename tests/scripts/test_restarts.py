@@ -1,4 +1,4 @@
-"""The rule of restarts, and how a run stands."""
+"""The rule for restarts, and how the state of a run is read."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from scripts.restarts import Restarts, may_pass, pause_before
 from trainer.run import outcome
 
 
-def test_the_codes_are_those_of_the_product():
-    """Launchers run without the product's requirements, and so do not import them from there."""
+def test_exit_codes_match_the_products():
+    """Launchers run without the product's requirements, so they cannot import these constants."""
     assert (restarts.CANNOT_PASS, restarts.TRANSIENT, restarts.STOPPED, restarts.PREEMPTED) == (
         outcome.WRONG_INPUT,
         outcome.TRY_AGAIN,
@@ -21,7 +21,7 @@ def test_the_codes_are_those_of_the_product():
     )
 
 
-def test_which_ends_another_start_may_pass():
+def test_which_exit_codes_are_worth_another_start():
     assert [code for code in range(256) if may_pass(code)] == [
         1,
         75,
@@ -33,7 +33,7 @@ def test_pauses_double_up_to_ten_minutes():
     assert [pause_before(start) for start in range(1, 9)] == [0, 15, 30, 60, 120, 240, 480, 600]
 
 
-def test_a_new_checkpoint_begins_the_count_anew():
+def test_a_new_checkpoint_resets_the_count():
     counted = Restarts(limit=2)
     assert [
         counted.after(75, step).restart for step in (None, None, 10, 10, 10, 20, 20, 20, 20)
@@ -59,8 +59,8 @@ def test_starts_are_counted_in_a_file(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run's folder: step 30 was saved, 40 is being saved, 42 was logged and a line is half
-    written."""
+    """A run's folder: step 30 was saved, 40 is being saved, 42 was logged, and the last line is
+    half written."""
     for step, files in ((30, ["manifest.json"]), (40, []), (9, ["manifest.json"])):
         (tmp_path / f"checkpoints/{step}").mkdir(parents=True)
         for name in files:
@@ -79,7 +79,7 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_how_a_run_stands(run):
+def test_the_state_of_a_run(run):
     assert run_status.describe(
         "r", run_status.read_status(str(run)), 4608, price_per_hour=100
     ).splitlines() == [
@@ -92,7 +92,7 @@ def test_how_a_run_stands(run):
     ]
 
 
-def test_the_newest_checkpoint_alone(run, tmp_path, capsys):
+def test_the_newest_checkpoint_of_a_run(run, tmp_path, capsys):
     assert run_status.main([str(run), "--checkpoint"]) == 0 and capsys.readouterr().out == "30\n"
     assert (
         run_status.main([str(tmp_path / "none"), "--checkpoint"]) == 0
@@ -108,7 +108,7 @@ def test_the_newest_checkpoint_alone(run, tmp_path, capsys):
     assert run_status.main([]) == 2 and "which run?" in capsys.readouterr().err
 
 
-def test_a_run_in_s3_is_known_without_s3fs(s3, monkeypatch):
+def test_a_run_in_s3_is_read_without_s3fs(s3, monkeypatch):
     def without_s3fs(_):
         raise ImportError
 
@@ -124,16 +124,17 @@ def test_a_run_in_s3_is_known_without_s3fs(s3, monkeypatch):
         s3.store.objects["bucket", f"run/{name}"] = content, 0
     status = run_status.Status(7, None, {"step": 8}, None, 8)
     assert run_status.read_status("s3://bucket/run") == status
-    # As an earlier stage of a run whose next one has not begun, and then has.
+    # An earlier stage of a run whose next stage has not begun, and then has.
     for name, content in files.items():
         s3.store.objects["bucket", f"all/stages/2/{name}"] = content, 0
     s3.store.objects["bucket", "all/stages/1/checkpoints/5/manifest.json"] = b"{}", 0
-    found = run_status.read_status("s3://bucket/all")
-    assert found == status._replace(stage=2, earlier=5) and found.reached == 13
+    curriculum = run_status.read_status("s3://bucket/all")
+    assert curriculum == status._replace(stage=2, earlier=5) and curriculum.reached == 13
 
 
-def test_a_later_stages_first_checkpoint_is_progress_after_an_earlier_ones_last(run, capsys):
-    """Else a launcher gives up a curriculum whose stages are each preempted a few times."""
+def test_the_first_checkpoint_of_a_later_stage_is_progress(run, capsys):
+    """Otherwise a launcher would give up a curriculum whose stages are each preempted a few
+    times."""
     stages = run / "stages"
     for number, steps in (("1", (50, 90)), ("2", (10,)), ("10", ())):
         for step in steps:
@@ -146,8 +147,8 @@ def test_a_later_stages_first_checkpoint_is_progress_after_an_earlier_ones_last(
         (run / "checkpoints" / str(step) / "manifest.json").unlink()
     status = run_status.read_status(str(run))
     assert (status.stage, status.earlier, status.checkpoint, status.reached) == (2, 90, 10, 100)
-    said = run_status.describe("r", status, 0).splitlines()
-    assert said[1] == "stage        2, after 90 steps of earlier ones"
+    lines = run_status.describe("r", status, 0).splitlines()
+    assert lines[1] == "stage        2, after 90 steps of earlier ones"
 
 
 def test_a_local_checkpoint_is_progress_too(run, capsys):
@@ -155,8 +156,8 @@ def test_a_local_checkpoint_is_progress_too(run, capsys):
         (run / "local.json").write_text(text)
         assert run_status.main([str(run), "--checkpoint"]) == 0
         assert capsys.readouterr().out == f"{newest}\n"
-    said = run_status.describe("r", run_status.read_status(str(run)), 4608).splitlines()
-    assert said[-2:] == [
+    lines = run_status.describe("r", run_status.read_status(str(run)), 4608).splitlines()
+    assert lines[-2:] == [
         "checkpoint   30, 60 min ago",
         "local        38, on the hosts themselves (checkpoint.local)",
     ]
@@ -170,7 +171,7 @@ def test_a_run_that_has_not_begun(tmp_path):
     ]
 
 
-def test_the_local_launcher_starts_again_under_the_same_rule(tmp_path, monkeypatch, capfd):
+def test_the_local_launcher_restarts_under_the_same_rule(tmp_path, monkeypatch, capfd):
     program = tmp_path / "program.py"
     program.write_text(f"""import pathlib, sys
 count = pathlib.Path({str(tmp_path / "count")!r})
@@ -202,7 +203,7 @@ sys.exit(int(sys.argv[sys.argv.index("--ends") + 1].split(",")[starts - 1]))
     assert launch_local.main(["--processes", "1", "--ends", "75"]) == 75, "by default none"
 
 
-def test_a_store_that_does_not_answer_just_now_does_not_end_the_local_launcher(
+def test_a_temporarily_unresponsive_store_does_not_end_the_local_launcher(
     tmp_path, monkeypatch, capfd
 ):
     def fails(_):
@@ -215,7 +216,7 @@ def test_a_store_that_does_not_answer_just_now_does_not_end_the_local_launcher(
 
 
 @pytest.mark.parametrize("value", [[], {"a": 1}, "x", True, 10**400, None])
-def test_a_metric_that_is_no_number_is_left_out(value):
+def test_a_metric_that_is_not_a_number_is_left_out(value):
     names = ("loss_nats_per_target", "tokens_per_second", "wall_seconds")
     status = run_status.Status(5, 0.0, {"step": 5, **dict.fromkeys(names, value)}, 0.0)
     assert run_status.describe("r", status, 60, price_per_hour=2.0).splitlines() == [

@@ -1,5 +1,5 @@
-"""A path in a store, such as gs://bucket/folder, is read or written there, or refused by name:
-never a folder named `gs:`."""
+"""A path in a store, such as gs://bucket/folder, is read or written there, or refused by name; a
+folder named `gs:` is never made."""
 
 import argparse
 import importlib
@@ -13,29 +13,29 @@ from tests.scripts.test_help import COMMANDS
 from trainer import entry, xla_flags
 from trainer.config import checks, fields
 
-# Commands whose options hold no path of this machine, or that open their one path through fsspec.
+# Commands whose options hold no local path, or that open their one path through fsspec.
 OTHERS = {"scripts.quickstart", "scripts.restarts", "scripts.launch_tpu", "scripts.benchmarks.page"}
 NO_PATHS = (int, float, entry.at_least_one, entry.store_path, entry.free_text)
 
 
-class Found(Exception):
-    """Ends a command when its parser is known."""
+class ParserFound(Exception):
+    """Ends a command as soon as its parser is known."""
 
 
 def parser_of(main, monkeypatch) -> argparse.ArgumentParser:
-    found = []
+    parsers = []
 
     def keep(parser, *_):
-        found.append(parser)
-        raise Found
+        parsers.append(parser)
+        raise ParserFound
 
     with monkeypatch.context() as patch:
         for name in ("parse_args", "parse_known_args"):
             patch.setattr(argparse.ArgumentParser, name, keep)
             patch.setattr(entry.CommandParser, name, keep)
-        with pytest.raises(Found):
+        with pytest.raises(ParserFound):
             main([])
-    return found[0]
+    return parsers[0]
 
 
 def with_subcommands(parser):
@@ -47,8 +47,7 @@ def with_subcommands(parser):
 
 
 def words_for(parser, action, value):
-    """The command line's words in which `action` has this value; positionals in front of it get a
-    name."""
+    """The command line on which `action` has this value; positionals in front of it get a name."""
     if action.option_strings:
         count = action.nargs if isinstance(action.nargs, int) else 1
         return [action.option_strings[-1], *[value] * count]
@@ -57,7 +56,7 @@ def words_for(parser, action, value):
 
 
 @pytest.mark.parametrize("command", sorted({*COMMANDS, "trainer.xla_flags"} - OTHERS))
-def test_every_option_takes_stores_or_refuses_them(command, tmp_path, monkeypatch, capsys):
+def test_every_option_accepts_or_refuses_stores(command, tmp_path, monkeypatch, capsys):
     main = (
         xla_flags.main if command == "trainer.xla_flags" else importlib.import_module(command).main
     )
@@ -70,16 +69,15 @@ def test_every_option_takes_stores_or_refuses_them(command, tmp_path, monkeypatc
             words = subcommand + words_for(parser, action, "gs://bucket/folder")
             with pytest.raises(SystemExit) as stopped:
                 main(words)
-            said = capsys.readouterr().err
-            assert stopped.value.code == 2 and "gs://" in said and said.count("\n") == 1, (
+            stderr = capsys.readouterr().err
+            assert stopped.value.code == 2 and "gs://" in stderr and stderr.count("\n") == 1, (
                 words,
-                said,
+                stderr,
             )
     assert not list(tmp_path.iterdir())
 
 
-def test_others_have_no_path():
-    """They are left out above by name."""
+def test_the_excluded_commands_exist():
     assert set(COMMANDS) | {"scripts.quickstart"} >= OTHERS
 
 
@@ -98,7 +96,7 @@ def texts(kind: object) -> bool:
         and name not in fields.LISTS
     ),
 )
-def test_every_field_takes_stores_or_refuses_them(field, tmp_path, monkeypatch, capsys):
+def test_every_field_accepts_or_refuses_stores(field, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     path = "gs://bucket/folder"
     recipe = REPOSITORY / "configs/quickstart.yaml"
@@ -107,8 +105,12 @@ def test_every_field_takes_stores_or_refuses_them(field, tmp_path, monkeypatch, 
     value = f"[{value}]" if getattr(kind, "__origin__", None) is tuple else value
     flags = ["--trajectories.task", "walker_walk"] if field == "trajectories.path" else []
     assert train.main(["--config", str(recipe), f"--{field}", value, *flags]) == 2
-    said = capsys.readouterr().err
-    assert field.rpartition(".")[2] in said and said.startswith("error: ") and said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert (
+        field.rpartition(".")[2] in stderr
+        and stderr.startswith("error: ")
+        and stderr.count("\n") == 1
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -121,7 +123,7 @@ def test_every_field_takes_stores_or_refuses_them(field, tmp_path, monkeypatch, 
         ["--evaluations", '[{"test": "line_retrieval", "like": "gs://bucket/cases.jsonl"}]'],
     ],
 )
-def test_paths_within_other_values(words, tmp_path, monkeypatch, capsys):
+def test_paths_inside_other_values(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     recipe = ["--config", str(REPOSITORY / "configs/quickstart.yaml"), "--model.tokenizer"]
     recipe.append(str(REPOSITORY / "data/fixtures/tiny_tokenizer"))
@@ -131,7 +133,7 @@ def test_paths_within_other_values(words, tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_cache_is_no_store(tmp_path, monkeypatch, capsys):
+def test_the_cache_cannot_be_in_a_store(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LONGSTRIPE_CACHE", "gs://bucket/cache")
     assert train.main(["--config", str(REPOSITORY / "configs/quickstart.yaml")]) == 2

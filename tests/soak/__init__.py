@@ -1,2 +1,2 @@
-"""What `make soak` runs: the slow tests in parts, attacks on what users and machines can do wrong,
-and an hour of training."""
+"""What `make soak` runs: the slow tests in parts, attacks that imitate mistakes of users and faults
+of machines, and an hour of training."""

@@ -1,5 +1,5 @@
-"""Another user of shared data, models and runs, who may read them at most: a command works, or says
-in one line what to do."""
+"""Another user, who may at most read shared data, models and runs: a command works, or says in one
+line what to do."""
 
 import os
 import pathlib
@@ -9,7 +9,7 @@ import numpy as np
 
 from eval import line_cases
 from tests import small_model, small_run
-from tests.soak.attacks import ROOT, Case, Fell, Impossible
+from tests.soak.attacks import ROOT, Case, Failed, Impossible
 from tests.soak.forks import server
 from tests.soak.kills import FLAGS, finish, run_result, start
 
@@ -18,14 +18,14 @@ ONE_DEVICE = ("--mesh.sequence", "1", "--mesh.simulate", "1")
 
 
 def accounts(base: pathlib.Path) -> Case:
-    """Returns the case: a command of an unprivileged user; one file may be closed to them. Needs
-    root, and a Python and a checkout that other users may read, else raises Impossible."""
+    """Returns the case: an unprivileged user's command; one file may be unreadable for them. Raises
+    Impossible without root, or without a Python and a checkout that other users may read."""
     for folder in (pathlib.Path(os.__file__).parent, ROOT):
         if closed := next(
             (path for path in (folder, *folder.parents) if not path.stat().st_mode & 0o001), None
         ):
             raise Impossible(
-                f"{closed} is closed to other users: the attacks need a Python and a checkout "
+                f"{closed} is not readable by other users: the attacks need a Python and a checkout "
                 "that they may read"
             )
     os.chmod(base.parent, 0o755)
@@ -35,7 +35,7 @@ def accounts(base: pathlib.Path) -> Case:
     line_cases.write(line_cases.generate(4, 2, key_style="short"), shared / "cases.jsonl")
     finish(start(recipe, shared / "run", 1, base, shared / "prepared"), base)
     if server().run("scripts.import_hf", [model, shared / "imported"], base / "log"):
-        raise Fell((base / "log").read_text()[-500:])
+        raise Failed((base / "log").read_text()[-500:])
     shutil.rmtree(shared / "xla")
     truth = run_result(shared / "run", base)
     train = ["--config", recipe, *FLAGS, *ONE_DEVICE, "--data.prepared", shared / "prepared"]
@@ -48,8 +48,8 @@ def accounts(base: pathlib.Path) -> Case:
         "float32",
     ]
     _for_others(shared)
-    # Name -> module, arguments (MINE is a folder of the user's own), and whether it has to work
-    # when all may be read.
+    # Name -> module, arguments (MINE is the user's own folder), and whether it must work when
+    # everything is readable.
     own_folder = "MINE"
     commands = {
         "train on shared data": ("train", [*train, "--run_dir", f"{own_folder}/run"], True),
@@ -106,11 +106,11 @@ def accounts(base: pathlib.Path) -> Case:
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
         name = list(commands)[generator.integers(len(commands))]
         module, arguments, works = commands[name]
-        own, log = folder / "own", folder / "log"
-        own.mkdir()
-        os.chown(own, NOBODY, NOBODY)
-        arguments = [str(argument).replace(own_folder, str(own)) for argument in arguments]
-        home = "/nonexistent" if name == "train without a home" else str(own)
+        private, log = folder / "own", folder / "log"
+        private.mkdir()
+        os.chown(private, NOBODY, NOBODY)
+        arguments = [str(argument).replace(own_folder, str(private)) for argument in arguments]
+        home = "/nonexistent" if name == "train without a home" else str(private)
         closed = files[generator.integers(len(files))] if generator.random() < 0.5 else None
         if closed:
             mode = closed.stat().st_mode
@@ -123,25 +123,25 @@ def accounts(base: pathlib.Path) -> Case:
                 os.chmod(closed, mode)
         output = log.read_text(encoding="utf-8")
         errors = [line for line in output.splitlines() if line.startswith("error: ")]
-        about = f"{name}, {f'{closed.relative_to(shared)} closed' if closed else 'all to be read'}"
+        label = f"{name}, {f'{closed.relative_to(shared)} closed' if closed else 'all to be read'}"
         if (
             "Traceback" in output
             or code not in (0, 2, 75)
             or (code in (2, 75)) != (len(errors) == 1)
         ):
-            raise Fell(f"{about}: ended with {code}: {output[-600:]}")
+            raise Failed(f"{label}: ended with {code}: {output[-600:]}")
         if errors and str(shared) not in errors[0]:
-            raise Fell(f"{about}: names nothing shared: {errors[0][:400]}")
+            raise Failed(f"{label}: names nothing shared: {errors[0][:400]}")
         if works and code and not closed:
-            raise Fell(f"{about}: {errors[0][:400]}")
+            raise Failed(f"{label}: {errors[0][:400]}")
         if (
             code == 0
             and name in ("train on shared data", "train without a home")
-            and run_result(own / "run", folder) != truth
+            and run_result(private / "run", folder) != truth
         ):
-            raise Fell(f"{about}: another result")
+            raise Failed(f"{label}: another result")
         if _listing(shared) != before:
-            raise Fell(f"{about}: something shared has changed")
+            raise Failed(f"{label}: something shared has changed")
         return (
             f"{name}: {'works' if code == 0 else 'one line'}{', a file closed' if closed else ''}"
         )
@@ -150,7 +150,7 @@ def accounts(base: pathlib.Path) -> Case:
 
 
 def _for_others(folder: pathlib.Path) -> None:
-    """Lets others read, and not write."""
+    """Lets other users read, but not write."""
     for path in [folder, *folder.rglob("*")]:
         os.chmod(path, 0o755 if path.is_dir() else 0o644)
 

@@ -1,10 +1,10 @@
-"""Attacks on what users and machines get wrong, seeded: python -m tests.soak.attacks CLASS [--cases
-N] [--seed S].
+"""Seeded attacks that imitate mistakes of users and faults of machines: python -m
+tests.soak.attacks CLASS [--cases N] [--seed S].
 
 Each case is made from its seed alone, so that a range of seeds can be run again or in parts. A case
-holds when what it attacks gives the same result as without the attack, or one line of error that
-names the file or the field. Counts and the seeds that fell go to .cache/soak/attacks/CLASS.json, to
-which another range of seeds is added; `--record` writes the table of all classes to
+holds when the attacked code gives the same result as without the attack, or one line of error that
+names the file or the field. Counts and the seeds that failed go to .cache/soak/attacks/CLASS.json,
+to which another range of seeds is added; `--record` writes the table of all classes to
 docs/results/robustness.json and docs/robustness.md.
 """
 
@@ -42,13 +42,13 @@ LONGER = {
     "races": 600,
     "accounts": 600,
     "runs": 300,
-}  # of classes whose cases are several runs
+}  # for classes whose cases are several runs
 Case = Callable[[np.random.Generator, pathlib.Path], str]
-"""Attacks once, in an empty folder; returns the outcome in a few words, and raises `Fell` or
-anything else if it fell."""
+"""Attacks once, in an empty folder; returns the outcome in a few words, and raises `Failed` or
+anything else if it failed."""
 
 # Class -> module of tests.soak whose function of the same name makes its `Case` in an empty folder,
-# and number of cases.
+# and the number of cases.
 CLASSES = {
     "recipes": ("recipes", 2000),
     "models": ("folders", 2000),
@@ -71,19 +71,20 @@ class Impossible(Exception):
     """A class of attacks cannot be tried on this machine, or as this user."""
 
 
-class Fell(Exception):
+class Failed(Exception):
     """The attacked code did something it must not do."""
 
 
 @contextlib.contextmanager
 def refusal(*names: str) -> Iterator[list[str]]:
-    """Catches the error that a user may be shown; the list that it gives then holds its message.
+    """Catches the error that a user may be shown, and appends its message to the list that it
+    yields.
 
     Args:
-        names: texts of which the message has to contain at least one, such as the attacked file.
+        names: texts of which the message must contain at least one, such as the attacked file.
 
     Raises:
-        Fell: another error; a message that names none of `names`, or is not one line.
+        Failed: another error; a message that names none of `names`, or is not one line.
     """
     messages: list[str] = []
     try:
@@ -92,20 +93,20 @@ def refusal(*names: str) -> Iterator[list[str]]:
         message = str(error)
         messages.append(message)
         if not any(name in message for name in names):
-            raise Fell(
+            raise Failed(
                 f"the message names none of {', '.join(names)}: {type(error).__name__}: "
                 f"{message[:300]}"
             ) from error
         if "\n" in one_line(message) or not message.strip() or "Traceback" in message:
-            raise Fell(f"not one line: {message[:300]!r}") from error
+            raise Failed(f"not one line: {message[:300]!r}") from error
 
 
 @contextlib.contextmanager
 def deadline(seconds: int) -> Iterator[None]:
-    """Raises Fell in the main thread when the block takes longer."""
+    """Raises Failed in the main thread when the block takes longer."""
 
     def late(*_: object) -> None:
-        raise Fell(f"took longer than {seconds} s")
+        raise Failed(f"took longer than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)
@@ -124,14 +125,14 @@ def attack(
     save: Callable[[range, dict], object] | None = None,
 ) -> dict:
     """Runs the cases of a class with these seeds; returns counts, the slowest case's seconds, and
-    what fell with its seed.
+    failures with their seeds.
 
     Args:
         longest: seconds that a case may take.
         save: called after each case with its seed, as a range of one, and its result.
     """
     outcomes: collections.Counter[str] = collections.Counter()
-    fell: list[dict] = []
+    failures: list[dict] = []
     slowest, start = 0.0, time.monotonic()
 
     with tempfile.TemporaryDirectory(prefix="longstripe-attack-") as temporary:
@@ -156,47 +157,47 @@ def attack(
             except (KeyboardInterrupt, Impossible):
                 raise
             except BaseException as error:
-                where = traceback.extract_tb(error.__traceback__)[-1]
+                frame = traceback.extract_tb(error.__traceback__)[-1]
                 message = (
                     f"{type(error).__name__}: {str(error)[:400]} "
-                    f"({pathlib.Path(where.filename).name}:{where.lineno})"
+                    f"({pathlib.Path(frame.filename).name}:{frame.lineno})"
                 )
-                fell.append({"seed": seed, "what": message})
+                failures.append({"seed": seed, "what": message})
                 if progress:
-                    print(f"seed {seed} fell: {message}", flush=True)
+                    print(f"seed {seed} failed: {message}", flush=True)
             seconds = time.monotonic() - began
             slowest = max(slowest, seconds)
             shutil.rmtree(folder, ignore_errors=True)
             if save:
-                own = [entry for entry in fell if entry["seed"] == seed]
+                case_failures = [entry for entry in failures if entry["seed"] == seed]
                 save(
                     range(seed, seed + 1),
                     {
                         "tried": 1,
-                        "held": int(not own),
+                        "held": int(not case_failures),
                         "outcomes": {outcome: 1} if outcome else {},
-                        "fell": own,
+                        "fell": case_failures,
                         "slowest": round(seconds, 2),
                         "seconds": round(seconds, 1),
                     },
                 )
             if progress and (seed + 1) % 500 == 0:
                 print(
-                    f"{name}: {seed + 1 - seeds.start} of {len(seeds)}, {len(fell)} fell",
+                    f"{name}: {seed + 1 - seeds.start} of {len(seeds)}, {len(failures)} failed",
                     flush=True,
                 )
     return {
         "tried": len(seeds),
-        "held": len(seeds) - len(fell),
+        "held": len(seeds) - len(failures),
         "outcomes": dict(outcomes.most_common()),
-        "fell": fell,
+        "fell": failures,
         "slowest": round(slowest, 2),
         "seconds": round(time.monotonic() - start, 1),
     }
 
 
 def merge(name: str, seeds: range, result: dict) -> pathlib.Path:
-    """Adds a range of seeds to the class's file, in place of an earlier run that overlaps; returns
+    """Adds a range of seeds to the class's file, replacing an earlier run that overlaps; returns
     the file's path."""
     from scripts.benchmarks.results import commit
 
@@ -221,7 +222,7 @@ def merge(name: str, seeds: range, result: dict) -> pathlib.Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a class, or records all results; returns 1 if a case fell."""
+    """Runs a class, or records all results; returns 1 if a case failed."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak.attacks", allow_abbrev=False, description=__doc__.splitlines()[0]
@@ -229,11 +230,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "name", nargs="?", metavar="CLASS", choices=CLASSES, help=", ".join(CLASSES)
     )
-    parser.add_argument("--cases", type=int, help="number of cases; all of the class unless given")
+    parser.add_argument("--cases", type=int, help="number of cases; by default all of the class")
     parser.add_argument(
         "--seed", type=int, default=0, help="the first case's seed; the others follow"
     )
-    parser.add_argument("--record", action="store_true", help="write the table of what was tried")
+    parser.add_argument("--record", action="store_true", help="write the table of results")
     args = parser.parse_args(argv)
     if args.record:
         from tests.soak.table import record

@@ -1,5 +1,5 @@
 """Kills of workers of Beam's Dask runner, and of the command that waits for them, at random
-instants: started again, it prepares what one process prepares, to the byte.
+instants: after a restart the prepared data equal those of one process, byte for byte.
 
     .venv-beam/bin/python -m tests.soak.beam_kills [WORKERS [DRIVERS [SEED]]]
 
@@ -29,7 +29,7 @@ FILES, LONGEST = 8, 600  # seconds that a preparation may take
 
 
 def sources(folder: pathlib.Path) -> list[Source]:
-    """Writes conversations to files that share some, and returns them as a source."""
+    """Writes conversations to files, some of which share them; returns the files as a source."""
     chats = json.loads((FIXTURES / "conversations.json").read_text(encoding="utf-8"))
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(FILES):
@@ -39,7 +39,8 @@ def sources(folder: pathlib.Path) -> list[Source]:
 
 
 def make(base: pathlib.Path, name: str, address: str | None = None) -> pathlib.Path:
-    """Prepares the data in the folder `name`, by the Dask cluster at an address or by itself."""
+    """Prepares the data in the folder `name`, on the Dask cluster at an address or in one
+    process."""
     from data.beam import Beam
 
     engine = Beam("dask", (f"--dask_client_address={address}",)) if address else PROCESSES
@@ -72,9 +73,9 @@ def started(base: pathlib.Path, name: str, address: str) -> subprocess.Popen:
 
 def finished(process: subprocess.Popen) -> bool:
     """Waits for a preparation; returns whether it succeeded."""
-    said = process.communicate(timeout=LONGEST)[1]
+    stderr = process.communicate(timeout=LONGEST)[1]
     if process.returncode > 0:
-        print("   ", (said.strip().splitlines() or ["no message"])[-1][:160], flush=True)
+        print("   ", (stderr.strip().splitlines() or ["no message"])[-1][:160], flush=True)
     return process.returncode == 0
 
 
@@ -82,7 +83,7 @@ def attacked(base: pathlib.Path, client, name: str, delay: float, kind: str) -> 
     """Kills a worker or the command after some seconds, and starts the command until it succeeds.
 
     Returns:
-      Whether the command was still at work, and how often it was started.
+      Whether the command was still working, and how often it was started.
     """
     address = client.scheduler.address
     process = started(base, name, address)
@@ -103,7 +104,7 @@ def attacked(base: pathlib.Path, client, name: str, delay: float, kind: str) -> 
 
 
 def main() -> int:
-    """Runs the kills; 1 if any folder differs."""
+    """Runs the kills; returns 1 if any folder differs."""
     from distributed import Client, LocalCluster
 
     workers, drivers, seed = [*map(int, sys.argv[1:4]), *(10, 5, 0)[len(sys.argv[1:4]) :]]
@@ -113,9 +114,9 @@ def main() -> int:
         truth = contents(make(base, "one"))
         cluster = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None)
         with cluster, Client(cluster) as client:
-            begun = time.monotonic()
+            start = time.monotonic()
             assert finished(started(base, "whole", client.scheduler.address))
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - start
             print(f"untouched: {seconds:.1f} s", flush=True)
             differ = 0
             for number in range(workers + drivers):
@@ -131,7 +132,7 @@ def main() -> int:
                     f"{starts} starts, {'the same files' if same else 'OTHER FILES'}",
                     flush=True,
                 )
-    print(f"{workers + drivers} kills, {differ} with other files")
+    print(f"{workers + drivers} kills, {differ} with different files")
     return int(differ > 0)
 
 

@@ -1,9 +1,9 @@
 """The quickstart's commands with everything in buckets: python -m tests.soak.buckets [gs] [s3].
 
-On a disk, in gs:// and in s3:// (stores on the loopback) the same recipe is prepared, trained,
-killed, started again by two at once of which one is refused, evaluated, exported and reported; all
-must end in the same bits. The recipe is the quickstart's with fewer steps (--steps). Then a
-checkpoint's time and bytes in each store are printed beside the disk's.
+On disk, in gs:// and in s3:// (stores on the loopback) the same recipe is prepared, trained,
+killed, started again twice at once (one start is refused), evaluated, exported and reported; the
+results must agree bitwise. The recipe is the quickstart's with fewer steps (--steps). Then a
+checkpoint's time and bytes in each store are printed next to the disk's.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import time
 from scripts.benchmarks.checkpoint_stores import measure
 from scripts.quickstart import CASES, RECIPE
 from tests import gcs_server, s3_server
-from tests.soak.attacks import ROOT, Fell
+from tests.soak.attacks import ROOT, Failed
 from trainer.reporting.metrics import MEASURED
 from trainer.run.bucket import Bucket, in_bucket
 from trainer.run.mirror import logs_and_others
@@ -46,7 +46,7 @@ class Place:
         self.folder.mkdir()
         self.url = str(self.folder) if name == "disk" else f"{name}://bucket"
         self.run = f"{self.url}/run"
-        # Without s3fs prepared data are read from a disk.
+        # Without s3fs, prepared data are read from disk.
         readable = name != "s3" or importlib.util.find_spec("s3fs") is not None
         prepared = self.url if readable else str(self.folder)
         self.recipe = ["--config", RECIPE, "--data.prepared", f"{prepared}/prepared"]
@@ -63,20 +63,20 @@ class Place:
                 command, cwd=ROOT, env=self.environment, stdout=file, stderr=file
             )
 
-    def said(self, log: str) -> str:
+    def output(self, log: str) -> str:
         """Returns a command's output so far."""
         return (self.folder / log).read_text(encoding="utf-8", errors="replace")
 
     def do(self, log: str, *words: str) -> str:
-        """Runs a Python command; returns its output. Raises Fell if it fails."""
-        begun = time.monotonic()
+        """Runs a Python command; returns its output. Raises Failed if it fails."""
+        start = time.monotonic()
         if code := self.start(log, *words).wait(PATIENCE):
-            raise Fell(f"{self.url}: {words} ended with {code}: {self.said(log)[-1000:]}")
-        print(f"  {time.monotonic() - begun:6.1f} s  {log}", flush=True)
-        return self.said(log)
+            raise Failed(f"{self.url}: {words} ended with {code}: {self.output(log)[-1000:]}")
+        print(f"  {time.monotonic() - start:6.1f} s  {log}", flush=True)
+        return self.output(log)
 
     def train(self) -> None:
-        """Trains; in a bucket with a kill, and two starts at once after it."""
+        """Trains; in a bucket with a kill, followed by two starts at once."""
         if not in_bucket(self.url):
             self.do("train", "train.py", *self.recipe)
             return
@@ -85,23 +85,25 @@ class Place:
         starts = {log: self.start(log, "train.py", *self.recipe) for log in logs}
         codes = {log: process.wait(PATIENCE) for log, process in starts.items()}
         for log, code in codes.items():
-            refused = code == os.EX_TEMPFAIL and REFUSED in self.said(log)
+            refused = code == os.EX_TEMPFAIL and REFUSED in self.output(log)
             if code and not refused:
-                raise Fell(f"{self.url}: {log} ended with {code}: {self.said(log)[-1000:]}")
+                raise Failed(f"{self.url}: {log} ended with {code}: {self.output(log)[-1000:]}")
         if sorted(codes.values()) != [0, os.EX_TEMPFAIL]:
-            raise Fell(f"{self.url}: of two at once none was refused: {codes}")
+            raise Failed(f"{self.url}: neither of two simultaneous starts was refused: {codes}")
         winner = next(log for log, code in codes.items() if code == 0)
-        resumed = re.search(r"continuing from step \d+", self.said(winner))
+        resumed = re.search(r"continuing from step \d+", self.output(winner))
         if not resumed:
-            raise Fell(f"{self.url}: did not go on: {self.said(winner)[-1000:]}")
-        print(f"  killed; of two starts at once one was refused, the other: {resumed[0]}")
+            raise Failed(f"{self.url}: did not resume: {self.output(winner)[-1000:]}")
+        print(
+            f"  killed; of two starts at once one was refused, and the other prints: {resumed[0]}"
+        )
 
     def _kill_after_a_checkpoint(self) -> None:
         first = self.start("first", "train.py", *self.recipe)
         bucket, deadline = Bucket(self.run), time.monotonic() + PATIENCE
         while not any(name.endswith("manifest.json") for name in bucket.names("checkpoints/")):
             if first.poll() is not None or time.monotonic() > deadline:
-                raise Fell(f"{self.url}: no checkpoint: {self.said('first')[-1000:]}")
+                raise Failed(f"{self.url}: no checkpoint: {self.output('first')[-1000:]}")
             time.sleep(0.1)
         first.send_signal(signal.SIGKILL)
         first.wait()
@@ -136,16 +138,18 @@ class Place:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the commands in each place; returns 1 if something fell or differs."""
+    """Runs the commands in each place; returns 1 if something failed or differs."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak.buckets", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("stores", nargs="*", metavar="STORE", help="gs, s3; both unless given")
-    parser.add_argument("--steps", type=int, default=24, help="of training (24)")
-    parser.add_argument("--mib", type=int, default=64, help="of a checkpoint's parameters (64)")
+    parser.add_argument("stores", nargs="*", metavar="STORE", help="gs, s3; by default both")
+    parser.add_argument("--steps", type=int, default=24, help="training steps (24)")
+    parser.add_argument(
+        "--mib", type=int, default=64, help="size of a checkpoint's parameters (64)"
+    )
     args = parser.parse_args(argv)
     if wrong := [name for name in args.stores if name not in STORES]:
-        parser.error(f"{wrong[0]} is no store; gs and s3 are")
+        parser.error(f"{wrong[0]} is not a store; gs and s3 are")
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         names = [*(args.stores or STORES)]
@@ -156,8 +160,8 @@ def main(argv: list[str] | None = None) -> int:
             for name in ("disk", *names):
                 print(f"{name}: {RECIPE}, {args.steps} steps", flush=True)
                 results[name] = Place(name, folder, args.steps).result()
-        except Fell as error:
-            print(f"fell: {error}")
+        except Failed as error:
+            print(f"failed: {error}")
             return 1
         os.environ["LONGSTRIPE_CACHE"] = str(folder / "cache")
         print(f"\n{'checkpoint':12} {'MiB':>8} {'save s':>8} {'verify s':>8} {'restore s':>9}")
@@ -170,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
         for key, value in results[name].items()
         if value != results["disk"][key]
     ]
-    print(f"weights {results['disk']['weights'][:12]}: " + (", ".join(different) or "all the same"))
+    print(f"weights {results['disk']['weights'][:12]}: " + (", ".join(different) or "all equal"))
     return int(bool(different))
 
 

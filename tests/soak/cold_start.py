@@ -1,5 +1,5 @@
-"""The first batch after a cold start: prepared data are in a store on the loopback, and nothing of
-them on this machine: python -m tests.soak.cold_start.
+"""The first batch after a cold start, with prepared data in a store on the loopback and none on
+this machine: python -m tests.soak.cold_start.
 
 Once with a store that answers, and once with one that refuses every fifth request.
 """
@@ -34,7 +34,7 @@ PATIENCE = 1800  # seconds
 
 
 def write_tokens(path: pathlib.Path, tokens: int) -> None:
-    """Writes an array of random ids, a part at a time."""
+    """Writes an array of random ids, part by part."""
     array = np.lib.format.open_memmap(path, "w+", np.uint16, (tokens,))
     rng = np.random.default_rng(0)
     for start in range(0, tokens, 1 << 24):
@@ -89,9 +89,9 @@ def measure(folder: pathlib.Path, tokens: int) -> dict:
     """Measures both cold starts.
 
     Returns:
-      whole, refusing: what `first_batch` returns, of a store that answers and one that refuses.
+      whole, refusing: the results of `first_batch` with a store that answers and one that refuses.
       sha256: the hash of the batch where the data were prepared.
-      requests, refused: how many the refusing store received, and refused.
+      requests, refused: how many requests the refusing store received, and refused.
     """
     array = folder / "tokens.npy"
     write_tokens(array, tokens)
@@ -99,7 +99,7 @@ def measure(folder: pathlib.Path, tokens: int) -> dict:
         os.environ.update(server.environment | {"LONGSTRIPE_CACHE": str(folder / "first")})
         store, counted = "gs://bucket/prepared", itertools.count(1)
         prepared = opened(array, store)
-        assert prepared.train.cache is None, "the first machine has the whole"
+        assert prepared.train.cache is None, "the first machine has all of it"
         expected = digest(Loader(prepared, CONTEXT_LENGTH, ROWS, seed=0).batch(0))
         whole = _cold(folder, "whole", array, store)
         server.store.refused = lambda *_: 503 if next(counted) % REFUSED_EVERY == 0 else None
@@ -115,7 +115,7 @@ def measure(folder: pathlib.Path, tokens: int) -> dict:
 
 
 def _cold(folder: pathlib.Path, name: str, array: pathlib.Path, store: str) -> dict:
-    """Returns what `first_batch` returns in a new process, with an empty cache."""
+    """Returns the result of `first_batch` in a new process with an empty cache."""
     process = subprocess.run(
         [sys.executable, "-m", __spec__.name, "--open", str(array), store, str(time.monotonic())],
         cwd=ROOT,
@@ -128,10 +128,10 @@ def _cold(folder: pathlib.Path, name: str, array: pathlib.Path, store: str) -> d
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def result_rows(found: dict, tokens: int) -> dict[str, dict[str, str]]:
+def result_rows(measured: dict, tokens: int) -> dict[str, dict[str, str]]:
     """Returns the rows of docs/results/cold_start.json."""
-    whole, refusing = found["whole"], found["refusing"]
-    same = refusing["sha256"] == found["sha256"] == whole["sha256"]
+    whole, refusing = measured["whole"], measured["refusing"]
+    same = refusing["sha256"] == measured["sha256"] == whole["sha256"]
     return {
         "first": row(
             f"{tokens / 1e9:g} billion tokens in a store on the same machine: seconds from the start "
@@ -145,7 +145,7 @@ def result_rows(found: dict, tokens: int) -> dict[str, dict[str, str]]:
         "refusing": row(
             "the same from a store that refuses one request in five",
             f"{'the same batch' if same else 'ANOTHER BATCH'} after {refusing['batch']:.1f} s; "
-            f"{found['refused']} of {found['requests']} requests refused",
+            f"{measured['refused']} of {measured['requests']} requests refused",
             "the same batch",
             same,
         ),
@@ -159,7 +159,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__.splitlines()[0],
         allow_abbrev=False,
     )
-    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"in the store ({TOKENS:,})")
+    parser.add_argument(
+        "--tokens", type=int, default=TOKENS, help=f"tokens in the store ({TOKENS:,})"
+    )
     parser.add_argument("--open", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.open:
@@ -167,8 +169,8 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(first_batch(pathlib.Path(array), store, float(started))))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(pathlib.Path(folder), args.tokens)
-    rows = result_rows(found, args.tokens)
+        measured = measure(pathlib.Path(folder), args.tokens)
+    rows = result_rows(measured, args.tokens)
     for made in rows.values():
         print(f"{made['what']}: {made['found']}")
     renew("cold_start", rows)

@@ -1,5 +1,5 @@
-"""Attacks on whole commands: their exit code and what they print, with a damaged model, checkpoint,
-recipe or data file."""
+"""Attacks on whole commands: their exit code and output with a damaged model, checkpoint, recipe or
+data file."""
 
 import contextlib
 import io
@@ -14,13 +14,13 @@ from eval import line_cases, line_retrieval
 from scripts import export_hf, import_hf, inspect_data
 from scripts import prepare as prepare_command
 from tests import small_model, small_run
-from tests.soak.attacks import ROOT, Case, Fell
+from tests.soak.attacks import ROOT, Case, Failed
 from tests.soak.damage import WAYS, copied, damage_bytes, damage_file, damage_json, damage_json_file
 
 
 def commands(base: pathlib.Path) -> Case:
-    """Returns the case: a command with one damaged file; it ends with 0, or with 2 and one line
-    that begins with `error:`."""
+    """Returns the case: a command with one damaged file ends with 0, or with 2 and one line that
+    begins with `error:`."""
     model = small_model.write(base)
     with contextlib.redirect_stdout(io.StringIO()):
         assert import_hf.main([str(model), str(base / "checkpoint")]) == 0
@@ -104,7 +104,7 @@ def commands(base: pathlib.Path) -> Case:
         errors = [line for line in stderr.getvalue().splitlines() if line.startswith("error: ")]
         traceback = "Traceback" in stderr.getvalue() + stdout.getvalue()
         if traceback or code not in (0, None, 2) or (code == 2) != (len(errors) == 1):
-            raise Fell(f"{kind.__name__} ended with {code}: {stderr.getvalue()[-300:]}")
+            raise Failed(f"{kind.__name__} ended with {code}: {stderr.getvalue()[-300:]}")
         return f"{kind.__name__}: {'refused' if code else 'done'}"
 
     return case

@@ -1,5 +1,5 @@
-"""What machines and hands do to files: bytes lost, flipped or put in, values of another type, a
-folder in a file's place."""
+"""Faults of machines and users in files: bytes lost, flipped or inserted, values of another type, a
+folder in place of a file."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ WAYS = ("removed", "emptied", "halved", "flipped", "folder")
 
 
 def damage_bytes(content: bytes, generator: np.random.Generator) -> bytes:
-    """Returns bytes of which some are lost, flipped, doubled or put in."""
+    """Returns the bytes with some lost, flipped, doubled or inserted."""
     kind = generator.integers(5)
     position = int(generator.integers(len(content) + 1))
     if kind == 0:
@@ -63,8 +63,7 @@ def damage_bytes(content: bytes, generator: np.random.Generator) -> bytes:
 
 
 def damage_json(value: object, generator: np.random.Generator) -> object:
-    """Returns a JSON value in which one value, at any depth, is another, missing, or has another
-    name."""
+    """Returns a JSON value with one value, at any depth, replaced, removed or renamed."""
     value = copy.deepcopy(value)
     containers: list = []
 
@@ -107,7 +106,7 @@ def damage_json_file(path: pathlib.Path, generator: np.random.Generator) -> None
 
 
 def damage_file(path: pathlib.Path, way: str, generator: np.random.Generator) -> None:
-    """Removes, empties, halves or flips a bit of a file, or puts a folder in its place."""
+    """Removes, empties or halves a file, flips one of its bits, or puts a folder in its place."""
     content = path.read_bytes()
     path.unlink()
     if way == "emptied":

@@ -1,5 +1,4 @@
-"""Prints one hash of everything that the last checkpoint of a run holds: python -m
-tests.soak.digest RUN."""
+"""Prints one hash of everything in a run's last checkpoint: python -m tests.soak.digest RUN."""
 
 import hashlib
 import json
@@ -11,14 +10,14 @@ from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.readers import stored_arrays
 from trainer.checkpoint.store import CheckpointStore
 
-# A checkpoint's records of time, which no two runs share, and of the logs, which are compared by
-# themselves.
+# A checkpoint's records of time, which no two runs share, and of the logs, which are compared
+# separately.
 NOT_TRAINED = ("wall_seconds", "logged")
 
 
 def digest(run: str) -> str:
-    """Returns the step and the hash of names, shapes and bytes of all arrays and of the data of a
-    run's last checkpoint."""
+    """Returns the step of a run's last checkpoint, and the hash of the names, shapes and bytes of
+    all arrays and of the data state."""
     store = CheckpointStore(run)
     step = store.steps()[-1]
     path = store.path(step)

@@ -1,4 +1,4 @@
-"""A disk that fills up at a random place: one line of error, and with more room the same command
+"""A disk that fills up at a random moment: one line of error, and with more room the same command
 gives the same result."""
 
 import contextlib
@@ -11,7 +11,7 @@ import numpy as np
 
 from eval import line_cases
 from tests import small_model, small_run
-from tests.soak.attacks import ROOT, Case, Fell, Impossible
+from tests.soak.attacks import ROOT, Case, Failed, Impossible
 from tests.soak.forks import server
 from tests.soak.kills import FLAGS, run_result
 
@@ -21,14 +21,14 @@ ONE_DEVICE = ("--mesh.sequence", "1", "--mesh.simulate", "1")
 
 
 def disk(base: pathlib.Path) -> Case:
-    """Returns the case: a command whose output, or all that it makes, is on a disk of a random
-    size; needs root."""
+    """Returns the case: a command whose output, or all that it makes, is on a disk of random size;
+    needs root."""
     recipe, model = small_run.recipe(base, ROOT, conversations=24), small_model.write(base)
     cases = base / "cases.jsonl"
     line_cases.write(line_cases.generate(4, 2, key_style="short"), cases)
     flags = ["--config", recipe, *FLAGS, *ONE_DEVICE]
 
-    def train(folder: pathlib.Path, *others: object) -> tuple[str, list]:
+    def train(folder: pathlib.Path, *extra: object) -> tuple[str, list]:
         return "train", [
             *flags,
             "--run_dir",
@@ -37,7 +37,7 @@ def disk(base: pathlib.Path) -> Case:
             folder / "prepared",
             "--compile_cache",
             base / "xla",
-            *others,
+            *extra,
         ]
 
     def command(kind: str, folder: pathlib.Path) -> tuple[str, list]:
@@ -48,7 +48,7 @@ def disk(base: pathlib.Path) -> Case:
                 [*flags, "--data.prepared", folder / "prepared"],
             ),
             "train": lambda: train(folder, "--logging.tensorboard", "true"),
-            # As large as the run without its data, so that it fills up later.
+            # As large as the run without its data, so that the disk fills up later.
             "metrics": lambda: train(folder, "--data.prepared", base / "prepared"),
             "compile cache": lambda: train(
                 base / kind / folder.parent.name, "--compile_cache", folder / "xla"
@@ -90,7 +90,7 @@ def disk(base: pathlib.Path) -> Case:
             folder.mkdir(parents=True)
             log = base / f"{kind}.log"
             if server().run(*command(kind, folder), log):
-                raise Fell(f"{kind}: {log.read_text()[-600:]}")
+                raise Failed(f"{kind}: {log.read_text()[-600:]}")
             used = subprocess.run(
                 ["du", "-sk", folder], check=True, capture_output=True, text=True
             ).stdout.split()[0]
@@ -109,25 +109,25 @@ def disk(base: pathlib.Path) -> Case:
             code = server().run(*command(kind, disk_folder), log)
             output = log.read_text()
             errors = [line for line in output.splitlines() if line.startswith("error: ")]
-            about = f"{kind}, {kib} of {used} KiB"
+            label = f"{kind}, {kib} of {used} KiB"
             if "Traceback" in output or code not in (0, 2) or (code == 2) != (len(errors) == 1):
-                raise Fell(f"{about}: ended with {code}: {output[-500:]}")
+                raise Failed(f"{label}: ended with {code}: {output[-500:]}")
             if errors and (str(disk_folder) not in errors[0] or "No space left" not in errors[0]):
-                raise Fell(f"{about}: names neither the disk nor its state: {errors[0][:400]}")
+                raise Failed(f"{label}: names neither the disk nor its state: {errors[0][:400]}")
             resize(LARGE)
             log.unlink()
             if code and (again := server().run(*command(kind, disk_folder), log)):
-                raise Fell(
-                    f"{about}: with more room it ended with {again}: {log.read_text()[-500:]}"
+                raise Failed(
+                    f"{label}: with more room it ended with {again}: {log.read_text()[-500:]}"
                 )
             if (received := result(kind, disk_folder)) != expected:
-                raise Fell(f"{about}: another result: {_difference(received, expected)}")
+                raise Failed(f"{label}: another result: {_difference(received, expected)}")
             if leftovers := [
                 path.name
                 for path in disk_folder.rglob("*")
                 if path.name.startswith(".") or ".tmp" in path.name
             ]:
-                raise Fell(f"{about}: left {leftovers}")
+                raise Failed(f"{label}: left {leftovers}")
         return f"{kind}: {'full' if code else 'went on without it'}"
 
     return case
@@ -135,8 +135,8 @@ def disk(base: pathlib.Path) -> Case:
 
 @contextlib.contextmanager
 def mounted(folder: pathlib.Path, kib: int) -> Iterator[Callable[[int], None]]:
-    """Mounts a disk of so many KiB at a new folder; yields what changes its size. Raises Impossible
-    without root."""
+    """Mounts a disk of this many KiB at a new folder; yields a function that changes its size.
+    Raises Impossible without root."""
     folder.mkdir()
 
     def mount(kib: int, *options: str) -> None:
@@ -160,8 +160,8 @@ def mounted(folder: pathlib.Path, kib: int) -> Iterator[Callable[[int], None]]:
 
 
 def _digests(folder: pathlib.Path) -> dict[str, str]:
-    """Returns a hash of every file without the folder's own path, but of those that hold times or
-    are locks."""
+    """Returns a hash of every file, excluding the folder's own path, files that hold times, and
+    locks."""
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(
             path.read_bytes().replace(str(folder).encode(), b"")

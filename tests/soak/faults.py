@@ -1,11 +1,10 @@
-"""Eight processes through twelve faults, none of them mended by hand: python -m tests.soak.faults.
+"""Eight processes survive twelve faults without manual repair: python -m tests.soak.faults.
 
-Fewer with --processes, which numbers the victims modulo their count.
+--processes runs fewer; the victims' numbers are then taken modulo their count.
 
 A run in a bucket (S3 on the loopback) is trained twice by scripts.launch_local: undisturbed, and
-with a fault after a fault, each start again being the launcher's own. The losses of all steps and
-the exported weights must be the same to the bit. On two idle cores it takes about a quarter of an
-hour.
+with one fault after another, where every restart is the launcher's. The losses of all steps and the
+exported weights must be bitwise equal. On two idle cores it takes about a quarter of an hour.
 """
 
 import argparse
@@ -30,7 +29,7 @@ from scripts import export_hf
 from scripts.tpu.workers import write_archive
 from tests import s3_server, small_run
 from tests.soak import injected
-from tests.soak.attacks import ROOT, Fell
+from tests.soak.attacks import ROOT, Failed
 from trainer.reporting.metrics import MEASURED
 from trainer.run.bucket import Bucket
 from trainer.run.mirror import logs_and_others
@@ -82,33 +81,34 @@ class Run:
                 self._command, cwd=ROOT, env=self._environment, stdout=log, stderr=log
             )
 
-    def said(self) -> str:
-        """Returns what launcher and processes have printed."""
+    def output(self) -> str:
+        """Returns the output of the launcher and the processes."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        """Waits for a condition. Raises Fell if it does not come, or the launcher has ended."""
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Waits for a condition. Raises Failed if it does not become true, or if the launcher has
+        ended."""
         deadline = time.monotonic() + PATIENCE
         while not condition():
             if self.launcher.poll() is not None or time.monotonic() > deadline:
-                raise Fell(f"{what} did not come: {self.said()[-2000:]}")
+                raise Failed(f"waited in vain for {what}: {self.output()[-2000:]}")
             time.sleep(0.01)
 
-    def until_a_step(self) -> None:
-        """Waits until the present start logs a step."""
-        self.until(lambda: "\nstep " in self.said().rpartition(AGAIN)[2], "a step")
+    def wait_for_step(self) -> None:
+        """Waits until the current start logs a step."""
+        self.wait_until(lambda: "\nstep " in self.output().rpartition(AGAIN)[2], "a step")
 
-    def until_said(self, words: str) -> None:
-        """Waits until these words are printed after all that has been printed by now."""
-        before = self.said().count(words)
-        self.until(lambda: self.said().count(words) > before, words)
+    def wait_for_output(self, words: str) -> None:
+        """Waits until these words are printed after everything printed so far."""
+        before = self.output().count(words)
+        self.wait_until(lambda: self.output().count(words) > before, words)
 
-    def until_started_again(self, starts: int) -> None:
-        """Waits for the launcher's words that so many starts have been followed by another."""
-        self.until(lambda: self.said().count(AGAIN) >= starts, "another start")
+    def wait_for_restart(self, starts: int) -> None:
+        """Waits until the launcher has printed that this many starts were followed by another."""
+        self.wait_until(lambda: self.output().count(AGAIN) >= starts, "another start")
 
     def plant(self, number: int, fault: Callable[[], None]) -> None:
-        """Gives a process a fault at its next start."""
+        """Gives a process a fault for its next start."""
         (self.folder / "faults" / str(number % self.processes)).write_text(fault.__name__)
 
     def signal(self, number: int, kind: signal.Signals) -> None:
@@ -120,19 +120,19 @@ class Run:
                 if words in line and self.url.encode() in line:
                     os.kill(int(path.parent.name), kind)
 
-    def until_another_checkpoint(self) -> None:
-        """Waits until a checkpoint is whole that is not now."""
+    def wait_for_checkpoint(self) -> None:
+        """Waits for a new complete checkpoint."""
         before = self._checkpoints()[0]
-        self.until(lambda: self._checkpoints()[0] - before, "another checkpoint")
+        self.wait_until(lambda: self._checkpoints()[0] - before, "another checkpoint")
 
-    def saving(self) -> bool:
+    def is_saving(self) -> bool:
         """Returns whether a checkpoint is being written now."""
         return bool(self._checkpoints()[1])
 
     def _checkpoints(self) -> tuple[set[str], set[str]]:
         """Returns the steps of complete checkpoints, and of partial ones."""
-        found = re.compile(rf"{self.name}/checkpoints/(\d+)/(.*)")
-        names = [match for name in self.store.names() if (match := found.fullmatch(name))]
+        pattern = re.compile(rf"{self.name}/checkpoints/(\d+)/(.*)")
+        names = [match for name in self.store.names() if (match := pattern.fullmatch(name))]
         whole = {match[1] for match in names if match[2] == "manifest.json"}
         return whole, {match[1] for match in names} - whole
 
@@ -143,57 +143,57 @@ class Run:
         rows = [json.loads(line) for line in logs["metrics.jsonl"][1].splitlines()]
         exported = self.folder / "exported"
         if export_hf.main([self.url, str(exported)]):
-            raise Fell("the run could not be exported")
+            raise Failed("the run could not be exported")
         weights = (exported / "model.safetensors").read_bytes()
         kept = [{key: x for key, x in row.items() if key not in MEASURED} for row in rows]
         return kept, hashlib.sha256(weights).hexdigest()
 
     def end(self) -> None:
-        """Waits for success. Raises Fell without it."""
+        """Waits for success. Raises Failed otherwise."""
         if code := self.launcher.wait(PATIENCE):
-            raise Fell(f"ended with {code}: {self.said()[-2000:]}")
+            raise Failed(f"ended with {code}: {self.output()[-2000:]}")
 
 
 def disturb(run: Run) -> Iterator[str]:
-    """Yields each fault of a started run once it was brought about."""
+    """Brings about one fault after another in a started run, and yields its description."""
     yield f"process 7 has a clock {injected.AHEAD_SECONDS} s ahead"  # planted before the start
-    run.until_another_checkpoint()
+    run.wait_for_checkpoint()
     run.signal(5, signal.SIGKILL)
     run.plant(6, injected.late)
     yield "process 5 killed"
-    run.until_started_again(1)
+    run.wait_for_restart(1)
     yield f"process 6 is {injected.LATE_SECONDS} s late"
-    run.until_another_checkpoint()
+    run.wait_for_checkpoint()
     run.signal(0, signal.SIGKILL)
     run.plant(4, injected.input_output_error)
     yield "process 0 killed, which holds the lock"
-    run.until_said(os.strerror(5))
+    run.wait_for_output(os.strerror(5))
     run.plant(3, injected.full_disk)
     yield "EIO in process 4"
-    run.until_said(os.strerror(28))
+    run.wait_for_output(os.strerror(28))
     run.plant(1, injected.another_code)
     yield "a full disk in process 3"
-    run.until_said("this project's source is")
+    run.wait_for_output("this project's source is")
     yield "process 1 has other code"
-    run.until_said(AGAIN)
-    run.until_another_checkpoint()
+    run.wait_for_output(AGAIN)
+    run.wait_for_checkpoint()
     run.signal(2, signal.SIGSTOP)
     yield f"process 2 stopped for {STOPPED_SECONDS} s"
     time.sleep(STOPPED_SECONDS)
     run.signal(2, signal.SIGCONT)
-    run.until_another_checkpoint()
-    run.until(run.saving, "a save")
+    run.wait_for_checkpoint()
+    run.wait_until(run.is_saving, "a save")
     run.signal(3, signal.SIGKILL)
     yield "process 3 killed during a save"
-    run.until_said(AGAIN)
-    run.until_another_checkpoint()
+    run.wait_for_output(AGAIN)
+    run.wait_for_checkpoint()
     run.signal(4, signal.SIGTERM)
     yield "process 4 gets SIGTERM"
-    run.until_said(AGAIN)
+    run.wait_for_output(AGAIN)
     lock = json.dumps({"holder": "process 1 on a-host-that-is-gone is training there"})
     run.store.objects["bucket", f"{run.name}/lock"] = lock.encode(), 0
     yield "the lock is that of a host that is gone"
-    run.until_a_step()
+    run.wait_for_step()
     counted = itertools.count()
     run.store.refused = lambda method, path: None if next(counted) % 5 else 503
     yield f"the store fails one request in five for {FAILING_SECONDS} s"
@@ -204,7 +204,7 @@ def disturb(run: Run) -> Iterator[str]:
 @contextlib.contextmanager
 def small_disk(folder: pathlib.Path) -> Iterator[dict[str, str]]:
     """Mounts a disk that cannot hold a process's part of a checkpoint; yields the variable that
-    names it, or none without the right to mount."""
+    names it, or nothing if mounting is not permitted."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(folder)]
     if subprocess.run(command, check=False, capture_output=True).returncode:
@@ -217,7 +217,8 @@ def small_disk(folder: pathlib.Path) -> Iterator[dict[str, str]]:
 
 
 def other_tree(folder: pathlib.Path) -> dict[str, str]:
-    """Writes this project with a threefold learning rate; returns the variable that names it."""
+    """Writes a copy of this project with three times the learning rate; returns the variable that
+    names it."""
     folder.mkdir()
     write_archive(folder / "tree.tar.gz", ROOT)
     with tarfile.open(folder / "tree.tar.gz") as archive:
@@ -233,7 +234,7 @@ def drill(folder: pathlib.Path, processes: int, steps: int) -> dict[str, object]
     """Trains both runs; returns the faults and the run's outcome.
 
     Raises:
-      Fell: the launcher gave up, or the results differ.
+      Failed: the launcher gave up, or the results differ.
     """
     recipe = small_run.recipe(folder, ROOT, conversations=40)
     fields = yaml.safe_load(recipe.read_text(encoding="utf-8"))
@@ -245,7 +246,7 @@ def drill(folder: pathlib.Path, processes: int, steps: int) -> dict[str, object]
     (folder / "site" / "sitecustomize.py").write_text(
         "from tests.soak import injected\n\ninjected.begin()\n"
     )
-    begun = time.monotonic()
+    start = time.monotonic()
     with s3_server.Server() as store, small_disk(folder / "disk") as disk:
         # Bucket and export in this process find the store too.
         os.environ.update(store.environment | {"LONGSTRIPE_CACHE": str(folder / "cache")})
@@ -254,15 +255,15 @@ def drill(folder: pathlib.Path, processes: int, steps: int) -> dict[str, object]
         )
         whole.start()
         whole.end()
-        print(f"undisturbed: {time.monotonic() - begun:.0f} s", flush=True)
+        print(f"undisturbed: {time.monotonic() - start:.0f} s", flush=True)
         disturbed._environment |= disk | other_tree(folder / "tree")
         disturbed.plant(7, injected.another_clock)
-        begun, faults = time.monotonic(), []
+        start, faults = time.monotonic(), []
         disturbed.start()
         try:
             for fault in disturb(disturbed):
                 faults.append(fault)
-                print(f"{time.monotonic() - begun:6.0f} s  {fault}", flush=True)
+                print(f"{time.monotonic() - start:6.0f} s  {fault}", flush=True)
             disturbed.end()
         finally:
             if disturbed.launcher.poll() is None:
@@ -270,25 +271,25 @@ def drill(folder: pathlib.Path, processes: int, steps: int) -> dict[str, object]
                 disturbed.launcher.wait()
         (rows, weights), (expected, whole_weights) = disturbed.result(), whole.result()
     if len(expected) != steps or rows != expected:
-        raise Fell(f"other rows: {rows[-1]} for {expected[-1]}, {len(rows)} for {len(expected)}")
+        raise Failed(f"other rows: {rows[-1]} for {expected[-1]}, {len(rows)} for {len(expected)}")
     if weights != whole_weights:
-        raise Fell("other weights")
+        raise Failed("other weights")
     return {
         "faults": faults,
         "starts": disturbed.said().count(AGAIN) + 1,
-        "seconds": round(time.monotonic() - begun),
+        "seconds": round(time.monotonic() - start),
         "weights": weights,
     }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the drill; returns 1 if it fell."""
+    """Runs the drill; returns 1 if it failed."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak.faults", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("--out", type=pathlib.Path, help="a new folder that is kept, with the logs")
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="of the run (8)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of the run ({STEPS})")
+    parser.add_argument("--out", type=pathlib.Path, help="a new folder for the logs, which is kept")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="processes of the run (8)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of the run ({STEPS})")
     args = parser.parse_args(argv)
     with contextlib.ExitStack() as stack:
         if args.out:
@@ -298,8 +299,8 @@ def main(argv: list[str] | None = None) -> int:
             folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         try:
             result = drill(folder, args.processes, args.steps)
-        except Fell as error:
-            print(f"fell: {error}")
+        except Failed as error:
+            print(f"failed: {error}")
             return 1
     print(
         f"{len(result['faults'])} faults, {result['starts']} starts, {result['seconds']} s: all "

@@ -1,4 +1,4 @@
-"""Attacks on files that others wrote: models and adapters of Hugging Face, line-retrieval cases,
+"""Attacks on files written by others: Hugging Face models and adapters, line-retrieval cases,
 episodes."""
 
 import contextlib
@@ -16,20 +16,20 @@ from eval.scoring import outcome, score
 from model.adapter import AdapterConfig
 from tests import small_model
 from tests.data.trajectories import made
-from tests.soak.attacks import Case, Fell, refusal
+from tests.soak.attacks import Case, Failed, refusal
 from tests.soak.damage import WAYS, copied, damage_bytes, damage_file, damage_json, damage_json_file
 from trainer.huggingface.adapter_config import read_config
 from trainer.huggingface.peft import adapter_layout, read_adapter, write_adapter
 from trainer.model_source import open_model
 
-# How much larger than the model a damaged config may make it, before it counts as one that cannot
-# be opened.
+# How many times larger a damaged config may make the model before it counts as one that cannot be
+# opened.
 FACTOR = 64
 
 
 def models(base: pathlib.Path) -> Case:
-    """Returns the case: a model's folder with one file damaged, opened with its tokenizer and every
-    weight read."""
+    """Returns the case: a model's folder with one damaged file, opened with its tokenizer and all
+    weights read."""
     good = small_model.write(base)
     names = sorted(path.name for path in good.iterdir() if path.name != "README.md")
     texts = [name for name in names if name.endswith(".json")]
@@ -83,8 +83,8 @@ def adapters(base: pathlib.Path) -> Case:
         elif generator.random() < 0.3:
             damage_file(copy / name, str(generator.choice(WAYS)), generator)
         else:
-            # Mostly in the header: a changed weight is another adapter, of which the file does not
-            # know.
+            # Mostly in the header: a changed weight is another valid adapter, which the file cannot
+            # reveal.
             content = (copy / name).read_bytes()
             size = 8 + int.from_bytes(content[:8], "little")
             (copy / name).write_bytes(damage_bytes(content[:size], generator) + content[size:])
@@ -92,17 +92,16 @@ def adapters(base: pathlib.Path) -> Case:
             written, _ = read_config(copy)
             read = read_adapter(copy, model)
             if {key: value.shape for key, value in read.items()} != shapes:
-                raise Fell("read with other shapes")
+                raise Failed("read with other shapes")
             if written.rank < 1 or not math.isfinite(written.scale):
-                raise Fell(f"read as {written}")
+                raise Failed(f"read as {written}")
         return f"refused: {name}" if messages else f"read: {name}"
 
     return case
 
 
 def line_cases(base: pathlib.Path) -> Case:
-    """Returns the case: a file of line-retrieval cases of which one line is damaged, read and
-    scored."""
+    """Returns the case: a file of line-retrieval cases with one damaged line, read and scored."""
     good = base / "cases.jsonl"
     cases.write(cases.generate(10, 4, seed=0), good)
     lines = good.read_text(encoding="utf-8").splitlines()
@@ -122,16 +121,16 @@ def line_cases(base: pathlib.Path) -> Case:
                     not 0 <= group.low <= group.accuracy <= group.high <= 1
                     or not 0 < group.chance <= 1
                 ):
-                    raise Fell(f"scored {group}")
+                    raise Failed(f"scored {group}")
             if any(not 0 <= line_case.depth <= 1 for line_case in read):
-                raise Fell("a depth outside of the prompt")
+                raise Failed("a depth outside of the prompt")
         return "refused with the file's name" if messages else "read"
 
     return case
 
 
 def trajectories(base: pathlib.Path) -> Case:
-    """Returns the case: a folder of episodes of which one is damaged; in one case of 25 all are
+    """Returns the case: a folder of episodes with one damaged; in one case of 25 all are
     prepared."""
     task = get_task("cartpole_swingup")
     made.folder_of(base)
@@ -157,13 +156,13 @@ def trajectories(base: pathlib.Path) -> Case:
                 not np.isfinite(part[1:]).all() or len(part) != len(episode.reward)
                 for part in episode
             ):
-                raise Fell("read with other lengths, or numbers that are not finite")
+                raise Failed("read with other lengths, or numbers that are not finite")
         if generator.random() < 0.04:
             prepared = prepare_trajectories(folder, task.name, folder / "prepared")
             if len(prepared) + len(prepared.dropped) != len(files) or bool(
                 prepared.dropped
             ) != bool(messages):
-                raise Fell(
+                raise Failed(
                     f"prepared {len(prepared)} and left out {len(prepared.dropped)} of {len(files)}"
                 )
         return "refused with the file's name" if messages else "read"

@@ -1,11 +1,11 @@
-"""Commands as real processes without the seconds that imports take: each is forked from a server
-that has imported them.
+"""Runs commands as real processes without the seconds that imports take: each is forked from a
+server that has imported them.
 
     process = server().start("train", ["--config", ...], log=folder / "log")
     process.kill()
     process.wait(60)
 
-The server has never asked for a device, so that a forked process chooses its own.
+The server never queries a device, so a forked process chooses its own.
 """
 
 import atexit
@@ -51,8 +51,8 @@ class Forked:
         self.server, self.pid, self.returncode = server, pid, None
 
     def poll(self) -> int | None:
-        """Returns the exit code, minus the signal's number after a signal; None while the process
-        runs."""
+        """Returns the exit code, or minus the signal's number after a signal; None while the
+        process runs."""
         if self.returncode is None:
             self.returncode = self.server.ask({"poll": self.pid})
         return self.returncode
@@ -68,9 +68,7 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         """Sends a signal unless the process has ended."""
-        if (
-            self.poll() is None
-        ):  # the server has not waited for it, so that the number is still its own
+        if self.poll() is None:  # the server has not reaped it, so the number is still its own
             os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -116,8 +114,8 @@ class Server:
         uid: int | None = None,
         environment: dict[str, str] | None = None,
     ) -> Forked:
-        """Starts `module.main(arguments)` with its output added to `log`, as another user if `uid`
-        is passed."""
+        """Starts `module.main(arguments)` with its output appended to `log`, as another user if
+        `uid` is passed."""
         request = {
             "module": module,
             "arguments": list(map(str, arguments)),
@@ -137,7 +135,7 @@ class Server:
         timeout: float = 300,
         **options: Any,
     ) -> int:
-        """Starts a command as `start` does, waits for its end, and returns its exit code."""
+        """Starts a command like `start`, waits until it ends, and returns its exit code."""
         process = self.start(module, arguments, log, **options)
         try:
             return process.wait(timeout)
@@ -145,7 +143,7 @@ class Server:
             process.kill()
 
     def end_all(self) -> None:
-        """Kills the processes that still run."""
+        """Kills the processes that are still running."""
         for process in self._started:
             process.kill()
             process.wait(60)
@@ -154,7 +152,7 @@ class Server:
 
 @functools.cache
 def server() -> Server:
-    """Returns the server that this process's cases share; it ends, with what it has started, when
+    """Returns the server shared by this process's cases; it ends, with everything it started, when
     this process does."""
     return Server()
 
@@ -166,8 +164,8 @@ def _become(request: dict) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setpgid(0, 0)
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        devnull = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((devnull, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         sys.stdout, sys.stderr = (
@@ -185,7 +183,7 @@ def _become(request: dict) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        # As Python ends: threads that still save are waited for, and JAX leaves its cluster.
+        # As Python ends: waits for threads that still save, and JAX leaves its cluster.
         try:
             threading._shutdown()
             atexit._run_exitfuncs()
@@ -201,7 +199,7 @@ def _poll(pid: int) -> int | None:
 
 
 def main() -> None:
-    """Serves requests, each a line of JSON on standard input, until it ends."""
+    """Serves requests, one line of JSON each on standard input, until it ends."""
     for name in IMPORTED:
         importlib.import_module(name)
     answers, running = os.fdopen(os.dup(1), "w"), set()

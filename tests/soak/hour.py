@@ -1,4 +1,4 @@
-"""Trains for an hour with checkpoints and evaluation and samples memory, threads and open files:
+"""Trains for an hour with checkpoints and evaluation, and samples memory, threads and open files:
 python -m tests.soak.hour.
 
 The samples go to OUT/samples.jsonl as they are taken. `python -m tests.soak.hour --summarize OUT`
@@ -23,15 +23,15 @@ from tests import small_run
 PICTURE = ROOT / "docs" / "hour.png"
 # Samples: name, and growth per hour that counts as flat.
 FLAT = {"memory_mib": ("memory, MiB", 64), "threads": ("threads", 4), "files": ("open files", 4)}
-# Share of the samples since the first step that are left out of the slope: caches that fill.
+# Fraction of the samples since the first step left out of the slope, while caches fill.
 WARM_UP = 0.25
 
 
 def sample(pid: int) -> dict[str, float]:
     """Returns the memory in MiB, the threads and the open files of a process, from /proc.
 
-    Memory is what the process has allocated: anonymous pages, resident or swapped out. Pages of
-    files come and go.
+    Memory is what the process has allocated: anonymous pages, resident or swapped out. File-backed
+    pages come and go.
     """
     status = pathlib.Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
@@ -44,7 +44,7 @@ def sample(pid: int) -> dict[str, float]:
 
 
 def write_recipe(out: pathlib.Path) -> pathlib.Path:
-    """Writes the recipe of a small run that would go on for days, with frequent checkpoints and
+    """Writes the recipe of a small run that would train for days, with frequent checkpoints and
     evaluations."""
     path = small_run.recipe(out, ROOT)
     fields = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -56,7 +56,8 @@ def write_recipe(out: pathlib.Path) -> pathlib.Path:
 
 
 def train(out: pathlib.Path, minutes: float, every: float) -> None:
-    """Trains for so many minutes, with a sample every so many seconds; ends the run by SIGTERM."""
+    """Trains for this many minutes with a sample every `every` seconds; ends the run with
+    SIGTERM."""
     out.mkdir(parents=True, exist_ok=True)
     run = out / "run"
     process = small_run.start(ROOT, write_recipe(out), run)
@@ -89,8 +90,8 @@ def train(out: pathlib.Path, minutes: float, every: float) -> None:
 
 
 def warmed_up(samples: list[dict]) -> list[dict]:
-    """Returns the samples that show whether something grows: those since the first step, without
-    WARM_UP of them."""
+    """Returns the samples that can show growth: those since the first step, without the first
+    WARM_UP."""
     training = [sample for sample in samples if sample["steps"]]
     return training[int(len(training) * WARM_UP) :]
 
@@ -144,7 +145,7 @@ def summarize(out: pathlib.Path) -> None:
         minutes >= 59.5,
     )
     renew("hour", rows, seconds=60 * minutes)
-    figure.savefig(PICTURE, dpi=110)  # after the result, which says whether the tree had changes
+    figure.savefig(PICTURE, dpi=110)  # after the result, which records whether the tree had changes
     plt.close(figure)
 
 

@@ -1,8 +1,8 @@
 """Faults inside one process of a run, from its interpreter's first line; for tests.soak.faults.
 
 A sitecustomize.py that calls `begin` is first on the path of all processes. The process whose
-number is the name of a file in $INJECTED takes it, so that its next start has no fault, and does
-what it says.
+number is the name of a file in $INJECTED removes the file, so that its next start has no fault, and
+carries out what it says.
 """
 
 import builtins
@@ -21,7 +21,7 @@ AHEAD_SECONDS = 3600
 
 
 def begin() -> None:
-    """Does what this process's file says, if there is one."""
+    """Carries out what this process's file says, if there is one."""
     words = sys.orig_argv
     if FOLDER not in os.environ or NUMBER not in words:
         return
@@ -40,14 +40,14 @@ def late() -> None:
 
 
 def another_clock() -> None:
-    """Has a clock an hour ahead."""
+    """Sets its clock an hour ahead."""
     now, now_ns = time.time, time.time_ns
     time.time = lambda: now() + AHEAD_SECONDS
     time.time_ns = lambda: now_ns() + AHEAD_SECONDS * 10**9
 
 
 def another_code() -> None:
-    """Runs another tree, whose learning rate is threefold."""
+    """Runs another source tree, whose learning rate is three times as high."""
     script, *arguments = sys.orig_argv[1:]
     name = pathlib.Path(script).name
     program = str(pathlib.Path(os.environ[OTHER_TREE], name))

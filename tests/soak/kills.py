@@ -1,5 +1,5 @@
-"""Kills at random instants: a run and its export, started again each time, end as those that nobody
-touched."""
+"""Kills at random instants: a run and its export, started again each time, end like undisturbed
+ones."""
 
 import json
 import pathlib
@@ -11,7 +11,7 @@ import numpy as np
 
 from scripts.launch_local import free_port
 from tests import small_run
-from tests.soak.attacks import ROOT, Case, Fell
+from tests.soak.attacks import ROOT, Case, Failed
 from tests.soak.forks import Forked, server
 from trainer.reporting.metrics import MEASURED
 
@@ -30,7 +30,7 @@ FLAGS = (
     *small_run.DENSE,
 )
 PHASES = ("start", "preparation", "compile", "training", "save", "evaluation", "export")
-# What each kill of a case aims at: a start over everything before the first step, then what follows
+# The phases at which each kill of a case aims: everything before the first step, then what follows
 # it.
 AIMS = (
     ("start", "preparation", "compile"),
@@ -45,14 +45,14 @@ LONGEST_DELAY = {
     "save": 0.3,
     "evaluation": 0.03,
 }
-# Within which a process ends whose neighbour was killed: at the start it waits 60 s for the other
-# to come.
+# The time within which a process ends after its peer was killed: at the start it waits 60 s for the
+# other process.
 ALONE_SECONDS = 90
 
 
 def kills(base: pathlib.Path) -> Case:
-    """Returns the case: three kills of a run with one or two processes, one of its export; all
-    compared with a whole run."""
+    """Returns the case: three kills of a run with one or two processes, and one of its export; the
+    results are compared with an undisturbed run."""
     recipe = small_run.recipe(base, ROOT, conversations=24)
     truths: dict[int, tuple] = {}
 
@@ -91,16 +91,16 @@ def kills(base: pathlib.Path) -> Case:
                 try:
                     code = process.wait(ALONE_SECONDS)
                 except subprocess.TimeoutExpired:
-                    raise Fell(
+                    raise Failed(
                         f"process {number} had not ended after {ALONE_SECONDS} s, killed in {phase}"
                     ) from None
                 if code == 1:
-                    raise Fell(f"process {number} ended with 1: {_log(folder)[-400:]}")
+                    raise Failed(f"process {number} ended with 1: {_log(folder)[-400:]}")
             killed.append(phase)
         finish(start(recipe, run, processes, folder, prepared), folder)
         if (received := run_result(run, folder)) != expected:
             difference = next(name for name in expected if expected[name] != received[name])
-            raise Fell(
+            raise Failed(
                 f"killed in {killed}: another {difference}: {str(received[difference])[:200]}"
             )
         leftovers = [
@@ -118,12 +118,12 @@ def kills(base: pathlib.Path) -> Case:
         if not (out / "README.md").exists():
             finish([_export(run, out, folder)], folder)
         if _files(out) != exported:
-            raise Fell("another export")
+            raise Failed("another export")
         leftovers += [
             path.name for path in folder.iterdir() if "exported" in path.name and path != out
         ]
         if leftovers:
-            raise Fell(f"killed in {killed}: left {leftovers}")
+            raise Failed(f"killed in {killed}: left {leftovers}")
         return f"{processes} processes, killed in {', '.join(killed) or 'nothing'}"
 
     return case
@@ -144,7 +144,7 @@ def start(
     folder: pathlib.Path,
     prepared: pathlib.Path,
 ) -> list[Forked]:
-    """Starts the run, with a log of its own in `folder`, and a compilation cache that all cases
+    """Starts the run with a separate log in `folder` and a compilation cache that all cases
     share."""
     flags = [
         "--config",
@@ -176,7 +176,10 @@ def start(
         else []
         for number in range(processes)
     ]
-    return [server().start("train", [*flags, *own], folder / "log") for own in cluster]
+    return [
+        server().start("train", [*flags, *process_flags], folder / "log")
+        for process_flags in cluster
+    ]
 
 
 def _export(run: pathlib.Path, out: pathlib.Path, folder: pathlib.Path) -> Forked:
@@ -184,10 +187,10 @@ def _export(run: pathlib.Path, out: pathlib.Path, folder: pathlib.Path) -> Forke
 
 
 def finish(processes: list[Forked], folder: pathlib.Path) -> None:
-    """Waits until all have ended. Raises Fell unless all have succeeded."""
+    """Waits until all have ended. Raises Failed unless all succeeded."""
     for process in processes:
         if code := process.wait(600):
-            raise Fell(f"ended with {code}: {_log(folder)[-600:]}")
+            raise Failed(f"ended with {code}: {_log(folder)[-600:]}")
 
 
 def _log(folder: pathlib.Path) -> str:
@@ -195,7 +198,7 @@ def _log(folder: pathlib.Path) -> str:
 
 
 def run_result(run: pathlib.Path, folder: pathlib.Path) -> dict[str, object]:
-    """Returns what a run has logged, but for times and memory, and a hash of its last
+    """Returns what a run has logged, without times and memory, and a hash of its last
     checkpoint."""
     rows = {
         name: [
@@ -206,7 +209,7 @@ def run_result(run: pathlib.Path, folder: pathlib.Path) -> dict[str, object]:
     }
     (folder / "digest").unlink(missing_ok=True)
     if server().run("tests.soak.digest", [run], folder / "digest"):
-        raise Fell(f"its last checkpoint: {(folder / 'digest').read_text()[-400:]}")
+        raise Failed(f"its last checkpoint: {(folder / 'digest').read_text()[-400:]}")
     return {**rows, "checkpoint": (folder / "digest").read_text().split()[:2]}
 
 
@@ -219,8 +222,8 @@ def _files(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def _wait_for(aim: str, step: int, processes: list[Forked], folder: pathlib.Path) -> bool:
-    """Waits for the first sign of a phase, at a step or after it; returns False where the run has
-    ended before."""
+    """Waits for the first sign of a phase at or after a step; returns False if the run ended
+    before."""
     run, prepared = folder / "run", folder / "prepared"
 
     def seen() -> bool:
@@ -245,7 +248,7 @@ def _wait_for(aim: str, step: int, processes: list[Forked], folder: pathlib.Path
 
 
 def _phase(run: pathlib.Path, folder: pathlib.Path) -> str:
-    """Returns the phase that a run was killed in, by its files and the log of its last start."""
+    """Returns the phase in which a run was killed, from its files and the log of its last start."""
     log, logged = _log(folder), small_run.steps_logged(run)
     if any((run / "checkpoints").glob("*.tmp")):
         return "save"

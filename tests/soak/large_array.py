@@ -23,7 +23,7 @@ SAMPLE_SECONDS = 0.2
 
 
 def write(path: pathlib.Path, tokens: int) -> None:
-    """Writes documents of 100,000 tokens, one a row, without holding them all."""
+    """Writes documents of 100,000 tokens, one per row, without holding them all."""
     rows, length = max(1, tokens // 100_000), min(tokens, 100_000)
     array = np.lib.format.open_memmap(path, "w+", np.int32, (rows, length))
     for number, row in enumerate(array):
@@ -32,7 +32,7 @@ def write(path: pathlib.Path, tokens: int) -> None:
 
 
 def prepare(folder: pathlib.Path, array: pathlib.Path) -> tuple[float, float, float]:
-    """Returns the seconds, the CPU's seconds and the most allocated MiB of scripts.prepare."""
+    """Returns the seconds, the CPU seconds and the peak allocated MiB of scripts.prepare."""
     recipe = small_run.recipe(folder, ROOT)
     fields = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     fields["model"]["overrides"]["max_position_embeddings"] = CONTEXT
@@ -50,7 +50,7 @@ def prepare(folder: pathlib.Path, array: pathlib.Path) -> tuple[float, float, fl
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         if pid:
             break
-        with contextlib.suppress(KeyError):  # it has ended just now
+        with contextlib.suppress(KeyError):  # it has just ended
             most = max(most, sample(process.pid)["memory_mib"])
         time.sleep(SAMPLE_SECONDS)
     if status:
@@ -61,7 +61,9 @@ def prepare(folder: pathlib.Path, array: pathlib.Path) -> tuple[float, float, fl
 def main(argv: list[str] | None = None) -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak.large_array", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the array (400 million)")
+    parser.add_argument(
+        "--tokens", type=int, default=TOKENS, help="tokens in the array (400 million)"
+    )
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
@@ -69,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
         size = (folder / "tokens.npy").stat().st_size
         seconds, cpu, most = prepare(folder, folder / "tokens.npy")
     print(
-        f"{size / 1e9:.2f} GB: {seconds:.0f} s, {cpu:.0f} s of CPU, {most:,.0f} MiB allocated at most"
+        f"{size / 1e9:.2f} GB: {seconds:.0f} s, {cpu:.0f} s of CPU, {most:,.0f} MiB allocated at peak"
     )
 
 

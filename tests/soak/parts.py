@@ -1,11 +1,11 @@
-"""Runs the tests marked slow and the attacks, in parts that run singly and resume: python -m
+"""Runs the tests marked slow and the attacks, in parts that run separately and resume: python -m
 tests.soak [PART ...].
 
-This is what `make soak` runs. Each part is a process of its own, and goes on in a new one where it
-has become too large, since compilers keep memory that they have used. Tests that passed are
-recorded in .cache/soak/PART.passed, so that an interrupted part runs only the others when it is
-started again. The record belongs to one version of JAX and one state of the Python files
-that the part depends on: a change of any of them begins it anew.
+This is what `make soak` runs. Each part is a separate process, and continues in a new one when it
+has grown too large, since compilers keep the memory that they have used. Tests that passed are
+recorded in .cache/soak/PART.passed, so that an interrupted part runs only the remaining ones when
+it is started again. The record belongs to one version of JAX and one state of the Python files that
+the part depends on: a change to any of them starts it over.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ATTENTION = "tests/model/attention/test_all_pairs.py"
 MESHES = "tests/trainer/test_same_everywhere.py"
 KERNELS = "tests/model/attention/kernels"
 MOST_MEMORY = 4 << 30  # resident bytes after a test, above which a part continues in a new process
-GOES_ON = 75  # the exit code that says so
+UNFINISHED = 75  # the exit code that means so
 
 
 class Part(NamedTuple):
@@ -69,17 +69,17 @@ PARTS: dict[str, Part] = {
     "rest": Part(("tests",), ignored=(ATTENTION, MESHES, KERNELS)),
 }
 ATTACKS = {f"attack-{name}": name for name in attacks.CLASSES}
-# Modules of tests.soak that are a command each, and say themselves whether they held.
+# Modules of tests.soak that are separate commands and report their own result.
 DRILLS = ("faults", "buckets")
 EVERY = (*PARTS, *ATTACKS, *DRILLS)
 
 
 class Resume:
     """A pytest plugin: keeps one share of the collected tests without those that passed before,
-    records those that pass, and stops once the process has become too large.
+    records those that pass, and stops once the process has grown too large.
 
     Attributes:
-      goes_on: whether it was stopped for that, so that a new process should run the others.
+      unfinished: whether it stopped for that reason, so that a new process should run the rest.
     """
 
     def __init__(self, record: pathlib.Path, share: str, code: str):
@@ -87,7 +87,7 @@ class Resume:
         self.number, self.shares = map(int, share.split("/"))
         lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
         self.passed = set(lines[1:]) if lines[:1] == [code] else set()
-        self.goes_on = False
+        self.unfinished = False
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
@@ -113,21 +113,21 @@ class Resume:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self, item, nextitem):
         if nextitem is not None and resident_bytes() > MOST_MEMORY:
-            self.goes_on = True
+            self.unfinished = True
             item.session.shouldstop = (
                 f"{resident_bytes() / 2**30:.1f} GiB are resident: going on in a new process"
             )
 
 
 def resident_bytes() -> int:
-    """Returns this process's memory; 0 where the system is not Linux, and does not tell."""
+    """Returns this process's resident memory; 0 on systems other than Linux."""
     status = pathlib.Path("/proc/self/statm")
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
 
 
 def code_hash(pathspecs: Sequence[str]) -> str:
-    """Returns a hash of the version of JAX and of the repository's files that these git pathspecs
-    name."""
+    """Returns a hash of the version of JAX and of the repository's files matched by these git
+    pathspecs."""
     command = ["git", "ls-files", *pathspecs]
     names = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True
@@ -137,11 +137,11 @@ def code_hash(pathspecs: Sequence[str]) -> str:
 
 
 def run_part(part: str) -> int:
-    """Runs a part in this process; returns the exit code of pytest, 0 also where nothing was left
-    to run, or of the attacks or the drill.
+    """Runs a part in this process; returns the exit code of pytest (0 also if nothing was left to
+    run), or of the attacks or the drill.
 
-    Returns GOES_ON where a new process should run what is left: once a test was added to those that
-    have passed, as otherwise a test that fails could be what is too large.
+    Returns UNFINISHED if a new process should run the rest: only once another test has passed, since
+    otherwise the process could grow too large on a failing test forever.
     """
     if part in ATTACKS:
         return attacks.main([ATTACKS[part]])
@@ -151,21 +151,20 @@ def run_part(part: str) -> int:
     arguments = [*paths, "-m", "slow", *(f"--ignore={path}" for path in ignored)]
     resume = Resume(RECORDS / f"{part}.passed", share, code_hash(pathspecs))
     code = pytest.main(arguments, plugins=[resume])
-    if resume.goes_on and len(resume.record.read_text(encoding="utf-8").splitlines()) > 1 + len(
+    if resume.unfinished and len(resume.record.read_text(encoding="utf-8").splitlines()) > 1 + len(
         resume.passed
     ):
-        return GOES_ON
+        return UNFINISHED
     return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else int(code)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the requested parts (all of them unless named) one after the other; returns 1 if a test
-    failed."""
+    """Runs the requested parts (by default all) one after another; returns 1 if a test failed."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"out of {', '.join(EVERY)}; all unless given"
+        "parts", nargs="*", metavar="PART", help=f"out of {', '.join(EVERY)}; by default all"
     )
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -176,11 +175,11 @@ def main(argv: list[str] | None = None) -> int:
     results = []
     for part in args.parts or EVERY:
         start = time.monotonic()
-        # With the compiler's default flags, under which two programs agree to the bit where they do
+        # With the compiler's default flags, under which two programs agree bitwise wherever they do
         # for users.
         command = [sys.executable, "-m", "tests.soak", "--in-process", part]
-        code = GOES_ON
-        while code == GOES_ON:
+        code = UNFINISHED
+        while code == UNFINISHED:
             code = subprocess.run(
                 command, cwd=ROOT, check=False, env={"XLA_FLAGS": "", **os.environ}
             ).returncode

@@ -1,5 +1,5 @@
-"""Attacks on recipes: every field of the schema in turn gets a value of another type or size, or is
-misspelt or doubled."""
+"""Attacks on recipes: each field of the schema gets a value of another type or size, or is misspelt
+or duplicated."""
 
 import copy
 import functools
@@ -11,12 +11,12 @@ import numpy as np
 import yaml
 
 from tests import small_run
-from tests.soak.attacks import ROOT, Case, Fell, refusal
+from tests.soak.attacks import ROOT, Case, Failed, refusal
 from trainer.config import load, parsing
 from trainer.config.fields import FIELDS
 
 DEEP = "[" * 200 + "]" * 200
-# YAML texts that take a field's place.
+# YAML texts that replace a field.
 VALUES = (
     "null",
     "true",
@@ -74,14 +74,14 @@ VALUES = (
     "'%s%n{0}'",
     "!!float abc",
 )
-# Of these, the recipe's file is named in place of the field.
+# For these, the message names the recipe's file instead of the field.
 NO_VALUES = (DEEP, "&a [*a]", "*undefined", "{[1]: 2}", r'"\u0000"', r'"\ud800"')
 
 
 def recipes(base: pathlib.Path) -> Case:
-    """Returns the case: a small recipe with one field attacked, which either loads or is refused
-    with the field's name."""
-    # One parser serves all cases, and no test after them: to make it takes most of a load's time.
+    """Returns the case: a small recipe with one field attacked either loads or is refused with the
+    field's name."""
+    # One parser serves all cases and no later test: building it takes most of a load's time.
     parser = functools.cache(parsing.parser)
     good = yaml.safe_load(small_run.recipe(base, ROOT).read_text(encoding="utf-8"))
     fields = list(FIELDS)
@@ -100,12 +100,12 @@ def recipes(base: pathlib.Path) -> Case:
         if messages:
             return "refused with the field's name"
         if kind in ("typo", "twice"):
-            raise Fell(f"{kind} of {field} was taken")
-        # An accepted one is a configuration that can be written and read again, as a run does with
-        # its config.yaml.
+            raise Failed(f"{kind} of {field} was accepted")
+        # An accepted recipe is a configuration that can be written and read again, as a run does
+        # with its config.yaml.
         path.write_text(load.dump(config), encoding="utf-8")
         if _same(load.resolved(load.load(["--config", str(path)]))) != _same(load.resolved(config)):
-            raise Fell(f"{field}: written and read again it is another configuration")
+            raise Failed(f"{field}: it is another configuration after writing and reading it")
         return "loaded"
 
     return case
@@ -120,7 +120,7 @@ def _same(resolved: dict) -> str:
 def _attacked(
     good: dict, field: str, kind: str, generator: np.random.Generator
 ) -> tuple[bytes, list[str]]:
-    """Returns the recipe's bytes, and texts of which a refusal has to contain one."""
+    """Returns the recipe's bytes, and texts of which a refusal must contain one."""
     marker = "ATTACKED_VALUE"
     *sections, name = field.split(".")
     recipe = copy.deepcopy(good)
@@ -152,7 +152,7 @@ def _attacked(
         lines.insert(line, lines[line])
     text = "\n".join(lines).replace(marker, value if kind != "twice" else "1")
     content = text.encode("utf-8", "surrogatepass")
-    # A value that YAML itself refuses, or that breaks the rule of another field with it, is named
+    # A value that YAML itself refuses, or that breaks a rule together with another field, is named
     # by the line or by that field.
     names += [f"line {line + 1}", name, *(f"{part}." for part in sections)]
     if (

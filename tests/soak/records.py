@@ -1,7 +1,8 @@
-"""Attacks on records: JSON of every kind is read, cleaned, rendered and encoded; no control token
-comes from a text.
+"""Attacks on records: JSON of every kind is read, cleaned, rendered and encoded; no text produces a
+control token.
 
-Of a record that is kept, every field with a value is read or named in the report: nothing vanishes.
+Of a record that is kept, every field with a value is read or counted in the report: nothing
+vanishes.
 """
 
 import itertools
@@ -19,7 +20,7 @@ from data.report import Report, SourceReport
 from data.sources import Source, read
 from data.tokenizer import Tokenizer
 from data.turns import role_of
-from tests.soak.attacks import ROOT, Case, Fell, refusal
+from tests.soak.attacks import ROOT, Case, Failed, refusal
 
 PIECES = (
     "hello",
@@ -91,7 +92,7 @@ ODD = (
     [[[[1]]]],
     "\ud800",
 )
-# Fields of turns and records: reasoning, flags, and what nobody reads.
+# Fields of turns and records: reasoning, flags, and fields that nothing reads.
 EXTRAS = (
     "reasoning_content",
     "reasoning",
@@ -145,7 +146,7 @@ def records(base: pathlib.Path) -> Case:
     tokenizer = Tokenizer.load(ROOT / "data" / "fixtures" / "tiny_tokenizer")
     controls = {control.id for control in tokenizer.controls.values()}
     encoder = Encoder(("vicuna_v1.1",), tokenizer, 128)
-    written = {tokenizer.bos_id, tokenizer.eos_id}  # by the template, and around a text
+    written = {tokenizer.bos_id, tokenizer.eos_id}  # added by the template, and around a text
 
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
         format = str(generator.choice(np.array(FORMATS, dtype=object)))
@@ -169,18 +170,18 @@ def records(base: pathlib.Path) -> Case:
             )
             for number, word in enumerate(("one", "two"))
         )
-        # The records around it are good, and have to be read in any case.
+        # The records around it are good and must be read in any case.
         path.write_text(f"{first}\n{line}\n{last}\n", encoding="utf-8")
         report = Report()
         kept = []
         with refusal("records.jsonl") as messages:
             kept = list(read(Source(str(path), format=format), report))
         if messages or len(kept) < 2:
-            raise Fell(f"good records beside {line[:200]!r} were lost: {messages or len(kept)}")
+            raise Failed(f"good records next to {line[:200]!r} were lost: {messages or len(kept)}")
         source = report.sources[0]
         dropped = sum(source.dropped.values())
         if source.records != source.kept + dropped or source.kept != len(kept):
-            raise Fell(
+            raise Failed(
                 f"{source.records} records, {source.kept} kept ({len(kept)} read), {dropped} "
                 "dropped"
             )
@@ -194,17 +195,17 @@ def records(base: pathlib.Path) -> Case:
                     or document.tokens.min() < 0
                     or document.tokens.max() >= tokenizer.vocab_size
                 ):
-                    raise Fell("a document does not fit its row or the vocabulary")
+                    raise Failed("a document does not fit its row or the vocabulary")
                 if format != "tokens" and (
                     leaked := set(document.tokens.tolist()) & (controls - written)
                 ):
-                    raise Fell(f"control tokens {leaked} come from a text")
+                    raise Failed(f"control tokens {leaked} come from a text")
                 if (
                     format == "text"
                     and set(document.tokens[1:-1].tolist()) & controls
                     and len(encoded.documents) == 1
                 ):
-                    raise Fell("a control token within a text")
+                    raise Failed("a control token within a text")
         return (
             "kept"
             if len(kept) == 3
@@ -215,12 +216,12 @@ def records(base: pathlib.Path) -> Case:
 
 
 def check_nothing_vanished(raw: dict, kept: Conversation, report: SourceReport) -> None:
-    """Raises Fell unless every field of a record with a value is in the conversation or counted in
-    the report.
+    """Raises Failed unless every field of a record with a value is in the conversation or counted
+    in the report.
 
-    Text is looked for by words that no other field has, flags by their counts.
+    Texts are recognized by words that no other field has, flags by their counts.
     """
-    said = repr(
+    conversation = repr(
         [(m.content, m.reasoning, m.tool_calls, m.tool_call_id, m.name) for m in kept.messages]
     ) + repr(kept.tools)
     counted = [*report.unread, *report.repaired]
@@ -230,27 +231,27 @@ def check_nothing_vanished(raw: dict, kept: Conversation, report: SourceReport) 
         if isinstance(raw.get(name), list) and raw[name]
     ]
     turns = [turn for turn in raw[lists[0]] if isinstance(turn, dict)] if lists else []
-    others = {name: value for name, value in raw.items() if name not in lists[:1]}
-    for where, fields in [("record", others), *(("turn", turn) for turn in turns)]:
+    record = {name: value for name, value in raw.items() if name not in lists[:1]}
+    for level, fields in [("record", record), *(("turn", turn) for turn in turns)]:
         for name, value in fields.items():
             if name not in EXTRAS or value in (None, "", [], {}):
                 continue
             words = set(re.findall(r"VALUE\d+", json.dumps(value)))
             is_flag = name in (*FLAGS, "loss_mask") and not words
             named = any(
-                f"{where} field `{printable(str(name))[:80]}`" == entry or f"`{name}`" in entry
+                f"{level} field `{printable(str(name))[:80]}`" == entry or f"`{name}`" in entry
                 for entry in counted
             )
-            if not named and not (words and all(word in said for word in words)):
-                trailing = where == "turn" and "unanswered last turn dropped" in report.repaired
-                nothing = (
+            if not named and not (words and all(word in conversation for word in words)):
+                trailing = level == "turn" and "unanswered last turn dropped" in report.repaired
+                is_default = (
                     _takes_no_answer_out(value, turns)
                     if name == "loss_mask"
-                    else _changes_nothing(name, value, where == "turn" and _is_answer(fields))
+                    else _changes_nothing(name, value, level == "turn" and _is_answer(fields))
                 )
-                if not (is_flag and nothing) and not trailing:
-                    raise Fell(
-                        f"the {where}'s field {name!r} with {value!r} vanished; counted: {counted}"
+                if not (is_flag and is_default) and not trailing:
+                    raise Failed(
+                        f"the {level}'s field {name!r} with {value!r} vanished; counted: {counted}"
                     )
 
 
@@ -259,28 +260,28 @@ def _is_answer(turn: dict) -> bool:
 
 
 def _takes_no_answer_out(mask: object, turns: list[dict]) -> bool:
-    """Returns whether a record's `loss_mask` says what holds without it."""
+    """Returns whether a record's `loss_mask` only repeats the default."""
     if not isinstance(mask, list):
         return False
-    of_answers = (
+    answers = (
         [flag for flag, turn in zip(mask, turns, strict=True) if _is_answer(turn)]
         if len(mask) == len(turns)
         else mask
     )
-    return all(of_answers)
+    return all(answers)
 
 
 def _changes_nothing(name: str, value: object, is_answer: bool) -> bool:
-    """Returns whether a flag says what holds without it, so that there is nothing to count."""
+    """Returns whether a flag only repeats the default, so that there is nothing to count."""
     return (
         bool(value) == (is_answer == (name != "mask"))
         or (name == "mask" and not is_answer)
         or (bool(value) and not is_answer)
-    )  # which is counted for all flags together
+    )  # counted for all flags together
 
 
 def _extra(generator: np.random.Generator, numbers: Iterator[int]) -> dict:
-    """Returns a few fields with values of every kind; every text in them is another word."""
+    """Returns a few fields with values of every kind; every text in them is a different word."""
 
     def numbered(value: object) -> object:
         if isinstance(value, dict):
@@ -306,7 +307,7 @@ def _odd(generator: np.random.Generator, usual: object, rate: float = 0.08) -> o
 
 
 def _record(format: str, generator: np.random.Generator) -> object:
-    """Returns a record of this format with odd values in places."""
+    """Returns a record of this format with odd values here and there."""
     if format == "text":
         raw: dict = {"text": _odd(generator, _text(generator))}
         if generator.random() < 0.3:

@@ -8,15 +8,15 @@ import time
 import numpy as np
 
 from tests import small_run
-from tests.soak.attacks import ROOT, Case, Fell
+from tests.soak.attacks import ROOT, Case, Failed
 from tests.soak.damage import WAYS, copied, damage_file
 from tests.soak.kills import SAVE_EVERY, finish, run_result, start
 
 
 def runs(base: pathlib.Path) -> Case:
     """Returns the case: a file of a stopped run is damaged, and the same command is started again.
-    It is refused by name, or ends in the checkpoint of a run that nobody touched, with the same
-    rows logged; lost or changed rows are told of."""
+    It is refused by name, or ends with the checkpoint and logged rows of an undisturbed run; lost
+    or changed rows are reported."""
     recipe = small_run.recipe(base, ROOT, conversations=24)
     expected: dict[str, object] = {}
     stopped = base / "stopped"
@@ -43,17 +43,17 @@ def runs(base: pathlib.Path) -> Case:
         code = start(recipe, run, 1, folder, base / "prepared")[0].wait(300)
         output = log.read_text(encoding="utf-8")
         if code not in (0, 2) or "Traceback" in output:
-            raise Fell(f"{name} {way}: ended with {code}: {output[-500:]}")
+            raise Failed(f"{name} {way}: ended with {code}: {output[-500:]}")
         if code == 2:
             errors = [line for line in output.splitlines() if line.startswith("error: ")]
-            # Half a configuration may be a whole one of another run: then the folder is named, and
+            # Half a configuration may be a valid one of another run: then the folder is named, and
             # the field that differs.
             if len(errors) != 1 or str(run) not in errors[0]:
-                raise Fell(f"{name} {way}: {errors}")
+                raise Failed(f"{name} {way}: {errors}")
             return "refused by name"
         received = run_result(run, folder)
         if received["checkpoint"] != expected["checkpoint"]:
-            raise Fell(f"{name} {way}: another checkpoint")
+            raise Failed(f"{name} {way}: another checkpoint")
         outcome = "the same rows"
         for file in ("metrics", "held_out"):
             rows, truth = (
@@ -62,8 +62,8 @@ def runs(base: pathlib.Path) -> Case:
             if rows != truth:
                 outcome = "lost or changed rows told of"
                 if name.name not in output:
-                    raise Fell(
-                        f"{name} {way}: {file} lost or changed rows without a word: {len(rows)} "
+                    raise Failed(
+                        f"{name} {way}: {file} lost or changed rows silently: {len(rows)} "
                         f"of {len(truth)} left"
                     )
         return f"the same checkpoint, {outcome}"

@@ -13,7 +13,7 @@ from data.prepared import Documents
 from data.sources import Source
 from data.tokenizer import Tokenizer
 from tests import small_run
-from tests.soak.attacks import ROOT, Case, Fell, refusal
+from tests.soak.attacks import ROOT, Case, Failed, refusal
 from tests.soak.damage import WAYS, copied, damage_file
 from trainer.checkpoint.readers import restore
 from trainer.checkpoint.store import CheckpointStore
@@ -22,8 +22,9 @@ OPTIMIZER = optax.adamw(1e-3)
 
 
 def checkpoints(base: pathlib.Path) -> Case:
-    """Returns the case: a file of a run's newest checkpoint is damaged. By its path it is refused
-    or whole; by the run's, it is whole or the one before is taken."""
+    """Returns the case: a file of a run's newest checkpoint is damaged. Opened by its path, the
+    checkpoint is refused or intact; opened by the run's, it is intact or the previous one is
+    used."""
     generator = np.random.default_rng(0)
     (base / "assets").mkdir()
     (base / "assets" / "config.json").write_text("{}")
@@ -54,9 +55,9 @@ def checkpoints(base: pathlib.Path) -> Case:
             jax.tree.leaves((restored.model, restored.optimizer)), expected, strict=True
         ):
             if np.asarray(value).tobytes() != np.asarray(truth).tobytes():
-                raise Fell(f"checkpoint {restored.step} was restored with other numbers")
+                raise Failed(f"checkpoint {restored.step} was restored with other numbers")
         if restored.data != saved[restored.step][2]:
-            raise Fell(f"checkpoint {restored.step} was restored with data {restored.data}")
+            raise Failed(f"checkpoint {restored.step} was restored with data {restored.data}")
         return restored.step
 
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
@@ -75,8 +76,8 @@ def checkpoints(base: pathlib.Path) -> Case:
 
 
 def prepared(base: pathlib.Path) -> Case:
-    """Returns the case: a file of prepared data is damaged; the same call gives the same documents
-    all the same."""
+    """Returns the case: a file of prepared data is damaged; the same call still gives the same
+    documents."""
     small_run.recipe(base, ROOT, conversations=12)
     tokenizer = Tokenizer.load(ROOT / "data" / "fixtures" / "tiny_tokenizer")
 
@@ -99,7 +100,7 @@ def prepared(base: pathlib.Path) -> Case:
         output = io.StringIO()
         with contextlib.redirect_stderr(output), refusal(str(copy)) as messages:
             if documents(copy) != truth:
-                raise Fell(f"{name} {way}: other documents")
+                raise Failed(f"{name} {way}: other documents")
         if messages:
             return "named when the document was read"
         return "named and made again" if "made again" in output.getvalue() else "the same documents"

@@ -1,5 +1,5 @@
-"""A store that answers slowly: any change of a file below a folder takes a while, and it is counted
-which thread waits."""
+"""A store that answers slowly: every change to a file below a folder takes a while, and the thread
+that waits is recorded."""
 
 import builtins
 import contextlib
@@ -17,8 +17,7 @@ NAMES = ("mkdir", "rename", "replace", "rmdir", "unlink", "open")
 
 
 class Waits:
-    """What the calls to a slow store were: name, path and whether the main thread waited, in their
-    order."""
+    """The calls to a slow store, in order: name, path and whether the main thread waited."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, bool]] = []
@@ -34,8 +33,8 @@ class Waits:
 
 @contextlib.contextmanager
 def slow_store(folder: pathlib.Path, seconds: float) -> Iterator[Waits]:
-    """Delays by `seconds` every call of Python's that makes, renames, removes or opens for writing
-    a file below `folder`."""
+    """Delays by `seconds` every Python call that makes, renames, removes or opens for writing a
+    file below `folder`."""
     waits = Waits()
 
     def slowed(call: Callable) -> Callable:
@@ -66,15 +65,15 @@ DELAY = 0.3
 
 
 def measure(folder: pathlib.Path) -> dict:
-    """Trains a small run whose checkpoints are on a slow store; returns what its saves held the
-    training for.
+    """Trains a small run whose checkpoints are on a slow store; returns how long its saves delayed
+    the training.
 
     Returns:
-        held: seconds that each save held the training for, beside the wait for the one before.
-        waited: seconds that each save waited for the one before.
-        written: seconds that the store took beside the training, all saves together.
-        calls: the calls to the store that the training has waited for.
-        said: what the run said of it.
+        held: seconds that each save delayed training, excluding the wait for the previous save.
+        waited: seconds that each save waited for the previous one.
+        written: seconds of the store's work in parallel with training, over all saves.
+        calls: the calls to the store that training waited for.
+        said: the run's messages about it.
     """
     import train
     from tests import small_run

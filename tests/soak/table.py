@@ -32,7 +32,7 @@ ABOUT = {
 
 def record(folder: pathlib.Path) -> None:
     """Writes the result and the page's table from the counts in `folder`; classes without counts
-    keep the row they have."""
+    keep their row."""
     rows = load("robustness").rows
     for name in CLASSES:
         path = folder / f"{name}.json"
@@ -56,7 +56,7 @@ def record(folder: pathlib.Path) -> None:
 
 
 def _row(name: str, parts: list[dict[str, Any]]) -> dict[str, str]:
-    """Returns the row of a class from the counts of its parts, with the commit of today."""
+    """Returns the row of a class from the counts of its parts, with the current commit."""
     tried, held = (sum(part[key] for part in parts) for key in ("tried", "held"))
     about, more = (
         ABOUT[name],

@@ -1,4 +1,4 @@
-"""The attacks themselves: a few of every class, and that each sees what falls."""
+"""The attacks themselves: a few of every class, and that each detects failures."""
 
 import pytest
 
@@ -6,14 +6,14 @@ from data.errors import UserError
 from data.report import Report
 from data.sources import read
 from tests.soak import attacks, folders, records, saved
-from tests.soak.attacks import Fell, Impossible, attack, merge, refusal
+from tests.soak.attacks import Failed, Impossible, attack, merge, refusal
 from trainer.checkpoint.readers import restore
 
 QUICK = [name for name in attacks.CLASSES if name not in (*attacks.LONGER, "commands")]
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_few_of_every_class_hold(name):
+def test_a_few_cases_of_every_class_hold(name):
     result = attack(name, range(10**6, 10**6 + 12))
     assert result["fell"] == [] and result["held"] == result["tried"] == 12 == sum(
         result["outcomes"].values()
@@ -22,7 +22,7 @@ def test_a_few_of_every_class_hold(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", attacks.LONGER)
-def test_one_of_every_longer_class_holds(name):
+def test_one_case_of_every_longer_class_holds(name):
     try:
         result = attack(name, range(10**6, 10**6 + 1), longest=attacks.LONGER[name])
     except Impossible as error:
@@ -36,24 +36,24 @@ def lose_the_first(source, report, *rest):
     return records
 
 
-def test_a_lost_record_falls(monkeypatch):
+def test_a_lost_record_is_a_failure(monkeypatch):
     monkeypatch.setattr(records, "read", lose_the_first)
     assert attack("records", range(3))["held"] == 0
 
 
-def test_a_record_that_is_not_counted_falls(monkeypatch):
+def test_an_uncounted_record_is_a_failure(monkeypatch):
     monkeypatch.setattr(records, "read", lambda source, report: list(read(source, Report())))
     assert attack("records", range(3))["held"] == 0
 
 
-def test_fields_that_vanish_fall(monkeypatch):
-    """As they did where a cleaner reported none of them."""
+def test_vanished_fields_are_a_failure(monkeypatch):
+    """As when a cleaner reported none of them."""
     assert attack("records", range(300))["fell"] == []
     monkeypatch.setattr("data.turns.unread_of", lambda *_: set())
     assert attack("records", range(300))["fell"] != []
 
 
-def test_a_checkpoint_with_other_numbers_falls(monkeypatch):
+def test_a_checkpoint_with_other_numbers_is_a_failure(monkeypatch):
     def changed(path, model, optimizer):
         restored = restore(
             path.parents[1] / "checkpoints" / "10" if path.name == "20" else path, model, optimizer
@@ -64,7 +64,7 @@ def test_a_checkpoint_with_other_numbers_falls(monkeypatch):
     assert attack("checkpoints", range(3))["held"] == 0
 
 
-def test_other_documents_fall(monkeypatch):
+def test_other_documents_are_a_failure(monkeypatch):
     calls = []
     monkeypatch.setattr(
         saved,
@@ -74,7 +74,7 @@ def test_other_documents_fall(monkeypatch):
     assert attack("prepared", range(2))["held"] == 0
 
 
-def test_an_error_that_names_nothing_falls(monkeypatch):
+def test_an_error_that_names_nothing_is_a_failure(monkeypatch):
     def unnamed(path):
         raise UserError("something is wrong")
 
@@ -86,7 +86,7 @@ def test_an_error_that_names_nothing_falls(monkeypatch):
         assert attack(name, range(2))["held"] == 0
 
 
-def test_a_traceback_and_a_hang_fall(monkeypatch):
+def test_a_traceback_and_a_hang_are_failures(monkeypatch):
     monkeypatch.setattr(folders.cases, "read", lambda path: {}[path])
     assert "KeyError" in attack("line_cases", range(1))["fell"][0]["what"]
 
@@ -98,8 +98,8 @@ def test_a_traceback_and_a_hang_fall(monkeypatch):
     assert "took longer than 1 s" in attack("line_cases", range(1), longest=1)["fell"][0]["what"]
 
 
-def test_a_message_of_several_lines_falls():
-    with pytest.raises(Fell, match="names none"), refusal("a.json"):
+def test_a_message_of_several_lines_is_a_failure():
+    with pytest.raises(Failed, match="names none"), refusal("a.json"):
         raise UserError("b.json: wrong")
     with refusal("a.json") as messages:
         raise ValueError("a.json: wrong")

@@ -1,4 +1,4 @@
-"""A run on a slow store: a save that waits for the one before says so, and no step waits for a
+"""A run on a slow store: a save that waits for the previous one reports it, and no step waits for a
 file."""
 
 import pytest
@@ -9,7 +9,7 @@ from tests.soak.slow_store import slow_store
 
 
 @pytest.mark.slow
-def test_a_save_that_waits_says_so(small_recipe, tmp_path, capfd):
+def test_a_save_that_waits_is_reported(small_recipe, tmp_path, capfd):
     run = tmp_path / "run"
     with slow_store(run / "checkpoints", 0.2) as waits:
         assert (
@@ -30,10 +30,10 @@ def test_a_save_that_waits_says_so(small_recipe, tmp_path, capfd):
             )
             == 0
         )
-    said = [
+    output = [
         line
         for line in capfd.readouterr().err.splitlines()
         if "for the previous checkpoint" in line
     ]
-    assert [line.split(": waited")[0] for line in said] == ["step 4", "step 6"]
+    assert [line.split(": waited")[0] for line in output] == ["step 4", "step 6"]
     assert waits.others() and not waits.main()

@@ -1,5 +1,5 @@
 """A run that trains adapters on a pretrained base: its checkpoints, how it resumes, what is
-exported, what is refused."""
+exported and what is refused."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from trainer.stages import stages_of
 from trainer.text import TextObjective
 
 STEPS = 4
-DECAY = 0.3  # of the average of the weights
+DECAY = 0.3  # of the weights' moving average
 ADAPTER = {
     "rank": 2,
     "alpha": 4.0,
@@ -39,8 +39,8 @@ ADAPTER = {
 
 @pytest.fixture(scope="module")
 def command(small_recipe, hf_model, tmp_path_factory):
-    """Gives a command line of a short run on the model, with a rate at which adapters learn
-    something in a few steps."""
+    """Returns the command line of a short run on the model, with a learning rate at which adapters
+    learn something in a few steps."""
     folder = tmp_path_factory.mktemp("adapters")
     written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
     written["model"] = {"compute_dtype": "float32"}
@@ -77,7 +77,7 @@ def command(small_recipe, hf_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(command):
-    """The folder of a run that was stopped after two steps, as if killed, and went on."""
+    """The folder of a run that was stopped after two steps, as if killed, and resumed."""
     arguments = command("run")
     assert train.main(arguments) == 0
     folder = pathlib.Path(arguments[3])
@@ -100,7 +100,7 @@ def run(command):
 
 
 def average(checkpoint):
-    """The average of the weights that a checkpoint holds, on the host, by name."""
+    """The moving average of the weights in a checkpoint, by name, on the host."""
     return {name: np.asarray(x) for name, x in stored_average(checkpoint).items()}
 
 
@@ -113,9 +113,8 @@ def parameters(source, adapter=True):
     return source.read(llama(config))
 
 
-def test_checkpoints_hold_adapters_and_their_moments_alone(run):
-    """By name, for the model and the optimizer; the file of PEFT's configuration lies among the
-    assets."""
+def test_checkpoints_hold_only_adapters_and_their_moments(run):
+    """By name, for the model and the optimizer; PEFT's configuration file is among the assets."""
     checkpoint = run / "checkpoints" / str(STEPS)
     names = set(stored_arrays(checkpoint, "model"))
     parts = {
@@ -140,8 +139,8 @@ def test_checkpoints_hold_adapters_and_their_moments_alone(run):
     assert adapter.dropout == 0.25
 
 
-def test_the_average_is_that_of_the_saved_parameters_and_is_exported(run, tmp_path):
-    """Recomputed in float64 from the parameters of each step's checkpoint; with a start in the
+def test_the_average_matches_the_saved_parameters_and_is_exported(run, tmp_path):
+    """Recomputed in float64 from the parameters of each step's checkpoint, across a restart in the
     middle of the run."""
     saved = [restore_model(run / "checkpoints" / str(step)) for step in range(1, STEPS + 1)]
     expected = {
@@ -164,11 +163,12 @@ def test_the_average_is_that_of_the_saved_parameters_and_is_exported(run, tmp_pa
     np.testing.assert_array_equal(norm, averaged["norm.weight"])
 
 
-def test_the_run_its_export_and_the_merged_model_are_one_model(run, hf_model, tmp_path):
-    """The same parameters from the checkpoint and through PEFT's format; merged, the same logits
+def test_the_run_its_export_and_the_merged_model_agree(run, hf_model, tmp_path):
+    """The checkpoint and PEFT's format hold the same parameters; the merged model's logits are
     within 1e-5."""
     assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
-    for file in (tmp_path / "peft").glob("*.*s*n"):  # a folder of this machine is nobody's business
+    # an export must not reveal a folder of this machine
+    for file in (tmp_path / "peft").glob("*.*s*n"):
         assert str(hf_model).encode() not in file.read_bytes(), file.name
     assert export_hf.main([str(run), str(tmp_path / "named"), "--base", "org/base@v1"]) == 0
     named = json.loads((tmp_path / "named/adapter_config.json").read_text())
@@ -201,8 +201,7 @@ def test_the_run_its_export_and_the_merged_model_are_one_model(run, hf_model, tm
 
 
 def test_another_base_is_refused(run, command, hf_model, tmp_path, capfd):
-    """By the run that would go on, and by whoever reads the adapter; each names both
-    fingerprints."""
+    """Both a run that resumes and a reader of the adapter refuse it, naming both fingerprints."""
     other = pathlib.Path(shutil.copytree(hf_model, tmp_path / "other"))
     weights = bytearray((other / "model.safetensors").read_bytes())
     weights[len(weights) * 63 // 64] ^= 1  # in a block that the fingerprint covers
@@ -224,17 +223,17 @@ def test_another_base_is_refused(run, command, hf_model, tmp_path, capfd):
     ],
     ids=str,
 )
-def test_bad_input_is_one_line(command, capfd, flags, facts):
-    """The message names the field, what was found and what would work."""
+def test_bad_input_is_a_one_line_error(command, capfd, flags, facts):
+    """The message names the field, its value and what would work."""
     capfd.readouterr()
     assert train.main(command("refused", *flags)) == 2
     error = capfd.readouterr().err.splitlines()
     assert len(error) == 1 and all(fact in error[0] for fact in facts), error
 
 
-def test_a_run_goes_on_from_a_peft_adapter(run, command, tmp_path, capfd):
-    """It begins with the adapter's loss, and takes over its dropout. Another rank, and an adapter
-    as base, are refused."""
+def test_a_run_starts_from_a_peft_adapter(run, command, tmp_path, capfd):
+    """It begins with the adapter's loss and takes over its dropout. Another rank, and an adapter as
+    base, are refused."""
     assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
     last, first = (
         [
@@ -257,10 +256,10 @@ def test_a_run_goes_on_from_a_peft_adapter(run, command, tmp_path, capfd):
         adapter_config.read_config(pathlib.Path(arguments[3]) / "checkpoints/1/assets")[0].dropout
         == 0.25
     )
-    begun = json.loads((pathlib.Path(arguments[3]) / "metrics.jsonl").read_text())[
+    initial = json.loads((pathlib.Path(arguments[3]) / "metrics.jsonl").read_text())[
         "loss_nats_per_target"
     ]
-    assert abs(begun - last) < abs(begun - first)
+    assert abs(initial - last) < abs(initial - first)
     capfd.readouterr()
     assert (
         train.main(command("more", "--adapter.path", str(tmp_path / "peft"), "--adapter.rank", "4"))
@@ -271,8 +270,9 @@ def test_a_run_goes_on_from_a_peft_adapter(run, command, tmp_path, capfd):
     assert "is an adapter; --adapter.path continues it" in capfd.readouterr().err
 
 
-def test_what_the_recipe_says_of_the_model_holds_beside_a_run_s_adapter_too(run, hf_model):
-    """Its positions, and where answers end; what it leaves out is as the run was trained."""
+def test_the_recipes_model_section_applies_with_a_runs_adapter_too(run, hf_model):
+    """Positions, and where answers end; whatever the recipe leaves out is as the run was
+    trained."""
     plain = choose_model(ModelConfig(path=str(hf_model)), str(run))
     trained = TransformerConfig.from_hf(run / f"checkpoints/{STEPS}/assets")
     assert plain.config == trained and plain.adapter.folder.parent.parent == run
@@ -289,8 +289,8 @@ def test_what_the_recipe_says_of_the_model_holds_beside_a_run_s_adapter_too(run,
         assert np.array_equal(parameters(source)[module], parameters(plain)[module])
 
 
-def test_tokens_that_a_run_s_adapter_lacks_are_refused(run, command, capfd):
-    """Rows that were trained, or drawn, would not be those of a larger vocabulary."""
+def test_tokens_that_a_runs_adapter_lacks_are_refused(run, command, capfd):
+    """Embedding rows, trained or newly initialized, would not match the larger vocabulary."""
     capfd.readouterr()
     flags = [
         "--adapter.path",
@@ -308,8 +308,9 @@ def test_tokens_that_a_run_s_adapter_lacks_are_refused(run, command, capfd):
 
 
 @pytest.mark.slow
-def test_stages_train_the_same_adapters_one_after_the_other(command, hf_model):
-    """The second begins with those of the first, at its positions and on the same base."""
+def test_stages_continue_training_the_same_adapters(command, hf_model):
+    """The second stage begins with the adapters of the first, at its positions and on the same
+    base."""
     stages = [
         {"context_length": 128, "steps": 2, "rope": {"rope_theta": 5e4}},
         {"context_length": 128, "steps": 1},
@@ -317,9 +318,9 @@ def test_stages_train_the_same_adapters_one_after_the_other(command, hf_model):
     arguments = command("staged", "--stages", json.dumps(stages))
     assert train.main(arguments) == 0
     first, second = stages_of(load(arguments))
-    begun = TextObjective(second, make_mesh(second.mesh)).read_params()
+    initial = TextObjective(second, make_mesh(second.mesh)).read_params()
     for name, x in restore_model(first.folder / "checkpoints/2").items():
-        assert np.array_equal(x, begun[name]), name
+        assert np.array_equal(x, initial[name]), name
     ended = open_model(str(second.folder))
     assert ended.base.folder == hf_model and ended.config.rope.theta == 5e4
     assert train.main(arguments) == 0  # finds both finished

@@ -1,5 +1,5 @@
-"""The moving average of the weights: numpy's, and counted by the planner. A run with one is in
-test_adapter_run.py."""
+"""The moving average of the weights matches numpy's and is counted by the planner.
+test_adapter_run.py has a run with one."""
 
 import functools
 
@@ -21,7 +21,7 @@ DECAY = 0.3
 
 
 @pytest.mark.parametrize("fields", [{}, {"moment_dtype": "bfloat16"}, {"name": "lion"}])
-def test_it_is_numpys_average_of_the_parameters_after_each_step(fields):
+def test_it_matches_numpys_average_of_the_parameters_after_each_step(fields):
     config = OptimizerConfig(learning_rate=0.1, average_decay=DECAY, **fields)
     optimizer, plain = (
         make_optimizer(config, 20),
@@ -53,8 +53,8 @@ def test_it_is_numpys_average_of_the_parameters_after_each_step(fields):
         assert np.abs(np.asarray(params[name]) - x).max() > 1e-3
 
 
-def test_it_is_the_same_where_moments_come_from_the_host_layer_by_layer():
-    """The update that `memory.moments_on_host` takes, against that of all parameters at once, to
+def test_streaming_moments_from_the_host_per_layer_does_not_change_it():
+    """The update of `memory.moments_on_host` against that of all parameters at once, up to
     rounding."""
     optimizer = make_optimizer(
         OptimizerConfig(learning_rate=0.1, average_decay=DECAY, clip_norm=0.0), 20
@@ -88,7 +88,7 @@ def test_a_checkpoint_without_one_says_so(whole_run, tmp_path, capsys):
     )
 
 
-def test_the_planner_counts_it_and_a_decay_of_one_is_refused(small_recipe):
+def test_the_planner_counts_its_memory_and_a_decay_of_one_is_refused(small_recipe):
     model = TransformerConfig(
         vocab_size=64,
         hidden_size=32,

@@ -1,5 +1,5 @@
-"""Bad input as a user meets it: exit code 2 and one line on standard error that names the thing; no
-traceback."""
+"""Bad input as a user sees it: exit code 2 and one line on standard error that names the culprit;
+no traceback."""
 
 import json
 import os
@@ -13,11 +13,13 @@ from safetensors.numpy import load_file, save_file
 
 import train
 from scripts import export_hf, import_hf
+from tests import small_run
 
 
 @pytest.fixture
 def refused(small_recipe, tmp_path, capfd):
-    """Gives the one line that train.py says of a recipe with the flags given."""
+    """Returns a function from flags to the one line that train.py prints when it refuses the
+    recipe."""
 
     def call(
         *flags: str, recipe: pathlib.Path = small_recipe, run: pathlib.Path | None = None
@@ -27,33 +29,36 @@ def refused(small_recipe, tmp_path, capfd):
             train.main(["--config", str(recipe), "--run_dir", str(run or tmp_path / "run"), *flags])
             == 2
         )
-        said = capfd.readouterr().err.splitlines()
-        assert len(said) == 1 and said[0].startswith("error: "), said
-        return said[0]
+        lines = capfd.readouterr().err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("error: "), lines
+        return lines[0]
 
     return call
 
 
 @pytest.fixture
 def model_copy(hf_model, tmp_path):
-    """A copy of that folder to spoil."""
+    """A copy of the small model's folder to damage."""
     return pathlib.Path(shutil.copytree(hf_model, tmp_path / "hf"))
 
 
 @pytest.fixture
 def run_copy(whole_run, tmp_path):
-    """A copy of a finished run to spoil."""
+    """A copy of a finished run to damage."""
     return pathlib.Path(shutil.copytree(whole_run, tmp_path / "whole"))
 
 
-def test_a_loss_that_is_not_finite_names_step_and_records(refused, small_recipe, tmp_path, capfd):
-    """A rate of 1e38 spoils the parameters at step 1; step 2 tells, and nothing of it is saved or
-    logged. What the line proposes goes on in the same folder, but not to a good end: no later step
-    has a loss either."""
-    flags = ("--optimizer.learning_rate", "1e38", "--logging.console", "false")
-    said = refused(*flags)
-    assert "step 2: loss_nats_per_target is nan" in said and "--train.non_finite skip" in said
-    records = said.split("its records are ")[1].split(";")[0].split(", ")
+def test_a_non_finite_loss_names_step_and_records(refused, small_recipe, tmp_path, capfd):
+    """A learning rate of 1e38 ruins the parameters at step 1; step 2 reports it, and nothing of it
+    is saved or logged. The command that the message proposes continues in the same folder, but the
+    loss of every later step is not finite either."""
+    flags = (
+        *("--optimizer.learning_rate", "1e38", "--logging.console", "false"),
+        *small_run.ONE_DEVICE,
+    )
+    message = refused(*flags)
+    assert "step 2: loss_nats_per_target is nan" in message and "--train.non_finite skip" in message
+    records = message.split("its records are ")[1].split(";")[0].split(", ")
     known = {
         record["id"]
         for record in json.loads((small_recipe.parent / "conversations.json").read_text())
@@ -88,14 +93,14 @@ def write(path: pathlib.Path, text: str) -> str:
 
 
 def flip(path: pathlib.Path) -> None:
-    """Changes one bit in the middle of a file."""
+    """Flips one bit in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
 def spoil_checkpoint(checkpoint: pathlib.Path) -> str:
-    """Damages its largest parameter file; gives the file's name."""
+    """Damages the checkpoint's largest parameter file; returns the file's name."""
     victim = max(
         (path for path in (checkpoint / "model").rglob("*") if path.is_file()),
         key=lambda path: path.stat().st_size,
@@ -125,19 +130,17 @@ def test_no_usable_data(refused, tmp_path, content, words):
     path = tmp_path / "conversations-of-mine.json"
     if content is not None:
         write(path, content)
-    said = refused("--data.path", str(path))
-    assert all(word in said for word in [str(path), *words]), said
-    assert not (tmp_path / "run").exists(), (
-        "a run that could not begin leaves its folder to the next try"
-    )
+    message = refused("--data.path", str(path))
+    assert all(word in message for word in [str(path), *words]), message
+    assert not (tmp_path / "run").exists(), "a run that could not begin leaves its folder usable"
 
 
-def test_cut_json_is_used_as_far_as_it_is_whole(tmp_path, small_recipe, model_copy, capfd):
-    """What is whole is used and the rest reported, where the user sees it, before anything else is
-    done."""
+def test_the_intact_records_of_truncated_json_are_used(tmp_path, small_recipe, model_copy, capfd):
+    """The intact records are used and the rest is reported, where the user sees it, before anything
+    else is done."""
     whole = (small_recipe.parent / "conversations.json").read_text(encoding="utf-8")
     path = write(tmp_path / "cut.json", whole[: len(whole) // 2])
-    (model_copy / "model.safetensors").unlink()  # so that the call ends before it compiles
+    (model_copy / "model.safetensors").unlink()  # ends the call before it compiles
     arguments = [
         "--config",
         str(small_recipe),
@@ -148,26 +151,26 @@ def test_cut_json_is_used_as_far_as_it_is_whole(tmp_path, small_recipe, model_co
     ]
     capfd.readouterr()
     assert train.main([*arguments, "--model.path", str(model_copy)]) == 2
-    report, said = capfd.readouterr()
-    assert "safetensors" in said
+    report, stderr = capfd.readouterr()
+    assert "safetensors" in stderr
     used = next(line for line in report.splitlines() if line.startswith(path))
     records, kept = (int(word) for word in used.removeprefix(f"{path}: ").split() if word.isdigit())
     assert 10 < kept < records
     assert "cut off or malformed JSON" in report
     assert report.splitlines()[-1].startswith(
         f"warning: {path}: the file is cut off in record {records} "
-    ), "last: it is seen"
+    ), "printed last, so that it is seen"
 
 
 @pytest.mark.slow
-def test_other_data_are_refused(refused, small_recipe, run_copy, tmp_path):
+def test_a_run_does_not_resume_on_other_data(refused, small_recipe, run_copy, tmp_path):
     records = json.loads((small_recipe.parent / "conversations.json").read_text(encoding="utf-8"))
-    said = refused(
+    message = refused(
         "--data.path",
         write(tmp_path / "conversations.json", json.dumps(records[:50])),
         run=run_copy,
     )
-    assert "was trained on other data" in said and str(run_copy) in said
+    assert "was trained on other data" in message and str(run_copy) in message
 
 
 # Configuration
@@ -192,14 +195,16 @@ def test_other_data_are_refused(refused, small_recipe, run_copy, tmp_path):
     ],
 )
 def test_wrong_flag(refused, flags, words):
-    said = refused(*flags)
-    assert all(word in said for word in words), said
+    message = refused(*flags)
+    assert all(word in message for word in words), message
 
 
 def test_misspelt_field_in_the_recipe(refused, small_recipe, tmp_path):
     text = small_recipe.read_text(encoding="utf-8").replace("warmup_steps", "warmup_step")
-    said = refused(recipe=pathlib.Path(write(tmp_path / "mine.yaml", text)))
-    assert "mine.yaml" in said and "optimizer.warmup_step" in said and "warmup_steps" in said
+    message = refused(recipe=pathlib.Path(write(tmp_path / "mine.yaml", text)))
+    assert (
+        "mine.yaml" in message and "optimizer.warmup_step" in message and "warmup_steps" in message
+    )
 
 
 def test_no_recipe(refused, tmp_path):
@@ -223,31 +228,29 @@ def test_no_recipe(refused, tmp_path):
         (["--attention.schedule", "{name: ulysses, degree: 3}"], ["degree", "3"]),
     ],
 )
-def test_what_a_step_cannot_be_made_of_leaves_the_folder_to_the_next_try(
-    refused, tmp_path, flags, words
-):
-    said = refused(*flags)
-    assert all(word in said for word in words), said
+def test_a_step_that_cannot_be_built_leaves_the_folder_usable(refused, tmp_path, flags, words):
+    message = refused(*flags)
+    assert all(word in message for word in words), message
     assert not (tmp_path / "run").exists()
 
 
 def test_run_directory_of_another_run(refused, whole_run):
-    said = refused("--optimizer.learning_rate", "0.5", run=whole_run)
+    message = refused("--optimizer.learning_rate", "0.5", run=whole_run)
     assert (
-        "optimizer.learning_rate is 0.002 there and 0.5 now" in said and "another --run_dir" in said
+        "optimizer.learning_rate is 0.002 there and 0.5 now" in message
+        and "another --run_dir" in message
     )
 
 
-def test_run_directory_that_is_none(refused, tmp_path):
+def test_a_run_directory_that_holds_other_files(refused, tmp_path):
     (tmp_path / "photos").mkdir()
     write(tmp_path / "photos" / "one.txt", "x")
     assert "no config.yaml, so it is not a run" in refused(run=tmp_path / "photos")
     assert os.listdir(tmp_path / "photos") == ["one.txt"]
 
 
-def test_prepared_data_in_the_run_directory_are_no_strangers(refused, model_copy, tmp_path):
-    """After a start that failed once the data were prepared, the next one does not refuse the
-    folder."""
+def test_prepared_data_in_the_run_directory_are_accepted(refused, model_copy, tmp_path):
+    """After a start that failed once the data were prepared, the next start accepts the folder."""
     (model_copy / "model.safetensors").unlink()
     for _ in range(2):
         flags = [
@@ -259,28 +262,30 @@ def test_prepared_data_in_the_run_directory_are_no_strangers(refused, model_copy
         assert "no weights here" in refused(*flags) and os.listdir(tmp_path / "run") == ["prepared"]
 
 
-def test_every_checkpoint_damaged(refused, run_copy):
+def test_a_run_whose_checkpoints_are_all_damaged(refused, run_copy):
     name = spoil_checkpoint(run_copy / "checkpoints/40")
     spoil_checkpoint(run_copy / "checkpoints/35")
-    said = refused(run=run_copy)
+    message = refused(run=run_copy)
     assert (
-        "every checkpoint is damaged" in said and "checkpoints/40: model/" in said and name in said
+        "every checkpoint is damaged" in message
+        and "checkpoints/40: model/" in message
+        and name in message
     )
 
 
-def test_damaged_checkpoint_as_model(refused, run_copy, tmp_path, capfd):
+def test_a_damaged_checkpoint_as_model(refused, run_copy, tmp_path, capfd):
     name = spoil_checkpoint(run_copy / "checkpoints/40")
     model = ["--model.path", str(run_copy / "checkpoints/40")]
-    said = refused(*model)
-    assert "is damaged" in said and name in said
+    output = refused(*model)
+    assert "is damaged" in output and name in output
     capfd.readouterr()
     assert export_hf.main([str(run_copy / "checkpoints/40"), str(tmp_path / "out")]) == 2
-    said = capfd.readouterr().err.splitlines()
-    assert len(said) == 1 and "is damaged" in said[0] and name in said[0]
+    output = capfd.readouterr().err.splitlines()
+    assert len(output) == 1 and "is damaged" in output[0] and name in output[0]
     assert not (tmp_path / "out").exists()
 
 
-def test_foreign_folder_as_checkpoint(refused, run_copy, tmp_path, capfd):
+def test_a_foreign_folder_as_checkpoint(refused, run_copy, tmp_path, capfd):
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     assert (
@@ -366,41 +371,43 @@ UP = "model.layers.1.mlp.up_proj.weight"
 )
 def test_model_that_cannot_be_used(refused, model_copy, tmp_path, spoil, words, capfd):
     spoil(model_copy)
-    said = refused("--model.path", str(model_copy))
-    assert all(word in said for word in words), said
+    output = refused("--model.path", str(model_copy))
+    assert all(word in output for word in words), output
     assert not (tmp_path / "run").exists()
-    if words[0] in ("tokenizer", "model.tokenizer"):  # what an import does not look at
+    if words[0] in ("tokenizer", "model.tokenizer"):  # tensors that an import does not read
         return
-    assert str(model_copy) in said
+    assert str(model_copy) in output
     assert import_hf.main([str(model_copy), str(tmp_path / "imported")]) == 2
-    said = capfd.readouterr().err.splitlines()
-    assert len(said) == 1 and all(word in said[0] for word in words)
+    output = capfd.readouterr().err.splitlines()
+    assert len(output) == 1 and all(word in output[0] for word in words)
     assert not (tmp_path / "imported").exists()
 
 
-def test_a_folder_that_orbax_would_take_for_a_pattern(refused, model_copy, tmp_path, capfd):
+def test_a_folder_that_orbax_would_read_as_a_glob_pattern(refused, model_copy, tmp_path, capfd):
     run = tmp_path / "lr[0.1]" / "run"
-    said = refused(run=run)
+    output = refused(run=run)
     assert (
-        f"run_dir: {run} has [ in it" in said and "would work" in said and not run.parent.exists()
+        f"run_dir: {run} has [ in it" in output
+        and "would work" in output
+        and not run.parent.exists()
     )
     target = tmp_path / "a*b"
     assert import_hf.main([str(model_copy), str(target)]) == 2
-    said = capfd.readouterr().err.splitlines()
+    output = capfd.readouterr().err.splitlines()
     assert (
-        len(said) == 1
-        and said[0].startswith(f"error: CHECKPOINT: {target} has * in it")
+        len(output) == 1
+        and output[0].startswith(f"error: CHECKPOINT: {target} has * in it")
         and not target.exists()
     )
 
 
-def test_model_that_is_not_there(refused, monkeypatch):
+def test_a_missing_model(refused, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "hf download nobody/nothing" in refused("--model.path", "nobody/nothing")
     assert "no such folder" in refused("--model.path", "./nowhere")
 
 
-# Sends Ctrl-C to itself while this module is imported; in a callback of the garbage collector;
+# Sends Ctrl-C to the process while this module is imported, in a garbage collector callback, or
 # while the checkpoint is written.
 INTERRUPTED = """
 import gc, os, signal, sys, time
@@ -434,7 +441,7 @@ trainer.entry.leave(import_hf.main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("moment", ["import", "callback", "writing"])
-def test_ctrl_c_ends_an_import_in_one_line_and_the_next_one_is_whole(
+def test_ctrl_c_ends_an_import_in_one_line_and_the_next_import_is_complete(
     hf_model, tmp_path, repository, moment
 ):
     target = tmp_path / "imported"

@@ -1,5 +1,5 @@
-"""The best checkpoint is kept and found, and a run ends where it no longer becomes better; also
-over several starts."""
+"""The best checkpoint is kept and can be selected, and early stopping ends a run; both work across
+restarts."""
 
 import contextlib
 import itertools
@@ -19,14 +19,14 @@ from trainer.evaluation import HeldOutLoss
 from trainer.model_source import open_model
 
 LOSS = "held_out_loss_nats_per_target"
-# After step 2 best, after 4 and 6 worse, after 8 the best of all, then never again.
+# After step 2 the best so far, after 4 and 6 worse, after 8 the overall best, then never better.
 LOSSES = {0: 9.0, 2: 3.0, 4: 3.5, 6: 3.0, 8: 2.5, 10: 2.9, 12: 2.6, 14: 2.5, 16: 1.0}
 
 
 @pytest.fixture
 def start(small_recipe, tmp_path, monkeypatch, capfd):
-    """Starts the run with flags, its held-out losses being LOSSES; returns (exit code, what it
-    printed)."""
+    """Starts the run with flags, with LOSSES as its held-out losses; returns (exit code,
+    output)."""
     monkeypatch.setattr(HeldOutLoss, "run", lambda self, params, step: {LOSS: LOSSES[step]})
 
     def begin(*flags, steps=16):
@@ -49,6 +49,7 @@ def start(small_recipe, tmp_path, monkeypatch, capfd):
                 "constant",
                 "--checkpoint.best",
                 LOSS,
+                *small_run.ONE_DEVICE,
                 *flags,
             ]
         )
@@ -61,30 +62,30 @@ def saved(folder):
     return sorted(int(path.name) for path in (folder / "run" / "checkpoints").iterdir())
 
 
-def test_a_run_stops_when_its_patience_ends_and_keeps_the_best(start, tmp_path):
-    code, said = start("--checkpoint.patience", "3")
+def test_a_run_stops_when_patience_runs_out_and_keeps_the_best(start, tmp_path):
+    code, output = start("--checkpoint.patience", "3")
     assert code == 0 and saved(tmp_path) == [8, 14]
-    assert f"stopped at step 14: {LOSS} was lowest at step 8 (2.5), 3 measurements ago" in said
-    assert f"best: {tmp_path}/run/checkpoints/8 ({LOSS} 2.5)" in said
+    assert f"stopped at step 14: {LOSS} was lowest at step 8 (2.5), 3 measurements ago" in output
+    assert f"best: {tmp_path}/run/checkpoints/8 ({LOSS} 2.5)" in output
     assert len(small_run.rows(tmp_path / "run" / "metrics.jsonl")) == 14
     assert (
         find_checkpoint(tmp_path / "run").name == "14"
         and find_checkpoint(tmp_path / "run" / "best").name == "8"
     )
     assert open_model(str(tmp_path / "run" / "best")).folder.name == "8"
-    code, said = start("--checkpoint.patience", "3")
-    assert code == 0 and "already stopped at step 14" in said and saved(tmp_path) == [8, 14]
-    code, said = start("--checkpoint.patience", "4")
-    assert code == 0 and "continuing from step 14" in said and saved(tmp_path) == [16]
+    code, output = start("--checkpoint.patience", "3")
+    assert code == 0 and "already stopped at step 14" in output and saved(tmp_path) == [8, 14]
+    code, output = start("--checkpoint.patience", "4")
+    assert code == 0 and "continuing from step 14" in output and saved(tmp_path) == [16]
     assert find_checkpoint(tmp_path / "run" / "best").name == "16"
 
 
 @pytest.mark.slow
-def test_over_several_starts_it_is_the_same_run(start, tmp_path):
+def test_several_starts_give_the_same_run(start, tmp_path):
     for steps in (4, 10, 16):
-        code, said = start("--checkpoint.patience", "3", steps=steps)
+        code, output = start("--checkpoint.patience", "3", steps=steps)
         assert code == 0
-    assert "stopped at step 14" in said and saved(tmp_path) == [8, 14]
+    assert "stopped at step 14" in output and saved(tmp_path) == [8, 14]
     twice = restore_model(tmp_path / "run" / "checkpoints" / "14")
     (tmp_path / "run").rename(tmp_path / "before")
     start("--checkpoint.patience", "3")
@@ -92,26 +93,26 @@ def test_over_several_starts_it_is_the_same_run(start, tmp_path):
     assert all(np.array_equal(twice[name], x) for name, x in at_once.items())
 
 
-def test_a_metric_that_nothing_measures_is_refused(start):
-    code, said = start("--checkpoint.best", "accuracy")
+def test_an_unmeasured_metric_is_refused(start):
+    code, output = start("--checkpoint.best", "accuracy")
     assert (
         code == 2
         and (f"checkpoint.best: found 'accuracy', which no evaluation measures; available: {LOSS}")
-        in said
+        in output
     )
 
 
 @pytest.mark.slow
-def test_a_metric_that_nothing_measures_is_refused_where_a_run_goes_on_with_it(start, tmp_path):
+def test_an_unmeasured_metric_is_refused_when_a_run_resumes_with_it(start, tmp_path):
     start(steps=2)
-    code, said = start("--checkpoint.best", "accuracy", steps=4)
-    assert code == 2 and "checkpoint.best: found 'accuracy', which no evaluation measures" in said
-    code, said = start(steps=4)
-    assert code == 0 and saved(tmp_path) == [2, 4] and "have changed" not in said
+    code, output = start("--checkpoint.best", "accuracy", steps=4)
+    assert code == 2 and "checkpoint.best: found 'accuracy', which no evaluation measures" in output
+    code, output = start(steps=4)
+    assert code == 0 and saved(tmp_path) == [2, 4] and "have changed" not in output
     assert [row["step"] for row in small_run.rows(tmp_path / "run/held_out.jsonl")] == [0, 2, 4]
 
 
-def test_patience_that_ends_in_the_evaluation_after_a_preemption_ends_the_run(
+def test_patience_that_runs_out_in_the_evaluation_after_a_preemption_ends_the_run(
     start, tmp_path, monkeypatch
 ):
     with monkeypatch.context() as patched:
@@ -125,22 +126,22 @@ def test_patience_that_ends_in_the_evaluation_after_a_preemption_ends_the_run(
         )
         code, _ = start("--checkpoint.patience", "3")
     assert code == 128 + signal.SIGTERM and saved(tmp_path) == [8, 14]
-    code, said = start("--checkpoint.patience", "3")
+    code, output = start("--checkpoint.patience", "3")
     assert (
         code == 0
-        and f"stopped at step 14: {LOSS} was lowest at step 8 (2.5), 3 measurements ago" in said
+        and f"stopped at step 14: {LOSS} was lowest at step 8 (2.5), 3 measurements ago" in output
     )
     assert len(small_run.rows(tmp_path / "run" / "metrics.jsonl")) == 14
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_held_out_loss_that_is_not_finite_ends_the_run_before_it_is_saved(
+def test_a_non_finite_held_out_loss_ends_the_run_before_it_is_saved(
     start, tmp_path, monkeypatch, loss
 ):
     monkeypatch.setattr(HeldOutLoss, "run", lambda self, params, step: {LOSS: loss})
-    code, said = start("--checkpoint.patience", "2", steps=6)
-    assert code == 2 and not (tmp_path / "run" / "checkpoints").exists(), said
-    assert f"step 2: {LOSS} is {loss}, so nothing is saved" in said
+    code, output = start("--checkpoint.patience", "2", steps=6)
+    assert code == 2 and not (tmp_path / "run" / "checkpoints").exists(), output
+    assert f"step 2: {LOSS} is {loss}, so nothing is saved" in output
 
 
 def test_patience_needs_a_metric(small_recipe):
@@ -158,7 +159,7 @@ def test_a_run_without_a_best_checkpoint_says_so(whole_run):
         find_checkpoint(whole_run / "best")
 
 
-def test_the_highest_may_be_the_best_and_another_metric_begins_anew():
+def test_the_highest_value_may_be_the_best_and_another_metric_starts_over():
     best = BestCheckpoint(CheckpointConfig(best="accuracy", best_is="highest", patience=2))
     assert [
         best.update(step, {"accuracy": value}) for step, value in enumerate((0.5, 0.4, 0.6, 0.6), 1)

@@ -1,4 +1,4 @@
-"""Tests of trainer/build.py: which window a run's attention has."""
+"""Tests of trainer/build.py: which attention window a run has."""
 
 import pytest
 
@@ -19,12 +19,12 @@ LAYERS = {
 }
 
 
-def test_global_tokens_go_with_the_models_own_window():
+def test_global_tokens_work_with_the_models_own_window():
     built = build_language_model(GLOBAL, tiny(family="mistral", sliding_window=9), mesh_of({}))
     assert built.mask == Mask(window=9, global_tokens=4)
 
 
-def test_global_tokens_go_with_the_window_of_some_layers():
+def test_global_tokens_work_when_only_some_layers_have_a_window():
     gemma = tiny(
         family="gemma3_text", **FAMILIES["gemma3_text"].computes, **LAYERS, local_rope=RopeConfig()
     )
@@ -42,12 +42,12 @@ def test_global_tokens_without_any_window_are_refused():
         build_language_model(GLOBAL, tiny(), mesh_of({}))
 
 
-@pytest.mark.parametrize(("key_heads", "told"), [(2, True), (8, False)])
-def test_what_would_save_more_than_a_window_is_told_by_the_models_heads(key_heads, told):
+@pytest.mark.parametrize(("key_heads", "advised"), [(2, True), (8, False)])
+def test_advice_that_saves_more_than_a_window_depends_on_the_models_heads(key_heads, advised):
     config = RunConfig(
         attention=AttentionConfig(schedule="ulysses", window=100),
         mesh=MeshConfig(sequence=8),
         data=DataConfig(context_length=512),
     )
     (line,) = run_notes(config, tiny(num_key_value_heads=key_heads, head_dim=64))
-    assert ("2 other devices" in line) == told
+    assert ("2 other devices" in line) == advised

@@ -1,9 +1,9 @@
-"""The collectives of a whole training step, as the TPU compiler left them, are the declared ones
-and no others.
+"""The collectives of a whole training step in the TPU compiler's output are exactly the declared
+ones.
 
-A small model on a v5e slice of 2 x 4 chips as fsdp 2 x tensor 2 x sequence 2: every size is large
-enough to be split, and no activation has as many elements as any parameter, so that a number of
-elements tells what is sent.
+A small model on a v5e slice of 2 x 4 chips as fsdp 2 x tensor 2 x sequence 2: every dimension is
+large enough to be split, and no activation has as many elements as any parameter, so that the
+number of elements identifies what is sent.
 """
 
 import math
@@ -21,7 +21,7 @@ from planning.topology import topology_devices
 from trainer.config.schema import MeshConfig
 from trainer.mesh import make_mesh
 
-# How often a layer's parameter is gathered in a direction; outside the layers, at most in both.
+# How often a layer's parameter is gathered per direction; outside the layers, at most over both.
 GATHERS = 1
 MESH = MeshConfig(fsdp=2, tensor=2, sequence=2)
 RING = MeshConfig(tensor=2, sequence=4)
@@ -45,8 +45,8 @@ def step():
 
 @pytest.fixture(scope="module")
 def parameters():
-    """(layers', others'): name -> elements of what one tensor rank gathers: a layer's weight, an
-    embedding, ..."""
+    """(layers', others'): name -> the number of elements that one tensor rank gathers: a layer's
+    weight, an embedding, ..."""
     model = LanguageModel(CONFIG, make_mesh(MESH, topology_devices("v5e:2x4")))
     layers, others = {}, {}
     for name, parameter in model.parameters.items():
@@ -67,11 +67,11 @@ def parameters():
     return layers, others
 
 
-# Since one kernel makes attention's backward pass on v5e, where two did, the layer that the
-# compiler takes out of the loop has two hops of gradients with no kernel beside them
+# Now that one kernel computes attention's backward pass on v5e (there were two), the layer that the
+# compiler peels off the loop has two hops of gradients without a kernel to overlap with
 # (docs/notes/limits.md).
 ONE_KERNEL = pytest.mark.xfail(
-    strict=True, reason="two hops of one layer's gradients run beside no kernel"
+    strict=True, reason="no kernel overlaps two hops of one layer's gradients"
 )
 
 
@@ -87,7 +87,7 @@ ONE_KERNEL = pytest.mark.xfail(
     ],
 )
 def prefetching(request):
-    """The collectives of a step whose layers' weights ride the ring."""
+    """The collectives of a step that sends the layers' weights round the ring."""
     topology, remat = request.param
     compiled = compile_step(
         CONFIG, topology_devices(topology), CONTEXT, mesh=RING, remat=remat, prefetch=True
@@ -95,12 +95,12 @@ def prefetching(request):
     return crossings(compiled.as_text())
 
 
-def of(step, kind, **wanted):
+def of_kind(step, kind, **attributes):
     return [
         collective
         for collective in step
         if collective.kind == kind
-        and all(getattr(collective, name) == value for name, value in wanted.items())
+        and all(getattr(collective, name) == value for name, value in attributes.items())
     ]
 
 
@@ -111,30 +111,33 @@ def sizes(collectives):
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_a_layers_parameters_are_gathered_once_in_each_direction(step, parameters, backward):
     expected = Counter(parameters[0].values())
-    gathered = sizes(of(step, "all-gather", loops=1, backward=backward))
+    gathered = sizes(of_kind(step, "all-gather", loops=1, backward=backward))
     assert gathered == Counter({size: GATHERS * count for size, count in expected.items()})
 
 
 def test_nothing_else_is_gathered(step, parameters):
-    """No hidden state, no key, no logits, no token; and no parameter again for each chunk of the
+    """Neither hidden states, keys, logits nor tokens, nor a parameter again per chunk of the
     sequence."""
-    gathers = of(step, "all-gather")
+    gathers = of_kind(step, "all-gather")
     assert max(collective.loops for collective in gathers) == 1
     assert {dtype for collective in gathers for dtype, _ in collective.results} == {"bf16"}, (
-        "in compute precision"
+        "in the compute dtype"
     )
-    outside, others = sizes(of(gathers, "all-gather", loops=0)), Counter(parameters[1].values())
+    outside, others = (
+        sizes(of_kind(gathers, "all-gather", loops=0)),
+        Counter(parameters[1].values()),
+    )
     assert others.keys() == outside.keys() and all(
         count <= 2 * others[size] for size, count in outside.items()
     )
 
 
 def test_gradients_are_summed_in_float32(step, parameters):
-    """Matrices by reduce-scatter, once each; what is summed in bfloat16 is activations, over the
-    tensor axis."""
+    """Matrices by one reduce-scatter each; sums in bfloat16 are of activations, over the tensor
+    axis."""
     layers, others = parameters
     shards = MESH.fsdp * MESH.sequence
-    scatters = of(step, "reduce-scatter")
+    scatters = of_kind(step, "reduce-scatter")
     assert {dtype for collective in scatters for dtype, _ in collective.results} == {"f32"}
     for loops, part in ((1, layers), (0, others)):
         matrices = Counter(
@@ -142,19 +145,19 @@ def test_gradients_are_summed_in_float32(step, parameters):
             for name, elements in part.items()
             if not name.endswith("norm.weight")
         )
-        assert sizes(of(scatters, "reduce-scatter", loops=loops)) == matrices
+        assert sizes(of_kind(scatters, "reduce-scatter", loops=loops)) == matrices
     tokens = CONTEXT * ROWS // MESH.fsdp // MESH.sequence
-    for collective in of(step, "all-reduce"):
+    for collective in of_kind(step, "all-reduce"):
         for dtype, elements in collective.results:
             assert dtype == "f32" or (
                 dtype == "bf16" and elements in (tokens * 512, tokens // 2 * 512)
             ), collective
 
 
-def test_hidden_states_are_summed_over_tensor_as_often_as_the_cost_model_counts(step):
+def test_sums_of_hidden_states_over_tensor_match_the_cost_model(step):
     sums = Counter(
         (collective.loops > 0, collective.backward)
-        for collective in of(step, "all-reduce")
+        for collective in of_kind(step, "all-reduce")
         for dtype, _ in collective.results
         if dtype == "bf16"
     )
@@ -166,21 +169,21 @@ def test_the_ring_sends_keys_values_their_gradients_and_coordinates(step):
     tokens, heads = CONTEXT // MESH.sequence, CONFIG.num_key_value_heads // MESH.tensor
     both = 2 * tokens * heads * CONFIG.head_dim
     allowed = {("bf16", both), ("f32", both), ("s32", 2 * tokens)}
-    permutes = of(step, "collective-permute")
+    permutes = of_kind(step, "collective-permute")
     assert {collective.results for collective in permutes} == {(array,) for array in allowed}
-    # Forward: K and V in one. Backward: the same, and two hops of their gradients, in float32 where
-    # sums go on.
+    # Forward: K and V in one transfer. Backward: the same, and two hops of their gradients, in
+    # float32 where they are accumulated.
     assert Counter(
         collective.backward for collective in permutes if collective.results[0][0] != "s32"
     ) == {False: 1, True: 3}
-    assert not of(step, "all-to-all") and {collective.kind for collective in step} < set(
+    assert not of_kind(step, "all-to-all") and {collective.kind for collective in step} < set(
         COLLECTIVES
     )
 
 
-def test_prefetched_weights_and_their_gradients_ride_behind_kernels(prefetching):
-    """No layer gathers or scatters: its weights come with the ring in both directions, and only
-    hops home have no kernel."""
+def test_prefetched_weights_and_their_gradients_overlap_with_kernels(prefetching):
+    """No layer gathers or scatters: weights travel round the ring in both directions, and only the
+    final hops of gradients have no kernel to overlap with."""
     assert not [
         collective
         for collective in prefetching
@@ -194,15 +197,15 @@ def test_prefetched_weights_and_their_gradients_ride_behind_kernels(prefetching)
     )
     shard = layer // RING.sequence
     for dtype in ("bf16", "f32"):
-        riding = [
+        in_ring = [
             collective
-            for collective in of(prefetching, "collective-permute")
+            for collective in of_kind(prefetching, "collective-permute")
             if collective.results == ((dtype, shard),)
         ]
-        # Of the layers, and of one peeled off them.
-        home = Counter(collective.computation for collective in riding if not collective.kernels)
-        assert len(riding) > home.total() and max(home.values(), default=0) <= (dtype == "f32"), (
+        # In the loop over layers, and in the layer peeled off it.
+        home = Counter(collective.computation for collective in in_ring if not collective.kernels)
+        assert len(in_ring) > home.total() and max(home.values(), default=0) <= (dtype == "f32"), (
             home
         )
-    weights = of(prefetching, "collective-permute", results=(("bf16", shard),))
+    weights = of_kind(prefetching, "collective-permute", results=(("bf16", shard),))
     assert {collective.backward for collective in weights} == {False, True}

@@ -1,4 +1,4 @@
-"""Tests of trainer/devices.py: look-up by the kind that JAX reports, and a source for every
+"""Tests of trainer/devices.py: lookup by the kind that JAX reports, and a source for every
 figure."""
 
 import pytest

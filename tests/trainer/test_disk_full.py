@@ -1,5 +1,5 @@
-"""A disk that is full at any moment of a run: one line that names the file or folder, and the same
-command goes on later."""
+"""A disk that fills up at any moment of a run: one line names the file or folder, and the same
+command resumes once there is room."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from tests import small_run
 
-KIB = (4, 40, 300, 520, 650, 800, 1000)  # a whole run needs more
+KIB = (4, 40, 300, 520, 650, 800, 1000)  # less than a whole run needs
 
 
 @pytest.fixture
@@ -43,15 +43,15 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_with_more_room(
     disk, resize = small_disk
     run, log = disk / "run", disk.with_name("run.log")
     flags = ("--data.prepared", str(disk / "prepared"), "--logging.tensorboard", tensorboard)
-    said = []
+    messages = []
     for kib in (*KIB, 100_000):
         resize(kib)
         process = small_run.start(repository, small_recipe, run, *flags, log=log)
         code = process.wait(timeout=300)
         output, _ = log.read_text(), log.unlink()
         errors = [line for line in output.splitlines() if line.startswith("error: ")]
-        said.append((kib, code, errors))
-        print(*said[-1])
+        messages.append((kib, code, errors))
+        print(*messages[-1])
         assert "Traceback" not in output, output
         assert all(str(disk) in line for line in errors), errors
         assert (code, len(errors)) == ((75, 1) if kib < 100_000 else (0, 0)), output

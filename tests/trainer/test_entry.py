@@ -1,4 +1,4 @@
-"""Common to all commands: where compiled programs are kept, and what is said when memory runs
+"""Common to all commands: where compiled programs are kept, and what is printed when memory runs
 out."""
 
 import errno
@@ -29,7 +29,7 @@ jax.jit(lambda x: x + 1)(1.0).block_until_ready()
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["by the recipe", "by the environment"])
-def test_compiled_programs_are_kept_where_it_is_said(tmp_path, repository, named):
+def test_compiled_programs_are_kept_where_configured(tmp_path, repository, named):
     subprocess.run(
         [sys.executable, "-c", PROGRAM, *(["~/shared"] if named else [])],
         cwd=repository,
@@ -45,9 +45,9 @@ def too_large_for_this_machine():
 
 
 def too_large_for_a_chip():
-    where = jax.sharding.SingleDeviceSharding(topology_devices("v5e:2x2")[0])
+    sharding = jax.sharding.SingleDeviceSharding(topology_devices("v5e:2x2")[0])
     x = jax.ShapeDtypeStruct(
-        (60_000, 60_000), jnp.float32, sharding=where
+        (60_000, 60_000), jnp.float32, sharding=sharding
     )  # 13.4 GiB, and their product as much again
     jax.jit(lambda x: jnp.sin(x) @ x.T @ jnp.cos(x)).lower(x).compile()
 
@@ -59,16 +59,16 @@ def too_large_for_a_chip():
         (too_large_for_a_chip, "15.75G"),
     ],
 )
-def test_out_of_memory_is_one_line_with_ways_out(work, needed, capfd):
-    """By the CPU's runtime and by the TPU's compiler, in their own words."""
+def test_out_of_memory_is_one_line_with_remedies(work, needed, capfd):
+    """The messages of the CPU's runtime and of the TPU's compiler."""
     with pytest.raises(jax.errors.JaxRuntimeError):
         work()
     capfd.readouterr()
     assert entry.run(work) == 2
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and said[0].startswith("error: out of memory: ")
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and lines[0].startswith("error: out of memory: ")
     for word in (needed, "memory.remat", "chunks", "mesh.sequence", "python -m scripts.plan"):
-        assert word in said[0]
+        assert word in lines[0]
 
 
 def test_other_errors_keep_their_traceback():
@@ -79,22 +79,22 @@ def test_other_errors_keep_their_traceback():
         entry.run(broken)
 
 
-def test_the_other_processes_are_told_of_every_error(monkeypatch):
+def test_other_processes_are_notified_of_every_error(monkeypatch):
     def broken():
         raise KeyError("a mistake of ours")
 
-    told = []
+    notified = []
     monkeypatch.setattr(cluster, "client", lambda: object())
     monkeypatch.setattr(
-        cluster, "leave_others", lambda error, code: told.append((type(error), code))
+        cluster, "leave_others", lambda error, code: notified.append((type(error), code))
     )
     with pytest.raises(KeyError):
         entry.run(broken)
-    assert told == [(KeyError, 1)]
+    assert notified == [(KeyError, 1)]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["Unable to allocate 9 TiB"],
@@ -103,19 +103,19 @@ def test_the_other_processes_are_told_of_every_error(monkeypatch):
         ([], "error: out of memory: the host has no more; a host with more memory"),
     ],
 )
-def test_a_host_without_memory_is_one_line(words, said, capsys):
+def test_a_host_without_memory_is_one_line(words, message, capsys):
     def work():
         raise MemoryError(*words)
 
     assert entry.run(work) == 2
-    assert capsys.readouterr().err.startswith(said)
+    assert capsys.readouterr().err.startswith(message)
 
 
 @pytest.mark.parametrize(
     "command", ["scripts.inspect_data", "eval.line_retrieval", "scripts.loss_by_position"]
 )
 def test_ctrl_c_during_a_commands_imports_is_one_line(command, tmp_path, repository):
-    """A numpy that sends it stands before the real one."""
+    """A numpy that sends it comes first on the path."""
     (tmp_path / "numpy.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     )
@@ -136,12 +136,14 @@ def test_an_error_is_one_line_of_bounded_length(capfd):
         raise UserError("train.steps: found a\nb" + "x" * 10**6 + ", expects int")
 
     assert entry.run(refuse) == 2
-    said = capfd.readouterr().err
-    assert said.startswith("error: train.steps: found a bx") and said.endswith("x, expects int\n")
-    assert said.count("\n") == 1 and len(said) < 5000
+    stderr = capfd.readouterr().err
+    assert stderr.startswith("error: train.steps: found a bx") and stderr.endswith(
+        "x, expects int\n"
+    )
+    assert stderr.count("\n") == 1 and len(stderr) < 5000
 
 
-def test_ctrl_c_within_a_library_that_raises_another_error_stops_the_command(capsys):
+def test_ctrl_c_that_a_library_turns_into_another_error_stops_the_command(capsys):
     def work():
         try:
             raise KeyboardInterrupt
@@ -151,7 +153,7 @@ def test_ctrl_c_within_a_library_that_raises_another_error_stops_the_command(cap
     assert (entry.run(work), *capsys.readouterr()) == (130, "", "stopped\n")
 
 
-def test_ctrl_c_is_one_line_although_what_it_left_half_made_cannot_be_deleted(capsys):
+def test_ctrl_c_is_one_line_even_when_a_destructor_fails(capsys):
     class HalfMade:
         def __del__(self):
             raise AttributeError("no attribute, since __init__ did not end")
@@ -165,7 +167,7 @@ def test_ctrl_c_is_one_line_although_what_it_left_half_made_cannot_be_deleted(ca
     assert capsys.readouterr().err == "stopped\n" and sys.unraisablehook is hook
 
 
-def test_a_full_disk_is_named_by_the_commands_output(tmp_path, capsys):
+def test_a_full_disk_is_reported_with_the_commands_output(tmp_path, capsys):
     """Python's error for a full disk in the middle of a file names no file."""
 
     def work():
@@ -200,8 +202,8 @@ def test_every_evaluation_names_its_output(name, arguments, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_a_lost_connection_is_one_line_for_a_process_of_several(joined, monkeypatch, capsys):
-    """Process 1 of two was killed within a gather."""
+def test_a_lost_connection_is_one_line_with_several_processes(joined, monkeypatch, capsys):
+    """Process 1 of two was killed during a gather."""
 
     def work():
         raise jax.errors.JaxRuntimeError(
@@ -214,8 +216,8 @@ def test_a_lost_connection_is_one_line_for_a_process_of_several(joined, monkeypa
             entry.run(work)
         return
     assert entry.run(work) == 75
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert said.startswith(
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1
+    assert stderr.startswith(
         "error: the connection to another process was lost (UNKNOWN: Gloo AllGather"
     )

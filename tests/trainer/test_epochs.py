@@ -1,5 +1,5 @@
-"""train.epochs: the run has the steps that so many passes over its data take; metrics say how far
-it has come."""
+"""train.epochs: the run takes as many steps as that many passes over its data; metrics report the
+fraction of epochs."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ def test_steps_of_epochs(epochs, rows, steps):
     assert TrainConfig(batch_size=4, epochs=epochs).for_epochs(rows).steps == steps
 
 
-def test_rows_without_end_have_no_epochs():
+def test_endless_data_have_no_epochs():
     with pytest.raises(
         ValueError,
         match=r"train\.epochs: found 2, needs to be left out, since rows are drawn endlessly",
@@ -43,7 +43,7 @@ def test_epochs_are_positive(small_recipe, epochs):
         load(["--config", str(small_recipe), "--train.epochs", epochs])
 
 
-def test_a_run_of_epochs_is_the_run_of_its_steps_and_goes_on(small_recipe, tmp_path, capfd):
+def test_a_run_of_epochs_equals_the_run_of_its_steps_and_resumes(small_recipe, tmp_path, capfd):
     run = tmp_path / "run"
     words = [
         "--config",
@@ -54,6 +54,7 @@ def test_a_run_of_epochs_is_the_run_of_its_steps_and_goes_on(small_recipe, tmp_p
         "0",
         "--optimizer.schedule",
         "constant",
+        *small_run.ONE_DEVICE,
     ]
     assert train.main([*words, "--train.epochs", "0.1"]) == 0
     first = small_run.rows(run / "metrics.jsonl")
@@ -62,8 +63,8 @@ def test_a_run_of_epochs_is_the_run_of_its_steps_and_goes_on(small_recipe, tmp_p
     assert yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["train"][
         "steps"
     ] == len(first)
-    # The same command finds the run finished; the steps that the epochs take are the same run;
-    # twice the epochs make it longer.
+    # The same command finds the run finished; `train.steps` with the epochs' steps continues the
+    # same run; twice the epochs lengthen it.
     assert train.main([*words, "--train.epochs", "0.1"]) == 0
     assert train.main([*words, "--train.steps", str(len(first))]) == 0
     assert capfd.readouterr().err.count(f"already trained to step {len(first)}") == 2
@@ -77,7 +78,7 @@ def test_a_run_of_epochs_is_the_run_of_its_steps_and_goes_on(small_recipe, tmp_p
     assert whole[-1]["tokens_seen"] == round(sum((1 - share) * 4 * 128 for share in shares))
 
 
-def test_stages_have_steps(small_recipe):
+def test_stages_need_steps(small_recipe):
     with pytest.raises(
         Exception, match=r"train\.epochs: found 1\.0, needs to be left out with stages"
     ):

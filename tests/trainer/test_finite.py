@@ -22,14 +22,13 @@ def command(small_recipe, run, *flags):
         str(run),
         "--train.evaluate_every",
         "0",
-        *small_run.DENSE,
+        *small_run.ONE_DEVICE,
         *flags,
     ]
 
 
 def test_an_update_that_overflows_is_not_saved(small_recipe, tmp_path, capfd):
-    """The learning rate has a finite loss in its first step, and parameters without end after
-    it."""
+    """With this learning rate the first loss is finite, and the updated parameters are infinite."""
     run = tmp_path / "run"
     code = train.main(
         command(
@@ -45,36 +44,35 @@ def test_an_update_that_overflows_is_not_saved(small_recipe, tmp_path, capfd):
             "1e10",
         )
     )
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert (
         code == 2
-        and len(said) == 1
-        and "is not finite after the update, so nothing is saved; no checkpoint is known" in said[0]
+        and len(lines) == 1
+        and "is not finite after the update, so nothing is saved; no checkpoint is known"
+        in lines[0]
     )
     assert not list(run.glob("checkpoints/[0-9]*"))
 
 
-def test_a_run_whose_steps_were_all_skipped_is_no_success(
-    small_recipe, tmp_path, monkeypatch, capfd
-):
+def test_a_run_that_skipped_all_steps_fails(small_recipe, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(finite.FiniteSteps, "_is_finite", lambda *_: False)
     for _ in range(2):  # and again when the same command finds it finished
         assert train.main(command(small_recipe, tmp_path / "run", "--train.steps", "2")) == 2
         assert "all 2 steps were skipped" in capfd.readouterr().err
 
 
-def test_steps_that_are_skipped_to_the_end_are_no_success(
-    small_recipe, tmp_path, monkeypatch, capfd
-):
-    """As after an update that leaves finite parameters which give no loss; with held-out data, that
-    loss tells (test_bad_input)."""
+def test_a_run_that_skips_steps_to_the_end_fails(small_recipe, tmp_path, monkeypatch, capfd):
+    """As after an update to finite parameters that give no finite loss; with held-out data the
+    held-out loss reveals it (test_bad_input)."""
     verdicts = iter([True, False, False])
     monkeypatch.setattr(finite.FiniteSteps, "_is_finite", lambda *_: next(verdicts))
     flags = ("--train.steps", "3", "--data.held_out_path", "null", "--data.held_out_fraction", "0")
     for _ in range(2):  # and again when the same command finds it finished
         assert train.main(command(small_recipe, tmp_path / "run", *flags)) == 2
-        said = capfd.readouterr().err
-        assert "the last 2 steps were skipped" in said and "no checkpoint is known to be" in said
+        stderr = capfd.readouterr().err
+        assert (
+            "the last 2 steps were skipped" in stderr and "no checkpoint is known to be" in stderr
+        )
 
 
 @pytest.mark.parametrize(
@@ -86,8 +84,8 @@ def test_steps_that_are_skipped_to_the_end_are_no_success(
         (2, False, "RUN/4: the last 2 steps were skipped"),
     ],
 )
-def test_one_skipped_last_step_is_no_success_either(skipped, has_held_out, words):
-    """Its loss was the only one that could tell whether the update before it was good."""
+def test_a_run_that_skips_its_last_step_fails(skipped, has_held_out, words):
+    """Only its loss could have shown whether the previous update was good."""
     steps = finite.FiniteSteps.restored(
         TrainConfig(),
         SimpleNamespace(has_held_out=has_held_out),
@@ -102,6 +100,6 @@ def test_one_skipped_last_step_is_no_success_either(skipped, has_held_out, words
 @pytest.mark.parametrize(
     ("values", "is_finite"), [([1.0, 2], True), ([1, np.nan], False), ([np.inf, 1], False)]
 )
-def test_what_is_finite(values, is_finite):
+def test_is_finite(values, is_finite):
     assert finite._is_finite(jnp.asarray(values, jnp.float32)) is is_finite
     assert finite._is_finite(jnp.asarray([1, 2], jnp.int32))

@@ -1,5 +1,5 @@
-"""Tests of trainer/flops.py: visible pairs against the mask itself, FLOPs against the size of a
-published model."""
+"""Tests of trainer/flops.py: visible pairs against the mask itself, FLOPs against a published
+model's size."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_visible_pairs_of_a_window_against_the_mask(mask):
 
 def test_flops_of_llama_7b():
     config = TransformerConfig.preset("llama-7b")
-    weights = 6_738_415_616 - 32000 * 4096 - 65 * 4096  # all but the embedding table and the norms
+    weights = 6_738_415_616 - 32000 * 4096 - 65 * 4096  # all but the embedding and the norms
     tokens = 4096
     pairs = tokens * (tokens + 1) // 2
     assert flops_per_step(config, tokens, 0) == 6 * weights * tokens
@@ -54,7 +54,7 @@ def test_flops_of_llama_7b():
         ("olmoe-1b-7b", 6_919_161_856, 1.3e9),
     ],
 )
-def test_flops_of_mixtures_are_those_of_the_active_parameters(preset, total, active):
+def test_flops_of_mixtures_count_active_parameters(preset, total, active):
     """Totals as the hub counts them, and active parameters as published."""
     config = TransformerConfig.preset(preset)
     assert sum(math.prod(parameter.shape) for parameter in declare(config).values()) == total

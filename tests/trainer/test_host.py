@@ -1,4 +1,4 @@
-"""The host's memory is that of the smallest control group around the process."""
+"""The host's memory is that of the smallest control group that contains the process."""
 
 import os
 
@@ -10,7 +10,7 @@ HOST = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize(
-    ("own", "files", "limit"),
+    ("cgroup", "files", "limit"),
     [
         ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": "1000000"}, 1000000),
         ("0::/job/step\n", {"job/step/memory.max": "500", "job/memory.max": "1000000"}, 500),
@@ -35,13 +35,13 @@ HOST = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         ("", {}, HOST),
     ],
 )
-def test_limits_of_control_groups(tmp_path, own, files, limit):
+def test_control_groups_limit_the_memory(tmp_path, cgroup, files, limit):
     for name, text in files.items():
         (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "groups" / name).write_text(text + "\n")
-    (tmp_path / "own").write_text(own)
+    (tmp_path / "own").write_text(cgroup)
     assert host_bytes(tmp_path / "groups", tmp_path / "own") == limit
 
 
-def test_without_control_groups_it_is_the_hosts(tmp_path):
+def test_without_control_groups_the_limit_is_the_hosts_memory(tmp_path):
     assert host_bytes(tmp_path, tmp_path / "absent") == HOST

@@ -1,4 +1,4 @@
-"""A model that is read to answer questions: its dtype, its copies, and what is refused."""
+"""A model read to answer questions: its dtype, its copies, and what is refused."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def no_cache(monkeypatch):
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
 
 
-def test_a_model_is_computed_in_float32_on_a_cpu_unless_told_otherwise(hf_model):
+def test_a_model_runs_in_float32_on_a_cpu_by_default(hf_model):
     mesh = MeshConfig(fsdp=2, sequence=4)
     usual = open_for_inference(str(hf_model), mesh, schedule="ring")
     other = open_for_inference(

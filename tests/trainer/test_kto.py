@@ -37,7 +37,7 @@ NAMES = (
     "logps/rejected",
     "kl",
 )
-# Log-ratios are differences of some 130 nats in float32.
+# Log-ratios are differences of log-likelihoods of about 130 nats in float32.
 ROUNDING = 4 * 130 * float(np.finfo(np.float32).eps)
 OPTIONS = {"loss": "kto", "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.8}
 
@@ -78,13 +78,13 @@ def parts(document, chosen):
 
 
 def examples(objective, rows=range(ROWS)) -> list[dict]:
-    """The pairs of these rows as TRL takes them."""
+    """The pairs of these rows in TRL's form."""
     documents = objective.prepared.train
-    found = []
+    pairs = []
     for row in rows:
         for number in objective.loader.row_pairs(row):
             prompt, completion, other = parts(documents[int(number)], int(documents.chosen[number]))
-            found.append(
+            pairs.append(
                 {
                     "prompt_ids": prompt,
                     "completion_ids": completion,
@@ -92,7 +92,7 @@ def examples(objective, rows=range(ROWS)) -> list[dict]:
                     "label": bool(documents.labels[number]),
                 }
             )
-    return found
+    return pairs
 
 
 @pytest.fixture(scope="module")
@@ -127,15 +127,15 @@ def trl(folder, models):
     )
 
 
-def test_loss_metrics_and_gradients_are_trls(folder, models, trl):
+def test_loss_metrics_and_gradients_match_trl(folder, models, trl):
     objective = open_objective(make_config(folder, models[0], **OPTIONS))
     params = open_objective(make_config(folder, models[1], loss="kto")).read_params()
     batch = objective.to_device(next(objective.batches(0)))
-    found = examples(objective)
-    assert len(found) > ROWS, "several records share a row"
+    pairs = examples(objective)
+    assert len(pairs) > ROWS, "several records share a row"
     value, measures, gradient = loss_and_gradient(objective, params, batch)
     trl.model.zero_grad()
-    expected = trl._compute_loss(trl.model, trl.data_collator(found), False)
+    expected = trl._compute_loss(trl.model, trl.data_collator(pairs), False)
     expected.backward()
     metrics = {name: values[-1] for name, values in trl._metrics["eval"].items()}
     assert metrics["kl"] > 0
@@ -146,29 +146,30 @@ def test_loss_metrics_and_gradients_are_trls(folder, models, trl):
     same_gradients(objective.model.config, gradient, gradients)
 
 
-def test_other_completions_are_those_of_the_record_before(folder, models):
+def test_mismatched_completions_come_from_the_previous_record(folder, models):
     documents = open_objective(make_config(folder, models[0], loss="kto")).prepared.train
-    found = [parts(documents[i], int(documents.chosen[i])) for i in range(RECORDS)]
-    # The first record is stored last, since its other completion is the last record's.
-    assert [other for *_, other in found[1:]] == [completion for _, completion, _ in found[:-1]]
-    assert found[0][2] == found[-1][1]
+    records = [parts(documents[i], int(documents.chosen[i])) for i in range(RECORDS)]
+    # The first record is stored last, since it takes its mismatched completion from the last
+    # record.
+    assert [other for *_, other in records[1:]] == [completion for _, completion, _ in records[:-1]]
+    assert records[0][2] == records[-1][1]
     assert documents.labels.tolist() == [int(i % 3 != 0) for i in (*range(1, RECORDS), 0)]
 
 
 @pytest.mark.slow
 def test_twenty_steps_are_the_same_on_any_mesh_and_in_parts(folder, models):
-    one = make_config(folder, models[0], MeshConfig(), **OPTIONS)
+    single = make_config(folder, models[0], MeshConfig(), **OPTIONS)
     wide = make_config(folder, models[0], **OPTIONS)
     wide = dataclasses.replace(wide, train=dataclasses.replace(wide.train, accumulation=2))
-    expected = trained(one)
+    expected = trained(single)
     assert expected[-1]["loss"] < expected[0]["loss"]
-    assert max(row["kl"] for row in expected) > 0.01, "the KL term takes part"
+    assert max(row["kl"] for row in expected) > 0.01, "the KL term is not zero"
     for row, other in zip(trained(wide), expected, strict=True):
         same_number(row["loss"], other["loss"], "loss on a mesh")
         assert row == pytest.approx(other, rel=1e-5, abs=ROUNDING)
 
 
-def test_a_mean_over_no_records_is_not_a_number(tmp_path, models):
+def test_a_mean_over_no_records_is_nan(tmp_path, models):
     write(tmp_path, [{"prompt": "Say:", "completion": x, "label": True} for x in ("red", "blue")])
     objective = open_objective(make_config(tmp_path, models[0], loss="kto"))
     batch = objective.to_device(next(objective.batches(0)))
@@ -188,14 +189,18 @@ def test_pairs_are_two_labelled_completions_as_in_trl(tmp_path, models):
         prompt, completion, other = (
             objective.tokenizer.decode(ids) for ids in parts(documents[i], int(documents.chosen[i]))
         )
-        own = prompt.split("Say ")[1][0]
-        assert own in completion and own not in other, "the other completion is of another prompt"
+        word = prompt.split("Say ")[1][0]
+        assert word in completion and word not in other, (
+            "the mismatched completion belongs to another prompt"
+        )
         assert ("red" in completion) == ("red" in other) == bool(documents.labels[i])
 
 
 @pytest.mark.parametrize("long_pairs", ["drop", "cut_prompt"])
 @pytest.mark.parametrize(("share_prompts", "count"), [(False, 60), (True, 77)])
-def test_records_that_do_not_fit_a_row_twice(tmp_path, models, long_pairs, share_prompts, count):
+def test_records_that_do_not_fit_twice_into_a_row(
+    tmp_path, models, long_pairs, share_prompts, count
+):
     records = [
         {"prompt": words(count, 1), "completion": "red", "label": True},
         {"prompt": "Say:", "completion": words(70, 2), "label": False},
@@ -226,7 +231,7 @@ def test_a_labelled_record_needs_kto_and_a_pair_does_not(tmp_path, models):
 
 
 @pytest.mark.parametrize("change", [{"sft_weight": 0.5}, {"desirable_weight": -1.0}])
-def test_options_that_kto_does_not_take(change):
+def test_options_that_kto_does_not_support(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         PreferenceConfig("kto", **change)
     with pytest.raises(ValueError, match=r"preference\.undesirable_weight: found 2\.0, needs 1"):

@@ -1,5 +1,5 @@
-"""Runs that resume from local checkpoints, by four processes with separate folders, as four hosts
-would."""
+"""Runs that resume from local checkpoints, with four processes in separate folders acting as four
+hosts."""
 
 import json
 import shutil
@@ -25,25 +25,26 @@ FLAGS = (
 
 
 @pytest.mark.slow
-def test_training_goes_on_where_local_saves_fail(small_recipe, tmp_path, monkeypatch, capfd):
-    """The second and third do; at no time are there more than two, and none after the end."""
-    write_part, there = local_tier.write_part, []
+def test_training_continues_when_local_saves_fail(small_recipe, tmp_path, monkeypatch, capfd):
+    """The second and third saves fail; there are never more than two checkpoints, and none after
+    the end."""
+    write_part, checkpoints = local_tier.write_part, []
 
     def fails_twice(path, header, shards):
         if header.step in (2, 3):
             raise OSError(28, "No space left on device")
         write_part(path, header, shards)
-        there.append((header.step, len(list((tmp_path / "host").glob("*/*/step_*")))))
+        checkpoints.append((header.step, len(list((tmp_path / "host").glob("*/*/step_*")))))
 
     monkeypatch.setattr(local_tier, "write_part", fails_twice)
     flags = ("--mesh.fsdp", "4", "--mesh.tensor", "1", *small_run.DENSE)
     flags += ("--checkpoint.local", str(tmp_path / "host"), "--checkpoint.local_every", "1")
     flags += ("--run_dir", str(tmp_path / "run"), "--train.steps", "6", "--checkpoint.every", "0")
     assert train.main(["--config", str(small_recipe), *flags]) == 0
-    said = capfd.readouterr().err
-    assert said.count("that of step 2 could not be saved: [Errno 28] No space left") == 1
-    assert "that of step 3" not in said, "the same reason again"
-    assert there == [(1, 1), (4, 2), (5, 2)]
+    stderr = capfd.readouterr().err
+    assert stderr.count("that of step 2 could not be saved: [Errno 28] No space left") == 1
+    assert "that of step 3" not in stderr, "the same reason again"
+    assert checkpoints == [(1, 1), (4, 2), (5, 2)]
     assert not list((tmp_path / "host").glob("*/*/*"))
 
 
@@ -53,7 +54,7 @@ def compiled_as_the_tests_programs(monkeypatch):
 
 
 def start(repository, recipe, folder, *flags):
-    """Starts one process on each of the folder's hosts."""
+    """Starts one process per host of the folder."""
     address = f"127.0.0.1:{launch_local.free_port()}"
     return [
         small_run.start(
@@ -101,8 +102,8 @@ def trained(folder):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory, repository):
-    """A run whose processes were all killed at once, after a local checkpoint that its folder does
-    not have; and what the same run becomes undisturbed."""
+    """A run whose processes were all killed at once after a local checkpoint that its run folder
+    lacks; and the result of the same run undisturbed."""
     base = tmp_path_factory.mktemp("local tier")
     recipe = small_run.recipe(base, repository, conversations=40)
     fields = yaml.safe_load(recipe.read_text())
@@ -130,7 +131,7 @@ LOST = {"two far apart": (0, 2), "two neighbours": (1, 2)}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", LOST)
-def test_all_that_were_killed_go_on_bitwise_from_the_hosts_that_are_back(
+def test_a_killed_run_resumes_bitwise_from_the_hosts_that_return(
     killed, tmp_path, repository, lost
 ):
     recipe, killed_at, expected, rows = killed
@@ -141,17 +142,19 @@ def test_all_that_were_killed_go_on_bitwise_from_the_hosts_that_are_back(
     for log in folder.glob("*.log"):
         log.unlink()
     step = recorded(folder)
-    said = finish(start(repository, recipe, folder), folder)
+    output = finish(start(repository, recipe, folder), folder)
     if lost == "two neighbours":
         assert (
-            f"of step {step} lacks the parts of these processes, which no host here has: 1" in said
+            f"of step {step} lacks the parts of these processes, which no host here has: 1"
+            in output
         )
-        assert f"continuing from step {EVERY} ({folder}/run/checkpoints/{EVERY})" in said
+        assert f"continuing from step {EVERY} ({folder}/run/checkpoints/{EVERY})" in output
     else:
-        assert f"continuing from step {step} (local checkpoint, {folder}/host 0/" in said
+        assert f"continuing from step {step} (local checkpoint, {folder}/host 0/" in output
     for number in LOST[lost] if lost != "two neighbours" else ():
         assert (
-            f"process {number} has its part of step {step} from process {(number + 1) % 4}" in said
+            f"process {number} has its part of step {step} from process {(number + 1) % 4}"
+            in output
         )
     assert trained(folder) == expected
     small_rows = small_run.rows(folder / "run" / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""Which devices an axis runs along: near ones by mesh.order, those of other slices and hosts by
+"""Which devices an axis runs along: nearby ones by mesh.order, those of other slices and hosts by
 mesh.dcn."""
 
 import itertools
@@ -28,7 +28,7 @@ def two_slices():
 
 
 def gpus(hosts: int, each: int):
-    """What JAX tells of the GPUs of several hosts, one process a host."""
+    """The GPUs of several hosts as JAX describes them, one process per host."""
     return [
         types.SimpleNamespace(
             id=host * each + gpu,
@@ -48,7 +48,7 @@ def lines(devices: np.ndarray, axes, along: str) -> np.ndarray:
 
 
 def crossing(mesh, key) -> set[str]:
-    """The axes along which `key` of the devices changes."""
+    """The axes along which `key` changes between devices."""
     return {
         axis
         for axis in MESH_AXES
@@ -70,7 +70,7 @@ def test_only_the_axis_named_by_dcn_crosses_from_slice_to_slice(two_slices, size
     assert crossing(mesh, lambda device: device.slice_index) == {dcn}
     for line in lines(
         mesh.devices, MESH_AXES, dcn
-    ):  # each slice's part of the axis is in one piece
+    ):  # the part of the axis within a slice is contiguous
         assert [device.slice_index for device in line] == sorted(
             device.slice_index for device in line
         )
@@ -80,7 +80,7 @@ def test_only_the_axis_named_by_dcn_crosses_from_slice_to_slice(two_slices, size
 
 
 @pytest.mark.parametrize("dcn", [{}, {"data": 1}, {"fsdp": 4}])
-def test_factors_that_are_not_the_slices_are_told(two_slices, dcn):
+def test_dcn_factors_that_do_not_match_the_slices_are_refused(two_slices, dcn):
     with pytest.raises(
         UserError, match=r"mesh\.dcn: found .* for devices of 2 slices; .* \{data: 2\}"
     ):
@@ -88,7 +88,7 @@ def test_factors_that_are_not_the_slices_are_told(two_slices, dcn):
 
 
 @pytest.mark.parametrize("last", ["tensor", "sequence"])
-def test_the_last_axis_of_the_order_has_the_nearest_devices(last):
+def test_the_last_axis_of_the_order_runs_along_the_nearest_devices(last):
     order = (*(axis for axis in MESH_AXES if axis != last), last)
     mesh = make_mesh(MeshConfig(tensor=4, sequence=4, order=order), topology_devices("v5e:4x4"))
     assert mesh.axis_names == MESH_AXES and mesh.devices.shape == (1, 1, 1, 4, 4)
@@ -99,14 +99,14 @@ def test_the_last_axis_of_the_order_has_the_nearest_devices(last):
         )
 
 
-def test_one_process_that_simulates_has_no_slow_network():
+def test_one_simulating_process_has_no_slow_network():
     assert (
         make_mesh(MeshConfig(data=2, dcn={"data": 2}, simulate=2), jax.devices()[:2]).shape["data"]
         == 2
     )
 
 
-def test_tensor_stays_in_a_host_of_gpus():
+def test_tensor_stays_within_a_gpu_host():
     config = MeshConfig(fsdp=2, tensor=8, sequence=2)
     devices = gpus(4, 8)
     for axes, hosts in ((ORDER, 1), (MESH_AXES, 2)):
@@ -126,10 +126,10 @@ def test_tensor_stays_in_a_host_of_gpus():
 
 
 @pytest.mark.slow
-def test_between_slices_nothing_goes_but_the_sums_of_gradients(two_slices):
-    """The TPU compiler's text of the step: collectives number the devices of a slice, what goes
-    between slices is a send to the network's own runtime, which says what for. Each gradient
-    crosses as the shard that a device holds, once."""
+def test_only_gradient_sums_cross_between_slices(two_slices):
+    """In the TPU compiler's text of the step, collectives number the devices of one slice;
+    transfers between slices are sends to the network's runtime, annotated with their purpose. Each
+    gradient crosses once, as the shard that a device holds."""
     config = TransformerConfig(
         vocab_size=512,
         hidden_size=256,

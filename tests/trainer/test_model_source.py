@@ -1,5 +1,5 @@
-"""Tests of trainer/model_source.py: what a shape from scratch takes from preset and recipe, and
-where answers end."""
+"""Tests of trainer/model_source.py: what a model from scratch takes from preset and recipe, and
+which tokens end an answer."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def chosen(repository):
     return choose
 
 
-def test_rope_theta_leaves_the_rest_of_the_preset(chosen):
+def test_rope_theta_keeps_the_rest_of_the_preset(chosen):
     preset = TransformerConfig.preset("llama-3.1-8b")
     config = chosen("llama-3.1-8b", rope_theta=100)
     assert config.to_hf()["rope_theta"] == 100 != preset.rope.theta
@@ -40,13 +40,13 @@ def test_rope_theta_leaves_the_rest_of_the_preset(chosen):
     )
 
 
-def test_rope_theta_that_is_none(chosen):
+def test_invalid_rope_theta(chosen):
     with pytest.raises(ValueError, match="rope_theta: -1"):
         chosen("tiny", rope_theta=-1)
 
 
 @pytest.mark.parametrize("value", [None, {"theta": 1e4}])
-def test_what_a_recipe_cannot_say_of_a_model_is_no_field_of_it(chosen, value):
+def test_fields_that_a_recipe_cannot_set_are_refused(chosen, value):
     with pytest.raises(
         UserError, match=r"^model\.overrides: unknown field 'local_rope'; valid: .*rope_scaling"
     ):
@@ -71,7 +71,7 @@ def test_what_a_recipe_cannot_say_of_a_model_is_no_field_of_it(chosen, value):
         (None, {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}, 4, 2, 8),
     ],
 )
-def test_what_a_preset_names_stays_and_what_it_leaves_out_follows(
+def test_explicit_preset_fields_stay_and_implicit_ones_follow_overrides(
     chosen, preset, overrides, heads, key_heads, head_dim
 ):
     config = chosen(preset, **overrides)
@@ -92,8 +92,8 @@ def test_key_heads_that_do_not_divide_the_heads_are_refused(chosen):
 
 @pytest.fixture
 def base(repository, tmp_path):
-    """Of a base model: the tokenizer has a chat's tokens (1024, 1025) and ends texts with </s> (2),
-    as the config does."""
+    """A base model's assets: its tokenizer has the tokens of a chat (1024, 1025) and ends texts
+    with </s> (2), as the config does."""
     bare = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
     bare.with_controls(["<|im_start|>", "<|im_end|>"]).save(tmp_path)
     (tmp_path / "config.json").write_text(
@@ -119,9 +119,9 @@ SOURCES = {
     ],
 )
 @pytest.mark.parametrize("add", [False, True])
-def test_the_model_stops_where_its_first_conversations_answers_end(base, names, ends, add):
-    """Whether the tokens of the template had to be added or not; texts alone leave a model as it
-    was."""
+def test_the_model_stops_where_answers_of_its_first_conversations_end(base, names, ends, add):
+    """Whether or not the template's tokens had to be added; plain texts leave the model
+    unchanged."""
     data = DataConfig(
         template="chatml", add_control_tokens=add, sources=tuple(SOURCES[name] for name in names)
     )
@@ -132,7 +132,7 @@ def test_the_model_stops_where_its_first_conversations_answers_end(base, names, 
     )
 
 
-def test_what_ends_an_answer_by_the_generation_config_alone_is_kept(base):
+def test_ends_of_answers_from_the_generation_config_alone_are_kept(base):
     (base / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [1025, 2], "temperature": 0.6})
     )
@@ -155,15 +155,15 @@ def test_what_ends_an_answer_by_the_generation_config_alone_is_kept(base):
 
 
 @pytest.mark.parametrize(
-    ("said", "trained", "written"), [(64, 128, 128), (256, 128, 256), (None, 128, None)]
+    ("stored", "trained", "written"), [(64, 128, 128), (256, 128, 256), (None, 128, None)]
 )
-def test_the_tokenizer_takes_texts_as_long_as_the_model_was_trained_at(
-    base, said, trained, written
-):
-    """Of the length before it, transformers would cut longer texts, or warn of them; a larger one,
-    or none, stays."""
+def test_the_tokenizers_maximum_length_grows_to_the_trained_length(base, stored, trained, written):
+    """With the earlier length transformers would truncate longer texts, or warn about them; a
+    larger length, or none, is kept."""
     settings = json.loads((base / "tokenizer_config.json").read_text())
-    (base / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": said}))
+    (base / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "model_max_length": stored})
+    )
     shutil.copytree(base, base / "assets")
     source = open_model(str(base))
     config = dataclasses.replace(source.config, max_position_embeddings=trained)
@@ -176,7 +176,7 @@ def test_the_tokenizer_takes_texts_as_long_as_the_model_was_trained_at(
     )
 
 
-def test_line_retrieval_asks_and_stops_as_the_template_says(base):
+def test_line_retrieval_follows_the_template(base):
     """The end of a turn ends an answer, even if the model's config does not name it."""
     tokenizer, config = Tokenizer.load(base), TransformerConfig.from_hf(base)
     (case,) = generate(2, 1, key_style="short")

@@ -1,5 +1,5 @@
-"""What recipes and commands accept by name, and what there is: lists in several rooms that must not
-drift apart."""
+"""The names that recipes and commands accept against what is implemented: lists in several modules
+that must not drift apart."""
 
 import re
 import typing
@@ -21,7 +21,7 @@ from trainer.config import schema
 
 
 def accepted(section, field):
-    """The literals of a field of a recipe, those within a tuple too."""
+    """The literals of a recipe's field, including those within a tuple."""
     kind = typing.get_type_hints(section)[field]
     while typing.get_origin(kind) is not typing.Literal:
         kind = typing.get_args(kind)[0]
@@ -29,7 +29,7 @@ def accepted(section, field):
 
 
 @pytest.mark.parametrize(
-    ("section", "field", "there"),
+    ("section", "field", "implemented"),
     [
         (schema.MemoryConfig, "remat", POLICIES),
         (schema.AttentionConfig, "kernel", KERNELS),
@@ -37,20 +37,20 @@ def accepted(section, field):
         (schema.MeshConfig, "order", MESH_AXES),
     ],
 )
-def test_a_recipe_accepts_what_there_is(section, field, there):
-    assert sorted(accepted(section, field)) == sorted(there)
+def test_a_recipe_accepts_every_implemented_name(section, field, implemented):
+    assert sorted(accepted(section, field)) == sorted(implemented)
 
 
-def test_schedules_are_those_of_the_table():
+def test_schedules_match_the_registry():
     assert tuple(SCHEDULES) == names.SCHEDULES
     assert set(plan_search.SCHEDULES) < set(SCHEDULES)
     for name, schedule in SCHEDULES.items():
         assert schedule.__module__ == f"model.attention.schedules.{name}", (
-            "errors name a schedule's options by its file"
+            "errors name a schedule's options by its module"
         )
 
 
-def test_the_plan_accepts_every_policy_and_no_other(capsys):
+def test_the_planner_accepts_every_policy_and_no_other(capsys):
     job = ["--model", "tiny", "--topology", "v4:2x2x1", "--context", "1024", "--remat"]
     assert [plan_options.parser().parse_args([*job, name]).remat for name in POLICIES] == list(
         POLICIES
@@ -72,7 +72,7 @@ def test_policies_named_elsewhere_are_policies():
     } <= set(POLICIES)
 
 
-def test_axes_split_over_tensor_are_decisions_of_parallel():
+def test_tensor_parallel_decides_every_axis_split_over_tensor():
     parallel = TensorParallel(2, True, False, True, 128, 8, 2)
     assert {axis: getattr(parallel, axis) for axis, rule in RULES.items() if rule.tensor} == {
         "heads": True,

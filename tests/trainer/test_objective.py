@@ -1,4 +1,4 @@
-"""The contract of objectives and evaluations: a small regression on continuous arrays goes through
+"""The contract of objectives and evaluations: a small regression on continuous arrays runs through
 the whole loop."""
 
 import json
@@ -36,7 +36,7 @@ TRUTH = np.array([[1.0, -2.0], [0.5, 0.0], [3.0, 1.0]], np.float32)
 
 
 class Regression(Objective):
-    """Actions [B, L, 2] from observations [B, L, 3], with a weight for each row [B]."""
+    """Actions [B, L, 2] from observations [B, L, 3], with a weight per row [B]."""
 
     loss_name, weight_name, sources, has_held_out = "squared_error", "rows", (), True
     tokens_per_batch, fingerprint, origin = ROWS * LENGTH, "data", ""
@@ -126,7 +126,7 @@ class Regression(Objective):
 
 
 class WeightError:
-    """How far the weights are from the truth."""
+    """The distance between the weights and the true ones."""
 
     name, every = "weight_error", 2
 
@@ -139,7 +139,7 @@ class WeightError:
 
 
 def run(folder, objective=Regression, accumulation=1):
-    """Trains in `folder`; the rows of its three logs, without measurements."""
+    """Trains in `folder`; returns the rows of its three logs, without timings."""
     config = RunConfig(
         name="regression",
         run_dir=str(folder),
@@ -172,7 +172,7 @@ def whole(tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole") / "run")
 
 
-def test_any_arrays_are_trained_on_and_metrics_have_the_objectives_names(whole):
+def test_arbitrary_arrays_are_trained_on_and_metrics_have_the_objectives_names(whole):
     assert [row["step"] for row in whole["metrics"]] == list(range(1, STEPS + 1))
     first, last = whole["held_out"][0], whole["held_out"][-1]
     assert [row["step"] for row in whole["held_out"]] == [0, 3, 6]
@@ -195,20 +195,20 @@ def test_any_arrays_are_trained_on_and_metrics_have_the_objectives_names(whole):
     assert last["held_out_largest_error"] < first["held_out_largest_error"]
 
 
-def test_an_evaluation_has_its_own_pace_and_its_own_file(whole):
+def test_an_evaluation_has_its_own_interval_and_file(whole):
     assert [row["step"] for row in whole["weight_error"]] == [0, 2, 4, 6]
     assert whole["weight_error"][0]["largest"] == 3 > whole["weight_error"][-1]["largest"]
 
 
-def test_parts_of_a_batch_add_up_to_it(whole, tmp_path):
+def test_accumulation_gives_the_same_run(whole, tmp_path):
     parts = run(tmp_path / "run", accumulation=2)
     for row, expected in zip(parts["metrics"], whole["metrics"], strict=True):
         assert row == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("stop_at", [2, 3, 5])
-def test_stopped_and_continued_it_is_the_same_run(whole, tmp_path, stop_at):
-    """SIGTERM while the batch of step `stop_at` is fetched; the next start begins with the
+def test_stopping_and_resuming_gives_the_same_run(whole, tmp_path, stop_at):
+    """SIGTERM arrives while the batch of step `stop_at` is fetched; the next start begins with the
     evaluations that were due."""
     stopping = type("Stopping", (Regression,), {"stop_at": stop_at})
     with pytest.raises(Preempted, match=f"checkpoints/{stop_at};"):

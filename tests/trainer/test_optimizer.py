@@ -1,5 +1,4 @@
-"""Optimizers and courses of the learning rate, against optax's own and formulas written out,
-sharded and not."""
+"""Optimizers and learning-rate schedules against optax and explicit formulas, sharded and not."""
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +50,7 @@ def rates(schedule, **fields):
     ("schedule", "first", "last"),
     [("cosine", WARMUP, 0.1), ("linear", WARMUP, 0.1), ("wsd", 15, 0.1), ("constant", WARMUP, 1.0)],
 )
-def test_the_learning_rate_is_optaxs(schedule, first, last):
+def test_the_learning_rate_matches_optax(schedule, first, last):
     decay = optax.cosine_decay_schedule if schedule == "cosine" else None
     expected = [PEAK * (step + 1) / WARMUP for step in range(WARMUP)]
     for done in range(WARMUP + 1, STEPS + 1):
@@ -65,7 +64,7 @@ def test_the_learning_rate_is_optaxs(schedule, first, last):
 @pytest.mark.parametrize(
     ("schedule", "stable"), [("constant", STEPS), ("wsd", 15), ("linear", 0), ("cosine", 0)]
 )
-def test_what_is_stable_is_the_same_in_a_longer_run(schedule, stable):
+def test_the_stable_phase_is_the_same_in_a_longer_run(schedule, stable):
     config = OptimizerConfig(schedule=schedule, warmup_steps=WARMUP, decay_fraction=0.25)
     assert config.stable_steps(STEPS) == stable
     same = [
@@ -78,11 +77,11 @@ def test_what_is_stable_is_the_same_in_a_longer_run(schedule, stable):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
-def test_a_share_of_the_steps_warms_up_as_its_steps_do(schedule):
+def test_warmup_as_a_fraction_equals_warmup_in_steps(schedule):
     config = OptimizerConfig(learning_rate=PEAK, warmup_fraction=WARMUP / STEPS, schedule=schedule)
     shared = [float(learning_rate(config, STEPS, jnp.int32(step))) for step in range(STEPS)]
     np.testing.assert_array_equal(shared, rates(schedule))
-    assert config.stable_steps(STEPS) == 0, "of a longer run the warm-up is longer"
+    assert config.stable_steps(STEPS) == 0, "a longer run warms up for longer"
     with pytest.raises(
         ValueError,
         match=r"optimizer\.warmup_fraction: found 0\.1, needs to be left out with .*warmup_steps",
@@ -91,8 +90,8 @@ def test_a_share_of_the_steps_warms_up_as_its_steps_do(schedule):
 
 
 def trained(config, mesh):
-    """The parameters after three steps with gradients of a fixed seed, and the state's leaves as
-    the mesh holds them."""
+    """The parameters after three steps with gradients from a fixed seed, and the leaves of the
+    optimizer state on the mesh."""
     random = np.random.default_rng(0)
     abstract = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, SPECS[name]))
@@ -127,7 +126,7 @@ def trained(config, mesh):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sharded_optimizer_is_that_of_one_device(name):
+def test_a_sharded_optimizer_matches_one_device(name):
     config = OptimizerConfig(
         name=name, learning_rate=0.1, weight_decay=0.1, schedule="constant", clip_norm=0.0
     )
@@ -139,8 +138,8 @@ def test_a_sharded_optimizer_is_that_of_one_device(name):
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
-def test_moments_of_8_bits_are_the_same_on_any_mesh(name):
-    """To the bit, since each number's rounding depends on its place in the whole array alone."""
+def test_8_bit_moments_are_the_same_on_any_mesh(name):
+    """Bitwise, since a number's rounding depends only on its index in the whole array."""
     config = OptimizerConfig(
         name=name, learning_rate=0.1, schedule="constant", clip_norm=0.0, moment_dtype="8bit"
     )
@@ -149,9 +148,9 @@ def test_moments_of_8_bits_are_the_same_on_any_mesh(name):
         np.testing.assert_array_equal(sharded[parameter], value, err_msg=parameter)
 
 
-def test_weights_in_bfloat16_move_by_steps_that_they_cannot_hold():
-    """A thousandth of the distance to the next number, a thousand times: one distance on average,
-    where rounding to the nearest would stay."""
+def test_bfloat16_weights_move_by_steps_below_their_resolution():
+    """A thousand steps of a thousandth of the distance to the next number: one distance on average,
+    where rounding to nearest would not move."""
     params = {"w.weight": jnp.ones((64, 64), jnp.bfloat16)}
     updates = {"w.weight": jnp.full((64, 64), 2.0**-7 / 1000, jnp.float32)}
 
@@ -163,8 +162,8 @@ def test_weights_in_bfloat16_move_by_steps_that_they_cannot_hold():
     assert float(moved.astype(jnp.float32).mean()) == pytest.approx(1 + 2.0**-7, abs=2.0**-7 / 20)
 
 
-def test_a_step_that_is_not_finite_leaves_moments_of_8_bits():
-    """Codes are integers, as counters are, but are kept."""
+def test_a_non_finite_step_leaves_8_bit_moments_unchanged():
+    """Codes are integers, as counters are, but must be restored."""
     config = OptimizerConfig(moment_dtype="8bit", schedule="constant")
     optimizer = make_optimizer(config, STEPS)
     params = {"w.weight": jnp.ones((8, 128))}
@@ -180,7 +179,7 @@ def test_a_step_that_is_not_finite_leaves_moments_of_8_bits():
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-def test_the_planned_bytes_of_moments_are_the_states(moments):
+def test_planned_bytes_of_moments_match_the_state(moments):
     mesh, config = mesh_of({}), OptimizerConfig(moment_dtype=moments)
     sharding = NamedSharding(mesh, PartitionSpec())
     abstract = {
@@ -199,7 +198,7 @@ def test_the_planned_bytes_of_moments_are_the_states(moments):
     assert held == planned
 
 
-def test_lions_step_is_the_sign_of_its_interpolated_moment():
+def test_lions_update_is_the_sign_of_its_interpolated_moment():
     config = OptimizerConfig(
         name="lion", learning_rate=0.1, beta1=0.9, beta2=0.99, schedule="constant", clip_norm=0.0
     )
@@ -214,8 +213,8 @@ def test_lions_step_is_the_sign_of_its_interpolated_moment():
 
 
 def test_muons_update_of_a_layers_matrix_is_orthogonal():
-    """All its singular values are about equal, for inputs [E] and outputs [H, D], and for inputs
-    [H, D] and outputs [E]."""
+    """All singular values are about equal, for inputs [E] and outputs [H, D], and for inputs [H, D]
+    and outputs [E]."""
     config = OptimizerConfig(name="muon", learning_rate=1.0, schedule="constant", clip_norm=0.0)
     optimizer = make_optimizer(config, STEPS)
     params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
@@ -228,7 +227,7 @@ def test_muons_update_of_a_layers_matrix_is_orthogonal():
                 values.max() < 2 * np.median(values)
                 and (values > 0.5 * np.median(values)).mean() > 0.95
             )
-    # AdamW's first update has the same size in every number.
+    # AdamW's first update has the same magnitude everywhere.
     assert np.ptp(np.abs(np.asarray(updates["embed_tokens.weight"]))) < 1e-2
 
 
@@ -244,9 +243,9 @@ def test_muons_update_of_each_experts_matrix_is_orthogonal():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_doras_lengths_are_no_matrices(name):
-    """Neither decayed nor, by Muon, made orthogonal: a gradient in one layer alone leaves the
-    other's lengths as they are."""
+def test_doras_magnitudes_are_not_treated_as_matrices(name):
+    """They are neither decayed nor orthogonalized by Muon: a gradient in one layer leaves the other
+    layer's magnitudes as they are."""
     config = OptimizerConfig(
         name=name, learning_rate=0.1, weight_decay=0.1, schedule="constant", clip_norm=0.0
     )
@@ -263,7 +262,7 @@ def test_doras_lengths_are_no_matrices(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_planned_moments_are_the_states(name):
+def test_planned_moments_match_the_state(name):
     mesh, config = mesh_of({}), OptimizerConfig(name=name)
     abstract = {
         parameter: jax.ShapeDtypeStruct(
@@ -289,7 +288,7 @@ def test_the_planned_moments_are_the_states(name):
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
-def test_what_is_not_elementwise_cannot_be_streamed_from_the_host(name):
+def test_optimizers_that_are_not_elementwise_cannot_be_streamed_from_the_host(name):
     config = RunConfig(
         model=ModelConfig(preset="tiny", tokenizer="t"),
         data=DataConfig(sources=(SourceConfig("a.json"),)),
@@ -303,8 +302,8 @@ def test_what_is_not_elementwise_cannot_be_streamed_from_the_host(name):
         check(config)
 
 
-def test_weights_decay_and_norms_and_biases_do_not():
-    """With no gradient, a step of rate 1 and decay 0.1 takes a tenth of each matrix."""
+def test_matrices_decay_and_norms_and_biases_do_not():
+    """With no gradient, a step with rate 1 and decay 0.1 removes a tenth of each matrix."""
     config = OptimizerConfig(
         learning_rate=1.0, weight_decay=0.1, schedule="constant", warmup_steps=0
     )

@@ -1,4 +1,4 @@
-"""A command's options are typed fields: given, defaulted, refused in one line, and described."""
+"""A command's options are typed fields: parsed, defaulted, refused in one line, and described."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Options:
     compiled: bool = option("compile it")
 
 
-def test_fields_are_the_options_values():
+def test_fields_hold_the_values_of_options():
     assert parse(Options, ["here", "--model", "m"]) == Options(
         folder=Path("here"),
         model="m",
@@ -31,8 +31,8 @@ def test_fields_are_the_options_values():
         compiled=False,
     )
     words = "here --model m --lengths 1K 2 --head_dim 64 --kernel xla --compiled"
-    given = parse(Options, words.split())
-    assert (given.lengths, given.head_dim, given.kernel, given.compiled) == (
+    options = parse(Options, words.split())
+    assert (options.lengths, options.head_dim, options.kernel, options.compiled) == (
         (1024, 2),
         64,
         "xla",
@@ -41,7 +41,7 @@ def test_fields_are_the_options_values():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("here", "--model"),
         ("--model m", "folder"),
@@ -50,11 +50,11 @@ def test_fields_are_the_options_values():
         ("here --model m --head-dims 1", "did you mean --head-dim?"),
     ],
 )
-def test_a_wrong_option_is_refused_in_one_line(words, said, capsys):
+def test_a_wrong_option_is_refused_in_one_line(words, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         parse(Options, words.split())
     printed = capsys.readouterr().err
-    assert stopped.value.code == 2 and said in printed and printed.count("\n") == 1
+    assert stopped.value.code == 2 and message in printed and printed.count("\n") == 1
 
 
 def test_help_has_every_option_and_its_default(capsys):
@@ -66,7 +66,7 @@ def test_help_has_every_option_and_its_default(capsys):
         assert words in printed
 
 
-def test_a_commands_exit_code_is_its_works(capsys):
+def test_a_commands_exit_code_is_what_its_work_returns(capsys):
     seen: list[Options] = []
 
     def work(options: Options) -> int:
@@ -89,10 +89,12 @@ class Launch:
     others: tuple[str, ...] = other_words("--config RECIPE.yaml", "They go to another command.")
 
 
-def test_words_that_are_no_option_are_kept_in_their_order(capsys):
-    given = parse(Launch, ["--config", "a.yaml", "--processes", "2", "--train.steps", "3", "here"])
-    assert given.processes == 2
-    assert given.others == ("--config", "a.yaml", "--train.steps", "3", "here")
+def test_arguments_that_are_no_option_keep_their_order(capsys):
+    options = parse(
+        Launch, ["--config", "a.yaml", "--processes", "2", "--train.steps", "3", "here"]
+    )
+    assert options.processes == 2
+    assert options.others == ("--config", "a.yaml", "--train.steps", "3", "here")
     with pytest.raises(SystemExit):
         parse(Launch, ["--help"])
     printed = " ".join(capsys.readouterr().out.split())

@@ -1,5 +1,5 @@
-"""The ring on a slice of TPUs: a closed walk over neighbours, whose permutes the compiler of v5e
-makes asynchronous."""
+"""The ring on a slice of TPUs: a closed walk over neighbours, whose permutes the v5e compiler makes
+asynchronous."""
 
 import itertools
 
@@ -32,18 +32,18 @@ from trainer.placement import closed_walk
         (2, 3, 5, 2),
     ],
 )
-def test_a_closed_walk_meets_every_cell_once_and_steps_to_neighbours(cells):
+def test_a_closed_walk_visits_every_cell_once_and_steps_to_neighbours(cells):
     walk = closed_walk(cells)
     assert sorted(walk) == list(range(np.prod(cells)))
-    places = np.stack(np.unravel_index(walk, cells), 1)
-    steps = np.abs(places - np.roll(places, 1, 0)).sum(1)
+    coordinates = np.stack(np.unravel_index(walk, cells), 1)
+    steps = np.abs(coordinates - np.roll(coordinates, 1, 0)).sum(1)
     assert (steps == (1 if len(walk) > 1 else 0)).all()
 
 
 @pytest.mark.parametrize("cells", [(3,), (4,), (1, 6), (3, 3), (3, 5, 1)])
-def test_where_there_is_none(cells):
-    """Lines, and an odd number of cells (whose colours, as of a chessboard, cannot alternate around
-    a ring)."""
+def test_shapes_without_a_closed_walk(cells):
+    """Lines, and an odd number of cells (the colours of a chessboard cannot alternate around an odd
+    ring)."""
     assert closed_walk(cells) is None
 
 
@@ -59,24 +59,24 @@ def test_where_there_is_none(cells):
     ids=str,
 )
 def test_every_ring_of_a_mesh_is_such_a_walk(topology, axes):
-    """From cell to cell: with the devices of a cell along `tensor`, all hops of a ring are as long
-    as a cell, and straight."""
+    """Cell by cell: with the devices of a cell along `tensor`, every hop of a ring is one cell long
+    and straight."""
     mesh = make_mesh(MeshConfig(**axes), topology_devices(topology))
     assert len({device.id for device in mesh.devices.flat}) == mesh.size
     for ring in mesh.devices.reshape(-1, axes["sequence"]):
         for device, neighbour in itertools.pairwise([*ring, ring[0]]):
-            apart = np.abs(
+            distances = np.abs(
                 np.subtract(
                     (*device.coords, device.core_on_chip),
                     (*neighbour.coords, neighbour.core_on_chip),
                 )
             )
-            assert np.count_nonzero(apart) == 1 and apart.max() <= axes.get("tensor", 1)
+            assert np.count_nonzero(distances) == 1 and distances.max() <= axes.get("tensor", 1)
 
 
 @pytest.mark.parametrize("axes", [{"sequence": 64}, {"tensor": 4, "sequence": 16}], ids=str)
-def test_its_permutes_are_asynchronous(axes):
-    """On v5e 8 x 8, where they are not in the order in which JAX places a mesh."""
+def test_permutes_along_the_walk_are_asynchronous(axes):
+    """On v5e 8 x 8, where JAX does not place a mesh in the order of a ring."""
     mesh = make_mesh(MeshConfig(**axes), topology_devices("v5e:8x8"))
     text = compiled_ring(mesh)
     assert (text.count(" collective-permute-start("), text.count(" collective-permute(")) == (1, 0)

@@ -70,7 +70,7 @@ def folder(tmp_path_factory):
 
 
 def examples(objective) -> list[dict]:
-    """The first batch's pairs as TRL takes them, in the batch's order."""
+    """The first batch's pairs in TRL's form, in the batch's order."""
     documents = objective.prepared.train
     pairs = []
     for row in range(ROWS):
@@ -95,8 +95,8 @@ def examples(objective) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def models(folder, hf_model):
-    """The folders of the reference, which training begins with, and of a policy that differs from
-    it."""
+    """The folders of the reference, which training starts from, and of a policy that differs
+    from it."""
     model = usual_model(hf_model, folder)
     return model, changed_model(model, folder)
 
@@ -145,7 +145,7 @@ def trl(folder, models):
 
 
 @pytest.mark.parametrize("loss", TRL_LOSSES)
-def test_loss_metrics_and_gradients_are_trls(folder, models, trl, loss):
+def test_loss_metrics_and_gradients_match_trl(folder, models, trl, loss):
     smoothing = 0.1 if loss == "robust" else 0.0
     options = {"loss": loss, "beta": 0.3, "label_smoothing": smoothing}
     objective = open_objective(make_config(folder, models[0], **options))
@@ -156,15 +156,15 @@ def test_loss_metrics_and_gradients_are_trls(folder, models, trl, loss):
     value, measures, gradient = loss_and_gradient(objective, params, batch)
     expected, metrics, gradients = trl(pairs, **options)
     same_number(value, expected, "loss")
-    # Rewards are differences of some 130 nats in float32.
+    # Rewards are differences of log-likelihoods of about 130 nats in float32.
     rounding = 4 * 130 * float(np.finfo(np.float32).eps) * options["beta"]
     expected_measures = {name: metrics[name] for name in NAMES}
     assert measures == pytest.approx(expected_measures, rel=1e-5, abs=rounding)
     same_gradients(objective.model.config, gradient, gradients)
 
 
-def test_the_chosen_completions_cross_entropy_is_trls(folder, models, trl):
-    """Its mean is over the batch's tokens, for any completion lengths."""
+def test_cross_entropies_of_chosen_completions_match_trl(folder, models, trl):
+    """It is averaged over the batch's tokens, whatever the lengths of completions."""
     options = {"loss": "sigmoid", "beta": 0.3, "sft_weight": 0.7}
     objective = open_objective(make_config(folder, models[0], **options))
     params = open_objective(make_config(folder, models[1], loss="orpo")).read_params()
@@ -174,8 +174,8 @@ def test_the_chosen_completions_cross_entropy_is_trls(folder, models, trl):
     assert value == pytest.approx(expected, rel=1e-5)
 
 
-def test_ids_and_completions_are_those_of_trls_own_tokenization(folder, models):
-    """Of conversations under a chat template, and with a system turn."""
+def test_ids_and_completions_match_trls_own_tokenization(folder, models):
+    """For conversations under a chat template, also with a system turn."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
@@ -240,21 +240,21 @@ def test_twenty_steps_are_the_same_on_any_mesh_and_in_parts(folder, models, loss
     options = {"loss": loss, "sft_weight": 0.5 if loss == "sigmoid" else 0.0}
     if loss == "robust":
         options["label_smoothing"] = 0.1
-    one = make_config(folder, models[0], MeshConfig(), **options)
+    single = make_config(folder, models[0], MeshConfig(), **options)
     parts = make_config(folder, models[0], **options)
     parts = dataclasses.replace(parts, train=dataclasses.replace(parts.train, accumulation=2))
-    expected = trained(one)
+    expected = trained(single)
     assert expected[-1]["rewards/margins"] > expected[0]["rewards/margins"]
     for step, (row, other) in enumerate(zip(trained(parts), expected, strict=True)):
         if step == 0 and loss not in ("orpo", "simpo"):
-            # The model is the reference: all rewards are 0 but for rounding.
+            # The policy equals the reference: all rewards are 0 up to rounding.
             del row["rewards/accuracies"], other["rewards/accuracies"]
         same_number(row["loss"], other["loss"], "loss on a mesh", step)
         assert row == pytest.approx(other, rel=1e-5, abs=2e-5)
 
 
-def test_without_a_reference_the_losses_are_the_papers():
-    """ORPO's odds ratio and SimPO's margin, by TRL's own functions."""
+def test_losses_without_a_reference_match_the_papers():
+    """ORPO's odds ratio and SimPO's margin, against TRL's own functions."""
     from trl.experimental.cpo import CPOTrainer
     from trl.experimental.orpo import ORPOTrainer
 
@@ -280,22 +280,23 @@ def test_without_a_reference_the_losses_are_the_papers():
     np.testing.assert_allclose(ours.loss, simpo.numpy(), rtol=1e-5)
 
 
-def test_a_place_without_a_pair_gives_finite_numbers_and_no_gradient():
-    nothing = jnp.zeros((1, 2, 2))
+def test_an_empty_slot_gives_finite_numbers_and_no_gradient():
+    zeros = jnp.zeros((1, 2, 2))
     for loss in (*TRL_LOSSES, "orpo", "simpo"):
         config = PreferenceConfig(loss)
 
         def total(x, config=config):
-            return pair_losses(Pairs(x, nothing, nothing), config).loss.sum()
+            return pair_losses(Pairs(x, zeros, zeros), config).loss.sum()
 
-        value, gradient = jax.value_and_grad(total)(nothing)
+        value, gradient = jax.value_and_grad(total)(zeros)
         assert np.isfinite(value) and np.isfinite(gradient).all(), loss
 
 
-def test_the_reference_is_computed_once_and_goes_on_where_it_was(
+def test_the_reference_is_computed_once_and_resumes_when_interrupted(
     folder, models, monkeypatch, tmp_path
 ):
-    config = make_config(folder, models[0], loss="sigmoid")
+    one_device = MeshConfig()
+    config = make_config(folder, models[0], one_device, loss="sigmoid")
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, prepared=str(tmp_path))
     )
@@ -321,30 +322,30 @@ def test_the_reference_is_computed_once_and_goes_on_where_it_was(
     same_weights = shutil.copytree(models[0], tmp_path / "model")
     fields = json.loads((same_weights / "config.json").read_text())
     (same_weights / "config.json").write_text(json.dumps(fields | {"rms_norm_eps": 0.5}))
-    other = make_config(folder, same_weights, loss="sigmoid")
+    other = make_config(folder, same_weights, one_device, loss="sigmoid")
     other = dataclasses.replace(other, data=config.data)
-    assert (open_objective(other).loader.references != whole).any(), "of another config.json"
-    other = make_config(folder, models[1], loss="sigmoid")
+    assert (open_objective(other).loader.references != whole).any(), "with another config.json"
+    other = make_config(folder, models[1], one_device, loss="sigmoid")
     other = dataclasses.replace(other, data=config.data)
     others = open_objective(other).loader.references
-    assert (others != whole).all(), "another model's are its own"
+    assert (others != whole).all(), "another model has different ones"
     adapted = dataclasses.replace(config, adapter=AdapterConfig(rank=4))
     switched_off = open_objective(adapted).loader.references
     np.testing.assert_allclose(switched_off, whole, rtol=1e-5)
-    by_path = make_config(folder, models[0], loss="sigmoid", ref_model=str(models[1]))
+    by_path = make_config(folder, models[0], one_device, loss="sigmoid", ref_model=str(models[1]))
     by_path = dataclasses.replace(by_path, data=config.data)
     objective = open_objective(by_path)
-    assert (objective.loader.references == others).all(), "a reference by its path"
+    assert (objective.loader.references == others).all(), "a reference named by its path"
     reference = {"fingerprint": weights_fingerprint(models[1])}
     assert objective.inputs["reference"].items() >= reference.items()
     batch = objective.to_device(next(objective.batches(0)))
     _, measures, _ = loss_and_gradient(objective, objective.read_params(), batch)
-    # Beside its own, the model's rewards would be rounding, some 6e-6.
+    # If the model itself were the reference, rewards would be rounding errors of about 6e-6.
     assert abs(measures["rewards/margins"]) > 1e-4, "the model is not its own reference"
 
 
-def test_a_reference_whose_numbers_overflow_is_named_and_nothing_is_kept(folder, models, tmp_path):
-    """Its weights are finite; every loss of its pairs would not be."""
+def test_a_reference_that_overflows_is_named_and_nothing_is_kept(folder, models, tmp_path):
+    """Its weights are finite, but every loss of its pairs would not be."""
     other = shutil.copytree(models[0], tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], 3e38)
@@ -370,34 +371,35 @@ def test_a_reference_with_another_tokenizer_is_named(folder, models, tmp_path):
 
 @pytest.mark.parametrize("loss", ["sigmoid", pytest.param("kto", marks=pytest.mark.slow)])
 def test_shared_prompts_equal_unshared_ones(folder, models, loss):
-    """Losses, rewards and gradients; a pair's prompt is in its row once, and both completions go
-    on behind it."""
-    found = {}
+    """Losses, rewards and gradients; a pair's prompt is in its row once, followed by both
+    completions."""
+    results = {}
     for shares in (True, False):
         config = make_config(folder, models[0], loss=loss, share_prompts=shares)
-        # The forms are packed differently: a batch that holds all pairs is the same of both.
+        # The two forms are packed differently, but a batch that holds all pairs has the same ones
+        # in both.
         file = str(folder / "pairs.json")
         data = dataclasses.replace(config.data, context_length=512, held_out_path=file)
         objective = open_objective(dataclasses.replace(config, data=data))
         (batch,) = (objective.to_device(x) for x in objective.held_out())
         params = open_objective(make_config(folder, models[1], loss="orpo")).read_params()
-        found[shares] = (objective, *loss_and_gradient(objective, params, batch))
-    (one, *shared), (_, *unshared) = found[True], found[False]
+        results[shares] = (objective, *loss_and_gradient(objective, params, batch))
+    (sharing, *shared), (_, *unshared) = results[True], results[False]
     same_number(shared[0], unshared[0], "loss with shared prompts")
-    # Rewards are differences of some 130 nats in float32.
+    # Rewards are differences of log-likelihoods of about 130 nats in float32.
     assert shared[1] == pytest.approx(unshared[1], rel=1e-5, abs=6e-5)
     for x, y in zip(jax.tree.leaves(shared[2]), jax.tree.leaves(unshared[2]), strict=True):
         error = np.linalg.norm(x - y) / np.linalg.norm(y)
         within(error, 1e-5, "gradients with shared prompts")
-    lengths, before = one.lengths(0), one.shared_lengths(0)
-    documents = one.prepared.train
-    pairs = np.concatenate([one.loader.row_pairs(row) for row in range(ROWS)])
+    lengths, before = sharing.lengths(0), sharing.shared_lengths(0)
+    documents = sharing.prepared.train
+    pairs = np.concatenate([sharing.loader.row_pairs(row) for row in range(ROWS)])
     whole = np.stack([documents.chosen, documents.lengths - documents.chosen], 1)[pairs]
     assert (lengths + before == whole.ravel()).all() and (before[1::2] > 8).all()
-    row = one.loader.row(0)
-    pair, is_second = int(one.loader.row_pairs(0)[0]), row["segment_ids"] == 2
-    document, count = one.prepared.train[pair], int(one.prepared.train.shared[pair])
-    second = document.tokens[int(one.prepared.train.chosen[pair]) :]
+    row = sharing.loader.row(0)
+    pair, is_second = int(sharing.loader.row_pairs(0)[0]), row["segment_ids"] == 2
+    document, count = sharing.prepared.train[pair], int(sharing.prepared.train.shared[pair])
+    second = document.tokens[int(sharing.prepared.train.chosen[pair]) :]
     assert row["tokens"][is_second].tolist() == second[count:].tolist()
     assert row["positions"][is_second].tolist() == list(range(count, len(second)))
     assert (row["shared"] == 1).sum() == count and (row["shared"] == -1).sum() == is_second.sum()
@@ -417,7 +419,7 @@ def test_pairs_longer_than_a_row(folder, models, tmp_path, long_pairs):
         return
     assert report.repaired == {"longer than context_length, cut at the prompt's beginning": 1}
     cut = max(range(2), key=lambda number: prepared.train.lengths[number])
-    assert prepared.train.row_lengths[cut] == LENGTH, "all of the row is used"
+    assert prepared.train.row_lengths[cut] == LENGTH, "the whole row is used"
     document, chosen = prepared.train[cut], int(prepared.train.chosen[cut])
     prompts = [
         document.tokens[part][: document.loss_mask[part].argmax()].tolist()
@@ -425,7 +427,7 @@ def test_pairs_longer_than_a_row(folder, models, tmp_path, long_pairs):
     ]
     assert prompts[0] == prompts[1] and len(prompts[0]) > 20
     longer = max(chosen, int(prepared.train.lengths[cut]) - chosen)
-    assert longest_document(prepared) == longer, "what an export may claim as its length"
+    assert longest_document(prepared) == longer, "the length that an export may claim"
 
 
 @pytest.mark.parametrize(
@@ -444,7 +446,7 @@ def test_pairs_longer_than_a_row(folder, models, tmp_path, long_pairs):
         ),
     ],
 )
-def test_what_does_not_go_together_is_named(folder, models, change, message):
+def test_incompatible_options_are_named(folder, models, change, message):
     with pytest.raises((ValueError, UserError), match=re.escape(message)):
         check(make_config(folder, models[0], **change))
 

@@ -1,4 +1,4 @@
-"""Twenty steps of each loss of preference tuning, and twenty of TRL's in float64 on the same
+"""Twenty steps with each preference loss, against twenty of TRL's in float64 on the same
 batches."""
 
 import json
@@ -46,7 +46,7 @@ def model_folder(hf_model, tmp_path_factory):
 
 
 def trl_trainer(folder, loss, model, reference):
-    """TRL's trainer of a loss that has a reference, which computes the loss of prepared ids."""
+    """TRL's trainer for a loss with a reference, which computes the loss of prepared ids."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
@@ -79,10 +79,10 @@ def trl_trainer(folder, loss, model, reference):
 
 
 def without_reference(loss, model, examples):
-    """The losses of TRL's ORPOTrainer and CPOTrainer, of log-likelihoods that its own function
-    takes from logits.
+    """The losses of TRL's ORPOTrainer and CPOTrainer, from log-likelihoods that their own function
+    computes from logits.
 
-    ORPO's cross-entropy is that of the chosen completions alone, as its paper has it.
+    ORPO's cross-entropy covers the chosen completions only, as in its paper.
     """
     from trl.experimental.cpo import CPOTrainer
     from trl.experimental.orpo import ORPOTrainer
@@ -111,8 +111,8 @@ def without_reference(loss, model, examples):
 
 
 def examples(objective, step, labelled):
-    """The documents of a step as TRL takes them."""
-    documents, found = objective.prepared.train, []
+    """The documents of a step in TRL's form."""
+    documents, batch = objective.prepared.train, []
     for row in range(step * ROWS, (step + 1) * ROWS):
         for number in map(int, objective.loader.row_pairs(row)):
             document, chosen = documents[number], int(documents.chosen[number])
@@ -120,7 +120,7 @@ def examples(objective, step, labelled):
             first, second = (int(mask.argmax()) for mask in halves)
             tokens = document.tokens.tolist()
             one, two = tokens[first:chosen], tokens[chosen + second :]
-            found.append(
+            batch.append(
                 {
                     "prompt_ids": tokens[:first],
                     "completion_ids": one,
@@ -130,7 +130,7 @@ def examples(objective, step, labelled):
                 if labelled
                 else {"prompt_ids": tokens[:first], "chosen_ids": one, "rejected_ids": two}
             )
-    return found
+    return batch
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def examples(objective, step, labelled):
         *(pytest.param(loss, marks=pytest.mark.slow) for loss in SLOW),
     ],
 )
-def test_twenty_steps_are_trls(folder, model_folder, loss):
-    """The losses of all steps within 1e-5; ours are float32 on one device."""
+def test_twenty_steps_match_trl(folder, model_folder, loss):
+    """The losses of all steps are within 1e-5; ours are float32 on one device."""
     options = {"loss": loss, "beta": BETA, "label_smoothing": 0.1 if loss == "robust" else 0.0}
     config = make_config(folder, model_folder, MeshConfig(), **options)
     ours = trained(config)

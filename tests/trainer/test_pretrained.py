@@ -1,5 +1,5 @@
-"""A run that begins from a pretrained model: what it takes from the model's files and when, and how
-it knows them again."""
+"""A run that starts from a pretrained model: what it reads from the model's files and when, and how
+it recognizes them later."""
 
 import json
 import pathlib
@@ -32,7 +32,7 @@ THETA = 50_000.0
 
 @pytest.fixture(scope="module")
 def recipe(small_recipe, tmp_path_factory):
-    """Three steps that compile fast, each row on a device of its own; without held-out data."""
+    """Three steps that compile fast, one row per device; no held-out data."""
     folder = tmp_path_factory.mktemp("pretrained")
     written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
     written["model"] = {"compute_dtype": "float32", "overrides": {"rope_theta": THETA}}
@@ -69,8 +69,9 @@ def order():
 
 @pytest.fixture(scope="module")
 def run(recipe, hf_model, order):
-    """The run's folder. The model was made for half its length, and its files vanish as soon as
-    training begins; a step to evaluate is not asked for, since there is nothing held out."""
+    """The run's folder. The model's max_position_embeddings is half the run's length, and its files
+    vanish as soon as training begins. The evaluation step must not be compiled, since nothing is
+    held out."""
     model = pathlib.Path(shutil.copytree(hf_model, recipe.parent / "model"))
     written = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (model / "config.json").write_text(
@@ -84,7 +85,7 @@ def run(recipe, hf_model, order):
             order.append(f"batch {number}")
             yield batch
 
-    def told(steps, step, metrics):
+    def counted(steps, step, metrics):
         order.append(f"metrics {step + 1}")
         return check(steps, step, metrics)
 
@@ -94,7 +95,7 @@ def run(recipe, hf_model, order):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TextObjective, "batches", vanishing)
         patch.setattr(StepBuilder, "lower_evaluate", compiled_for_nothing)
-        patch.setattr(FiniteSteps, "_is_finite", told)
+        patch.setattr(FiniteSteps, "_is_finite", counted)
         assert (
             train.main(
                 command(recipe, model, "--checkpoint.every", "1", "--checkpoint.keep", str(STEPS))
@@ -105,11 +106,12 @@ def run(recipe, hf_model, order):
 
 
 def test_the_next_batch_is_fetched_while_a_step_runs(run, order):
-    """Before its metrics are waited for; and none beyond the last step."""
+    """It is fetched before the running step's metrics are awaited; none is fetched beyond the last
+    step."""
     assert order == ["batch 1", "batch 2", "metrics 1", "batch 3", "metrics 2", "metrics 3"]
 
 
-def test_saves_need_nothing_of_a_model_that_has_vanished_since_the_start(run, hf_model):
+def test_saves_read_nothing_from_a_model_that_has_vanished_since_the_start(run, hf_model):
     saved = sorted((run / "checkpoints").iterdir())
     assert [path.name for path in saved] == [str(step + 1) for step in range(STEPS)]
     for checkpoint in saved:
@@ -129,7 +131,7 @@ def test_export_and_evaluation_see_the_trained_length_and_the_new_base(run, tmp_
     exported = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
     longest = longest_document(run)
     assert LENGTH > exported.max_position_embeddings == longest > OWN_LENGTH, (
-        "no length that no document had"
+        "no length beyond the longest document"
     )
     assert (
         exported.rope_parameters["rope_theta"] == THETA
@@ -138,15 +140,15 @@ def test_export_and_evaluation_see_the_trained_length_and_the_new_base(run, tmp_
 
 
 def longest_document(run):
-    """The tokens of the run's longest document, by the arrays that lie in its prepared folder."""
+    """The number of tokens in the run's longest document, read from the prepared data."""
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     (index,) = pathlib.Path(config["data"]["prepared"]).glob("*/" + INDEX)
     return int(np.load(index)["length"].max())
 
 
 @pytest.mark.parametrize("name", ["", f"checkpoints/{STEPS}"], ids=["a run", "a checkpoint"])
-def test_a_model_that_was_trained_here_is_compared_once(run, name, monkeypatch):
-    """With its manifest, on the way from its name to its arrays."""
+def test_a_model_trained_here_is_compared_once(run, name, monkeypatch):
+    """It is compared with its manifest once, on the way from its name to its arrays."""
     compared, record = [], Files.record
 
     def counted(files, file, *expected):
@@ -164,7 +166,7 @@ def test_a_model_that_was_trained_here_is_compared_once(run, name, monkeypatch):
     )
 
 
-def test_a_moved_model_and_moved_data_are_known_again(
+def test_a_moved_model_and_moved_data_are_recognized(
     run, recipe, hf_model, small_recipe, tmp_path, capfd
 ):
     data = shutil.copyfile(small_recipe.parent / "conversations.json", tmp_path / "moved.json")
@@ -176,7 +178,7 @@ def test_a_moved_model_and_moved_data_are_known_again(
 
 
 def spoil_weights(folder: pathlib.Path) -> None:
-    """Turns every bit of one tensor of many."""
+    """Inverts every bit of one tensor of many."""
     path = folder / "model.safetensors"
     content = bytearray(path.read_bytes())
     size = int.from_bytes(content[:8], "little")
@@ -194,15 +196,15 @@ def test_another_model_of_the_same_shape_is_refused(run, recipe, hf_model, tmp_p
     spoil_weights(other)
     capfd.readouterr()
     assert train.main(command(recipe, other)) == 2
-    said = capfd.readouterr().err
+    stderr = capfd.readouterr().err
     assert (
-        said.count("\n") == 1
-        and f"checkpoints/{STEPS}: began with another model" in said
-        and "--run_dir" in said
+        stderr.count("\n") == 1
+        and f"checkpoints/{STEPS}: began with another model" in stderr
+        and "--run_dir" in stderr
     )
 
 
-def test_another_config_of_the_same_weights_is_refused(run, recipe, hf_model, tmp_path, capfd):
+def test_another_config_for_the_same_weights_is_refused(run, recipe, hf_model, tmp_path, capfd):
     other = pathlib.Path(shutil.copytree(hf_model, tmp_path / "other"))
     written = json.loads((other / "config.json").read_text(encoding="utf-8"))
     (other / "config.json").write_text(
@@ -211,13 +213,15 @@ def test_another_config_of_the_same_weights_is_refused(run, recipe, hf_model, tm
     assert weights_fingerprint(other) == weights_fingerprint(hf_model)
     capfd.readouterr()
     assert train.main(command(recipe, other)) == 2
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1 and f"checkpoints/{STEPS}: began with another config.json" in said
-    assert "(rms_norm_eps 1e-06, now 0.125); give the files that the run began with" in said
+    stderr = capfd.readouterr().err
+    assert (
+        stderr.count("\n") == 1 and f"checkpoints/{STEPS}: began with another config.json" in stderr
+    )
+    assert "(rms_norm_eps 1e-06, now 0.125); give the files that the run began with" in stderr
 
 
 def test_the_index_that_chooses_between_two_files_is_in_the_fingerprint(hf_model, tmp_path):
-    """Of tensors that both hold, each with other numbers."""
+    """Both files hold the same tensors with different numbers."""
     folders = []
     for chosen in ("a", "b"):
         folder = pathlib.Path(shutil.copytree(hf_model, tmp_path / chosen))

@@ -1,5 +1,5 @@
-"""Several real processes on this machine train as one does; one that is lost ends the others, and
-the next start goes on."""
+"""Several real processes on this machine train as one does; losing one ends the others, and the
+next start resumes."""
 
 import itertools
 import os
@@ -43,12 +43,12 @@ SMALLER = ("--mesh.tensor", "1", "--mesh.simulate", "4", *small_run.DENSE)
 
 @pytest.fixture(autouse=True)
 def compiled_as_the_tests_programs(monkeypatch):
-    """The launched processes compile with the tests' flags, as the runs do that they are compared
+    """The launched processes compile with the tests' flags, like the runs that they are compared
     with."""
     monkeypatch.setenv("XLA_FLAGS", small_run.XLA_FLAGS)
 
 
-def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(
+def test_two_processes_train_as_one_and_one_resumes_from_their_checkpoint(
     whole_run, small_recipe, repository
 ):
     """8 devices in 2 processes, fsdp 2 x tensor 2 x sequence 2; one of them prepares the data;
@@ -82,7 +82,8 @@ def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(
 
 @pytest.mark.slow
 def test_ctrl_c_to_one_process_saves_the_same_step_on_all(whole_run, small_recipe, tmp_path, capfd):
-    """Only process 1 is told; one process with all 8 devices resumes from their checkpoint."""
+    """Only process 1 gets the signal; one process with all 8 devices resumes from their
+    checkpoint."""
     run = tmp_path / "run"
     running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run)])
     try:
@@ -92,19 +93,19 @@ def test_ctrl_c_to_one_process_saves_the_same_step_on_all(whole_run, small_recip
     finally:
         launch_local.end(running)
     saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
-    said = (
+    expected = (
         f"stopped (Ctrl-C): saved {run / 'checkpoints' / str(saved)}; the same command resumes "
         "the run"
     )
     assert (
-        capfd.readouterr().err.count(said) == 1
+        capfd.readouterr().err.count(expected) == 1
         and small_run.steps_logged(run) == saved < small_run.STEPS
     )
     assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
     agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
 
 
-# The launcher, with its input as the terminal that controls it.
+# The launcher, whose stdin is its controlling terminal.
 IN_A_TERMINAL = """
 import fcntl, sys, termios
 from scripts import launch_local
@@ -117,7 +118,7 @@ sys.exit(launch_local.main())
 def test_a_closed_terminal_saves_the_same_step_on_all(
     whole_run, small_recipe, tmp_path, repository
 ):
-    """The launcher is what a user started in the terminal, of which nothing is left to write to."""
+    """The user started the launcher in the terminal, which can no longer be written to."""
     run, (terminal, inside) = tmp_path / "run", pty.openpty()
     flags = ["--config", str(small_recipe), "--run_dir", str(run)]
     launcher = subprocess.Popen(
@@ -138,7 +139,7 @@ def test_a_closed_terminal_saves_the_same_step_on_all(
         assert len(training) == 2
     finally:
         os.close(terminal)
-    assert launcher.wait(60) == 128 + signal.SIGTERM  # as which it is handled
+    assert launcher.wait(60) == 128 + signal.SIGTERM  # what it is handled as
     assert not any(pathlib.Path(f"/proc/{process}").exists() for process in training)
     saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
     assert 2 <= saved == small_run.steps_logged(run) < small_run.STEPS
@@ -146,7 +147,7 @@ def test_a_closed_terminal_saves_the_same_step_on_all(
     agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
 
 
-# Stands in for train.py: says when it has compiled, and waits for a sign to continue.
+# Stands in for train.py: reports that it has compiled, and waits for a file before it continues.
 WAITS = """
 import pathlib, sys, time
 import train
@@ -167,7 +168,7 @@ sys.exit(train.main())
 
 
 @pytest.mark.slow
-def test_two_processes_that_another_start_overtook_both_go_on_from_what_it_saved(
+def test_two_processes_resume_from_what_another_start_saved_meanwhile(
     whole_run,
     small_recipe,
     tmp_path,
@@ -175,7 +176,7 @@ def test_two_processes_that_another_start_overtook_both_go_on_from_what_it_saved
     monkeypatch,
     capfd,
 ):
-    """That one was killed after its checkpoint 35."""
+    """That start was killed after its checkpoint at 35."""
     run = tmp_path / "run"
     (tmp_path / "waits.py").write_text(WAITS)
     monkeypatch.setattr(launch_local, "TRAIN", tmp_path / "waits.py")
@@ -194,9 +195,9 @@ def test_two_processes_that_another_start_overtook_both_go_on_from_what_it_saved
 
 
 @pytest.mark.slow
-def test_saved_by_four_processes_two_go_on_and_then_one(whole_run, small_recipe, tmp_path):
-    """Each but the last ends on SIGTERM. The same batches in the same order, and the same losses,
-    as one process alone has."""
+def test_a_run_of_four_processes_resumes_on_two_and_then_on_one(whole_run, small_recipe, tmp_path):
+    """Each start but the last ends on SIGTERM. Batches, their order and losses are those of one
+    process alone."""
     run = tmp_path / "run"
     for processes in (4, 2):
         before = small_run.steps_logged(run)
@@ -213,7 +214,7 @@ def test_saved_by_four_processes_two_go_on_and_then_one(whole_run, small_recipe,
     assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
     rows, alone = (small_run.rows(folder / "metrics.jsonl") for folder in (run, whole_run))
     agree(rows, alone)
-    for name in ("target_tokens", "padding_share"):  # would tell another order of the batches
+    for name in ("target_tokens", "padding_share"):  # differs for another order of the batches
         assert [row[name] for row in rows] == [row[name] for row in alone] and len(
             {row[name] for row in alone}
         ) > 10
@@ -221,7 +222,7 @@ def test_saved_by_four_processes_two_go_on_and_then_one(whole_run, small_recipe,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_lost_process_ends_the_other_within_a_minute_without_the_launcher(
+def test_without_a_launcher_losing_one_process_ends_the_other_within_a_minute(
     small_recipe, tmp_path, victim, capfd
 ):
     running = launch_local.start(
@@ -233,21 +234,20 @@ def test_a_lost_process_ends_the_other_within_a_minute_without_the_launcher(
         assert running[1 - victim].wait(60) != 0
     finally:
         launch_local.end(running)
-    said, patience = "", time.monotonic() + 10  # the launcher's thread passes it on
-    # Either the next sum over the processes fails, or JAX misses the other's heartbeat first and
-    # ends the process itself.
+    stderr, patience = "", time.monotonic() + 10  # the launcher's thread passes it on
+    # Either the next collective fails, or JAX first misses the other's heartbeat and ends the
+    # process itself.
     while (
-        "the connection to another process was lost" not in said and "another task died" not in said
+        "the connection to another process was lost" not in stderr
+        and "another task died" not in stderr
     ):
-        assert time.monotonic() < patience, said
-        said += capfd.readouterr().err
+        assert time.monotonic() < patience, stderr
+        stderr += capfd.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_fails_alone_ends_all_with_its_line(
-    small_recipe, tmp_path, repository, victim
-):
+def test_one_failing_process_ends_all_with_its_message(small_recipe, tmp_path, repository, victim):
     address, running = f"127.0.0.1:{launch_local.free_port()}", []
     for number in range(2):
         flags = [
@@ -266,17 +266,17 @@ def test_a_process_that_fails_alone_ends_all_with_its_line(
         )
     start = time.monotonic()
     assert [process.wait(120) for process in running] == [2, 2] and time.monotonic() - start < 60
-    said = [(tmp_path / f"log{number}").read_text().splitlines() for number in range(2)]
-    assert [len(lines) for lines in said] == [1, 1]
-    assert said[victim][0].startswith("error: /missing: no such file or folder")
-    assert said[1 - victim][0].startswith(
+    logs = [(tmp_path / f"log{number}").read_text().splitlines() for number in range(2)]
+    assert [len(lines) for lines in logs] == [1, 1]
+    assert logs[victim][0].startswith("error: /missing: no such file or folder")
+    assert logs[1 - victim][0].startswith(
         f"error: process {victim} of 2 failed: /missing: no such file or folder"
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_stands_still_for_20_seconds_is_waited_for(
+def test_a_process_that_stalls_for_20_seconds_is_waited_for(
     small_recipe, whole_run, tmp_path, victim
 ):
     running = launch_local.start(
@@ -297,10 +297,10 @@ def test_a_process_that_stands_still_for_20_seconds_is_waited_for(
 
 
 @pytest.mark.slow
-def test_one_of_two_killed_ten_times_is_the_run_that_never_was(small_recipe, tmp_path, monkeypatch):
-    """kill -9 of either process, one to three steps (by a fixed seed) after the last, ten times
-    over: each time the other ends by itself within a minute, and the last start ends with what two
-    processes give that nobody stopped, bitwise."""
+def test_ten_kills_of_either_process_change_nothing(small_recipe, tmp_path, monkeypatch):
+    """Ten times over, kill -9 hits either process one to three steps (by a fixed seed) after the
+    previous kill: the other always ends within a minute, and the last start ends bitwise like an
+    uninterrupted run of two processes."""
 
     def start(run):
         return launch_local.start(
@@ -355,14 +355,14 @@ def test_one_of_two_killed_ten_times_is_the_run_that_never_was(small_recipe, tmp
 
 
 def wait_for(condition, running):
-    """Until it holds; none of the processes may have ended by then."""
+    """Waits until `condition` holds; no process may end before."""
     while not condition():
         assert all(process.poll() is None for process in running)
         time.sleep(0.02)
 
 
 def agree(rows, expected):
-    """The same steps, tokens and padding, and losses equal to 1e-6 of their size."""
+    """The same steps, tokens and padding, and losses equal within a relative 1e-6."""
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     for row, right in zip(rows, expected, strict=True):
         for name in right.keys() - set(MEASURED):
@@ -371,7 +371,7 @@ def agree(rows, expected):
             )
 
 
-def test_the_launcher_ends_all_with_the_first_that_fails(capsys):
+def test_the_launcher_ends_all_when_the_first_one_fails(capsys):
     def processes(*codes):
         return [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
 
@@ -399,27 +399,27 @@ def test_the_launcher_ends_all_with_the_first_that_fails(capsys):
         ("JOB_COMPLETION_INDEX", "0", False),
     ],
 )
-def test_a_process_that_is_alone_in_a_cluster_says_so(name, value, warned, monkeypatch, capsys):
-    def no_cluster_is_found(**_):
+def test_a_process_that_trains_alone_in_a_cluster_says_so(name, value, warned, monkeypatch, capsys):
+    def no_cluster(**_):
         raise ValueError
 
-    monkeypatch.setattr(cluster, "_initialize", no_cluster_is_found)
+    monkeypatch.setattr(cluster, "_initialize", no_cluster)
     monkeypatch.setattr(cluster.xla_bridge, "backends_are_initialized", lambda: False)
     monkeypatch.setenv(name, value)
     cluster.join(DistributedConfig(), simulated=False, folder=None)
-    said = capsys.readouterr().err
-    assert (f"trains alone, but {name} is {value};" in said) == warned == bool(said)
+    stderr = capsys.readouterr().err
+    assert (f"trains alone, but {name} is {value};" in stderr) == warned == bool(stderr)
 
 
 @pytest.fixture
-def as_two(monkeypatch):
-    """Calls a function with 0 and 1 in threads that take themselves for two processes, joined by
-    JAX's own service; gives their futures."""
+def two_processes(monkeypatch):
+    """Calls a function with 0 and 1 in two threads that act as two processes, joined by JAX's own
+    service; returns their futures."""
     thread, address = threading.local(), f"127.0.0.1:{launch_local.free_port()}"
     service = _jax.get_distributed_runtime_service(address, 2)
     clients = [_jax.get_distributed_runtime_client(address, number) for number in range(2)]
     monkeypatch.setattr(cluster, "distributed", SimpleNamespace(global_state=thread))
-    monkeypatch.setattr(cluster, "_calls", itertools.repeat(0))  # which two processes count each
+    monkeypatch.setattr(cluster, "_calls", itertools.repeat(0))  # the two processes each count
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: thread.number)
     with ThreadPoolExecutor(2) as pool:
@@ -437,62 +437,69 @@ def as_two(monkeypatch):
     service.shutdown()
 
 
-def test_the_first_process_works_before_the_others_which_are_told(as_two):
+def test_the_first_process_works_first_and_passes_its_result_to_the_others(two_processes):
     done = []
 
-    def work(told):
-        time.sleep(0.5 if told is None else 0)
-        done.append(told)
+    def work(received):
+        time.sleep(0.5 if received is None else 0)
+        done.append(received)
         return len(done)
 
-    futures = as_two(lambda number: cluster.first_then_others(work, lambda made: f"made {made}"))
+    futures = two_processes(
+        lambda number: cluster.first_then_others(work, lambda made: f"made {made}")
+    )
     assert [future.result() for future in futures] == [1, 2] and done == [None, "made 1"]
 
 
-def test_an_error_of_the_first_process_is_all_processes(as_two):
-    def work(told):
-        assert told is None, "the others have nothing to work on"
+def test_an_error_in_the_first_process_is_raised_in_all(two_processes):
+    def work(received):
+        assert received is None, "the other processes must not work"
         raise OSError("gone: no such file")
 
-    first, other = as_two(lambda number: cluster.first_then_others(work, str))
+    first, other = two_processes(lambda number: cluster.first_then_others(work, str))
     with pytest.raises(OSError, match="gone: no such file"):
         first.result()
     with pytest.raises(UserError, match="gone: no such file"):
         other.result()
 
 
-def test_an_error_of_another_process_is_all_processes(as_two):
-    def work(told):
-        if told:
-            raise OSError(f"{told}: not here")
+def test_an_error_in_another_process_is_raised_in_all(two_processes):
+    def work(received):
+        if received:
+            raise OSError(f"{received}: not here")
 
-    first, other = as_two(lambda number: cluster.first_then_others(work, lambda made: "a folder"))
+    first, other = two_processes(
+        lambda number: cluster.first_then_others(work, lambda made: "a folder")
+    )
     with pytest.raises(UserError, match="a folder: not here"):
         first.result()
     with pytest.raises(OSError, match="a folder: not here"):
         other.result()
 
 
-def test_processes_that_are_alike_go_on(as_two):
+def test_processes_that_agree_continue(two_processes):
     assert [
         future.result()
-        for future in as_two(lambda number: cluster.require_same({"a": (1, 2), "b": None}))
+        for future in two_processes(lambda number: cluster.require_same({"a": (1, 2), "b": None}))
     ] == [None, None]
 
 
-def test_processes_that_differ_are_named(as_two):
-    """All of them stop: by the difference, or by the words of the one that found it."""
-    said = (
+def test_processes_that_differ_are_named(two_processes):
+    """All of them stop, either at the difference or with the message of the process that noticed
+    it."""
+    pattern = (
         r"process 1: data is 'x1' there and 'x0' in process 0; all processes need the same code, recipe, flags, model and "
         "data"
     )
-    for future in as_two(lambda number: cluster.require_same({"same": 1, "data": f"x{number}"})):
-        with pytest.raises(UserError, match=said):
+    for future in two_processes(
+        lambda number: cluster.require_same({"same": 1, "data": f"x{number}"})
+    ):
+        with pytest.raises(UserError, match=pattern):
             future.result()
 
 
-def test_training_begins_with_the_comparison(small_recipe, tmp_path, monkeypatch, capsys):
-    """Of fingerprints, and of fields that other machines or places may not have otherwise."""
+def test_training_begins_by_comparing_the_processes(small_recipe, tmp_path, monkeypatch, capsys):
+    """It compares fingerprints, and no fields that may differ between machines or paths."""
 
     def differ(values):
         assert values["the data's fingerprint"] and values["the model's fingerprint"] == ""
@@ -511,8 +518,8 @@ def test_training_begins_with_the_comparison(small_recipe, tmp_path, monkeypatch
     assert capsys.readouterr().err.endswith("error: compared\n") and not (tmp_path / "run").exists()
 
 
-# Stands in for train.py: what it does with its first Ctrl-C, and as what number it says the error
-# that it ends by.
+# Stands in for train.py: how it handles its first Ctrl-C, and which process number prints the error
+# that it ends with.
 STAND_IN = """
 import pathlib, signal, sys, time
 number, told = int(sys.argv[sys.argv.index("--distributed.process_id") + 1]), []
@@ -545,7 +552,7 @@ LAUNCH = (  # as `python -m` begins
 
 @pytest.fixture
 def launched(tmp_path, repository):
-    """Gives a launcher of three stand-ins, all under way."""
+    """Starts a launcher of three stand-ins and waits until all of them run."""
     (tmp_path / "train.py").write_text(STAND_IN)
 
     def launch(how, hangup=signal.SIG_DFL):
@@ -564,16 +571,21 @@ def launched(tmp_path, repository):
     return launch
 
 
-def test_the_launchers_ctrl_c_comes_to_each_once_and_they_end_in_order(launched):
+def test_the_launchers_ctrl_c_reaches_each_process_once_and_they_end_in_order(launched):
     launcher = launched("ctrl_c")
     os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
-    said = launcher.communicate(timeout=60)[1].splitlines()
+    lines = launcher.communicate(timeout=60)[1].splitlines()
     assert launcher.returncode == 130
-    assert sorted(said) == ["said by 0", "said by 1", "said by 2", "stopped (Ctrl-C): saved step 3"]
+    assert sorted(lines) == [
+        "said by 0",
+        "said by 1",
+        "said by 2",
+        "stopped (Ctrl-C): saved step 3",
+    ]
 
 
-def test_the_launcher_waits_for_what_processes_save_on_sigterm(launched, tmp_path):
-    """A container ends with its first process."""
+def test_the_launcher_waits_for_processes_that_save_on_sigterm(launched, tmp_path):
+    """A container ends as soon as its first process does."""
     launcher = launched("sigterm")
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(60) == 143 and len(list(tmp_path.glob("sigterm.saved.*"))) == 3
@@ -602,26 +614,28 @@ def children(process):
     )
 
 
-@pytest.mark.parametrize("whose", ["all", "2"])
-def test_an_error_is_told_once_whoever_met_it(launched, whose):
-    launcher = launched(whose)
-    said = launcher.communicate(timeout=60)[1]
+@pytest.mark.parametrize("which", ["all", "2"])
+def test_an_error_is_printed_once_whichever_process_raises_it(launched, which):
+    launcher = launched(which)
+    stderr = launcher.communicate(timeout=60)[1]
     assert (
         launcher.returncode == 2
-        and said.count("error: found 7") == 1
-        and said.count("ended with 2") == 1
+        and stderr.count("error: found 7") == 1
+        and stderr.count("ended with 2") == 1
     )
 
 
-def test_the_launchers_help_says_that_train_s_flags_follow(capsys):
+def test_the_launchers_help_says_that_flags_of_train_follow(capsys):
     with pytest.raises(SystemExit):
         launch_local.main(["--help"])
-    said = capsys.readouterr().out
-    assert "--config RECIPE.yaml [--section.field value ...]" in said and "train.py --help" in said
+    stdout = capsys.readouterr().out
+    assert (
+        "--config RECIPE.yaml [--section.field value ...]" in stdout and "train.py --help" in stdout
+    )
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("fields", "words"),
     [
         ({"coordinator": "here:1", "process_id": 0}, ["distributed.num_processes", "together"]),
         (
@@ -634,9 +648,9 @@ def test_the_launchers_help_says_that_train_s_flags_follow(capsys):
         ),
     ],
 )
-def test_flags_that_do_not_fit_are_told(given, words):
+def test_inconsistent_flags_are_refused(fields, words):
     with pytest.raises(ValueError) as error:
-        DistributedConfig(**given)
+        DistributedConfig(**fields)
     assert all(word in str(error.value) for word in words)
 
 
@@ -651,18 +665,18 @@ def test_simulated_devices_are_divided_among_the_processes():
 @pytest.mark.parametrize(
     "sizes", [{"sequence": 8}, {"fsdp": 2, "sequence": 4}, {"data": 2, "tensor": 4}], ids=str
 )
-def test_a_process_makes_what_its_devices_hold_and_nothing_else(prepared, sizes, layout):
-    """Four processes with two devices each, as seen by each: their parts, put together, are the
-    whole batch."""
+def test_a_process_makes_only_what_its_devices_hold(prepared, sizes, layout):
+    """Four processes with two devices each, each checked separately: their parts put together are
+    the whole batch."""
     rows, length = 4, 64
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())
-    where, loader = batch_sharding(mesh), Loader(prepared, length, rows, 0)
+    sharding, loader = batch_sharding(mesh), Loader(prepared, length, rows, 0)
     order = permutation(length, mesh.shape["sequence"], layout)
     whole = permute(loader.batch(1), order)
     together = {name: np.full_like(x, -1) for name, x in whole.items()}
     for process in range(4):
         held = [
-            where.devices_indices_map((rows, length))[device]
+            sharding.devices_indices_map((rows, length))[device]
             for device in jax.devices()[2 * process : 2 * process + 2]
         ]
         part = part_of_slices(held, rows, length)
@@ -671,7 +685,7 @@ def test_a_process_makes_what_its_devices_hold_and_nothing_else(prepared, sizes,
         share = len(part.rows) * len(part.tokens)
         assert sum(x.nbytes for x in batch.values()) == 24 * share
         assert share <= 2 * rows * length // (8 // mesh.shape["tensor"]), (
-            "no more than two devices' parts"
+            "at most the parts of two devices"
         )
         for name, x in batch.items():
             together[name][np.ix_(part.rows, part.tokens)] = x
@@ -679,7 +693,7 @@ def test_a_process_makes_what_its_devices_hold_and_nothing_else(prepared, sizes,
         np.testing.assert_array_equal(together[name], x, err_msg=name)
 
 
-def test_a_document_that_is_all_elsewhere_is_not_read(prepared, monkeypatch):
+def test_a_document_held_entirely_elsewhere_is_not_read(prepared, monkeypatch):
     loader, read, get = Loader(prepared, 64, 4, 0), [], Documents.__getitem__
     monkeypatch.setattr(
         Documents, "__getitem__", lambda self, number: read.append(number) or get(self, number)

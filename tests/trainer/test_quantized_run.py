@@ -1,5 +1,5 @@
-"""A run that trains adapters on weights in NF4: it resumes, is evaluated and exported, and what
-cannot be is refused."""
+"""A run that trains adapters on an NF4 base: it resumes, is evaluated and exported, and unsupported
+requests are refused."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ def base(tmp_path_factory, repository):
 
 @pytest.fixture(scope="module")
 def command(small_recipe, base, tmp_path_factory):
-    """Gives a command line of a short run on the model."""
+    """Returns the command line of a short run on the model."""
     folder = tmp_path_factory.mktemp("quantized")
     written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
     written["model"] = {"compute_dtype": "float32"}
@@ -95,7 +95,7 @@ def losses(folder):
 
 @pytest.fixture(scope="module")
 def run(command):
-    """The folder of a run that was stopped after two steps, as if killed, and went on."""
+    """The folder of a run that was stopped after two steps, as if killed, and resumed."""
     arguments = command("run", "--checkpoint.every", "2")
     assert train.main(arguments) == 0
     folder = pathlib.Path(arguments[3])
@@ -106,24 +106,24 @@ def run(command):
     return folder
 
 
-def test_checkpoints_hold_adapters_alone(run):
-    """No codes."""
+def test_checkpoints_hold_only_adapters(run):
+    """They hold no NF4 codes."""
     names = stored_arrays(run / "checkpoints" / str(STEPS), "model")
     assert {name.rpartition(".")[2] for name in names} == {"lora_A", "lora_B"}
 
 
 @pytest.mark.slow
 def test_an_imported_base_gives_the_same_losses(run, command, base, tmp_path):
-    """Quantized from a checkpoint's arrays as from Hugging Face's tensors."""
+    """A base imported as a checkpoint is quantized to the same codes as the Hugging Face folder."""
     assert import_hf.main([str(base), str(tmp_path / "imported")]) == 0
     arguments = command("imported", "--train.steps", "1", model=tmp_path / "imported")
     assert train.main(arguments) == 0
     assert losses(pathlib.Path(arguments[3])) == losses(run)[:1]
 
 
-def test_the_merged_model_is_that_of_the_numbers_of_the_codes(run, tmp_path, capfd):
-    """Merged with --dequantize, logits within 1e-5 of the run's own; without it the merge is
-    refused, with what to do."""
+def test_the_merged_model_has_the_dequantized_weights(run, tmp_path, capfd):
+    """With --dequantize the merged model's logits are within 1e-5 of the run's; without it the
+    merge is refused with a hint."""
     capfd.readouterr()
     assert export_hf.main([str(run), str(tmp_path / "refused"), "--merge"]) == 2
     error = capfd.readouterr().err
@@ -149,10 +149,10 @@ def test_the_merged_model_is_that_of_the_numbers_of_the_codes(run, tmp_path, cap
 
 
 @pytest.mark.slow
-def test_evaluations_take_the_run_and_its_exports_beside_one_base(run, base, tmp_path, capfd):
-    """The same answers from the run's folder and, both in one command, from the run and PEFT's
-    folder with --quantize; each has its own output. Without it PEFT's stands beside plain weights,
-    and a journal of the other kind is refused."""
+def test_one_evaluation_compares_the_run_and_its_export(run, base, tmp_path, capfd):
+    """The run's folder and its PEFT export (with --quantize) answer alike in one command, each with
+    its own output. Without --quantize the export runs on unquantized weights, and a journal of the
+    other kind is refused."""
     assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
     flags = [
         "--sequence",
@@ -170,7 +170,7 @@ def test_evaluations_take_the_run_and_its_exports_beside_one_base(run, base, tmp
     ]
     alone, both = str(tmp_path / "alone"), str(tmp_path / "both")
     assert line_retrieval.main(["--checkpoint", str(run), "--output", alone, *flags]) == 0
-    beside = [
+    command_of_both = [
         "--checkpoint",
         str(base),
         "--output",
@@ -180,7 +180,7 @@ def test_evaluations_take_the_run_and_its_exports_beside_one_base(run, base, tmp
         str(tmp_path / "peft"),
         *flags,
     ]
-    assert line_retrieval.main([*beside, "--quantize", "nf4"]) == 0
+    assert line_retrieval.main([*command_of_both, "--quantize", "nf4"]) == 0
     results = [
         json.loads((tmp_path / folder / "results.json").read_text())
         for folder in ("alone", "both/run", "both/peft")
@@ -224,9 +224,9 @@ def test_evaluations_take_the_run_and_its_exports_beside_one_base(run, base, tmp
     assert "--quantize: found nf4" in capfd.readouterr().err
 
 
-def test_stored_codes_are_taken_as_they_are(base, tmp_path):
-    """From a folder in NF4: the same arrays as from the model quantized on reading. Otherwise it is
-    refused."""
+def test_stored_codes_are_read_unchanged(base, tmp_path):
+    """An NF4 folder gives the same arrays as quantizing the model while reading it. Any other use
+    of stored codes is refused."""
     folder = tmp_path / "codes"
     assert quantize_hf.main([str(base), str(folder)]) == 0
     adapter = AdapterConfig(rank=2, quantize="nf4")
@@ -248,8 +248,8 @@ def test_stored_codes_are_taken_as_they_are(base, tmp_path):
     ],
     ids=str,
 )
-def test_other_kinds_are_named_and_refused(base, tmp_path, config, facts):
-    """In one line, with what would work."""
+def test_unsupported_quantization_is_named_and_refused(base, tmp_path, config, facts):
+    """The one-line message says what would work."""
     content = {
         **json.loads((base / "config.json").read_text(encoding="utf-8")),
         "quantization_config": config,

@@ -1,4 +1,5 @@
-"""A run that a release made is opened and continued by this version (tests/fixtures/make_run.py)."""
+"""This version opens and continues a run made by an earlier release
+(tests/fixtures/make_run.py)."""
 
 import json
 import shutil
@@ -25,15 +26,15 @@ def test_its_recipe_and_weights_are_read(run):
     with CheckpointStore(run) as store:
         assert store.latest_good() == KILLED
     checkpoint = run / "checkpoints" / str(KILLED)
-    for path in checkpoint.rglob("commit_success.txt"):  # names no folder of the machine
+    for path in checkpoint.rglob("commit_success.txt"):  # names no folder of this machine
         assert f" to {checkpoint.relative_to(REPOSITORY)}" in path.read_text(encoding="utf-8")
-    found = sums(checkpoint)
-    assert found == pytest.approx(expected(run)["sums"], rel=1e-12)
+    digests = sums(checkpoint)
+    assert digests == pytest.approx(expected(run)["sums"], rel=1e-12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_it_goes_on_with_the_losses_that_the_release_logged(run, tmp_path):
+def test_it_resumes_with_the_losses_that_the_release_logged(run, tmp_path):
     copy = tmp_path / run.name
     shutil.copytree(run, copy)
     train(copy / "config.yaml", copy)

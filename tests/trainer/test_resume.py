@@ -35,8 +35,8 @@ def objective(whole_run):
 
 @pytest.fixture(scope="module")
 def final_state(objective):
-    """Gives parameters, moments and data state of a run's last checkpoint, as host arrays by
-    name."""
+    """Returns a function that reads parameters, moments and data state of a run's last checkpoint,
+    as host arrays by name."""
     run_config = objective.config
     builder = StepBuilder.of(
         run_config, objective.model, objective.loss, objective.abstract_batch()
@@ -58,8 +58,8 @@ def final_state(objective):
 
 
 def assert_same_run(run, whole, final_state):
-    """Bitwise: parameters, moments, place in the data, every logged figure that is not a
-    measurement."""
+    """Bitwise: parameters, moments, position in the data, and every logged figure that is not a
+    timing."""
     (arrays, data), (expected, expected_data) = final_state(run), final_state(whole)
     assert arrays.keys() == expected.keys()
     assert any(name.startswith("optimizer ") and np.any(x) for name, x in expected.items())
@@ -84,7 +84,7 @@ def assert_same_run(run, whole, final_state):
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["35", "40"]
 
 
-def test_killed_twice_is_the_uninterrupted_run(
+def test_a_run_killed_twice_equals_the_uninterrupted_run(
     tmp_path, repository, small_recipe, whole_run, final_state
 ):
     for attempt in range(5):
@@ -96,12 +96,12 @@ def test_killed_twice_is_the_uninterrupted_run(
                 lambda r=run: small_run.steps_logged(r) >= 20,
             )
         ]
-        if not kills[0]:  # a machine too busy to kill in time: another try
+        if not kills[0]:  # the machine was too busy to kill in time: try again
             continue
         logged = small_run.steps_logged(run)
         assert 20 <= logged < small_run.STEPS
-        # The second start cuts the log back to its checkpoint; wait until it has, then for one of
-        # its saves.
+        # The second start cuts the log back to its checkpoint; wait for that, then for one of its
+        # saves.
         saved = max(
             int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit()
         )
@@ -123,7 +123,7 @@ def test_killed_twice_is_the_uninterrupted_run(
     pytest.fail("no attempt was killed in time")
 
 
-def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_with_it(
+def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_resumes_it(
     tmp_path,
     monkeypatch,
     small_recipe,
@@ -131,8 +131,8 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
     final_state,
     capfd,
 ):
-    """SIGTERM at a step whose held-out loss is due, and whose checkpoint is not; Ctrl-C at one of
-    the next start's."""
+    """SIGTERM at a step whose evaluation is due but not its checkpoint; Ctrl-C at a step of the
+    next start."""
     run = tmp_path / "run"
     command = ["--config", str(small_recipe), "--run_dir", str(run)]
     arrived: list[float] = []
@@ -143,10 +143,10 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
     assert all(step % small_run.SAVE_EVERY for step in stops)
     check, handlers = (
         FiniteSteps._is_finite,
-        [signal.getsignal(told) for _, told, _ in stops.values()],
+        [signal.getsignal(number) for _, number, _ in stops.values()],
     )
 
-    def told(steps, finished, metrics):  # while that step is counted
+    def interrupt(steps, finished, metrics):  # while that step is counted
         is_finite = check(steps, finished, metrics)
         if finished + 1 == step and finished == small_run.steps_logged(run):
             with pytest.raises(
@@ -157,16 +157,16 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
             os.kill(os.getpid(), number)
         return is_finite
 
-    monkeypatch.setattr(FiniteSteps, "_is_finite", told)
-    for step, (how, number, code) in stops.items():  # noqa: B007 - `told` reads them
+    monkeypatch.setattr(FiniteSteps, "_is_finite", interrupt)
+    for step, (how, number, code) in stops.items():  # noqa: B007 - `interrupt` reads them
         assert train.main(command) == code
-        assert time.monotonic() - arrived[-1] < 5, "the time of a step and of saving it"
+        assert time.monotonic() - arrived[-1] < 5, "as long as a step and its save take"
         assert (
             f"{how}: saved {run / 'checkpoints' / str(step)}; the same command resumes the run"
             in capfd.readouterr().err
         )
         assert small_run.steps_logged(run) == step
-    assert [signal.getsignal(told) for _, told, _ in stops.values()] == handlers
+    assert [signal.getsignal(number) for _, number, _ in stops.values()] == handlers
     assert train.main(command) == 0
     assert (
         f"continuing from step {step} ({run / 'checkpoints' / str(step)})\n"
@@ -176,8 +176,8 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
 
 
 def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path, monkeypatch, small_recipe, capfd):
-    """While the held-out loss of the initial model is measured, which may take an hour; nothing has
-    to be saved."""
+    """While the held-out loss of the initial model is measured, which may take an hour; there is
+    nothing to save."""
 
     def evaluate(training, *_):
         arrived.append(time.monotonic())
@@ -197,7 +197,7 @@ def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path, monkeypatch, small_
     "words",
     [pytest.param("already trained to step 40", marks=pytest.mark.slow), "continuing from step 35"],
 )
-def test_a_start_that_another_overtook_goes_on_from_what_that_one_saved(
+def test_a_start_that_was_overtaken_resumes_from_what_the_other_saved(
     tmp_path,
     monkeypatch,
     repository,
@@ -207,8 +207,8 @@ def test_a_start_that_another_overtook_goes_on_from_what_that_one_saved(
     capfd,
     words,
 ):
-    """While this one compiles, another begins in the same folder, and has come to its end, or was
-    killed after its checkpoint 35, before this one has the lock."""
+    """While this start compiles, another one begins in the same folder, and ends or is killed after
+    its checkpoint at 35 before this one has the lock."""
     run, compile = tmp_path / "run", _Training.compile
 
     def overtaken(training):
@@ -236,9 +236,9 @@ def test_a_start_that_another_overtook_goes_on_from_what_that_one_saved(
     ],
     ids=" ".join,
 )
-def test_a_run_made_longer_is_the_run_that_was_long_at_once(small_recipe, tmp_path, schedule):
-    """8 steps, then 12 of the same run: bitwise the 12 steps, from a checkpoint before any
-    decay."""
+def test_a_lengthened_run_equals_the_long_run(small_recipe, tmp_path, schedule):
+    """8 steps, then 12 of the same run: bitwise equal to 12 steps at once, since it resumes from a
+    checkpoint before any decay."""
 
     def finish(run, steps):
         assert (
@@ -285,16 +285,16 @@ def test_a_run_made_longer_is_the_run_that_was_long_at_once(small_recipe, tmp_pa
     assert rows == at_once
 
 
-def test_batches_go_on_where_they_were(objective):
-    """The row order of a resumed start is the one of the first start, over the end of an epoch
-    too."""
+def test_batches_resume_in_order(objective):
+    """A resumed start continues the row order of the first start, also across the end of an
+    epoch."""
     whole, steps = objective.batches(0), len(objective.loader) + 3
     batches = [next(whole) for _ in range(steps + 2)]
     for start in (1, 20, steps):
         resumed = objective.batches(start)
-        for wanted in batches[start : start + 2]:
+        for expected in batches[start : start + 2]:
             batch = next(resumed)
-            assert all(np.array_equal(batch[name], wanted[name]) for name in wanted)
+            assert all(np.array_equal(batch[name], expected[name]) for name in expected)
 
 
 def test_a_finished_run_is_left_alone(whole_run, small_recipe, capfd):
@@ -322,7 +322,7 @@ def test_a_finished_run_is_left_alone(whole_run, small_recipe, capfd):
     assert contents() == before and (whole_run / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_used(
+def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_one_used(
     tmp_path, whole_run, small_recipe, final_state, capfd
 ):
     run = tmp_path / "run"
@@ -335,13 +335,13 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_used(
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
     assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
-    said = capfd.readouterr().err
-    warning = next(line for line in said.splitlines() if line.startswith("warning: "))
+    stderr = capfd.readouterr().err
+    warning = next(line for line in stderr.splitlines() if line.startswith("warning: "))
     assert (
         "checkpoints/40" in warning
         and victim.name in warning
         and "using the previous checkpoint" in warning
     )
-    assert f"\ncontinuing from step 35 ({run / 'checkpoints/35'})\n" in said
+    assert f"\ncontinuing from step 35 ({run / 'checkpoints/35'})\n" in stderr
     assert_same_run(run, whole_run, final_state)
     assert json.loads((run / "checkpoints/40/manifest.json").read_text())["items"]

@@ -1,4 +1,5 @@
-"""Stochastic rounding against levels written out by hand, and its means against the inputs."""
+"""Stochastic rounding against levels written out by hand, and the mean of its results against the
+inputs."""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,9 @@ def bits(shape, step=3, name="w"):
 
 
 @pytest.mark.parametrize("x", [1 + 2**-10, -1 - 2**-9, 3.0e-38, 1e30, 0.1])
-def test_bfloat16s_two_neighbours_have_the_right_mean(x):
-    """float32's other 16 bits decide; the chance is seen within four standard deviations."""
+def test_rounding_to_bfloat16_is_unbiased(x):
+    """The lower 16 bits of float32 set the probability; the observed frequency is within four
+    standard deviations of it."""
     x = np.float32(x)
     below = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     above = ((x.view(np.uint32) & np.uint32(0xFFFF0000)) + np.uint32(0x10000)).view(np.float32)
@@ -30,14 +32,15 @@ def test_bfloat16s_two_neighbours_have_the_right_mean(x):
     )
 
 
-def test_what_bfloat16_has_stays():
+def test_numbers_that_bfloat16_represents_stay():
     x = jnp.array([0.0, -0.0, 1.5, -(2.0**-120), jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
     for step in range(5):
         np.testing.assert_array_equal(to_bfloat16(x, bits(x.shape, step)).astype(jnp.float32), x)
 
 
-def test_the_bits_are_those_of_the_place():
-    """Neither a mesh nor padding changes them; another step or name does. All bits are even."""
+def test_random_bits_depend_only_on_the_position_in_the_whole_array():
+    """Neither the mesh nor padding changes the random bits; another step or name does. All bits are
+    uniform."""
     shape, mesh = (4, 6, 8), mesh_of({"fsdp": 2, "tensor": 2, "sequence": 2})
     alone = np.asarray(bits(shape))
     sharded = jax.jit(
@@ -54,8 +57,9 @@ def test_the_bits_are_those_of_the_place():
     np.testing.assert_allclose(ones, 0.5, atol=4 * 0.5 / np.sqrt(MANY))
 
 
-def test_the_levels_of_8_bits():
-    """(1 + m / 8) * 2**e: unsigned down to 2**-31, signed to 2**-15, by hand."""
+def test_the_8_bit_levels():
+    """Levels are (1 + m / 8) * 2**e, unsigned down to 2**-31 and signed down to 2**-15, written out
+    by hand."""
     codes = jnp.arange(256, dtype=jnp.uint8).reshape(2, BLOCK)
     ones = jnp.ones((2, 1), jnp.float32)
 
@@ -71,8 +75,9 @@ def test_the_levels_of_8_bits():
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_moments_come_back_between_neighbouring_levels_with_their_mean(signed):
-    """Blocks of different sizes, one of zeros, and a last axis that is not a number of blocks."""
+def test_moments_round_without_bias_to_neighbouring_levels(signed):
+    """Blocks of different sizes, one block of zeros, and a last axis that is not a multiple of the
+    block."""
     random = np.random.default_rng(0)
     x = random.normal(size=(3, 200)).astype(np.float32) * np.float32([[1], [1e-20], [0]])
     x = x if signed else x * x * np.float32(1e15)
@@ -86,20 +91,20 @@ def test_moments_come_back_between_neighbouring_levels_with_their_mean(signed):
     largest = np.stack([np.abs(x[:, :BLOCK]).max(1), np.abs(x[:, BLOCK:]).max(1)], 1)
     least = np.repeat(largest / 1.75 * 2.0 ** (-15 if signed else -31), BLOCK, 1)[:, :200]
     assert np.all(error <= np.maximum(np.abs(x) / 8, least) * (1 + 1e-5))
-    # One level is an eighth of a power of two, so a mean of 400 is within 4 * 1/8/2/20.
+    # One level is an eighth of a power of two, so the mean of 400 draws is within 4 * 1/8/2/20.
     mean = np.mean(rounds, 0)
     assert np.all(np.abs(mean - x) <= np.maximum(np.abs(x) / 80, 0.2 * least))
     assert np.all((rounds[0] > 0) == (x > 0)) if not signed else np.all(rounds[0] * x >= 0)
 
 
 def test_a_slow_average_keeps_moving():
-    """A second moment whose gradients have become zero decays by 0.1% a step, to e**-1 after 1,000;
-    to the nearest level it would never move."""
+    """A second moment whose gradients have become zero decays by 0.1% per step, to e**-1 after
+    1,000 steps; with rounding to the nearest level it would never move."""
     x = jnp.full((8, BLOCK), 1.0)
 
     def step(i, state):
         moments = 0.999 * decode(*state, False)
-        # One number of each block keeps its size, and so the block its scale.
+        # One number of each block keeps its size, and therefore the block its scale.
         return encode(moments.at[:, 0].set(1.0), random_bits(x.shape, i, "v"), False)
 
     codes, scales = jax.lax.fori_loop(0, 1000, step, encode(x, bits(x.shape), False))

@@ -1,11 +1,10 @@
-"""The same training on every mesh, layout, schedule, accumulation and remat policy: loss and
+"""Training is the same on every mesh, layout, schedule, accumulation and remat policy: loss and
 gradient norm over 20 steps.
 
-One uneven loss mask (the first rows hold some 40 times the targets of the last), fixed learning
-rate, float32. A small
-set here: every mesh, layout, accumulation and policy and four schedules at least once; heads that
-are padded, and all combinations with `make soak` (for the schedules that came later with
-accumulation 2 alone, of which they know nothing).
+One uneven loss mask (the first rows hold some 40 times as many targets as the last), fixed learning
+rate, float32. A small set here: every mesh, layout, accumulation and policy and four schedules at
+least once, and padded heads; `make soak` runs all combinations (the later schedules, which do not
+depend on accumulation, only with accumulation 2).
 """
 
 import functools
@@ -78,8 +77,8 @@ def curve(mesh, layout, schedule, accumulation, remat, heads=HEADS):
 
 
 def assert_same_training(choice, heads=HEADS):
-    got, expected = curve(*choice, heads), curve(*PLAIN, heads)
-    error = np.abs(got / expected - 1).max(1)
+    actual, expected = curve(*choice, heads), curve(*PLAIN, heads)
+    error = np.abs(actual / expected - 1).max(1)
     within(error[0], 1e-5, "step 1", choice)
     within(error[-1], 1e-4, "step 20", choice)
 
@@ -100,7 +99,7 @@ def test_padded_heads_train_the_same():
 
 
 def test_the_parameters_move():
-    """Else all curves would be equal for nothing."""
+    """Otherwise equal curves would prove nothing."""
     model, builder, step = compiled(PLAIN[0], *PLAIN[2:])
     batch = place_batch(packed_batch(model.config, ROWS, LENGTH), model.mesh)
     before = model.init(0)
@@ -116,9 +115,9 @@ def test_the_same_training_in_every_combination(choice):
     assert_same_training(choice)
 
 
-def test_no_token_moves_to_be_in_a_part():
-    """Each device divides its own rows: no collective on integers, and none but the parameters'
-    gathers and sums."""
+def test_accumulation_moves_no_token():
+    """Each device splits its own rows: no collective on integers, and only the gathers and sums of
+    parameters."""
     text = compiled("fsdp 8", "ring", 4, "save_attention")[2].as_text()
     counts = collectives(text)
     assert counts["all-gather"] and counts["reduce-scatter"]
@@ -126,9 +125,9 @@ def test_no_token_moves_to_be_in_a_part():
     assert not re.search(r"= s32\[[^=\n]*? (all-gather|all-reduce)(-start)?\(", text)
 
 
-def test_the_mask_is_one_where_a_mean_of_means_is_wrong():
-    """Over the 4 parts of 'accumulation 4', that mean is off by far more than the tolerance; ours
-    is not (above)."""
+def test_the_mask_exposes_a_mean_of_means():
+    """Over the 4 parts of 'accumulation 4' a mean of means is off by far more than the tolerance;
+    ours is not (above)."""
     model, _, _ = compiled(PLAIN[0], *PLAIN[2:])
     batch, params, loss = (
         packed_batch(model.config, ROWS, LENGTH),

@@ -1,5 +1,5 @@
-"""The loss of each source where several are mixed: against sums by hand over the losses of single
-tokens, on several meshes."""
+"""The loss of each source in a mixture against sums by hand over the losses of single tokens, on
+several meshes."""
 
 import dataclasses
 import functools
@@ -24,16 +24,15 @@ ROWS, LENGTH = 8, 32
 
 
 def mixed_batch() -> dict[str, np.ndarray]:
-    """Documents of two of the three sources, side by side in the rows, of which one has far more
-    targets."""
+    """Documents of two of the three sources share rows; one source has far more targets."""
     batch = packed_batch(tiny(), ROWS, LENGTH)
     return {**batch, "source_ids": (batch["segment_ids"] % 3 == 2).astype(np.int32)}
 
 
 @functools.cache
 def by_hand() -> tuple[dict[str, float], float]:
-    """Each source's mean over its targets, in float64 from the losses of tokens on one device; and
-    that of all."""
+    """Each source's mean over its targets, and the overall mean, in float64 from token losses on
+    one device."""
     model, batch = llama(tiny()), mixed_batch()
     losses = np.asarray(jax.jit(model.token_losses)(model.init(0), batch), np.float64)
     parts = [(batch["source_ids"] == number) * batch["loss_weights"] for number in range(2)]
@@ -42,8 +41,8 @@ def by_hand() -> tuple[dict[str, float], float]:
 
 
 def test_each_sources_loss_is_the_mean_over_its_own_targets():
-    """Over the whole mesh and all parts of the batch; a source without a target is not a number,
-    and spoils nothing."""
+    """Over the whole mesh and all parts of the batch; a source without a target gives NaN and does
+    not affect the others."""
     model = llama(tiny(), MESHES["fsdp 2 x tensor 2 x sequence 2"], **ALL_AT_ONCE)
     builder = StepBuilder(
         model,
@@ -61,7 +60,7 @@ def test_each_sources_loss_is_the_mean_over_its_own_targets():
     means, total = by_hand()
     by_source = dict(zip(NAMES, map(float, metrics.loss_by_source), strict=True))
     assert abs(means["chats"] / means["books"] - 1) > 1e-3, (
-        "else one mean would serve for the other"
+        "otherwise one mean could pass for the other"
     )
     for loss in (metrics.loss, evaluated.total / evaluated.weight):
         within(abs(float(loss) / total - 1), 1e-5, "loss")
@@ -71,8 +70,8 @@ def test_each_sources_loss_is_the_mean_over_its_own_targets():
     assert np.isnan(by_source["never"]) and np.isfinite(metrics.grad_norm)
 
 
-def test_the_loader_knows_each_tokens_source(tmp_path, repository):
-    """Texts of one letter each: the token tells the source."""
+def test_the_loader_labels_each_token_with_its_source(tmp_path, repository):
+    """Each text repeats one letter, so a token identifies its source."""
     for name, text in (("a", "a" * 40), ("b", "b" * 40)):
         (tmp_path / f"{name}.jsonl").write_text(
             "\n".join(f'{{"text": "{text}{i}"}}' for i in range(5))
@@ -99,7 +98,7 @@ def test_the_loader_knows_each_tokens_source(tmp_path, repository):
     assert "source_ids" not in Loader(made, 64, 2, seed=0).batch(0)
 
 
-def test_sources_are_called_like_their_files():
+def test_sources_are_named_after_their_files():
     def names(*paths, held_out=None):
         data = DataConfig(sources=tuple(map(SourceConfig, paths)), held_out_path=held_out)
         return source_names(dataclasses.replace(RunConfig(), data=data))
@@ -110,4 +109,6 @@ def test_sources_are_called_like_their_files():
         "train_2",
         "train_3",
     )
-    assert names("chats.json", held_out="more.json") == (), "one source has the loss of all"
+    assert names("chats.json", held_out="more.json") == (), (
+        "a single source's loss is the overall loss"
+    )

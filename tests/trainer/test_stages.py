@@ -1,5 +1,5 @@
-"""A curriculum in one run: each stage continues the one before, and the same command resumes in any
-stage, bitwise."""
+"""A curriculum in one run: each stage continues the previous one, and the same command resumes in
+any stage, bitwise."""
 
 import dataclasses
 import json
@@ -50,12 +50,12 @@ def recipe(tmp_path_factory, repository):
     return path
 
 
-def test_each_stage_is_a_run_that_begins_with_the_one_before(recipe):
+def test_each_stage_is_a_run_that_begins_with_the_previous_one(recipe):
     config = load(["--config", str(recipe), "--run_dir", "runs/x"])
     in_bucket = stages_of(dataclasses.replace(config, run_dir="gs://bucket/x"))
-    places = ["gs://bucket/x/stages/1", "gs://bucket/x/stages/2", "gs://bucket/x"]
-    assert [stage.location for stage in in_bucket] == places
-    assert [stage.model.path for stage in in_bucket[1:]] == places[:2]
+    locations = ["gs://bucket/x/stages/1", "gs://bucket/x/stages/2", "gs://bucket/x"]
+    assert [stage.location for stage in in_bucket] == locations
+    assert [stage.model.path for stage in in_bucket[1:]] == locations[:2]
     first, second, third = stages_of(config)
     assert [str(stage.folder) for stage in (first, second, third)] == [
         "runs/x/stages/1",
@@ -102,10 +102,10 @@ def test_stages_of_adapters_keep_the_base_and_its_positions(recipe):
             "8",
         ]
     )
-    given = dataclasses.replace(
+    expected = dataclasses.replace(
         config.stages[0], rope={"rope_theta": 7.0, "max_position_embeddings": 256}
     )
-    config = dataclasses.replace(config, stages=(given, *config.stages[1:]))
+    config = dataclasses.replace(config, stages=(expected, *config.stages[1:]))
     assert [stage.model.path for stage in stages_of(config)] == ["hf"] * 3
     assert [stage.adapter.path for stage in stages_of(config)] == [
         None,
@@ -113,9 +113,9 @@ def test_stages_of_adapters_keep_the_base_and_its_positions(recipe):
         "runs/x/stages/2",
     ]
     assert [stage.model.overrides for stage in stages_of(config)] == [
-        given.rope,
-        given.rope,
-        given.rope | {"rope_theta": 50000.0},
+        expected.rope,
+        expected.rope,
+        expected.rope | {"rope_theta": 50000.0},
     ]
 
 
@@ -145,7 +145,7 @@ def test_finished_stages_are_not_trained_again(recipe, tmp_path, capsys):
         train_stages(dataclasses.replace(config, stages=(changed, *config.stages[1:])), remember)
 
 
-def test_a_single_stage_is_trained_as_the_stage_says(recipe, tmp_path):
+def test_a_single_stage_overrides_the_recipe(recipe, tmp_path):
     config = load(
         [
             "--config",
@@ -162,9 +162,9 @@ def test_a_single_stage_is_trained_as_the_stage_says(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_one_process_says_for_all_which_stage_is_next(recipe, tmp_path, monkeypatch, process):
-    """Process 1 takes its word, though it does not see the first stage's folder yet, and asks for
-    no lock."""
+def test_one_process_decides_for_all_which_stage_is_next(recipe, tmp_path, monkeypatch, process):
+    """Process 1 relies on process 0's answer, although it does not see the first stage's folder
+    yet, and does not ask for a lock."""
     config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
     for stage in stages_of(config)[:2] if process == 0 else []:
         stage.folder.mkdir(parents=True)
@@ -180,7 +180,7 @@ def test_one_process_says_for_all_which_stage_is_next(recipe, tmp_path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("during", ["its last step", "its last evaluation"])
-def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
+def test_a_preemption_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
     recipe, tmp_path, monkeypatch, capfd, during
 ):
     lengths = TextObjective.lengths
@@ -208,11 +208,11 @@ def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
         patched.setattr(TextObjective, "lengths", notified)
         patched.setattr(HeldOutLoss, "run", measure)
         assert train.main(words) == 128 + signal.SIGTERM
-    said = (
+    expected = (
         f"preempted (SIGTERM): saved {run / 'stages/1/checkpoints/2'}; the same command resumes "
         "the run"
     )
-    assert said in capfd.readouterr().err and not (run / "config.yaml").exists()
+    assert expected in capfd.readouterr().err and not (run / "config.yaml").exists()
     assert train.main(words) == 0
     assert (run / "checkpoints/2").exists()
 
@@ -247,7 +247,7 @@ def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
         ),
     ],
 )
-def test_stages_that_do_not_fit_are_refused(recipe, tmp_path, capsys, monkeypatch, stage, words):
+def test_incompatible_stages_are_refused(recipe, tmp_path, capsys, monkeypatch, stage, words):
     monkeypatch.setattr("trainer.loop.train", lambda *_, **__: pytest.fail("trained"))
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda folder: None)
     path = tmp_path / "recipe.yaml"
@@ -256,7 +256,7 @@ def test_stages_that_do_not_fit_are_refused(recipe, tmp_path, capsys, monkeypatc
     assert words in capsys.readouterr().err
 
 
-def test_the_recipes_stages_fit(repository):
+def test_the_recipes_stages_are_compatible(repository):
     for recipe in sorted((repository / "configs/extension").glob("*.yaml")):
         config = load(["--config", str(recipe), "--model.path", "hf"])
         lengths = [stage.data.context_length for stage in stages_of(config)]
@@ -264,7 +264,7 @@ def test_the_recipes_stages_fit(repository):
 
 
 @pytest.mark.slow
-def test_killed_in_each_stage_it_goes_on_bitwise(recipe, repository, tmp_path):
+def test_a_run_killed_in_each_stage_resumes_bitwise(recipe, repository, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
     small_run.finish(small_run.start(repository, recipe, whole), whole)
     for folder, step in (("stages/1", 5), ("stages/2", 4), ("", 5)):

@@ -1,5 +1,5 @@
-"""The training step's options: accumulation in float32, frozen parts, bfloat16 moments, steps that
-are not finite."""
+"""The training step's options: accumulation in float32, frozen parameters, bfloat16 moments,
+non-finite steps."""
 
 import dataclasses
 import functools
@@ -56,7 +56,7 @@ def built(
 
 
 def one_step(model, builder, step, batch):
-    """(parameters before, trained parameters after, optimizer state after, metrics) of the first
+    """(parameters before, trained parameters after, optimizer state after, metrics) for the first
     step."""
     before = model.init(0)
     params = {
@@ -76,8 +76,7 @@ def one_step(model, builder, step, batch):
 
 
 def first_moments(state) -> dict:
-    """Adam's first moments, name -> array: after one step, without clipping, a tenth of the
-    gradient."""
+    """Adam's first moments by name: after one step, without clipping, a tenth of the gradient."""
     (moments,) = [
         leaf.mu
         for leaf in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu"))
@@ -87,13 +86,13 @@ def first_moments(state) -> dict:
 
 
 def weighted(total, weight):
-    """The sums of a loss without sources, auxiliary losses or measures."""
+    """The LossSums of a loss without sources, auxiliary losses or measures."""
     none = jnp.zeros(0)
     return LossSums(total, weight, SourceSums(none, none), {}, {})
 
 
 def one_weight_step(loss, tokens, loss_weight=1.0, parts=1, shape=(), totals=None):
-    """The metrics of a step of a model with one parameter, 1, on rows of one token."""
+    """Metrics of a step of a model with one parameter, equal to 1, on rows of one token."""
     model = SimpleNamespace(
         mesh=mesh_of(dict(shape)), config=tiny(), parameters={"w": Parameter((1,), ("norm",))}
     )
@@ -113,8 +112,8 @@ def one_weight_step(loss, tokens, loss_weight=1.0, parts=1, shape=(), totals=Non
 
 @pytest.mark.parametrize("weight", [1.0, 1 / 64])
 def test_parts_are_added_in_float32(weight):
-    """Eight parts in bfloat16, one with a gradient of 512 and seven of 1: a bfloat16 accumulator
-    would stop at 512. All are divided by the sum of their weights, be it less than 1."""
+    """Eight parts in bfloat16, one with a gradient of 512 and seven with 1: a bfloat16 accumulator
+    would stay at 512. The sum is divided by the total weight, even when that is less than 1."""
 
     def loss(params, batch):
         narrow = params["w"].astype(jnp.bfloat16) * batch["tokens"].astype(jnp.bfloat16)
@@ -127,8 +126,8 @@ def test_parts_are_added_in_float32(weight):
     assert float(one_by_one) == 512
 
 
-def test_a_part_has_rows_of_every_device():
-    """Two devices hold the rows 1, 2 and 4, 8: no row moves to another device."""
+def test_every_accumulation_part_has_rows_of_every_device():
+    """Two devices hold rows 1, 2 and rows 4, 8: no row moves to another device."""
 
     def loss(params, batch):
         square = jnp.square(jnp.sum(batch["tokens"]).astype(jnp.float32))
@@ -139,8 +138,8 @@ def test_a_part_has_rows_of_every_device():
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_every_part_knows_the_totals_of_the_whole_batch(parts):
-    """As needed by KTO's KL term; a single part counts its own."""
+def test_every_accumulation_part_sees_the_totals_of_the_whole_batch(parts):
+    """KTO's KL term needs this; with a single part, the totals are its own."""
 
     def totals(params, batch):
         return {"sum": jnp.sum(batch["tokens"]).astype(jnp.float32)}
@@ -154,8 +153,8 @@ def test_every_part_knows_the_totals_of_the_whole_batch(parts):
 
 
 @pytest.mark.parametrize("weight", [1.0, np.inf], ids=["finite", "not finite"])
-def test_moments_on_the_host_are_of_clipped_gradients_and_stay_where_a_step_is_not_finite(weight):
-    """A toy model of one layer stack and one other parameter against optax's AdamW on plain
+def test_moments_on_the_host_use_clipped_gradients_and_stay_when_a_step_is_not_finite(weight):
+    """A toy model of one layer stack and one other parameter, against optax's AdamW on unsharded
     arrays."""
     model = SimpleNamespace(
         mesh=mesh_of({}),
@@ -215,29 +214,33 @@ def test_moments_on_the_host_are_of_clipped_gradients_and_stay_where_a_step_is_n
         assert np.isfinite(weight) != np.array_equal(after[name], before[name])
 
 
-def test_frozen_parameters_have_no_moments_and_no_gradients():
-    """Only attention is trained: its gradients are those of training all, and no other gradient is
-    computed or sent."""
+def test_frozen_parameters_have_neither_moments_nor_gradients():
+    """Only attention is trained: its gradients equal those of training everything, and no other
+    gradient is computed or sent."""
     batch = packed_batch(tiny(), ROWS, LENGTH)
-    everything, some = built("fsdp 8"), built("fsdp 8", r"layers\.self_attn\..*")
-    _, after, state, metrics = one_step(*some, batch)
-    names = {name for name in some[0].parameters if "self_attn" in name}
+    all_trained, partly_trained = built("fsdp 8"), built("fsdp 8", r"layers\.self_attn\..*")
+    _, after, state, metrics = one_step(*partly_trained, batch)
+    names = {name for name in partly_trained[0].parameters if "self_attn" in name}
     assert after.keys() == names == first_moments(state).keys()
     shapes = {x.shape for x in jax.tree.leaves(state)}
-    assert shapes == {(), *(some[0].parameters[name].shape for name in names)}
-    expected = first_moments(one_step(*everything, batch)[2])
+    assert shapes == {(), *(partly_trained[0].parameters[name].shape for name in names)}
+    expected = first_moments(one_step(*all_trained, batch)[2])
     for name, x in first_moments(state).items():
         assert np.abs(x - expected[name]).max() <= 1e-5 * np.abs(x).max(), name
     norm = np.sqrt(sum((np.float64(10 * expected[name]) ** 2).sum() for name in names))
     assert abs(float(metrics.grad_norm) / norm - 1) <= 1e-5
-    sent = [collectives(step.as_text())["reduce-scatter"] for _, _, step in (everything, some)]
-    assert sent == [len(some[0].parameters), len(names)] == [12, 4], (
-        "one for each gradient, the layers' in a scan"
+    sent = [
+        collectives(step.as_text())["reduce-scatter"]
+        for _, _, step in (all_trained, partly_trained)
+    ]
+    assert sent == [len(partly_trained[0].parameters), len(names)] == [12, 4], (
+        "one per gradient, the layers' in a scan"
     )
 
 
-def test_moments_and_weights_of_fewer_bits(tmp_path):
-    """They are stored like this, training hardly differs, and resumes bitwise from a checkpoint."""
+def test_moments_and_weights_with_fewer_bits(tmp_path):
+    """Both are stored in the chosen dtypes, training hardly differs, and it resumes bitwise from a
+    checkpoint."""
     batch = packed_batch(tiny(), ROWS, LENGTH)
     final, kinds = {}, [("float32", "float32"), ("bfloat16", "float32"), ("8bit", "bfloat16")]
     for moments, weights in kinds:
@@ -281,7 +284,7 @@ def test_moments_and_weights_of_fewer_bits(tmp_path):
         assert final[moments] != final["float32"]
 
 
-@pytest.mark.slow  # equal to the bit only with the compiler's default flags, which soak uses
+@pytest.mark.slow  # bitwise equal only with the compiler's default flags, which soak uses
 @pytest.mark.parametrize(
     "memory",
     [
@@ -290,12 +293,12 @@ def test_moments_and_weights_of_fewer_bits(tmp_path):
     ],
     ids=["moments", "parameters too"],
 )
-def test_what_lies_on_the_host(tmp_path, memory):
-    """It comes back to pinned host memory, but for rounding what it is on the devices, and a
-    checkpoint restores it there.
+def test_state_on_the_host_trains_as_on_the_devices(tmp_path, memory):
+    """State on the host returns to pinned host memory, equals (up to rounding) what it is on the
+    devices, and is restored there from a checkpoint.
 
-    Two compiled programs: with jax 0.10 they agree to the bit, with 0.12 some numbers differ in
-    their last one. Clipping, which looks at all parameters at once, is met.
+    The two compiled programs agree bitwise with jax 0.10; with 0.12 some numbers differ in the last
+    bit. Clipping, which needs the global norm, takes effect.
     """
     batch, optimizer = (
         packed_batch(tiny(), ROWS, LENGTH),
@@ -357,26 +360,26 @@ SMOLLM = tiny(family="smollm3", num_hidden_layers=4, no_rope_layers=(1, 0, 1, 0)
         (SMOLLM, {"remat": "offload_every_k", "every_k": 2}),
     ],
     ids=[
-        "a layer left over",
+        "a remaining layer",
         "activations too",
         "groups of heads",
         "query chunks",
         "groups of layers",
     ],
 )
-def test_layers_of_two_kinds_on_the_host(config, memory):
-    """Their gradients are those of a model on the devices, of which the layers' period is 2 as
-    well."""
+def test_two_kinds_of_layers_on_the_host(config, memory):
+    """Gradients equal those of the model kept on the devices, whose layers also have a period of
+    2."""
     batch, optimizer = (
         packed_batch(config, ROWS, LENGTH),
         dataclasses.replace(OPTIMIZER, clip_norm=0.5),
     )
     on_host = MemoryConfig(**memory, moments_on_host=True, parameters_on_host=True)
     expected = one_step(*built("fsdp 8", optimizer=optimizer, config=config), batch)
-    _, there, state, metrics = one_step(
+    _, trained, state, metrics = one_step(
         *built("fsdp 8", optimizer=optimizer, memory=on_host, config=config), batch
     )
-    assert {x.sharding.memory_kind for x in there.values()} == {"pinned_host"}
+    assert {x.sharding.memory_kind for x in trained.values()} == {"pinned_host"}
     assert float(metrics.loss) == pytest.approx(float(expected[-1].loss), rel=1e-6)
     for name, moment in first_moments(expected[2]).items():
         assert np.abs(first_moments(state)[name] - moment).max() <= 1e-5 * np.abs(moment).max(), (
@@ -392,8 +395,8 @@ def test_layers_of_two_kinds_on_the_host(config, memory):
         pytest.param(True, True, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_that_is_not_finite(skip, on_host):
-    """Skipped, it leaves parameters and moments bitwise as they were; not skipped, it spoils
+def test_a_non_finite_step(skip, on_host):
+    """A skipped step leaves parameters and moments bitwise unchanged; otherwise the step ruins
     them."""
     run = built(
         non_finite="skip" if skip else "stop",
@@ -413,7 +416,7 @@ def test_a_step_that_is_not_finite(skip, on_host):
     if skip:
         assert all(unchanged) and not any(x.any() for x in moments)
         assert {int(x) for x in jax.tree.leaves(state) if not x.ndim} == {1}, (
-            "the counters, and the rate, go on"
+            "the counters and the learning rate advance"
         )
         _, after, _, _ = one_step(*run, batch)
         assert not any(

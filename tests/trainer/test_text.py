@@ -1,5 +1,5 @@
-"""A text objective's messages about its data: the report once, and a warning where nothing is held
-out."""
+"""A text objective's messages about its data: the report is printed once, and an empty held-out set
+is a warning."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ from trainer.text import TextObjective
 
 @pytest.fixture
 def opened(small_recipe, tmp_path):
-    """Returns a function that opens the small recipe's objective with some flags more."""
+    """Returns a function that opens the small recipe's objective with extra flags."""
 
     def opened(*flags):
         config = load(["--config", str(small_recipe), "--run_dir", str(tmp_path / "run"), *flags])
@@ -24,7 +24,7 @@ def opened(small_recipe, tmp_path):
     return opened
 
 
-def test_the_report_is_printed_at_the_first_start_alone(opened, tmp_path, capsys):
+def test_the_report_is_printed_at_the_first_start_only(opened, tmp_path, capsys):
     opened()
     assert "records, " in capsys.readouterr().out
     (tmp_path / "run").mkdir()
@@ -42,7 +42,7 @@ def test_a_held_out_set_is_never_silently_empty(opened, small_recipe, tmp_path, 
         "warning: there is no held-out loss: data.held_out_fraction 1e-09 of "
         in capsys.readouterr().err
     )
-    assert not opened(*flags, "--data.held_out_fraction", "0").has_held_out, "as asked for"
+    assert not opened(*flags, "--data.held_out_fraction", "0").has_held_out, "as requested"
     assert "warning" not in capsys.readouterr().err
     assert opened().has_held_out
     assert "warning" not in capsys.readouterr().err
@@ -50,8 +50,8 @@ def test_a_held_out_set_is_never_silently_empty(opened, small_recipe, tmp_path, 
 
 @pytest.fixture
 def pretrained(hf_model, tmp_path):
-    """Returns a function that makes a pretrained model's folder with a trained length and a chat
-    template of its own."""
+    """Returns a function that makes a pretrained model's folder with a maximum length and a chat
+    template."""
 
     def pretrained(length, template):
         folder = pathlib.Path(shutil.copytree(hf_model, tmp_path / "model", dirs_exist_ok=True))
@@ -91,9 +91,7 @@ def test_a_model_without_a_template_asks_for_a_choice(opened, pretrained):
         opened("--model.path", pretrained(512, None))
 
 
-def test_documents_beyond_the_trained_length_are_said_and_no_other_length_is_claimed(
-    opened, pretrained, tmp_path, capsys
-):
+def test_documents_beyond_the_trained_length_are_reported(opened, pretrained, tmp_path, capsys):
     model = pretrained(32, OWN)
     objective = opened(
         "--model.path", model, "--data.context_length", "256", "--mesh.simulate", "8"
@@ -103,16 +101,16 @@ def test_documents_beyond_the_trained_length_are_said_and_no_other_length_is_cla
         for index in range(len(objective.prepared.train))
     )
     assert 32 < longest < 256
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
         f"warning: documents up to {longest} tokens, trained for 32: set rope_scaling, such as "
-        "--model.overrides" in said
+        "--model.overrides" in stderr
     )
     objective.write_assets(tmp_path / "assets")
     config = json.loads((tmp_path / "assets" / "config.json").read_text(encoding="utf-8"))
     assert config["max_position_embeddings"] == longest
-    # The setting that is proposed is taken, and ends the warning.
-    proposed = said.split("--model.overrides '")[1].split("'")[0]
+    # The suggested setting is accepted and ends the warning.
+    proposed = stderr.split("--model.overrides '")[1].split("'")[0]
     opened("--model.path", model, "--data.context_length", "256", "--model.overrides", proposed)
     assert "trained for" not in capsys.readouterr().err
     opened(
@@ -124,5 +122,5 @@ def test_documents_beyond_the_trained_length_are_said_and_no_other_length_is_cla
         '{"rope_theta": 50000.0}',
     )
     assert "trained for" not in capsys.readouterr().err, (
-        "a recipe that chooses the base has seen to the length"
+        "a recipe that sets the RoPE base has chosen the length"
     )

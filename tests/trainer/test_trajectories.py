@@ -1,5 +1,5 @@
-"""The objective of trajectories, on made-up episodes: its batches, what it refuses, and a run that
-is gone on with."""
+"""The objective for trajectories on made-up episodes: its batches, what it refuses, and a
+resumed run."""
 
 import dataclasses
 import json
@@ -108,7 +108,7 @@ def test_held_out_episodes_are_never_trained_on(episodes, tmp_path):
     assert held_out and not trained & held_out
 
 
-def test_cloning_takes_the_best(episodes, tmp_path):
+def test_cloning_keeps_the_best_episodes(episodes, tmp_path):
     objective = objective_of(
         run_config(episodes, tmp_path, in_context=1, conditioning="none", best=0.25)
     )
@@ -116,7 +116,7 @@ def test_cloning_takes_the_best(episodes, tmp_path):
     assert set(np.unique(next(objective.batches(0))["kinds"])) == {1, 2}
 
 
-def test_flops_are_counted_by_the_tokens_that_attend_to_each_other(episodes, tmp_path):
+def test_flops_count_the_tokens_that_attend_to_each_other(episodes, tmp_path):
     assert (
         objective_of(run_config(episodes, tmp_path, decisions=4)).lengths(0).tolist()
         == [2 * 4 * 4] * 4
@@ -124,15 +124,15 @@ def test_flops_are_counted_by_the_tokens_that_attend_to_each_other(episodes, tmp
 
 
 def test_a_mesh_changes_no_token(episodes, tmp_path):
-    """Every device's tokens together are those of one device, in the layout's order."""
-    single, many = (
+    """The tokens of all devices together are those of one device, in the layout's order."""
+    single, on_mesh = (
         objective_of(run_config(episodes, tmp_path, mesh))
         for mesh in ({}, {"fsdp": 2, "sequence": 4})
     )
-    whole, sharded = next(single.batches(5)), many.to_device(next(many.batches(5)))
+    whole, sharded = next(single.batches(5)), on_mesh.to_device(next(on_mesh.batches(5)))
     for name, array in sharded.items():
-        assert array.sharding == many.abstract_batch()[name].sharding
-        np.testing.assert_array_equal(np.asarray(array), whole[name][:, many.order])
+        assert array.sharding == on_mesh.abstract_batch()[name].sharding
+        np.testing.assert_array_equal(np.asarray(array), whole[name][:, on_mesh.order])
 
 
 @pytest.mark.parametrize(
@@ -153,12 +153,12 @@ def test_a_mesh_changes_no_token(episodes, tmp_path):
         ),
     ],
 )
-def test_what_does_not_go_together_is_named(episodes, tmp_path, changes, message):
+def test_incompatible_options_are_named(episodes, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         objective_of(run_config(episodes, tmp_path, **changes))
 
 
-def test_the_shortest_row_that_would_do_is_that_of_the_decisions_taken(episodes, tmp_path):
+def test_the_suggested_row_length_fits_the_selected_decisions(episodes, tmp_path):
     config = run_config(episodes, tmp_path, decisions=5)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, context_length=24))
     with pytest.raises(
@@ -179,7 +179,7 @@ def test_too_few_held_out_episodes_are_a_warning(episodes, tmp_path, capfd):
     )
 
 
-def test_a_recipe_that_says_too_much_is_refused(episodes, tmp_path):
+def test_a_recipe_with_missing_fields_is_refused(episodes, tmp_path):
     config = run_config(episodes, tmp_path)
     assert check(config) is config
     with pytest.raises(UserError, match=r"model.preset: found None, needs a shape"):
@@ -189,7 +189,7 @@ def test_a_recipe_that_says_too_much_is_refused(episodes, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_later_stage_begins_with_the_earlier_ones_parameters_and_holds_out_the_same_episodes(
+def test_a_later_stage_begins_with_the_earlier_parameters_and_the_same_held_out_episodes(
     episodes, tmp_path
 ):
     config = run_config(
@@ -226,18 +226,18 @@ def test_a_later_stage_begins_with_the_earlier_ones_parameters_and_holds_out_the
     assert not trained & (held_out[0] | held_out[1])
 
 
-def test_a_model_of_text_is_no_beginning(episodes, tmp_path):
+def test_a_text_model_cannot_be_the_initial_model(episodes, tmp_path):
     checkpoint = tmp_path / "text" / "assets"
     checkpoint.mkdir(parents=True)
     with pytest.raises(UserError, match="not a trajectory model"):
         stored_shape(checkpoint)
 
 
-def test_stopped_and_continued_it_is_the_same_run(episodes, tmp_path):
-    """Trained at once, and gone on with from the checkpoint of the second step."""
+def test_stopping_and_resuming_gives_the_same_run(episodes, tmp_path):
+    """Trained in one go, and resumed from the checkpoint of the second step."""
 
     def run(folder):
-        config = run_config(episodes, tmp_path, {"fsdp": 4, "sequence": 2})
+        config = run_config(episodes, tmp_path, {"fsdp": 2})
         config = dataclasses.replace(
             config, run_dir=str(folder), checkpoint=CheckpointConfig(every=1, keep=3)
         )

@@ -1,4 +1,4 @@
-"""A vocabulary and heads that `tensor` does not divide, and a vocabulary that grows: in memory,
+"""A vocabulary and heads that `tensor` does not divide, and a growing vocabulary: in memory,
 checkpoints and exports."""
 
 import dataclasses
@@ -51,7 +51,7 @@ def folder(request, tmp_path_factory):
     return folder
 
 
-def own(name, array):
+def without_padding(name, array):
     """The part of a parameter or moment that is not padding; padding must be zero."""
     array = np.asarray(array)
     sizes = {"vocab": ROWS, "heads": 6, "kv_heads": 3, "embed": HIDDEN, "norm": HIDDEN}
@@ -63,7 +63,7 @@ def own(name, array):
     return array
 
 
-def test_padded_in_memory_cut_at_export(tmp_path, folder):
+def test_padded_in_memory_and_cut_at_export(tmp_path, folder):
     source = open_model(str(folder))
     whole, model = llama(source.config), llama(source.config, {"tensor": 2, "sequence": 4})
     params = source.read(model)
@@ -75,7 +75,7 @@ def test_padded_in_memory_cut_at_export(tmp_path, folder):
     )
     assert heads == [8, 4, 4] and params["layers.self_attn.o_proj.weight"].shape[1] == 8
     for name, value in source.read(whole).items():
-        np.testing.assert_array_equal(own(name, params[name]), value)
+        np.testing.assert_array_equal(without_padding(name, params[name]), value)
     copy_assets(folder, tmp_path / "assets")
     write_hf(params, source.config, tmp_path / "assets", tmp_path / "out")
     before, after = tensors(folder), tensors(tmp_path / "out")
@@ -86,8 +86,8 @@ def test_padded_in_memory_cut_at_export(tmp_path, folder):
     )
 
 
-@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "as earlier releases"])
-def test_restored_where_another_padding_is_needed(tmp_path, folder, recorded):
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "as in earlier releases"])
+def test_restored_on_a_mesh_that_needs_other_padding(tmp_path, folder, recorded):
     source = open_model(str(folder))
     copy_assets(folder, tmp_path / "assets")
     model = llama(source.config, {"tensor": 4})
@@ -130,13 +130,17 @@ def test_restored_where_another_padding_is_needed(tmp_path, folder, recorded):
         assert restored.model["layers.self_attn.k_proj.bias"].shape[1] == {1: 3, 2: 4, 8: 8}[tensor]
         again = open_model(str(tmp_path / "run")).read(other)
         for name, value in params.items():
-            for got in (restored.model[name], again[name]):
-                np.testing.assert_array_equal(own(name, got), own(name, value))
-            for got, was in (
+            for actual in (restored.model[name], again[name]):
+                np.testing.assert_array_equal(
+                    without_padding(name, actual), without_padding(name, value)
+                )
+            for actual, was in (
                 (restored.optimizer[0].mu, state[0].mu),
                 (restored.optimizer[0].nu, state[0].nu),
             ):
-                np.testing.assert_array_equal(own(name, got[name]), own(name, was[name]))
+                np.testing.assert_array_equal(
+                    without_padding(name, actual[name]), without_padding(name, was[name])
+                )
     assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     before, after = tensors(folder), tensors(tmp_path / "out")
     assert (
@@ -173,7 +177,7 @@ def test_new_rows_are_near_the_mean_and_the_same_on_every_mesh(folder):
         source, config=dataclasses.replace(source.config, vocab_size=ROWS + 6)
     )
     before = read_hf(folder, source.config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    single, many = (
+    single, sharded = (
         grown.read(llama(grown.config, shape), seed=5)
         for shape in ({}, {"tensor": 2, "sequence": 4})
     )
@@ -185,7 +189,9 @@ def test_new_rows_are_near_the_mean_and_the_same_on_every_mesh(folder):
         old, rows = np.split(np.asarray(single[name]), [ROWS], axis)
         np.testing.assert_array_equal(old, value)
         np.testing.assert_allclose(
-            np.asarray(many[name])[tuple(map(slice, single[name].shape))], single[name], atol=1e-6
+            np.asarray(sharded[name])[tuple(map(slice, single[name].shape))],
+            single[name],
+            atol=1e-6,
         )
         noise = rows - np.asarray(value, np.float64).mean(axis, keepdims=True)
         assert noise.shape[axis] == 6 and 0.015 < noise.std() < 0.025 and np.abs(noise).max() < 0.1
@@ -219,7 +225,7 @@ def test_a_run_that_adds_control_tokens_is_exported_with_them(tmp_path, reposito
         "--data.prepared",
         str(tmp_path / "prepared"),
     ]
-    assert train.main(flags) == 2  # refused: told to add them
+    assert train.main(flags) == 2  # refused: suggests adding them
     assert train.main([*flags, "--data.add_control_tokens", "true"]) == 0
     assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

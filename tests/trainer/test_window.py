@@ -1,5 +1,5 @@
-"""A recipe with a sliding window and global tokens: train.py runs it, its checkpoint keeps it,
-evaluation and export see it."""
+"""A recipe with a sliding window and global tokens: train.py runs it, its checkpoint records it,
+evaluation and export respect it."""
 
 import json
 import math
@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import model.decode
+import train
 from eval import line_retrieval
 from model.attention import Mask
 from scripts import export_hf
@@ -28,11 +29,12 @@ def run(tmp_path_factory, repository):
     written["attention"] |= {"window": MASK.window, "global_tokens": MASK.global_tokens}
     written["train"] = {"steps": 3, "batch_size": 2}
     recipe.write_text(yaml.safe_dump(written, sort_keys=False), encoding="utf-8")
-    small_run.finish(small_run.start(repository, recipe, folder / "run"), folder / "run")
+    command = ["--config", str(recipe), "--run_dir", str(folder / "run"), *small_run.DENSE]
+    assert train.main(command) == 0
     return folder / "run"
 
 
-def test_train_runs_it_and_its_checkpoint_says_so(run):
+def test_train_runs_it_and_its_checkpoint_records_it(run):
     rows = small_run.rows(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3] and all(
         math.isfinite(row["loss_nats_per_target"]) for row in rows
@@ -42,7 +44,7 @@ def test_train_runs_it_and_its_checkpoint_says_so(run):
         assert opened.mask == MASK and opened.folder == run / "checkpoints" / "3"
 
 
-def test_line_retrieval_answers_under_the_same_mask(run, tmp_path, monkeypatch):
+def test_line_retrieval_uses_the_same_mask(run, tmp_path, monkeypatch):
     seen = []
 
     class Generator(model.decode.Generator):
@@ -71,7 +73,7 @@ def test_line_retrieval_answers_under_the_same_mask(run, tmp_path, monkeypatch):
     assert seen == [MASK]
 
 
-def test_export_warns_that_a_llama_config_cannot_say_it(run, tmp_path, capsys):
+def test_export_warns_that_a_llama_config_cannot_express_it(run, tmp_path, capsys):
     assert export_hf.main([str(run), str(tmp_path / "hf")]) == 0
     (warning,) = (
         line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")

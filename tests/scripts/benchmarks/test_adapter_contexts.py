@@ -1,10 +1,10 @@
-"""The search for the longest row that fits on a GPU, with compilations by a formula."""
+"""The search for the longest row that fits on a GPU, with compilations replaced by a formula."""
 
 from scripts.benchmarks.adapter_contexts import CASES, STEP, longest
 
 
 def sizes(topology, policy, tokens):
-    """4 GiB and 1 GiB for each 8K tokens; half of that with the inputs on the host, which take as
+    """4 GiB plus 1 GiB per 8K tokens; half of the latter with the inputs on the host, which take as
     much there."""
     on_host = policy["remat"].startswith("offload")
     each = 0.5 if on_host else 1.0
@@ -24,19 +24,20 @@ def test_the_longest_row_fits_and_the_next_one_does_not():
     assert (tokens, policy["remat"]) == (36 * STEP, "offload")
 
 
-def test_a_host_that_is_full_ends_the_row_too():
-    """Of 128 GiB the system keeps 8: 240 steps of half a GiB, though 141 GB hold more."""
+def test_a_full_host_also_bounds_the_row():
+    """The system keeps 8 of 128 GiB: 240 steps of half a GiB, although 141 GB hold more."""
     (case,) = (case for case in CASES if case.name == "gb_141_with_host")
     assert longest(case, sizes)[0] == 240 * STEP
 
 
-def test_a_line_that_was_not_straight_is_followed_to_its_end():
-    """The compiler's memory jumps at 100K tokens, below what the line through the probes says."""
+def test_the_search_continues_where_memory_is_not_linear():
+    """The compiler's memory jumps at 100K tokens, below the length predicted by the line through
+    the probes."""
 
     def jumping(topology, policy, tokens):
-        found = sizes(topology, policy, tokens)
+        memory = sizes(topology, policy, tokens)
         jump = topology != "h100:1" and tokens > 100_000
-        return {**found, "peak_gib": found["peak_gib"] + 20 * jump}
+        return {**memory, "peak_gib": memory["peak_gib"] + 20 * jump}
 
     (case,) = (case for case in CASES if case.name == "gb_24_without_host")
     assert longest(case, jumping)[0] == 12 * STEP

@@ -1,4 +1,5 @@
-"""The benchmark of engines: the same data every time, repetitions counted, and the scale-up rule."""
+"""The benchmark of engines: identical data every time, counted repetitions, and the scaling
+rule."""
 
 import json
 
@@ -8,7 +9,7 @@ from scripts.benchmarks import bench_engines
 from scripts.benchmarks.bench_engines import main, predicted, result_rows, write_conversations
 
 
-def test_conversations_are_decided_by_their_size_and_one_in_fifty_repeats(tmp_path, monkeypatch):
+def test_conversations_depend_on_the_size_alone_and_one_in_fifty_repeats(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_engines, "FILE_BYTES", 1 << 18)
     written = [write_conversations(tmp_path / name, 1 << 20) for name in ("a", "b")]
     files = [sorted((tmp_path / name).iterdir()) for name in ("a", "b")]
@@ -17,8 +18,11 @@ def test_conversations_are_decided_by_their_size_and_one_in_fifty_repeats(tmp_pa
     size = sum(map(len, contents[0]))
     assert written[0] == written[1] and 1 << 20 <= size < (1 << 20) + (1 << 19)
     records = [json.loads(line) for content in contents[0] for line in content.splitlines()]
-    said = [json.dumps(record["conversations"]) for record in records]
-    assert len(said) == written[0] and len(said) - len(set(said)) == written[0] // 50
+    conversations = [json.dumps(record["conversations"]) for record in records]
+    assert (
+        len(conversations) == written[0]
+        and len(conversations) - len(set(conversations)) == written[0] // 50
+    )
 
 
 def _row(engine, cores, size, seconds, sha256="a"):
@@ -28,9 +32,9 @@ def _row(engine, cores, size, seconds, sha256="a"):
     }
 
 
-def test_the_rule_is_a_fixed_time_and_the_same_speed_for_each_core():
+def test_the_rule_has_a_fixed_time_and_a_constant_speed_per_core():
     rows = [_row("beam", 1, 10**8, 15.0), _row("beam", 1, 2 * 10**8, 25.0)]
-    assert predicted(rows, "beam", 4 * 10**8, 1) == pytest.approx(45.0)  # 5 s, and 10 per 0.1 GB
+    assert predicted(rows, "beam", 4 * 10**8, 1) == pytest.approx(45.0)  # 5 s, plus 10 per 0.1 GB
     assert predicted(rows, "beam", 4 * 10**8, 2) == pytest.approx(25.0)
     assert predicted(rows, "processes", 10**8, 1) is None
     rows += [_row("beam", 2, 4 * 10**8, 40.0, "b"), _row("beam", 1, 4 * 10**8, 46.0, "a")]
@@ -43,11 +47,11 @@ def test_the_rule_is_a_fixed_time_and_the_same_speed_for_each_core():
     assert made["same"]["verdict"] == "short" and "beam_1_100mb_rule" not in made
 
 
-def test_a_row_is_measured_in_a_process_of_its_own(tmp_path, capsys):
+def test_a_row_is_measured_in_a_separate_process(tmp_path, capsys):
     words = ["--rows=processes:1", "--gigabytes=0.0002", f"--scratch={tmp_path}"]
     assert main([*words, f"--output={tmp_path / 'out'}"]) == 0
-    [found] = json.loads((tmp_path / "out/engines.json").read_text())
-    assert found["records"] > 20 and found["documents"] >= found["records"] - found["duplicates"]
+    [row] = json.loads((tmp_path / "out/engines.json").read_text())
+    assert row["records"] > 20 and row["documents"] >= row["records"] - row["duplicates"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "the data are removed"
     capsys.readouterr()
     assert main(["--rows=fast:1", "--gigabytes=0.0002", f"--output={tmp_path / 'out'}"]) != 0

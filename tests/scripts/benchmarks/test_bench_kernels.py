@@ -1,5 +1,5 @@
-"""The kernels' benchmark: every peer computes the same attention, work is counted as the mask has
-it, files are written."""
+"""The kernels' benchmark: every peer computes the same attention, work is counted by the mask, and
+files are written."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ LENGTH = 128
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_work_is_the_number_of_pairs_that_see_each_other(kind):
+def test_work_is_the_number_of_visible_pairs(kind):
     case = Case("ours", kind, LENGTH, False)
     assert case.visible_pairs() == make_block(case).mask().sum()
     forward, both = case.flops(), Case("ours", kind, LENGTH, True).flops()
@@ -35,7 +35,8 @@ def test_work_is_the_number_of_pairs_that_see_each_other(kind):
 
 
 def dense(block):
-    """out and gradients by the definition, in float64; rows that see nothing give zeros."""
+    """out and gradients by the definition, in float64; queries that attend to nothing give
+    zeros."""
     q, k, v, dout = (np.asarray(x, np.float64).swapaxes(1, 2) for x in block[:4])
     scores = np.where(block.mask(), q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e30))
@@ -58,7 +59,8 @@ def dense(block):
 def test_every_peer_computes_the_same(peer, kind):
     case = Case(peer, kind, LENGTH, backward=True, heads=2, kv_heads=2, head_dim=16)
     block = make_block(case)
-    # A row that sees nothing is each peer's own affair: it gets no cotangent, and is not compared.
+    # Peers differ for a query that attends to nothing: it gets a zero cotangent and is not
+    # compared.
     sees = block.mask().any(-1)
     block = block._replace(dout=block.dout * sees[:, None, None])
     try:
@@ -66,15 +68,15 @@ def test_every_peer_computes_the_same(peer, kind):
     except LeftOut as why:
         pytest.skip(str(why))
     out, gradients = run()
-    for got, expected in zip((out, *gradients), dense(block), strict=True):
-        rows = sees if got is out else slice(None)
+    for actual, expected in zip((out, *gradients), dense(block), strict=True):
+        rows = sees if actual is out else slice(None)
         np.testing.assert_allclose(
-            np.asarray(got)[:, rows], expected[:, rows], atol=1e-5 * np.abs(expected).max()
+            np.asarray(actual)[:, rows], expected[:, rows], atol=1e-5 * np.abs(expected).max()
         )
 
 
 @pytest.mark.slow
-def test_the_commands_that_accelerators_wait_for_are_its_own(repository):
+def test_documented_accelerator_commands_parse(repository):
     rows = json.loads((repository / "docs/results/accelerators.json").read_text(encoding="utf-8"))[
         "rows"
     ]
@@ -137,7 +139,7 @@ def test_the_table_and_the_figures(tmp_path, capsys, monkeypatch):
         ("jax-cudnn", "cuDNN needs an NVIDIA GPU, found cpu"),
     ],
 )
-def test_a_peer_that_needs_a_gpu_is_left_out_where_there_is_none(peer, reason):
+def test_peers_that_need_a_gpu_are_left_out_without_one(peer, reason):
     case = Case(peer, "diagonal", 256, backward=False)
     with pytest.raises(LeftOut, match=reason):
         PEERS[peer](case, make_block(case))
@@ -145,8 +147,8 @@ def test_a_peer_that_needs_a_gpu_is_left_out_where_there_is_none(peer, reason):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """Has the peers take the CPU for a GPU, and stand-ins that compute by the definition for cuDNN
-    and FlashAttention-3."""
+    """Makes the peers take the CPU for a GPU, with stand-ins for cuDNN and FlashAttention-3 that
+    compute by the definition."""
     monkeypatch.setattr(choice, "HOPPER", ("cpu",))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(
@@ -171,7 +173,7 @@ def cudnn_unpacked(xla, q, k, v, *, is_causal, implementation):
 def cudnn_packed(
     q, k, v, bias, mask, q_seqlen, kv_seqlen, q_offsets, kv_offsets, *, scale, mask_type
 ):
-    """As JAX's packed call of cuDNN, which the offsets tell each document's tokens."""
+    """As JAX's packed call of cuDNN, which gets each document's tokens from the offsets."""
     assert (
         bias is None and mask is None and mask_type.name == "PADDING_CAUSAL" and q.shape == k.shape
     )
@@ -194,8 +196,8 @@ def cudnn_packed(
 
 
 def flash_attn_func(q, k, v, *, causal):
-    """As FlashAttention-3's, [B, T, H, D]; the causal mask is aligned at the last key, and a row
-    without keys is zero."""
+    """As FlashAttention-3's function, [B, T, H, D]; the causal mask is aligned at the last key, and
+    a query without keys gives zero."""
     assert q.dtype == torch.float16 and q.is_contiguous()
     queries, keys = q.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
@@ -207,8 +209,8 @@ def flash_attn_func(q, k, v, *, causal):
 
 
 def flash_attn_varlen_func(q, k, v, starts, kv_starts, longest, kv_longest, *, causal):
-    """As FlashAttention-3's, [T, H, D], of documents that begin at `starts`; with lse, as its
-    earlier releases."""
+    """As FlashAttention-3's function, [T, H, D], for documents that begin at `starts`; it returns
+    the lse, as its earlier releases do."""
     assert starts.dtype == torch.int32 and longest == kv_longest == int(starts.diff().max())
     documents = zip(*(x.split(starts.diff().tolist()) for x in (q, k, v)), strict=True)
     assert torch.equal(starts, kv_starts)
@@ -220,8 +222,8 @@ def flash_attn_varlen_func(q, k, v, starts, kv_starts, longest, kv_longest, *, c
 @pytest.mark.parametrize("kv_heads", [2, 1])
 @pytest.mark.parametrize("kind", ["diagonal", "strict", "full", "packed"])
 @pytest.mark.parametrize("peer", ["jax-cudnn", "flash-attn-3"])
-def test_a_gpus_peer_is_asked_for_the_same(peer, kind, kv_heads, on_a_gpu):
-    """By stand-ins, in float16, of numbers that float16 has; the results are rounded to it."""
+def test_a_gpu_peer_is_called_for_the_same_attention(peer, kind, kv_heads, on_a_gpu):
+    """With stand-ins in float16, on inputs exact in float16; results are rounded to it."""
     case = Case(
         peer, kind, LENGTH, backward=True, heads=2, kv_heads=kv_heads, head_dim=16, dtype="float16"
     )
@@ -237,22 +239,22 @@ def test_a_gpus_peer_is_asked_for_the_same(peer, kind, kv_heads, on_a_gpu):
             PEERS[peer](case, block)
         return
     out, gradients = PEERS[peer](case, block)()
-    of_heads = block._replace(
+    grouped = block._replace(
         **{name: np.repeat(getattr(block, name), 2 // kv_heads, 2) for name in "kv"}
     )
-    out_expected, dq, *dkv = dense(of_heads)
+    out_expected, dq, *dkv = dense(grouped)
     dkv = [x.reshape(*x.shape[:2], kv_heads, 2 // kv_heads, -1).sum(3) for x in dkv]
-    for got, expected in zip((out, *gradients), (out_expected, dq, *dkv), strict=True):
-        rows = sees if got is out else slice(None)
+    for actual, expected in zip((out, *gradients), (out_expected, dq, *dkv), strict=True):
+        rows = sees if actual is out else slice(None)
         np.testing.assert_allclose(
-            np.asarray(got)[:, rows], expected[:, rows], atol=1e-3 * np.abs(expected).max()
+            np.asarray(actual)[:, rows], expected[:, rows], atol=1e-3 * np.abs(expected).max()
         )
 
 
 @pytest.mark.parametrize(
     ("peer", "name"), [("jax-cudnn", "cuDNN"), ("flash-attn-3", "FlashAttention-3")]
 )
-def test_a_gpus_peer_is_left_out_of_what_it_has_not(peer, name, on_a_gpu, monkeypatch):
+def test_a_gpu_peer_is_left_out_where_it_lacks_a_feature(peer, name, on_a_gpu, monkeypatch):
     empty, single = (
         Case(peer, "empty", LENGTH, backward=False, dtype="float16"),
         Case(peer, "full", LENGTH, backward=False),

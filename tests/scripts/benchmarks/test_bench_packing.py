@@ -1,4 +1,4 @@
-"""The benchmark of packing plans plans all documents of its index, in blocks where there are many."""
+"""The benchmark of packing plans every document of its index, in blocks where there are many."""
 
 import numpy as np
 
@@ -13,8 +13,8 @@ def test_every_document_is_planned(tmp_path, monkeypatch):
     padding = []
     for most in (4000, 2000):
         monkeypatch.setattr(blocks, "MOST_DOCUMENTS", most)
-        found = plan_index(tmp_path / "index.npz", 32768)
-        assert found["documents"] == 3000
-        padding.append(found["padding_share"])
-        assert round(tokens / (1 - padding[-1]) / 32768) == found["rows"]
+        plan = plan_index(tmp_path / "index.npz", 32768)
+        assert plan["documents"] == 3000
+        padding.append(plan["padding_share"])
+        assert round(tokens / (1 - padding[-1]) / 32768) == plan["rows"]
     assert padding[0] <= padding[1] < 0.05

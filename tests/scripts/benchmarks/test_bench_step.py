@@ -1,4 +1,4 @@
-"""The step's benchmark runs the real step in a separate process, and its figures fit each other."""
+"""The step's benchmark runs the real step in a separate process, and its figures are consistent."""
 
 import json
 
@@ -34,9 +34,10 @@ def test_both_sides_of_a_tiny_model(tmp_path, capsys):
     ]
     assert main([*command, "--output", str(tmp_path)]) == 0
     theirs, ours = json.loads((tmp_path / "step.json").read_text())
-    said = capsys.readouterr().out
+    stdout = capsys.readouterr().out
     assert (
-        f"128 tokens: {ours['tokens_per_second'] / theirs['tokens_per_second']:.3f}x torch" in said
+        f"128 tokens: {ours['tokens_per_second'] / theirs['tokens_per_second']:.3f}x torch"
+        in stdout
     )
     assert theirs["recompute"] and theirs["attention"] == "sdpa" and "torch" in theirs["versions"]
     assert ours["remat"] == "everything" and ours["documents"] == theirs["documents"] == 4
@@ -51,14 +52,14 @@ def test_both_sides_of_a_tiny_model(tmp_path, capsys):
         assert row["share_of_matmul"] == pytest.approx(flops / row["step_seconds"] / rate)
 
 
-def test_a_side_that_fails_is_one_line(tmp_path, capsys):
+def test_a_failing_side_is_one_line(tmp_path, capsys):
     command = "--side ours --model tiny --lengths 128 --steps 1 --kernel none --output"
     assert main([*command.split(), str(tmp_path)]) == 2
     assert "--one ours" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
-def test_the_other_side_is_the_familys_model_in_transformers(architecture):
+def test_the_other_side_is_transformers_model_of_the_family(architecture):
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     if architecture == "Qwen3MoeForCausalLM":

@@ -14,13 +14,13 @@ def score(lines, right, low, tokens, cases=96):
 
 @pytest.fixture
 def saved(monkeypatch):
-    """The rows that `renew` got."""
+    """The rows passed to `renew`."""
     rows = {}
-    monkeypatch.setattr(curriculum, "renew", lambda name, found, seconds: rows.update(found))
+    monkeypatch.setattr(curriculum, "renew", lambda name, new_rows, seconds: rows.update(new_rows))
     return rows
 
 
-def test_rows_have_a_verdict_up_to_the_trained_length_alone(saved):
+def test_only_rows_up_to_the_trained_length_have_a_verdict(saved):
     """The recipe's last stage has 16,384 tokens, of which an answer may take 16."""
     grown = [score(20, 95, 0.943, 183), score(2700, 92, 0.897, 16_368), score(3400, 9, 0, 16_369)]
     alone = [score(20, 3, 0, 183), score(2700, 2, 0, 16_368), score(3400, 1, 0, 16_369)]
@@ -31,7 +31,8 @@ def test_rows_have_a_verdict_up_to_the_trained_length_alone(saved):
 
 
 def test_the_comparison_trains_as_long_as_all_stages_together(monkeypatch, tmp_path):
-    """Stages of 30, 50 and 40 s, the last of which made 80 steps: 0.5 s a step, so 240 steps."""
+    """Stages of 30, 50 and 40 s, the last of which made 80 steps: 0.5 s per step, hence 240
+    steps."""
     commands = []
     monkeypatch.setattr(curriculum, "python", lambda text, **values: commands.append(text))
     stages = {"stages": [{"steps": 9}, {"steps": 9}, {"steps": 80, "context_length": 64}]}

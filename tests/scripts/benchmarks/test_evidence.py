@@ -1,5 +1,4 @@
-"""Stored plans can be asked for again: the commands that `make evidence` runs, and what it
-prints."""
+"""Stored plans can be recomputed: the commands that `make evidence` runs, and what it prints."""
 
 import json
 
@@ -16,7 +15,7 @@ PLANS = read_plans()
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_plans_command_asks_for_that_plan(name):
+def test_a_plans_command_recomputes_that_plan(name):
     """Without the compilers: devices are counted from the topology's name."""
     plan = PLANS[name]
     job = job_of(parser().parse_args(evidence.command_of(name, plan)))
@@ -30,13 +29,13 @@ def test_a_plans_command_asks_for_that_plan(name):
     assert all(again["mesh"][axis] == size for axis, size in plan["mesh"].items())
 
 
-def test_what_moved_is_printed_to_two_decimals():
+def test_changes_are_printed_to_two_decimals():
     before = {"peak_gib": 10.074, "host_gib": 0.0, "temporaries_gib": 3.0}
     assert evidence.moved(before, before | {"peak_gib": 10.0741}) == "nothing moved"
     assert evidence.moved(before, before | {"peak_gib": 9.94}) == "peak_gib 10.07 -> 9.94"
 
 
-def test_times_are_estimated_anew_and_nothing_else_changes():
+def test_only_times_are_estimated_again():
     name = "llama_7b_1m_v4"
     plan = PLANS[name] | {"estimated_step_seconds": 1.0}
     again = evidence.estimated_again(name, plan)
@@ -47,7 +46,7 @@ def test_times_are_estimated_anew_and_nothing_else_changes():
     assert evidence.moved(plan, again, evidence.TIMES).startswith("estimated_step_seconds 1.00 -> ")
 
 
-def test_what_is_stored_is_read_again_and_what_is_off_is_left_out(tmp_path):
+def test_stored_plans_are_read_back_without_defaults(tmp_path):
     plan = {
         "model": "tiny",
         "mesh": {"data": 1, "order": [], "dcn": {}, "sequence_parallel": False},
@@ -70,7 +69,7 @@ def test_what_is_stored_is_read_again_and_what_is_off_is_left_out(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plan_is_made_again_and_one_that_does_not_fit_is_not():
+def test_a_plan_is_recomputed_unless_it_does_not_fit():
     plan = {
         **next(iter(PLANS.values())),
         "topology": "v5e:2x2",

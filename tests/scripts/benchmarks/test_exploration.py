@@ -1,5 +1,5 @@
-"""Cells of in-context reinforcement learning on exploration: what is trained after what, what is
-skipped, and what half a table says."""
+"""Cells of in-context reinforcement learning on exploration: the order of trainings, what is
+skipped, and what half a table shows."""
 
 import json
 
@@ -12,7 +12,7 @@ from scripts.benchmarks.exploration_table import CELLS, NAME, SCORES, Answer, ne
 from trainer.config.load import load
 
 
-def found(last, seeds=20, episodes=32):
+def episode_returns(last, seeds=20, episodes=32):
     returns = np.linspace(0, 2 * last, seeds)[:, None] * np.ones(episodes)
     scores = {name: {"by_seed": returns[:, -1].tolist()} for name in ("last", "best", "mean")}
     more = {"data_best": 100.0, "data_mean": 50.0}
@@ -28,8 +28,8 @@ def stored(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def asked(tmp_path, monkeypatch):
-    """Commands are recorded instead of run; evaluations find 10, or end with an error once."""
+def commands_run(tmp_path, monkeypatch):
+    """Commands are recorded instead of run; evaluations find 10, or fail once."""
     commands = []
 
     def python(text, **values):
@@ -38,7 +38,7 @@ def asked(tmp_path, monkeypatch):
         if "eval.in_context" in words:
             folder = values["output"]
             folder.mkdir(parents=True)
-            (folder / "results.json").write_text(json.dumps(found(10.0)))
+            (folder / "results.json").write_text(json.dumps(episode_returns(10.0)))
         else:
             values["run"].mkdir(parents=True, exist_ok=True)
 
@@ -61,13 +61,15 @@ def trained(commands):
     }
 
 
-def test_every_cell_is_trained_after_what_it_begins_with(asked, stored, tmp_path, capsys):
+def test_every_cell_is_trained_after_the_one_it_starts_from(commands_run, stored, tmp_path, capsys):
     options = ["--data", str(tmp_path / "data"), "--output", str(tmp_path / "runs")]
     assert exploration.main(options) == 0
-    runs = trained(asked)
+    runs = trained(commands_run)
     names = list(runs)
-    assert len(names) == 2 * (5 + 1 + 2 * (3 + 1) + 5 + 1), "with those of one episode in a context"
-    assert "64 cells are left" in capsys.readouterr().out, "of four bodies' tasks two are there"
+    assert len(names) == 2 * (5 + 1 + 2 * (3 + 1) + 5 + 1), (
+        "including the runs with one episode per context"
+    )
+    assert "64 cells are left" in capsys.readouterr().out, "data for two of the four domains exist"
     start, long = (f"cartpole_swingup/ours_at__n___{n}_seed_0" for n in (4, 32))
     assert names.index(start) < names.index(long)
     config = load(runs[long])
@@ -81,13 +83,15 @@ def test_every_cell_is_trained_after_what_it_begins_with(asked, stored, tmp_path
         words[words.index("--model.seed") + 1] for name, words in runs.items() if "_n___4_" in name
     }
     assert seeds == {"0", "1", "2"}
-    asked.clear()
-    assert exploration.main(options) == 0 and not asked, "finished cells are skipped"
+    commands_run.clear()
+    assert exploration.main(options) == 0 and not commands_run, "finished cells are skipped"
     lines = stored().tables[CELLS]["rows"]
-    assert len(lines) == 2 * (5 + 2 * 3 + 5 + 1), "the paper's N = 4 is asked for two returns"
+    assert len(lines) == 2 * (5 + 2 * 3 + 5 + 1), (
+        "the paper's N = 4 is evaluated at two target returns"
+    )
 
 
-def test_a_failed_evaluation_is_tried_again_alone(asked, stored, tmp_path, monkeypatch):
+def test_only_the_failed_evaluation_is_retried(commands_run, stored, tmp_path, monkeypatch):
     options = ["--data", str(tmp_path / "data"), "--output", str(tmp_path / "runs")]
     good = exploration.python
 
@@ -98,35 +102,45 @@ def test_a_failed_evaluation_is_tried_again_alone(asked, stored, tmp_path, monke
 
     monkeypatch.setattr(exploration, "python", bad)
     assert exploration.main([*options, "--tasks", "cartpole_swingup"]) == 2
-    assert len(asked) == 1
+    assert len(commands_run) == 1
     monkeypatch.setattr(exploration, "python", good)
     assert exploration.main([*options, "--tasks", "cartpole_swingup"]) == 0
-    assert "eval.in_context" in asked[1], "the training was finished"
+    assert "eval.in_context" in commands_run[1], "the training was finished"
 
 
-def test_cells_of_the_result_are_not_measured_again(asked, stored, tmp_path, capsys):
-    """But a training that another one begins with is made where it is missing."""
+def test_cells_of_the_result_are_not_measured_again(commands_run, stored, tmp_path, capsys):
+    """A training that another one starts from still runs if it is missing."""
     cell = Cell("cartpole_swingup", "ours", "AT, N = 4", 0)
-    exploration_table.save_result({cell: [Answer("best in the data", found(10.0), 0.5)]}, "command")
+    exploration_table.save_result(
+        {cell: [Answer("best in the data", episode_returns(10.0), 0.5)]}, "command"
+    )
     options = ["--data", str(tmp_path / "data"), "--output", str(tmp_path / "runs")]
     assert exploration.main([*options, "--tasks", "cartpole_swingup"]) == 0
-    played = [words[words.index("--output") + 1] for words in asked if "eval.in_context" in words]
+    played = [
+        words[words.index("--output") + 1] for words in commands_run if "eval.in_context" in words
+    ]
     assert len(played) == 16 and not any("ours_at__n___4_seed_0" in folder for folder in played)
-    assert "cartpole_swingup/ours_at__n___4_seed_0" in trained(asked), "N = 16 begins with it"
+    assert "cartpole_swingup/ours_at__n___4_seed_0" in trained(commands_run), (
+        "N = 16 begins with it"
+    )
     assert "0 cells are left" in capsys.readouterr().out
 
 
 def test_half_a_table_is_completed_elsewhere(stored):
-    """Cells that another machine measured stay; verdicts need both baselines and both lengths."""
+    """Cells measured on another machine stay; verdicts need both baselines and both lengths."""
     task = "walker_walk"
     first = {
-        Cell(task, "ours", method, 0): [Answer("best in the data", found(last), 0.5)]
+        Cell(task, "ours", method, 0): [Answer("best in the data", episode_returns(last), 0.5)]
         for method, last in (("BC-10%", 1.0), ("DT", 2.0), ("AT, N = 4", 10.0))
     }
     exploration_table.save_result(first, "command")
     assert stored().rows[task]["verdict"] == "no goal"
-    second = {Cell(task, "ours", "AT, N = 32", 0): [Answer("best in the data", found(12.0), 1.0)]}
-    second[Cell(task, "ours", "DT", 1)] = [Answer("best in the data", found(4.0), 0.5)]
+    second = {
+        Cell(task, "ours", "AT, N = 32", 0): [
+            Answer("best in the data", episode_returns(12.0), 1.0)
+        ]
+    }
+    second[Cell(task, "ours", "DT", 1)] = [Answer("best in the data", episode_returns(4.0), 0.5)]
     exploration_table.save_result(second, "command")
     row = stored().rows[task]
     assert row["verdict"] == "held" and row["found"] == (
@@ -150,7 +164,7 @@ def test_intervals_are_over_training_seeds_too():
     assert alone[1] - alone[0] < 0.15 * (high - low)
 
 
-def test_cells_are_ordered_by_need():
+def test_cells_are_ordered_by_priority():
     order = list(cells())
     assert len(order) == len(set(order)) == 6 * (5 + 2 * 3 + 5)
     assert {cell.seed for cell in order[:30]} == {0} and order[0].task == next(iter(TASKS))

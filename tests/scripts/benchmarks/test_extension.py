@@ -1,4 +1,4 @@
-"""SmolLM2 at twice its length: the benchmark's reading of scripts.loss_by_position, and when
+"""SmolLM2 at twice its length: how the benchmark reads scripts.loss_by_position, and when
 perplexity counts as falling."""
 
 import json
@@ -35,7 +35,7 @@ def model(by_pieces, by_known, whole, error):
     }
 
 
-def test_the_last_bucket_s_rows_are_read_in_the_order_in_which_they_are_written(tmp_path):
+def test_rows_of_the_last_bucket_are_read_in_the_order_written(tmp_path):
     curves = {
         "model": 3.0,
         "model, pieces of 1024 tokens": 3.2,
@@ -75,7 +75,7 @@ def test_the_last_bucket_s_rows_are_read_in_the_order_in_which_they_are_written(
         (3.2, 3.1, 3.4, 0.01, False),
     ],
 )
-def test_perplexity_falls_where_more_text_predicts_better_by_more_than_chance(
+def test_perplexity_falls_if_more_context_helps_significantly(
     by_pieces, by_known, whole, error, falls
 ):
     assert is_falling(model(by_pieces, by_known, whole, error)) == falls

@@ -1,4 +1,5 @@
-"""What ages a result: a changed program does, another name, comment, format or place does not."""
+"""What makes a result stale: a changed program does; renamed locals, comments, formatting and moved
+code do not."""
 
 import pytest
 
@@ -41,29 +42,29 @@ CHANGED = {
     "an operator": (b"values - weights", b"values + weights"),
     "the order of arguments": (b"values - weights", b"weights - values"),
     "a number": (b"SCALE = 2", b"SCALE = 3"),
-    "a word that decides": (b'"mean"', b'"total"'),
+    "a keyword": (b'"mean"', b'"total"'),
     "a condition": (b"if not len", b"if len"),
 }
 
 
-def of(program: bytes) -> str:
+def program_hash(program: bytes) -> str:
     return digest((("a.py", program),))
 
 
 @pytest.mark.parametrize("program", SAME.values(), ids=SAME)
-def test_what_computes_the_same_ages_nothing(program):
-    assert program != PROGRAM and of(program) == of(PROGRAM)
+def test_equivalent_code_keeps_results_fresh(program):
+    assert program != PROGRAM and program_hash(program) == program_hash(PROGRAM)
 
 
 @pytest.mark.parametrize(("old", "new"), CHANGED.values(), ids=CHANGED)
-def test_another_program_ages_a_result(old, new):
-    assert of(PROGRAM.replace(old, new)) != of(PROGRAM)
+def test_a_changed_program_makes_a_result_stale(old, new):
+    assert program_hash(PROGRAM.replace(old, new)) != program_hash(PROGRAM)
 
 
 def test_functions_may_move_between_files():
     first, second = PROGRAM.split(b"class Loss")
-    assert digest((("a.py", b"class Loss" + second), ("b.py", first))) == of(PROGRAM)
+    assert digest((("a.py", b"class Loss" + second), ("b.py", first))) == program_hash(PROGRAM)
 
 
-def test_other_files_count_by_their_bytes():
+def test_other_files_are_compared_by_bytes():
     assert digest((("a.yaml", b"x: 1"),)) != digest((("a.yaml", b"x:  1"),))

@@ -12,7 +12,7 @@ from tests import small_model
 
 
 @pytest.mark.slow
-def test_ours_and_transformers_agree_and_a_book_is_read_from_its_middle(tmp_path, monkeypatch):
+def test_our_logits_match_transformers_and_a_book_is_read_from_its_middle(tmp_path, monkeypatch):
     config = dataclasses.replace(
         TransformerConfig.preset("gemma-3-270m"),
         vocab_size=1024,

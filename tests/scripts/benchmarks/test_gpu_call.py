@@ -1,4 +1,5 @@
-"""The rows of a short loan: each command takes its options, and time that is short is said."""
+"""The rows of a short GPU session: each command accepts its options, and rows for which time is
+short are named."""
 
 import importlib
 import json
@@ -13,17 +14,17 @@ ROWS = [row for rows in gpu_call.CALLS.values() for row in rows]
 
 @pytest.mark.parametrize("tiny", [False, True])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_rows_command_takes_its_options(row, tiny):
+def test_a_rows_command_accepts_its_options(row, tiny):
     _, name, *words = gpu_call.module(row.words)
     options = importlib.import_module(name).Options
     parsed = parse(options, [*words, *(row.tiny.split() if tiny else [])])
     assert str(parsed.output).startswith("runs/")
 
 
-def test_rows_are_written_as_they_come_and_what_does_not_fit_is_named(
+def test_rows_are_written_as_they_come_and_rows_without_time_are_named(
     tmp_path, monkeypatch, capsys
 ):
-    """The first row ends, the second is stopped, and for the third no time is left."""
+    """The first row ends, the second is stopped, and no time is left for the third."""
     rows = [
         gpu_call.Row("ends", 1, "", ""),
         gpu_call.Row("hangs", 1, "", ""),

@@ -1,5 +1,5 @@
-"""A training in calls of minutes: a call resumes where the last one ended, and what travels between
-calls is small and whole."""
+"""A training split into calls of minutes: a call resumes where the last one ended, and the files
+carried between calls are few and complete."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_the_steps_in_order(tmp_path):
     assert sources[-1] == {"path": "a.txt", "format": "text"} and len(sources) == 6
 
 
-def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
+def test_a_call_resumes_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
     """The second step fails in the first call; the second call begins with it."""
     programs = [("first", "open('first', 'x')"), ("second", "open('first').read(); open('no')")]
     made = tmp_path / "made"
@@ -46,7 +46,7 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
     assert gpu_results.main(words) == 1
     (tmp_path / "no").touch()
     made.rmdir()  # another machine
-    (packed / "part.1").touch()  # of a larger call
+    (packed / "part.1").touch()  # from a larger call
     assert gpu_results.main(words) == 0
     assert [part.name for part in packed.iterdir()] == ["part.0"]
     rows = [json.loads(line) for line in (output / "steps.jsonl").read_text().splitlines()]
@@ -62,7 +62,9 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
     assert "--pack" in capsys.readouterr().err
 
 
-def test_what_travels_has_the_newest_stages_checkpoint_and_comes_back_whole(tmp_path, monkeypatch):
+def test_the_carried_archive_has_the_newest_stages_checkpoint_and_unpacks_completely(
+    tmp_path, monkeypatch
+):
     output = tmp_path / "output"
     for name in (
         "model/model.safetensors",

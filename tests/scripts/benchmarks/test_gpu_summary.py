@@ -1,4 +1,4 @@
-"""The result of a GPU follows from what its commands wrote."""
+"""A GPU's result is computed from the files of its commands."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_rows(tmp_path):
     }
     write(tmp_path / "exactness" / "kernel_exactness.json", {"rows": [case, failed]})
     write(tmp_path / "long" / "kernel_exactness.json", {"rows": [case | {"dq": 2e-3}]})
-    # Two products a unit of work forward, three and four backward: 4 ms forward and 2 x 5 ms for
+    # Two products per unit of work forward, three and four backward: 4 ms forward and 2 x 5 ms for
     # five products.
     write(
         tmp_path / "parts" / "kernel_parts.json",
@@ -97,8 +97,8 @@ def test_rows(tmp_path):
     )
     write(tmp_path / "step_a" / "step.json", [step(2.0, 50, 50.5)])
     write(tmp_path / "step_b" / "step.json", [step(1.0, 40, 40)])
-    said = {name: (row["found"], row["verdict"]) for name, row in gpu(tmp_path).items()}
-    assert said == {
+    outcomes = {name: (row["found"], row["verdict"]) for name, row in gpu(tmp_path).items()}
+    assert outcomes == {
         "exact_auto_bfloat16": ("2.0e-03 in 2 of 3 cases", "short"),
         "part_forward": ("500", "short"),
         "part_backward": ("500", "held"),

@@ -1,4 +1,4 @@
-"""The benchmark of identity answers: what transformers answers, and how answers are counted."""
+"""The benchmark of identity answers: transformers' answers, and how answers are counted."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""The result of in-context reinforcement learning: half a table is saved without losing the other
-half, which keeps its origin."""
+"""The result of in-context reinforcement learning: saving half a table keeps the other half and its
+origin."""
 
 from scripts.benchmarks import in_context, results
 
@@ -19,7 +19,7 @@ def answer(last, seeds=5):
     ]
 
 
-def test_tasks_that_were_not_measured_keep_date_and_commit(tmp_path, monkeypatch):
+def test_unmeasured_tasks_keep_their_date_and_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     (tmp_path / f"{in_context.NAME}.json").write_text('{"title": "t"}')
     monkeypatch.setattr(in_context, "commit", lambda: "first")

@@ -6,8 +6,8 @@ from scripts.benchmarks import kernel_cycles, results
 from scripts.benchmarks.kernel_cycles import Program, read_program, summarize
 from scripts.benchmarks.results import Result, save, versions
 
-# As the compiler prints it: a loop (region 1) around a region without products (2) and two tiles (3
-# and 5), one of which contains a region without products, which is not the tile's.
+# In the compiler's format: a loop (region 1) around a region without products (2) and two tiles (3
+# and 5), one of which contains a region without products that is not part of the tile.
 TEXT = """= control target key start
 LH: loop header
 = control target key end
@@ -52,7 +52,7 @@ def test_a_slower_kernel_fails_the_check(factor, code, monkeypatch, tmp_path, ca
     assert capsys.readouterr().out.count("SLOWER") == code
 
 
-def test_masked_tiles_are_held_to_full_ones():
+def test_masked_tiles_are_compared_with_full_tiles():
     lines = [
         [generation, direction, kernel, 4000, *parts, 2000]
         for generation in ("v5p", "v6e")

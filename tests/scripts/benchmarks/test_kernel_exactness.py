@@ -1,5 +1,5 @@
-"""The comparison of kernels on a device: right kernels pass it, and a wrong one, or one that fails,
-does not."""
+"""The comparison of kernels on a device: correct kernels pass, and a wrong or failing one does
+not."""
 
 import json
 
@@ -17,19 +17,19 @@ ONE = ["--kernels", "xla", "--dtypes", "float32", "--head-dims", "64"]
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 30}, {"causal": False}], ids=str)
-def test_its_truth_is_the_tests(options):
+def test_its_reference_is_that_of_the_tests(options):
     rng, length = np.random.default_rng(0), 100
     q, k, v, dout = (rng.standard_normal((2, length, heads, 16)) for heads in (4, 2, 2, 4))
     index = np.tile(np.arange(length), (2, 1))
     segments = np.repeat([[1, 2, 0, 2, 3], [1, 1, 1, 2, 0]], length // 5, axis=1)
-    got = dense(q, k, v, dout, index, segments, Mask(**options))
+    actual = dense(q, k, v, dout, index, segments, Mask(**options))
     expected = dense_attention(q, k, v, index, segments, dout, **options)
     for name, values in zip(RESULTS, expected, strict=True):
-        np.testing.assert_allclose(got[name], values, atol=1e-12)
+        np.testing.assert_allclose(actual[name], values, atol=1e-12)
 
 
-def test_a_right_kernel_is_within_the_limits(tmp_path, capsys, monkeypatch):
-    chosen = (CASES[2], CASES[3])  # every kind of hole in a row, a window, two layouts
+def test_a_correct_kernel_is_within_the_limits(tmp_path, capsys, monkeypatch):
+    chosen = (CASES[2], CASES[3])  # every kind of gap in a row, a window, two layouts
     monkeypatch.setattr(kernel_exactness, "CASES", chosen)
     assert main([*ONE, "--output", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "kernel_exactness.json").read_text())["rows"]
@@ -40,7 +40,7 @@ def test_a_right_kernel_is_within_the_limits(tmp_path, capsys, monkeypatch):
 
 
 class Wrong(XlaKernel):
-    """Rounds its output, as a kernel with operands of fewer bits would."""
+    """Rounds its output, as a kernel with lower-precision operands would."""
 
     def forward(self, queries, keys, **options):
         out, lse = super().forward(queries, keys, **options)
@@ -50,24 +50,24 @@ class Wrong(XlaKernel):
 
 
 class Failing(XlaKernel):
-    """Is refused by its compiler."""
+    """Its compiler refuses it."""
 
     def forward(self, queries, keys, **options):
         raise RuntimeError("no such instruction")
 
 
 @pytest.mark.parametrize(
-    ("kernel", "said"),
+    ("kernel", "message"),
     [(Wrong(), "ABOVE THE LIMIT"), (Failing(), "RuntimeError: no such instruction")],
 )
-def test_a_wrong_kernel_is_not(kernel, said, tmp_path, capsys, monkeypatch):
+def test_a_wrong_kernel_is_outside_the_limits(kernel, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(kernel_exactness, "get_kernel", lambda name: kernel)
     monkeypatch.setattr(kernel_exactness, "CASES", CASES[:1])
     kernel_exactness.compiled.cache_clear()
     assert main([*ONE, "--output", str(tmp_path)]) == 0
     kernel_exactness.compiled.cache_clear()
-    said_all = capsys.readouterr().out
-    assert said in said_all and "0 of 1 cases within the limits" in said_all
+    stdout = capsys.readouterr().out
+    assert message in stdout and "0 of 1 cases within the limits" in stdout
 
 
 def test_a_long_row_is_compared_at_three_places(tmp_path, monkeypatch):
@@ -79,5 +79,5 @@ def test_a_long_row_is_compared_at_three_places(tmp_path, monkeypatch):
     assert row["held"] and row["case"] == "window 50, 1,024 tokens"
 
 
-def test_lengths_are_no_multiple_of_a_tile():
+def test_lengths_are_not_multiples_of_a_tile():
     assert LENGTH % 64 and (LENGTH // 2) % 64

@@ -1,4 +1,4 @@
-"""The kernels for Hopper GPUs, timed apart: what runs without one."""
+"""The kernels for Hopper GPUs, timed separately: what runs without such a GPU."""
 
 import functools
 
@@ -16,7 +16,7 @@ def test_a_hopper_gpu_is_needed(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_each_kernel_takes_its_arguments(head_dim):
+def test_each_kernel_accepts_its_arguments(head_dim):
     length = 512
     q, k, v, dout = (
         jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16)

@@ -28,7 +28,7 @@ def test_figures_are_read_from_the_compilers_text():
 
 
 @pytest.mark.parametrize("missing", range(3))
-def test_a_text_that_says_nothing_is_an_error(missing):
+def test_a_text_without_figures_is_an_error(missing):
     texts = [PTXAS, PTX, LAUNCH]
     texts[missing] = ""
     with pytest.raises(UserError, match="the compiler's text has no"):
@@ -75,7 +75,7 @@ def test_a_worse_kernel_fails_the_check(change, code, monkeypatch, tmp_path, cap
 
 
 def has_cuda_compiler() -> bool:
-    """Whether the versions that the stored figures are of are installed."""
+    """Whether the versions that the stored figures belong to are installed."""
     installed = versions()
     return all(
         installed.get(package) == version
@@ -87,5 +87,5 @@ def has_cuda_compiler() -> bool:
 @pytest.mark.slow
 def test_no_kernel_has_become_worse():
     if not has_cuda_compiler():
-        pytest.skip("the pinned CUDA compiler is not installed; make evidence brings it")
+        pytest.skip("the pinned CUDA compiler is not installed; make evidence installs it")
     assert kernel_registers.main(["--check"]) == 0

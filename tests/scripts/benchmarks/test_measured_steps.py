@@ -1,4 +1,4 @@
-"""The comparison of measured steps with the cost model's: its errors and its table."""
+"""Measured steps against the cost model: its errors and its table."""
 
 import json
 
@@ -8,14 +8,14 @@ from planning.costs import measured
 from scripts.benchmarks import measured_steps
 
 
-def test_errors_are_those_of_the_rows_and_others_steps_stand_beside_our_range(tmp_path, capsys):
+def test_errors_match_the_rows_and_other_projects_steps_are_shown_with_our_range(tmp_path, capsys):
     assert measured_steps.main(["--output", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "measured_steps.json").read_text())
-    said = capsys.readouterr().out
+    stdout = capsys.readouterr().out
     for row in result["measured"]:
         assert row["error"] == pytest.approx(row["estimated"] / row["measured"] - 1)
-        assert row["label"] in said and 0 < row["low"] < row["high"]
-    # Steps that are only compared set no range, so that none is held out.
+        assert row["label"] in stdout and 0 < row["low"] < row["high"]
+    # Steps that are only compared set no range, so none is held out.
     assert sum(row["steps"] for row in result["held_out"]) == len(measured.measured_steps())
     assert len(result["measured"]) == len(measured.measured_steps() + measured.compared_steps())
     # TRL's Qwen3-8B at 1M on 8 H100: 364 s, and 380 with released versions.

@@ -1,5 +1,5 @@
-"""`python -m scripts.benchmarks`: results that commands' files give, what is stale, and that a
-stopped start goes on."""
+"""`python -m scripts.benchmarks`: the results that commands' files give, what is stale, and
+resuming after a failure."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ def workspace(monkeypatch, tmp_path):
     return folder
 
 
-def test_only_what_has_changed_is_measured_again(workspace, tmp_path, capfd):
+def test_only_measurements_of_changed_files_run_again(workspace, tmp_path, capfd):
     assert bench.main(["--output", "out"]) == 0
     first = load("size")
     assert first.rows["size"]["found"] == "12" and first.seconds is not None and not first.carried
@@ -55,16 +55,16 @@ def test_only_what_has_changed_is_measured_again(workspace, tmp_path, capfd):
     assert bench.main(["--fresh", "size"]) == 1
     assert bench.main(["--fresh", "sise"]) == 2 and "found 'sise'" in capfd.readouterr().err
     assert bench.main(["--stale"]) == 0
-    assert "--only size" in (said := capfd.readouterr().out) and "changed: code.py" in said
+    assert "--only size" in (stdout := capfd.readouterr().out) and "changed: code.py" in stdout
     assert bench.main(["--output", "out"]) == 0
     assert load("size").depends_on != first.depends_on
     assert bench.main(["--only", "size", "--output", "out"]) == 0, (
-        "named: measured though it is fresh"
+        "requested by name: measured although it is fresh"
     )
     assert "$ python -c" in capfd.readouterr().out
 
 
-def test_a_start_that_failed_goes_on_with_the_command_that_failed(workspace, tmp_path, capfd):
+def test_a_failed_start_resumes_with_the_command_that_failed(workspace, tmp_path, capfd):
     (tmp_path / "fail").touch()
     assert bench.main(["--output", "out"]) == 1 and "size: failed with 1" in capfd.readouterr().err
     assert not load("size").rows
@@ -73,7 +73,7 @@ def test_a_start_that_failed_goes_on_with_the_command_that_failed(workspace, tmp
     assert load("size").rows["size"]["found"] == "122", "the first command was not run again"
 
 
-def test_a_start_after_a_change_begins_anew(workspace, tmp_path):
+def test_a_start_after_a_change_begins_from_scratch(workspace, tmp_path):
     (tmp_path / "fail").touch()
     assert bench.main(["--output", "out"]) == 1
     (tmp_path / "fail").unlink()
@@ -82,7 +82,7 @@ def test_a_start_after_a_change_begins_anew(workspace, tmp_path):
     assert load("size").rows["size"]["found"] == "12"
 
 
-def test_table_3_as_it_was_carried_over_is_what_its_record_gives():
+def test_table_3_matches_its_record():
     assert MEASUREMENTS["table3"].summarize(None) == load("table3").rows
 
 
@@ -102,7 +102,7 @@ DIRECTIONS = {
     }
 }
 DIRECTIONS["backward"] = DIRECTIONS["forward"] | {"planned_max_bytes": 2.0}
-RAW = {  # files of each measurement -> row, what it finds, its verdict
+RAW = {  # a measurement's files -> row, figure, verdict
     "step": (
         {
             "step.json": [
@@ -241,7 +241,7 @@ RAW = {  # files of each measurement -> row, what it finds, its verdict
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_rows_follow_from_what_the_commands_wrote(name, tmp_path):
+def test_rows_follow_from_the_files_of_commands(name, tmp_path):
     files, expected = RAW[name]
     for file, content in files.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -251,9 +251,9 @@ def test_rows_follow_from_what_the_commands_wrote(name, tmp_path):
         assert (rows[row_id]["found"], rows[row_id]["verdict"]) == (figure, verdict)
 
 
-def test_what_tests_compared_is_a_rows_figure(monkeypatch, tmp_path):
-    """Each command runs once; the largest error of a row's kind, or the tests; one that fails falls
-    short."""
+def test_a_rows_figure_is_the_largest_error_that_its_tests_saw(monkeypatch, tmp_path):
+    """Each command runs once; the figure is the largest error of the row's kind, or the number of
+    tests; a failing command falls short."""
     error = {"largest": 2.51e-7, "limit": 1e-5, "cases": 1200}
     wrote = {
         "a": {"passed": 3, "errors": {"loss": error, "gradients": {**error, "largest": 4e-6}}},
@@ -269,26 +269,26 @@ def test_what_tests_compared_is_a_rows_figure(monkeypatch, tmp_path):
         Path(command[-1]).write_text(json.dumps(wrote[name]), encoding="utf-8")
         return subprocess.CompletedProcess(command, int(name == "b"))
 
-    def of(name, goal="1e-5", **more):
+    def exactness_row(name, goal="1e-5", **more):
         return row(name, "1e-6", goal, held=True, command=f"pytest {name}", **more)
 
     rows = {
-        "all": of("a", date="2026-01-01"),
-        "loss": of("a", error="loss"),
-        "failed": of("b"),
-        "equal": of("c", "same bytes"),
-        "none": of("d"),
+        "all": exactness_row("a", date="2026-01-01"),
+        "loss": exactness_row("a", error="loss"),
+        "failed": exactness_row("b"),
+        "equal": exactness_row("c", "same bytes"),
+        "none": exactness_row("d"),
     }
     stored = results.Result("t", rows, "", "", "", {}, {}, {})
     monkeypatch.setattr(summaries, "load", lambda name: stored)
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(summaries, "commit", lambda: "abc")
-    found = measurements.MEASUREMENTS["exactness"].summarize(tmp_path)
-    assert {name: (cells["found"], cells["verdict"]) for name, cells in found.items()} == {
+    result = measurements.MEASUREMENTS["exactness"].summarize(tmp_path)
+    assert {name: (cells["found"], cells["verdict"]) for name, cells in result.items()} == {
         "all": ("4.0e-6, 2,400 comparisons", "held"),
         "loss": ("2.5e-7, 1,200 comparisons", "held"),
         "failed": ("fails", "short"),
         "equal": ("holds, 4 tests", "held"),
         "none": ("fails", "short"),
     }
-    assert started == ["a", "b", "c", "d"] and "date" not in found["all"]
+    assert started == ["a", "b", "c", "d"] and "date" not in result["all"]

@@ -1,4 +1,4 @@
-"""BENCHMARKS.md is what the committed results give, and figures on other pages are those of the
+"""BENCHMARKS.md is generated from the committed results, and figures on other pages agree with the
 results."""
 
 import dataclasses
@@ -20,7 +20,7 @@ from scripts.benchmarks.results import (
 )
 
 COMMITTED = load_all()
-# The figures of README.md: NAME.ROW of a result, and the words around its beginning.
+# The figures of README.md: NAME.ROW of a result, and the words around the start of the figure.
 README_FIGURES = {
     "quickstart.time": "The quickstart took {} in four runs on two CPU cores",
     "quickstart.retrieval": "its model retrieved {} unseen lines",
@@ -37,7 +37,7 @@ README_FIGURES = {
     "table3.like_for_like": "one row, float32, device memory alone | {} |",
     "exactness.smollm2_logits": "logit difference from transformers, SmolLM2 | {} |",
 }
-# The same of each page; `...` is a cell of a table.
+# The same per page; `...` is a table cell.
 FIGURES = {
     "README.md": README_FIGURES,
     "docs/adapters.md": {
@@ -103,7 +103,7 @@ FIGURES = {
 }
 
 
-def test_the_committed_page_is_made_from_the_committed_results(capsys):
+def test_the_committed_page_is_generated_from_the_committed_results(capsys):
     assert page.main(["--check"]) == 0, "run python -m scripts.benchmarks.page"
 
 
@@ -148,7 +148,7 @@ def test_a_result_names_what_is_needed_to_repeat_it(name):
         assert all(len(cells) == len(columns["columns"]) for cells in columns["rows"])
 
 
-def test_a_changed_figure_changes_its_pages_and_a_changed_program_makes_a_headline_old():
+def test_a_changed_figure_changes_its_pages_and_a_changed_program_makes_a_headline_stale():
     text = page.render(COMMITTED, mark_old=False)
     step = COMMITTED["step"]
     figure = dataclasses.replace(
@@ -170,7 +170,7 @@ def test_a_changed_figure_changes_its_pages_and_a_changed_program_makes_a_headli
     assert shown == 2 and counts[1] == counts[0] + shown
 
 
-def test_a_page_that_was_edited_by_hand_is_noticed(monkeypatch, tmp_path, capsys):
+def test_a_page_edited_by_hand_is_reported(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(page, "PAGE", tmp_path / "BENCHMARKS.md")
     figure = COMMITTED["step"].rows["speed_2048"]["found"]
     page.write()
@@ -204,8 +204,8 @@ def test_a_result_is_stale_once_a_file_has_changed(monkeypatch, tmp_path):
 
 def test_a_renewed_result_keeps_its_title_and_says_where_it_was_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(results, "FOLDER", tmp_path)
-    begun = {"title": "title", "depends_on": {"LICENSE": ""}, "note": "note", "carried": True}
-    (tmp_path / "x.json").write_text(json.dumps(begun))
+    stored = {"title": "title", "depends_on": {"LICENSE": ""}, "note": "note", "carried": True}
+    (tmp_path / "x.json").write_text(json.dumps(stored))
     result = renew("x", {"a": row("what", "1.2", "1", held=True)}, command="command", seconds=1.5)
     assert load_all() == {"x": result}
     assert (result.title, result.note, result.command) == ("title", "note", "command")
@@ -226,7 +226,7 @@ def beginnings(cell: str) -> list[str]:
 
 
 def missing_figures(text: str, figures: dict[str, str], known: dict[str, Result]) -> list[str]:
-    """Returns the figures that a page's text does not quote as the results have them."""
+    """Returns the figures that a page's text does not quote as in the results."""
     words = " ".join(text.split())
     missing = []
     for reference, phrase in figures.items():
@@ -239,7 +239,7 @@ def missing_figures(text: str, figures: dict[str, str], known: dict[str, Result]
 
 
 @pytest.mark.parametrize("page_name", FIGURES)
-def test_figures_of_pages_are_those_of_the_results(page_name):
+def test_figures_on_pages_match_the_results(page_name):
     text = (ROOT / page_name).read_text(encoding="utf-8")
     assert missing_figures(text, FIGURES[page_name], COMMITTED) == []
     assert "<!--" not in text

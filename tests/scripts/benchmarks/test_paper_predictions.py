@@ -1,5 +1,5 @@
-"""The papers' rows by the cost model: what must come out exactly, and what is printed about what
-does not."""
+"""The papers' rows by the cost model: what must match exactly, and what is printed about
+mismatches."""
 
 import json
 import math
@@ -30,8 +30,8 @@ def _rows(source, table="", label=""):
 
 @pytest.mark.parametrize(("tiles", "speedup"), [(16, 1.44), (32, 1.47), (4096, 1.50)])
 def test_attention_alone_on_two_ranks(tiles, speedup):
-    """Worked by hand: the busiest ranks do n(n+1)/2 + n^2 tiles contiguous, twice n(n+1)/2
-    striped."""
+    """By hand: the busiest ranks compute n(n+1)/2 + n^2 tiles with the contiguous layout, twice
+    n(n+1)/2 with the striped one."""
     contiguous, striped = (
         busiest_share(2, tiles, layout, (1, 1)) for layout in ("contiguous", "striped")
     )
@@ -45,7 +45,7 @@ def test_attention_alone_on_two_ranks(tiles, speedup):
     assert round(contiguous / striped, 2) == speedup
 
 
-def test_no_gain_measured_where_a_block_is_one_tile_wide():
+def test_no_gain_when_a_block_is_one_tile_wide():
     """Striped Attention, section 4.2: 'in our GPU experiments Striped Attention does not save
     computation at the smallest block size', on TPUs 25% of attention."""
     assert busiest_share(4, 4096, "striped", (2048, 4096)) == 1.0
@@ -53,8 +53,8 @@ def test_no_gain_measured_where_a_block_is_one_tile_wide():
 
 
 @pytest.mark.parametrize("name", paper_rows.RING_FIGURE_5_HIDDEN)
-@pytest.mark.parametrize("longer", [2, 32, 256, 25600])
-def test_ring_attention_figure_5_is_its_closed_form(name, longer):
+@pytest.mark.parametrize("longer", [2, 25600])
+def test_ring_attention_figure_5_matches_its_closed_form(name, longer):
     six = 6 * paper_rows.RING_FIGURE_5_HIDDEN[name]
     assert flops_ratio(name, longer) == pytest.approx(
         (six + 4096 * longer) / (six + 4096), rel=1e-12
@@ -63,8 +63,8 @@ def test_ring_attention_figure_5_is_its_closed_form(name, longer):
 
 @pytest.mark.parametrize("ranks", range(2, 12))
 def test_idle_share_of_the_balanced_schedule(ranks):
-    """Even: in the last of P/2 + 1 rounds half of the ranks idle. Odd: nobody ever does. With the
-    split nobody does either."""
+    """With an even number of ranks P, half of them idle in the last of P/2 + 1 rounds; with an odd
+    number none does. With the split none idles either way."""
 
     def idle(split):
         forward, _ = rounds(Balanced(split), ranks, "contiguous", Block(1, 2, 1, 1, 2), (1, 1))
@@ -86,14 +86,14 @@ def test_distflashattn_communicates_3nd_and_megatron_14nd():
 
 
 def test_megatron_pads_33_heads_to_48():
-    """DistFlashAttn, section 4.3: 45.5% of computation is wasted on 16 GPUs; so much of attention,
-    and of its projections."""
+    """DistFlashAttn, section 4.3: 45.5% of computation is wasted on 16 GPUs; this fraction of
+    attention and of its projections."""
     length = 1 << 19
     plain, padded = (megatron_seconds(model, 2, length) for model in ("llama-7b", "llama-33h"))
     assert 1.40 < padded / plain < 48 / 32
 
 
-def test_what_is_claimed_is_reproduced_and_what_is_missed_has_a_reason():
+def test_claimed_rows_are_reproduced_and_missed_rows_have_a_reason():
     for row in every_row():
         assert math.isfinite(row.predicted), row
         assert row.reproduced is not False, row

@@ -10,7 +10,7 @@ from scripts.benchmarks.preference import (
     train_killed,
 )
 
-# Logs a step each time, and continues where the file ends, like a resumed run.
+# Logs one step at a time, and continues where the file ends, like a resumed run.
 RUN = """
 import pathlib, sys, time
 log = pathlib.Path(sys.argv[1], "metrics.jsonl")
@@ -37,7 +37,7 @@ def write_run(folder, answers, **metrics):
     return folder
 
 
-def test_a_run_is_killed_after_each_of_the_steps_and_then_ends(tmp_path):
+def test_a_run_is_killed_after_each_step_and_then_ends(tmp_path):
     run = tmp_path / "killed"
     words = ["-c", RUN, str(run)]
     train_killed(words, run)
@@ -45,10 +45,10 @@ def test_a_run_is_killed_after_each_of_the_steps_and_then_ends(tmp_path):
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 18
     assert (run / "starts").read_text() == "xxx"
     train_killed(words, run)
-    assert (run / "starts").read_text() == "xxxx", "kills that were done are not repeated"
+    assert (run / "starts").read_text() == "xxxx", "finished kills are not repeated"
 
 
-def test_metrics_are_compared_bit_for_bit_but_for_times(tmp_path):
+def test_metrics_except_times_are_compared_bitwise(tmp_path):
     answers = [{}, {}]
     first, second, third = (
         write_run(tmp_path / name, answers, **metrics)
@@ -61,7 +61,7 @@ def test_metrics_are_compared_bit_for_bit_but_for_times(tmp_path):
     assert same_metrics([first, second]) and not same_metrics([first, third])
 
 
-def test_an_answer_is_right_if_it_has_the_word_itself():
+def test_an_answer_is_right_if_it_contains_the_whole_word():
     assert right({"Tin?": "It is SN, of course.", "Far?": "nearly"}, RECORDS) == 1
 
 

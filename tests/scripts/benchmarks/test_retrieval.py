@@ -21,13 +21,13 @@ def score(right, low, high, source="LINES", lines=20):
         (score(40, 0.70, 0.92), score(46, 0.93, 0.99), True),  # 0.95 is enough
     ],
 )
-def test_the_goal_is_a_gain_with_intervals_apart(before, after, held):
+def test_the_goal_is_a_gain_with_disjoint_intervals(before, after, held):
     assert retrieval.apart(before, after) is held
 
 
 def test_rows_compare_scores_books_and_tasks(monkeypatch):
     rows = {}
-    monkeypatch.setattr(retrieval, "renew", lambda name, found, seconds: rows.update(found))
+    monkeypatch.setattr(retrieval, "renew", lambda name, new_rows, seconds: rows.update(new_rows))
     short = [
         {
             task: {"score": share, "low": 0.37, "high": 0.50, "cases": 200}
@@ -61,7 +61,7 @@ def test_a_books_loss_is_the_mean_over_its_tokens(tmp_path):
     assert retrieval.book_losses(tmp_path, "m", "b", tmp_path) == [2.5, 1.0]
 
 
-def test_cases_of_the_file_are_told_from_generated_ones():
+def test_cases_from_the_file_are_distinguished_from_generated_ones():
     scores = [score(1, 0, 1, "200_lines.jsonl", 200), score(1, 0, 1, "synthetic", 20)]
-    families = [each.family for each in retrieval.named(scores, "data/200_lines.jsonl")]
+    families = [score_.family for score_ in retrieval.named(scores, "data/200_lines.jsonl")]
     assert families == ["generated", "LongChat's own"]

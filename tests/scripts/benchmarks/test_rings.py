@@ -1,4 +1,4 @@
-"""The comparison with the ring of other authors, which dense attention stands for here."""
+"""The comparison with other authors' ring attention; dense attention replaces theirs here."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from scripts.benchmarks import rings
 
 
 def dense_ring(wrong):
-    """Causal attention over the gathered sequence, as the package's ring is called."""
+    """Causal attention over the gathered sequence, with the signature of the package's ring."""
 
     def attend(q, k, v):
         k, v = (jax.lax.all_gather(x, "sequence", axis=1, tiled=True) for x in (k, v))
@@ -22,14 +22,14 @@ def dense_ring(wrong):
 
 
 def test_results_and_gradients_are_compared_and_all_rings_timed(monkeypatch):
-    """Theirs are a thousandth too large here; ours are dense attention's to rounding."""
+    """Theirs is a thousandth too large here; ours equals dense attention up to rounding."""
     monkeypatch.setattr(rings, "their_ring", lambda: dense_ring(1e-3))
-    rows, found = rings.measure(1024, 1, 2, 8)
+    rows, errors = rings.measure(1024, 1, 2, 8)
     assert [row["ring"] for row in rows] == [
         rings.THEIRS,
         "ours, contiguous",
         "ours, striped",
         "ours, zigzag",
     ]
-    assert found == pytest.approx(1e-3, abs=2e-6)
+    assert errors == pytest.approx(1e-3, abs=2e-6)
     assert all(row["mib"] > 0 and row["seconds"] > 0 for row in rows)

@@ -1,4 +1,4 @@
-"""What scripts.benchmarks.shared_prompts prints of the two forms of a pair."""
+"""The output of scripts.benchmarks.shared_prompts for the two forms of a pair."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from scripts.benchmarks.shared_prompts import figures, flops, table
 def test_a_long_prompt_saves_almost_half():
     length, layers, width = 3328, 32, 4096
     shared = flops(3072, 256, 3071)
-    # The saving is the cost of the prompt alone: its weights' products, and its pairs.
+    # It saves the cost of one prompt: its products with weights, and its visible pairs.
     alone = 6 * 3071 * (7_504_658_432 - 266_240) + 12 * layers * width * 3071 * 3072 / 2
     assert abs(flops(3072, 256, 0) - shared - alone) < 1e-3 * alone
     assert shared < 0.55 * flops(3072, 256, 0) and length == 3072 + 256

@@ -1,4 +1,4 @@
-"""Results of stored plans: every recipe's head gives the figures of its plan."""
+"""Results of stored plans: the comment at the top of every recipe gives its plan's figures."""
 
 import re
 
@@ -21,7 +21,7 @@ PLANS = recipe_plans(STORED)
 
 
 @pytest.mark.parametrize("recipe", PLANS)
-def test_a_recipes_head_gives_the_figures_of_its_plan(recipe):
+def test_a_recipes_header_gives_the_figures_of_its_plan(recipe):
     head, plan = (
         (ROOT / "configs" / f"{recipe}.yaml").read_text(encoding="utf-8").split("\n\n")[0],
         PLANS[recipe],
@@ -30,7 +30,7 @@ def test_a_recipes_head_gives_the_figures_of_its_plan(recipe):
     assert f"; {memory_text(plan)} GiB on each " in head
 
 
-def test_a_policy_names_only_what_is_not_the_default():
+def test_a_policy_names_only_non_default_options():
     plan = {"remat": "nothing", "query_chunks": 1, "prefetch": False}
     assert policy(plan) == "nothing"
     assert policy(
@@ -38,12 +38,12 @@ def test_a_policy_names_only_what_is_not_the_default():
     ) == ("every_k 4, 8 query chunks, prefetch")
 
 
-def test_every_plan_of_a_result_is_there_and_says_what_made_it():
+def test_every_plan_of_a_result_exists_with_its_command():
     for name in (*(name for name, *_ in CONTEXTS.values()), *MEMORY_1M.values()):
         assert {"python", "jax", "jaxlib"} < set(STORED[name]["made_with"]), name
 
 
-def test_two_digits_are_significant_ones():
+def test_two_significant_digits():
     assert [two_digits(number) for number in (0.01234, 1.0, 98.7, 1234.0)] == [
         "0.012",
         "1",
@@ -52,7 +52,7 @@ def test_two_digits_are_significant_ones():
     ]
 
 
-def test_the_page_of_memory_gives_the_figures_of_its_plans():
+def test_the_memory_page_gives_the_figures_of_its_plans():
     page = (ROOT / "docs" / "meshes_and_memory.md").read_text(encoding="utf-8")
     rows = re.findall(r"`([\w/]+)` \|.*\| ([\d.]+ of [\d.]+) \|", page)
     named = {name: figures for name, figures in rows if name in STORED}

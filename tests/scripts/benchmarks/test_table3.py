@@ -1,5 +1,4 @@
-"""Ring Attention's table: the search finds what trying every context finds, and keeps the
-answers."""
+"""Ring Attention's table: the search agrees with trying every context, and stores the answers."""
 
 import json
 
@@ -15,32 +14,32 @@ CONTEXTS = [LEAST << power for power in range(21)]
 
 @pytest.mark.parametrize("start", (LEAST, 1 << 16, MOST))
 @pytest.mark.parametrize("most", (0, LEAST, 5 << 17, MOST))
-def test_the_search_finds_what_trying_every_context_finds(most, start):
-    asked = []
+def test_the_search_agrees_with_trying_every_context(most, start):
+    tried = []
 
     def fits(context):
-        asked.append(context)
+        tried.append(context)
         return context <= most
 
-    found = longest(fits, start)
-    assert found == max((context for context in CONTEXTS if context <= most), default=0)
-    assert not found or found in asked
-    assert found == MOST or (2 * found or LEAST) in asked
-    assert len(asked) == len(set(asked))
+    result = longest(fits, start)
+    assert result == max((context for context in CONTEXTS if context <= most), default=0)
+    assert not result or result in tried
+    assert result == MOST or (2 * result or LEAST) in tried
+    assert len(tried) == len(set(tried))
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """A table of one small machine, 100 MiB a device."""
+    """A table of one small machine with 100 MiB per device."""
     monkeypatch.setattr(table3_cells, "PAPER", {"v5e:2x2": {"tiny": (1, 2, 4, 16)}})
     monkeypatch.setattr(table3, "RING_ATTENTION_CONTEXTS", table3_cells.PAPER)
     monkeypatch.setattr(planning.plan, "memory_gib", lambda topology: 100 / 1024)
 
 
 @pytest.mark.slow
-def test_a_compiled_cell_is_the_one_found_by_trying_every_context(small, tmp_path):
-    """The ring of a tiny model on four chips, by the TPU compiler: from 32K to the first that does
-    not fit."""
+def test_a_compiled_cell_agrees_with_trying_every_context(small, tmp_path):
+    """The ring of a tiny model on four chips, with the TPU compiler: from 32K to the first context
+    that does not fit."""
     cell = Cell("v5e:2x2", "tiny", "ring", "device")
     [options] = cell.memory_options()
     fitting = []
@@ -54,7 +53,7 @@ def test_a_compiled_cell_is_the_one_found_by_trying_every_context(small, tmp_pat
     assert filled["plan"]["mesh"]["sequence"] == 4 and filled["paper"] == 16 << 10
 
 
-def test_columns_are_configurations_of_one_step(small):
+def test_columns_differ_only_in_their_configuration(small):
     jobs = {
         column: Cell("v5e:2x2", "tiny", column, "device").job(4096, {"remat": "nothing"})
         for column in COLUMNS
@@ -73,16 +72,16 @@ def test_columns_are_configurations_of_one_step(small):
     }
 
 
-def test_host_memory_is_bounded_and_a_second_start_asks_nothing(
+def test_host_memory_is_bounded_and_a_second_start_compiles_nothing(
     small, monkeypatch, tmp_path, capsys
 ):
-    """A compiler with known answers for 4K tokens: (GiB of the device's 0.1, GiB on a host that has
+    """A compiler with fixed answers for 4K tokens: (GiB of the device's 0.1, GiB on a host that has
     48)."""
     says = {"every_k": (0.05, 0), "offload": (0.001, 12), "offload_every_k": (0.01, 6)}
-    asked = []
+    compilations = []
 
     def compiled(job):
-        asked.append(job.context)
+        compilations.append(job.context)
         device, host = (gib * job.context / 4096 for gib in says[job.run.memory.remat])
         if device > 0.1:
             return {"fits": False, "needs_gib": device, "has_gib": 0.1, "compile_seconds": 0.0}
@@ -117,28 +116,28 @@ def test_host_memory_is_bounded_and_a_second_start_asks_nothing(
         "compiled: needs 192.00 GiB of the host's 48",
         "compiled: needs 0.16 GiB of 0.10",
     ]
-    # Two layers, hidden size 64, width 128, 4 heads and 2 key heads of 32, 512 tokens: 6 a weight
-    # and token, 12 a head's number and visible pair.
+    # Two layers, hidden size 64, width 128, 4 heads and 2 key heads of 32, 512 tokens: 6 FLOPs per
+    # weight and token, 12 per head dimension and visible pair.
     weights = 2 * 64 * (2 * 4 * 32 + 2 * 2 * 32 + 3 * 128) + 64 * 512
     flops = 6 * weights * 32768 + 12 * 2 * 4 * 32 * 32768 * 32769 / 2
     assert stored["ours"]["flops"] == pytest.approx(flops)
-    asked.clear()
+    compilations.clear()
     (tmp_path / "compilations.json").unlink()  # the stored cells are enough
     assert table3.main(command) == 0
-    assert not asked
+    assert not compilations
 
 
-def test_like_for_like_cells_have_one_row_and_the_papers_split(monkeypatch):
+def test_like_for_like_cells_have_one_row_and_the_papers_mesh(monkeypatch):
     monkeypatch.setattr(
         table3_cells,
         "PAPER",
         {"v5e:2x2": {"tiny": (1, 2, 4, 16)}, "a100:8": {"llama-13b": (1, 2, 4, 16)}},
     )
-    alike = [cell for cell in cells() if cell.memory == LIKE_FOR_LIKE]
-    assert [(cell.topology, cell.column) for cell in alike] == [
+    like_for_like = [cell for cell in cells() if cell.memory == LIKE_FOR_LIKE]
+    assert [(cell.topology, cell.column) for cell in like_for_like] == [
         ("a100:8", column) for column in COLUMNS
     ]
-    for cell in alike:
+    for cell in like_for_like:
         [options] = cell.memory_options()
         job = cell.job(4096, options)
         assert (job.batch, job.run.model.compute_dtype, job.run.memory.remat) == (

@@ -1,5 +1,5 @@
-"""Arrays of a checkpoint on disk: their names and shapes, what is damaged, and that looking at them
-keeps no memory."""
+"""The arrays of a checkpoint on disk: their names and shapes, damage, and that listing them keeps
+no memory."""
 
 import gc
 import shutil
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory):
     return base / "checkpoints" / "1"
 
 
-def test_names_shapes_and_values_are_those_that_were_saved(checkpoint):
+def test_names_shapes_and_values_are_as_saved(checkpoint):
     shapes = {
         name: (array.shape, array.dtype)
         for name, array in stored_shapes(checkpoint, "model").items()
@@ -49,7 +49,7 @@ def test_names_shapes_and_values_are_those_that_were_saved(checkpoint):
         shutil.rmtree,
     ],
 )
-def test_what_cannot_be_opened_is_named(checkpoint, tmp_path, damage):
+def test_unreadable_arrays_are_named(checkpoint, tmp_path, damage):
     shutil.copytree(checkpoint, tmp_path / "1")
     damage(tmp_path / "1" / "model")
     with pytest.raises(
@@ -59,8 +59,8 @@ def test_what_cannot_be_opened_is_named(checkpoint, tmp_path, damage):
         stored_shapes(tmp_path / "1", "model")
 
 
-def test_looking_at_shapes_keeps_no_memory(checkpoint):
-    """A run that saves for days looks at every array after every save."""
+def test_listing_shapes_keeps_no_memory(checkpoint):
+    """A run that saves for days lists every array after every save."""
     stored_shapes(checkpoint, "model")
     tracemalloc.start()
     try:

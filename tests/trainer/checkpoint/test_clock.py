@@ -8,7 +8,7 @@ from trainer.run import cluster
 
 
 class Service:
-    """JAX's key-value store, as far as the clock uses it."""
+    """The part of JAX's key-value store that the clock uses."""
 
     def __init__(self):
         self.values = {}
@@ -19,14 +19,14 @@ class Service:
         self.calls += 1
 
     def key_value_dir_get(self, folder):
-        assert folder.endswith("/"), "step 1's folder would be the beginning of step 10's"
+        assert folder.endswith("/"), "step 1's folder would be a prefix of step 10's"
         self.calls += 1
         return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
 
 
 @pytest.fixture
 def as_process(monkeypatch):
-    """Makes what follows run in one of several processes."""
+    """Makes the following code run as one of several processes."""
     service = Service()
     monkeypatch.setattr(cluster, "client", lambda: service)
 
@@ -38,7 +38,7 @@ def as_process(monkeypatch):
     return become
 
 
-def test_alone_the_step_that_ends_after_the_minutes_is_saved(as_process):
+def test_one_process_saves_the_step_that_ends_after_the_interval(as_process):
     as_process(0, 1)
     seconds = 0.0
     clock = SaveClock(2, lambda: seconds)
@@ -52,9 +52,9 @@ def test_alone_the_step_that_ends_after_the_minutes_is_saved(as_process):
     assert as_process.service.calls == 0
 
 
-def test_all_processes_save_the_same_steps_whatever_their_clocks_say(as_process):
-    """The others' clocks stand still, or run ahead; process 0 may be a step ahead of one that has
-    not looked yet."""
+def test_all_processes_save_the_same_steps_whatever_their_clocks(as_process):
+    """The other clocks stand still or run ahead; process 0 may be one step ahead of a process that
+    has not looked yet."""
     seconds = 0.0
     clocks = [
         SaveClock(2, lambda: seconds),
@@ -68,14 +68,14 @@ def test_all_processes_save_the_same_steps_whatever_their_clocks_say(as_process)
         seconds += 50
         for number in (0, 1, 2):
             as_process(number)
-            # Process 0 has announced the next step, and saved, before the others look for this one.
+            # Process 0 has announced the next step and saved before the others look for this one.
             if clocks[number].due(step):
                 saved[number].append(step)
                 clocks[number].saved()
     assert saved[0] == saved[1] == saved[2] == [4, 8, 12]
 
 
-def test_without_minutes_nothing_is_asked(as_process):
+def test_without_an_interval_no_process_is_asked(as_process):
     as_process(1)
     assert not any(SaveClock(0).due(step) for step in range(1, 5))
     assert as_process.service.calls == 0

@@ -1,5 +1,5 @@
-"""Tests of trainer/checkpoint/commit.py: in buckets a checkpoint counts when its manifest is there,
-and not before; what a kill left goes."""
+"""Tests of trainer/checkpoint/commit.py: in a bucket a checkpoint counts once its manifest exists;
+the remains of a kill are removed."""
 
 import json
 
@@ -41,11 +41,11 @@ def store(url, tmp_path):
     return made
 
 
-def test_saved_restored_and_the_oldest_removed(server, store):
+def test_checkpoints_are_saved_and_restored_and_the_oldest_removed(server, store):
     for step in (1, 2, 3):
         save(store, step)
     assert CheckpointStore(store.url).steps() == [2, 3] and store.latest_good() == 3
-    assert not [name for name in server.store.names() if "/1/" in name], "nothing is left of it"
+    assert not [name for name in server.store.names() if "/1/" in name], "all of it is removed"
     abstract = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
     restored = store.restore(3, abstract, {"mu": abstract})
     assert restored.step == 3 and restored.data == {"step": 3}
@@ -53,7 +53,7 @@ def test_saved_restored_and_the_oldest_removed(server, store):
         assert (np.asarray(array) == 3).all()
 
 
-def test_before_its_manifest_nothing_counts_and_the_next_save_removes_it(server, store):
+def test_a_checkpoint_without_a_manifest_does_not_count_and_the_next_save_removes_it(server, store):
     save(store, 1)
 
     def refused(method, path):
@@ -71,7 +71,7 @@ def test_before_its_manifest_nothing_counts_and_the_next_save_removes_it(server,
     assert not [name for name in server.store.names() if "/4/" in name or "/2/" in name]
 
 
-def test_who_has_lost_the_lock_saves_nothing(store):
+def test_a_process_that_lost_the_lock_saves_nothing(store):
     def lost():
         raise UserError("another process has taken the lock")
 
@@ -81,7 +81,7 @@ def test_who_has_lost_the_lock_saves_nothing(store):
     assert store.steps() == []
 
 
-def test_a_changed_object_is_found_and_the_checkpoint_before_used(server, store, capsys):
+def test_a_changed_object_is_found_and_the_previous_checkpoint_used(server, store, capsys):
     save(store, 1)
     save(store, 2)
     key = next(key for key in server.store.objects if "/2/model/ocdbt.process_0/d/" in key[1])
@@ -91,7 +91,7 @@ def test_a_changed_object_is_found_and_the_checkpoint_before_used(server, store,
     assert "/2: model/ocdbt.process_0/d/" in capsys.readouterr().err
 
 
-def test_commands_read_a_copy_that_has_no_moments(server, store, capsys):
+def test_commands_read_a_copy_without_moments(server, store, capsys):
     save(store, 1)
     save(store, 2)
     for path in (store.url, f"{store.url}/checkpoints", f"{store.url}/checkpoints/2"):
@@ -107,14 +107,14 @@ def test_commands_read_a_copy_that_has_no_moments(server, store, capsys):
     ("path", "words"),
     [("other", "no manifest.json"), ("/best", "this run has no best checkpoint")],
 )
-def test_a_folder_without_a_checkpoint_is_told(store, path, words):
+def test_a_folder_without_a_checkpoint_is_reported(store, path, words):
     save(store, 1)
     path = store.url.replace("/mine", "/other") if "other" in path else store.url + path
     with pytest.raises(ForeignError, match=f"{path}: .*{words}"):
         local_copy(path)
 
 
-def test_of_large_ones_names_are_compared_first(server, store, monkeypatch, capsys):
+def test_names_of_large_checkpoints_are_compared_first(server, store, monkeypatch, capsys):
     monkeypatch.setattr("trainer.checkpoint.store.DIGESTED_BEFORE", 0)
     save(store, 1)
     save(store, 2)
@@ -127,14 +127,14 @@ def test_of_large_ones_names_are_compared_first(server, store, monkeypatch, caps
 
 
 @pytest.mark.parametrize("leftover", ["7.tmp", "5.tmp", "6.tmp-removed"])
-def test_a_link_in_place_of_what_a_kill_left_goes_and_its_target_stays(tmp_path, leftover):
-    """Of a run that somebody else made: a save would write through it."""
-    own, target = tmp_path / "own", tmp_path / "checkpoints" / "7"
-    own.mkdir()
-    (own / "manifest.json").write_text("the user's own")
+def test_a_link_in_place_of_a_killed_save_is_removed_and_its_target_kept(tmp_path, leftover):
+    """In a run that somebody else made: a save would write through the link."""
+    users_folder, target = tmp_path / "own", tmp_path / "checkpoints" / "7"
+    users_folder.mkdir()
+    (users_folder / "manifest.json").write_text("the user's own")
     target.parent.mkdir()
-    (target.parent / leftover).symlink_to(own)
+    (target.parent / leftover).symlink_to(users_folder)
     commit.clear(commit.scratch_of(target))
     commit.remove_leftovers(target)
     assert list(target.parent.iterdir()) == []
-    assert (own / "manifest.json").read_text() == "the user's own"
+    assert (users_folder / "manifest.json").read_text() == "the user's own"

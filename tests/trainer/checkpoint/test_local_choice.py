@@ -12,7 +12,7 @@ from trainer.checkpoint.local_choice import (
 EXPECTED = Expected("run", "fsdp 3", ["a", "b", "c"])
 
 
-def found(step, part, **changes):
+def local_part(step, part, **changes):
     fields = {
         "run": "run",
         "location": "runs/x",
@@ -26,13 +26,17 @@ def found(step, part, **changes):
     return Found(**fields | changes)
 
 
-def all_back(step, **changes):
-    """Each host has its part, and a copy of the one before."""
-    return [[found(step, i, **changes), found(step, (i - 1) % 3, **changes)] for i in range(3)]
+def complete_step(step, **changes):
+    """Each host has its part, and a copy of the previous host's."""
+    return [
+        [local_part(step, i, **changes), local_part(step, (i - 1) % 3, **changes)] for i in range(3)
+    ]
 
 
-def test_the_newest_step_of_which_all_parts_are_there_comes_first():
-    hosts = [older + newer for older, newer in zip(all_back(8), all_back(10), strict=True)]
+def test_the_newest_complete_step_comes_first():
+    hosts = [
+        older + newer for older, newer in zip(complete_step(8), complete_step(10), strict=True)
+    ]
     whole, refused = candidates(hosts, EXPECTED, after=5)
     assert whole == [Candidate(step, "first", [[0, 1], [1, 2], [0, 2]]) for step in (10, 8)]
     assert refused == [] and candidates(hosts, EXPECTED, after=9)[0] == whole[:1]
@@ -41,26 +45,26 @@ def test_the_newest_step_of_which_all_parts_are_there_comes_first():
 
 @pytest.mark.parametrize("lost", range(3))
 def test_one_host_may_be_lost(lost):
-    hosts = all_back(10)
+    hosts = complete_step(10)
     hosts[lost] = []
     [candidate] = candidates(hosts, EXPECTED, after=0)[0]
     assert candidate.holders[lost] == [(lost + 1) % 3]
 
 
-def test_hosts_may_be_numbered_otherwise_after_a_restart():
-    hosts = all_back(10)
+def test_hosts_may_be_renumbered_after_a_restart():
+    hosts = complete_step(10)
     [candidate] = candidates([hosts[2], hosts[0], hosts[1]], EXPECTED, after=0)[0]
     assert candidate.holders == [[1, 2], [0, 2], [0, 1]]
 
 
 def test_two_lost_neighbours_are_named():
-    whole, [line] = candidates([[], [], all_back(10)[2]], EXPECTED, after=0)
+    whole, [line] = candidates([[], [], complete_step(10)[2]], EXPECTED, after=0)
     assert whole == []
     assert line == "of step 10 lacks the parts of these processes, which no host here has: 0"
 
 
-def test_parts_of_two_starts_are_not_put_together():
-    hosts = [all_back(10)[0], all_back(10, attempt="second")[1], []]
+def test_parts_of_two_starts_are_not_combined():
+    hosts = [complete_step(10)[0], complete_step(10, attempt="second")[1], []]
     whole, refused = candidates(hosts, EXPECTED, after=0)
     assert whole == [] and len(refused) == 2
 
@@ -74,8 +78,8 @@ def test_parts_of_two_starts_are_not_put_together():
         ({"layout": "z"}, "of step 10 has other arrays, or divides them differently"),
     ],
 )
-def test_what_is_of_something_else_is_named(changes, reason):
-    assert candidates(all_back(10, **changes), EXPECTED, after=0) == ([], [reason])
+def test_parts_that_do_not_match_the_run_are_named(changes, reason):
+    assert candidates(complete_step(10, **changes), EXPECTED, after=0) == ([], [reason])
 
 
 @pytest.mark.parametrize(

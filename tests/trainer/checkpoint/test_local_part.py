@@ -21,7 +21,7 @@ from trainer.checkpoint.manifest import DamagedError
 
 @pytest.fixture
 def arrays():
-    """Sharded, replicated, of several dtypes, and without an axis."""
+    """Sharded, replicated, of several dtypes, and a scalar."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     values = {
         "w": (np.arange(96, dtype=np.float32).reshape(8, 12), ("a", "b")),
@@ -48,21 +48,21 @@ def test_every_bit_comes_back_on_the_same_shards(arrays, part):
     assert verify_part(path) == read_header(path) == header
     # A replicated shard is written once.
     assert size_of(header.layout) == sum(x.nbytes for x in arrays.values())
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
     restored = read_part(path, arrays)
     for name, x in arrays.items():
         assert restored[name].sharding == x.sharding and restored[name].dtype == x.dtype
         assert np.asarray(restored[name]).tobytes() == np.asarray(x).tobytes()
 
 
-def test_what_is_copied_does_not_change_with_the_array(arrays):
+def test_a_copy_does_not_change_with_the_array(arrays):
     copies = list(host_copies({"w": arrays["w"]}))
     before = [copy.tobytes() for copy in copies]
     jax.jit(lambda x: x * 2, donate_argnums=0)(arrays["w"]).block_until_ready()
     assert [copy.tobytes() for copy in copies] == before
 
 
-def test_a_layout_tells_another_division_of_the_same_array(arrays):
+def test_the_layout_distinguishes_shardings_of_the_same_array(arrays):
     other = jax.device_put(
         np.asarray(arrays["w"]), NamedSharding(arrays["w"].sharding.mesh, PartitionSpec("b", "a"))
     )
@@ -71,12 +71,12 @@ def test_a_layout_tells_another_division_of_the_same_array(arrays):
     assert layout_of({"w": abstract}) == layout_of({"w": other})
 
 
-def test_one_flipped_bit_or_a_lost_end_is_found(part):
+def test_a_flipped_bit_or_a_truncation_is_found(part):
     path, _ = part
     whole = path.read_bytes()
-    for place in (3, 20, len(whole) // 2, len(whole) - 1):
+    for offset in (3, 20, len(whole) // 2, len(whole) - 1):
         changed = bytearray(whole)
-        changed[place] ^= 1
+        changed[offset] ^= 1
         path.write_bytes(changed)
         with pytest.raises(DamagedError, match=r"step_40\.part_2"):
             verify_part(path)

@@ -1,4 +1,4 @@
-"""The manifest of a small folder: what it says, and which damage `verify` names."""
+"""The manifest of a small folder: its content, and the damage that `verify` names."""
 
 import errno
 import hashlib
@@ -45,7 +45,7 @@ def test_it_lists_every_file_with_size_and_digest(folder):
     verify(folder)
 
 
-def test_fingerprints_tell_contents_apart(folder):
+def test_fingerprints_distinguish_contents(folder):
     first = fingerprint(folder)
     assert len(first) == 32 and first == fingerprint(folder)
     (folder / "z").write_bytes(b"y")
@@ -64,7 +64,7 @@ def test_fingerprints_tell_contents_apart(folder):
         if data or damage in ("longer", "missing")
     ],
 )
-def test_damage_is_named_by_whoever_reads_that_file(folder, name, damage):
+def test_damage_is_named_when_the_file_is_read(folder, name, damage):
     data = CONTENTS[name]
     if damage == "missing":
         (folder / name).unlink()
@@ -79,14 +79,14 @@ def test_damage_is_named_by_whoever_reads_that_file(folder, name, damage):
             verify(folder, share=(share, 3))
         except DamagedError:
             raised.append(share)
-    assert raised == [sorted(CONTENTS).index(name) % 3], "each file is one process's"
+    assert raised == [sorted(CONTENTS).index(name) % 3], "each file belongs to one process"
     item = name.split("/")[0]
     with pytest.raises(DamagedError):
         verify(folder, items=[item])
     verify(folder, items={"model", "optimizer", "z"} - {item})
 
 
-def test_of_several_damaged_files_the_first_is_named(folder):
+def test_the_first_of_several_damaged_files_is_named(folder):
     for name in ("z", "model/deep/b"):
         (folder / name).unlink()
     with pytest.raises(DamagedError, match="model/deep/b is missing"):
@@ -94,7 +94,7 @@ def test_of_several_damaged_files_the_first_is_named(folder):
 
 
 def resigned(content):
-    """A manifest with any content and a matching checksum."""
+    """A manifest with arbitrary content and a matching checksum."""
     return module._serialise({key: value for key, value in content.items() if key != "sha256"})
 
 
@@ -110,13 +110,13 @@ def resigned(content):
         (lambda text: resigned(json.loads(text) | {"version": 0}), ForeignError, "version 0;"),
     ],
 )
-def test_a_manifest_that_cannot_be_used_is_told_apart(folder, change, error, words):
+def test_unusable_manifests_raise_distinct_errors(folder, change, error, words):
     (folder / MANIFEST).write_bytes(change((folder / MANIFEST).read_bytes()))
     with pytest.raises(error, match=words):
         read_manifest(folder)
 
 
-def test_a_folder_without_one_is_no_checkpoint(folder):
+def test_a_folder_without_a_manifest_is_not_a_checkpoint(folder):
     (folder / MANIFEST).unlink()
     with pytest.raises(ForeignError, match="not a checkpoint of this project"):
         verify(folder)
@@ -126,7 +126,7 @@ def test_a_folder_without_one_is_no_checkpoint(folder):
 
 
 @pytest.mark.parametrize("method", ["read", "record"])
-def test_a_failing_mount_says_nothing_about_the_files(folder, monkeypatch, method):
+def test_a_failing_mount_is_not_reported_as_damage(folder, monkeypatch, method):
     def fails(*_):
         raise OSError(errno.EIO, "Input/output error")
 

@@ -70,7 +70,7 @@ def same_bits(a, b) -> bool:
 
 @pytest.fixture
 def warned(capsys):
-    """Gives a context that ends with a warning, of the words that it is given, that an earlier
+    """Returns a context manager that expects the warning, matching a pattern, that an earlier
     checkpoint is used."""
 
     @contextlib.contextmanager
@@ -146,9 +146,9 @@ def test_one_flipped_bit_in_any_file_is_found(run, warned):
         original = file.read_bytes()
         if not original:
             continue
-        for place in {0, len(original) // 2, len(original) - 1}:
+        for offset in {0, len(original) // 2, len(original) - 1}:
             file.write_bytes(
-                original[:place] + bytes([original[place] ^ 4]) + original[place + 1 :]
+                original[:offset] + bytes([original[offset] ^ 4]) + original[offset + 1 :]
             )
             with warned(file.name):
                 assert CheckpointStore(run).latest_good() == 10
@@ -162,8 +162,8 @@ def test_one_flipped_bit_in_any_file_is_found(run, warned):
     assert CheckpointStore(run).latest_good() == 20
 
 
-def test_a_damaged_moment_is_found_by_who_restores_it(run):
-    """`restore` compares the optimizer's files where it reads them; who needs the parameters alone
+def test_a_damaged_moment_is_found_when_it_is_restored(run):
+    """`restore` compares the optimizer's files when it reads them; a reader of only the parameters
     does not."""
     newest = run / "checkpoints/20"
     largest = max(
@@ -181,8 +181,7 @@ def test_a_damaged_moment_is_found_by_who_restores_it(run):
 def test_every_file_and_folder_of_a_checkpoint_is_durable_before_it_counts(
     tmp_path, assets, monkeypatch
 ):
-    """fsync on each file, each folder of the checkpoint, and on the folder that its name stands in
-    after it was renamed."""
+    """fsync on each file, each folder of the checkpoint, and the parent folder after the rename."""
     synced: dict[tuple[int, int], None] = {}
     fsync = os.fsync
 
@@ -203,7 +202,7 @@ def test_every_file_and_folder_of_a_checkpoint_is_durable_before_it_counts(
 
 @pytest.fixture
 def read(monkeypatch):
-    """The files that are compared with the manifest, one for each time."""
+    """The files compared with the manifest, one entry per comparison."""
     paths, record = [], Files.record
 
     def recording(files, name, *size):
@@ -228,10 +227,10 @@ def test_every_file_is_compared_once(run, read, use):
         )
 
 
-def test_each_process_compares_a_share_and_all_believe_each_other(run, read, monkeypatch):
+def test_each_process_compares_a_share_and_relies_on_the_others(run, read, monkeypatch):
     newest, shares = run / "checkpoints/20", []
-    told = ["", ""]
-    monkeypatch.setattr(run_store, "exchange", lambda found: [["", ""], told, found])
+    received = ["", ""]
+    monkeypatch.setattr(run_store, "exchange", lambda ours: [["", ""], received, ours])
     monkeypatch.setattr(run_store, "first_then_others", lambda work, tell: work("[10, 20]"))
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     for number in range(3):
@@ -242,14 +241,14 @@ def test_each_process_compares_a_share_and_all_believe_each_other(run, read, mon
     listed = {newest / name for name in manifest.read_manifest(newest)["files"]}
     assert shares[0] | shares[1] | shares[2] == listed
     assert sum(map(len, shares)) == len(listed), "no file twice"
-    told[:] = ["DamagedError", "model/d/1 is damaged"]
+    received[:] = ["DamagedError", "model/d/1 is damaged"]
     with pytest.raises(ValueError, match=r"every checkpoint is damaged \(newest: model/d/1 is"):
         CheckpointStore(run).latest_good()
     with pytest.raises(DamagedError, match="model/d/1 is damaged"):
         find_checkpoint(newest, ["model"])
 
 
-def test_all_processes_go_by_the_steps_that_the_first_sees(tmp_path, run, monkeypatch):
+def test_all_processes_use_the_steps_that_the_first_one_sees(tmp_path, run, monkeypatch):
     monkeypatch.setattr(
         run_store, "first_then_others", lambda work, tell: work(None) and work(tell([10]))
     )
@@ -263,8 +262,8 @@ def test_damaged_by_path_and_all_damaged(run, capsys):
         restore(run / "checkpoints/10", abstract(placed((2, 4), values())))
     with pytest.raises(ValueError, match="every checkpoint is damaged"):
         CheckpointStore(run).latest_good()
-    assert capsys.readouterr().err == "", "there is none that would be used"
-    restore_model(run / "checkpoints/10")  # files it does not read may be damaged
+    assert capsys.readouterr().err == "", "there is no other checkpoint to use"
+    restore_model(run / "checkpoints/10")  # files that are not read may be damaged
 
 
 def test_a_folder_in_place_of_the_manifest_is_damage(run, warned):
@@ -275,7 +274,7 @@ def test_a_folder_in_place_of_the_manifest_is_damage(run, warned):
         assert CheckpointStore(run).latest_good() == 10
 
 
-def test_a_damaged_one_is_replaced_and_not_counted(run, assets, warned):
+def test_a_damaged_checkpoint_is_replaced_and_not_counted(run, assets, warned):
     model = placed((2, 4), values())
     (run / "checkpoints/20/assets/config.json").write_text("{ }")
     store = CheckpointStore(run, keep=2)
@@ -351,21 +350,21 @@ def test_an_imported_model_has_no_optimizer(tmp_path, assets):
 
 
 def test_recorded_shapes_tell_padding_from_the_model(tmp_path, assets):
-    """The assets here describe no model: 6 rows of vocabulary, 8 in memory, are known from the
-    manifest alone."""
+    """The assets here describe no model: only the manifest tells the 6 rows of the vocabulary from
+    the 8 in memory."""
     rows = np.zeros((8, 4), np.float32)
     rows[:6] = 1 + np.arange(24, dtype=np.float32).reshape(6, 4)
     model = {
         "embed_tokens.weight": rows,
         "layers.input_layernorm.weight": np.ones((2, 4), np.float32),
     }
-    own = {"embed_tokens.weight": (6, 4), "layers.input_layernorm.weight": (2, 4)}
+    shapes = {"embed_tokens.weight": (6, 4), "layers.input_layernorm.weight": (2, 4)}
     save_checkpoint(
-        tmp_path / "recorded", model=model, optimizer={"mu": model}, assets=assets, shapes=own
+        tmp_path / "recorded", model=model, optimizer={"mu": model}, assets=assets, shapes=shapes
     )
     save_checkpoint(tmp_path / "unknown", model=model, assets=assets)
     assert manifest.read_manifest(tmp_path / "recorded")["shapes"] == {
-        name: list(shape) for name, shape in own.items()
+        name: list(shape) for name, shape in shapes.items()
     }
     assert "shapes" not in manifest.read_manifest(tmp_path / "unknown")
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -396,8 +395,8 @@ def test_recorded_shapes_tell_padding_from_the_model(tmp_path, assets):
         restore(tmp_path / "recorded", abstract)
 
 
-def test_a_slow_store_holds_no_step(tmp_path, assets):
-    """When `save` returns, training goes on: it has waited for no file and no folder."""
+def test_a_slow_store_delays_no_step(tmp_path, assets):
+    """When `save` returns, it has waited for no file and no folder."""
     with slow_store(tmp_path / "run", 0.02) as waits, CheckpointStore(tmp_path / "run") as saving:
         for step in (1, 2):
             saving.save(step, model={"a": jnp.ones(4)}, assets=assets, data={"step": step})
@@ -405,7 +404,7 @@ def test_a_slow_store_holds_no_step(tmp_path, assets):
     assert sum("assets" in call or "data.json" in call for call in waits.others()) >= 6
 
 
-def test_a_failed_save_is_told(tmp_path, assets, monkeypatch):
+def test_a_failed_save_is_reported(tmp_path, assets, monkeypatch):
     store = CheckpointStore(tmp_path / "run")
 
     def full(*_):
@@ -421,8 +420,8 @@ def test_a_failed_save_is_told(tmp_path, assets, monkeypatch):
 def test_a_save_that_cannot_be_read_back_neither_counts_nor_removes_older_ones(
     run, assets, monkeypatch
 ):
-    """Orbax leaves out the index of its arrays, without an error, where it does not find what its
-    processes wrote."""
+    """Orbax silently leaves out the index of its arrays if it does not find what its processes
+    wrote."""
     finish = saving.ocp.AsyncCheckpointer.wait_until_finished
 
     def without_index(checkpointer):
@@ -441,7 +440,7 @@ def test_a_save_that_cannot_be_read_back_neither_counts_nor_removes_older_ones(
 
 
 @pytest.mark.parametrize("use", [restore_model, stored_parameters, restore_all])
-def test_a_checkpoint_that_was_sealed_without_its_index_is_told_in_one_line(run, use):
+def test_a_checkpoint_sealed_without_its_index_is_a_one_line_error(run, use):
     newest = run / "checkpoints/20"
     (newest / "model/manifest.ocdbt").unlink()
     files = Files(newest)
@@ -454,7 +453,7 @@ def test_a_checkpoint_that_was_sealed_without_its_index_is_told_in_one_line(run,
 
 
 @pytest.mark.parametrize("name", ["lr[0.1]", "[!a]", "a*b", "a?b"])
-def test_a_checkpoint_is_read_wherever_it_was_moved_to(run, tmp_path, name):
+def test_a_moved_checkpoint_is_read(run, tmp_path, name):
     moved = run.rename(tmp_path / name)
     assert same_bits(restore_model(moved), values())
     assert all(
@@ -462,14 +461,19 @@ def test_a_checkpoint_is_read_wherever_it_was_moved_to(run, tmp_path, name):
     )
 
 
-def test_who_ends_by_an_error_finishes_its_save_and_waits_for_nobody(tmp_path, assets, monkeypatch):
-    """The others stand in a step that this process has left: they would never meet it."""
-    met = []
-    monkeypatch.setattr("trainer.checkpoint.saving.barrier", met.append)
+def test_a_process_that_fails_finishes_its_save_without_waiting_for_others(
+    tmp_path, assets, monkeypatch
+):
+    """The other processes are in a step that this one has left: they would never reach the
+    barrier."""
+    barriers = []
+    monkeypatch.setattr("trainer.checkpoint.saving.barrier", barriers.append)
     with pytest.raises(KeyError), CheckpointStore(tmp_path / "run") as store:
         store.save(1, model=placed((2, 4), values()), assets=assets)
         raise KeyError
-    assert met == ["checkpoint 1 begins"] and CheckpointStore(tmp_path / "run").latest_good() == 1
+    assert (
+        barriers == ["checkpoint 1 begins"] and CheckpointStore(tmp_path / "run").latest_good() == 1
+    )
 
 
 SAVER = """
@@ -486,9 +490,9 @@ for step in range(start, 10**6):
 """
 
 
-def test_killed_at_any_moment(tmp_path, assets, repository):
-    """kill -9 again and again while it does nothing but save: there is always a good one, and it
-    holds its own step."""
+def test_a_good_checkpoint_survives_kills_at_any_moment(tmp_path, assets, repository):
+    """Repeated kill -9 while it does nothing but save: there is always a good checkpoint, and its
+    content is that of its step."""
     run, best = tmp_path / "run", 0
     for delay in (0.0, 0.013, 0.029, 0.047):
         process = subprocess.Popen(
@@ -511,12 +515,12 @@ def test_killed_at_any_moment(tmp_path, assets, repository):
     shutil.rmtree(run)
 
 
-def test_of_large_ones_digests_are_compared_while_training_goes_on(
+def test_digests_of_large_checkpoints_are_compared_while_training_continues(
     run, assets, monkeypatch, warned
 ):
     monkeypatch.setattr(run_store, "DIGESTED_BEFORE", 0)
     with CheckpointStore(run) as store:
-        assert store.latest_good(meanwhile=True) == 20  # of which all is well
+        assert store.latest_good(meanwhile=True) == 20  # it is intact
     files = (run / "checkpoints/20/model/ocdbt.process_0/d").iterdir()
     damaged = max(files, key=lambda path: path.stat().st_size)
     content = damaged.read_bytes()

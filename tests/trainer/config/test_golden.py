@@ -1,7 +1,7 @@
-"""Three recipes' resolved configurations against golden files, so that a changed default shows in
-review; all recipes resolve.
+"""The resolved configurations of three recipes against golden files, so that a changed default
+shows in review; every recipe resolves.
 
-Where a change is meant: python -m tests.trainer.config.test_golden writes the files anew.
+To accept a change: python -m tests.trainer.config.test_golden rewrites the files.
 """
 
 import pathlib
@@ -19,27 +19,28 @@ RECIPES = {
     path.relative_to(REPOSITORY / "configs").with_suffix("").as_posix(): path
     for path in sorted((REPOSITORY / "configs").rglob("*.yaml"))
 }
-# From scratch, on a big machine, with adapters: what a changed default changes shows in these
-# three.
+# From scratch, on a large machine, with adapters: together these three show any changed default.
 SHOWN = ("quickstart", "llama31_8b_1m_h100", "adapters/llama31_70b_qlora_128k_h100")
 PLANS = {name: plan for name, plan in read_plans().items() if name in RECIPES}
 
 
 def resolved_recipe(recipe: pathlib.Path) -> str:
-    """The recipe's resolved configuration as YAML; what it leaves to the command line gets a
+    """The recipe's resolved configuration as YAML; values that it leaves to the command line get a
     placeholder."""
-    given = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    own = {"path", "preset"} & given["model"].keys() or given["model"].get(
+    fields = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    own = {"path", "preset"} & fields["model"].keys() or fields["model"].get(
         "overrides", {}
     ).keys() - set(POSITIONS)
     flags = [] if own else ["--model.path", "HF_DIR"]
-    has_data = "trajectories" in given or given["data"].get("sources") or given["data"].get("path")
+    has_data = (
+        "trajectories" in fields or fields["data"].get("sources") or fields["data"].get("path")
+    )
     flags += [] if has_data else ["--data.path", "FILE.json"]
     return dump(load(["--config", str(recipe), *flags]))
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_resolved_recipes_are_the_golden_ones(name):
+def test_resolved_recipes_match_the_golden_files(name):
     golden = GOLDEN / RECIPES[name].name
     assert resolved_recipe(RECIPES[name]) == golden.read_text(encoding="utf-8"), (
         "intended? then python -m tests.trainer.config.test_golden"
@@ -52,8 +53,8 @@ def test_every_recipe_resolves(name):
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_recipes_plan_is_that_of_the_recipe(name):
-    """It was made for the context, the mesh and the memory that the recipe has today, and fits."""
+def test_a_recipes_stored_plan_matches_the_recipe(name):
+    """The plan was made for the recipe's current context, mesh and memory options, and it fits."""
     config, plan = (
         load(["--config", str(RECIPES[name]), "--model.path", "x", "--data.path", "x"]),
         PLANS[name],
@@ -63,9 +64,9 @@ def test_a_recipes_plan_is_that_of_the_recipe(name):
     )
     mesh = resolved(config)["mesh"]
     assert {axis: size for axis, size in mesh.items() if axis in plan["mesh"]} == plan["mesh"]
-    others = {axis: size for axis, size in mesh.items() if axis not in plan["mesh"]}
-    assert others.pop("expert", 1) == 1  # plans from before the axis do not name it
-    assert not any(others.values())
+    unnamed = {axis: size for axis, size in mesh.items() if axis not in plan["mesh"]}
+    assert unnamed.pop("expert", 1) == 1  # plans older than the axis do not name it
+    assert not any(unnamed.values())
     assert (plan["remat"], plan["schedule"]) == (config.memory.remat, config.attention.schedule)
     assert plan["left_gib"] > 0
 

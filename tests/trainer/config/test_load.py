@@ -1,5 +1,5 @@
-"""Tests of trainer/config/load.py: recipes, overrides, and for each mistake an error that names
-field and remedy."""
+"""Tests of trainer/config/load.py: recipes, overrides, and for each mistake an error that names the
+field and the remedy."""
 
 import dataclasses
 import re
@@ -92,7 +92,8 @@ def test_lengths_may_be_written_as_64K(tmp_path):
 
 
 def test_every_field_of_tokens_may_be_written_as_64K():
-    """Whose text begins with tokens, or that counts them under another name."""
+    """All fields whose documentation begins with tokens, or that count tokens under another
+    name."""
     sections = [*fields.SECTIONS.values(), *fields.LISTS.values(), LiveTest, *TESTS.values()]
     named, typed = set(), set()
     for section in sections:
@@ -220,14 +221,14 @@ def test_flags_that_every_stage_replaces_are_refused(tmp_path):
             "2",
         ]
     )
-    for given in ("[]", '[{"context_length": 64, "steps": 3}]'):
-        load(["--config", recipe, "--data.context_length", "64", "--stages", given])
+    for text in ("[]", '[{"context_length": 64, "steps": 3}]'):
+        load(["--config", recipe, "--data.context_length", "64", "--stages", text])
     del stages[0]["steps"]
     config = load(["--config", write(tmp_path, {"stages": stages}), "--train.steps", "9"])
     assert [stage.train.steps for stage in stages_of(config)] == [9, 2]
 
 
-def test_cleaning_is_asked_for_field_by_field(tmp_path):
+def test_cleaning_is_switched_on_field_by_field(tmp_path):
     clean = load(
         ["--config", write(tmp_path, {"data": {"clean": {"languages": ["en", "de"]}}})]
     ).data.clean
@@ -256,9 +257,9 @@ def test_model_path_replaces_the_scratch_model(tmp_path):
     assert (model.path, model.preset, model.tokenizer, model.overrides) == ("hf", None, None, {})
 
 
-def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
-    """Overrides of positions alone are no model from scratch: a recipe's stay when the model is
-    named."""
+def test_only_the_positions_of_a_pretrained_model_may_be_overridden(tmp_path):
+    """Overrides of positions alone do not define a model from scratch: a recipe keeps them when the
+    model is named."""
     positions = {
         "rope_theta": 5e5,
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
@@ -464,7 +465,7 @@ def test_mistakes_in_the_recipe(tmp_path, change, words):
         (tuple[SourceConfig, ...], "list of {path, format, template, weight, fields, add_bos}"),
     ],
 )
-def test_types_are_told_in_words(kind, words):
+def test_types_are_described_in_words(kind, words):
     assert parsing.describe(kind) == words
 
 
@@ -515,8 +516,8 @@ def test_a_key_written_twice_is_refused(tmp_path, text, key, lines):
     assert str(error.value) == f"{path}: {key} is written twice, on {lines}; keep one of the two"
 
 
-def test_a_merged_key_may_be_written_over(tmp_path):
-    """YAML's `<<` fills in what its mapping does not say itself: no key is written twice."""
+def test_a_merged_key_may_be_overridden(tmp_path):
+    """YAML's `<<` fills in only what its mapping leaves out, so no key is written twice."""
     path = tmp_path / "merged.yaml"
     text = yaml.safe_dump({section: RECIPE[section] for section in ("model", "optimizer")})
     path.write_text(
@@ -556,7 +557,7 @@ def test_a_merged_key_may_be_written_over(tmp_path):
         ),
     ],
 )
-def test_what_the_command_line_would_drop_is_refused(tmp_path, flags, words):
+def test_flags_that_would_be_dropped_are_refused(tmp_path, flags, words):
     with pytest.raises(UserError) as error:
         load(["--config", write(tmp_path), *flags])
     for word in ["command line: ", *words]:
@@ -564,7 +565,7 @@ def test_what_the_command_line_would_drop_is_refused(tmp_path, flags, words):
     assert "\n" not in str(error.value)
 
 
-def test_the_last_of_two_flags_counts_and_a_field_may_follow_its_mapping(tmp_path):
+def test_the_last_of_two_flags_wins_and_a_field_may_follow_its_mapping(tmp_path):
     flags = [
         "--train.steps",
         "3",
@@ -584,7 +585,7 @@ def test_the_last_of_two_flags_counts_and_a_field_may_follow_its_mapping(tmp_pat
 
 
 @pytest.mark.parametrize("text", ["name: 2024-13-45", "[" * 3000])
-def test_what_no_yaml_can_be_made_of_names_the_recipe(tmp_path, text):
+def test_unparsable_yaml_names_the_recipe(tmp_path, text):
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(UserError, match=r"bad\.yaml: not valid YAML: "):
         load(["--config", str(tmp_path / "bad.yaml")])
@@ -601,7 +602,7 @@ def test_help_documents_every_field(repository):
         assert f"--{field}" in text
     for section, cls in fields.SECTIONS.items():
         assert f"--{section}." in text and cls.__doc__.rstrip(".")[:40] in words
-    # A field without a docstring would show its type at once.
+    # A field without a docstring would begin with its type.
     assert (
         "CONTEXT_LENGTH Tokens in a packed row" in words
         and "LEARNING_RATE Peak learning rate" in words
@@ -611,7 +612,7 @@ def test_help_documents_every_field(repository):
         assert len(described.split()) >= 4, f"{field} is not documented"
 
 
-def test_the_help_of_a_section_is_that_section(capsys):
+def test_the_help_of_a_section_shows_only_that_section(capsys):
     with pytest.raises(SystemExit) as ended:
         load(["--help", "optimizer"])
     text = " ".join(capsys.readouterr().out.split())
@@ -628,7 +629,7 @@ def test_the_help_of_a_section_is_that_section(capsys):
         load(["--help", "optimiser"])
 
 
-def test_other_trainers_names_are_of_fields_that_there_are():
+def test_names_from_other_trainers_map_to_existing_fields():
     for field, names in fields._ELSEWHERE.items():
         assert field in fields.FIELDS and not set(names) & {
             name.rsplit(".", 1)[-1] for name in fields.FIELDS
@@ -651,13 +652,13 @@ def test_every_recipe_loads_and_opens_with_its_command(repository):
     recipes = sorted((repository / "configs").rglob("*.yaml"))
     assert recipes
     for recipe in recipes:
-        given = yaml.safe_load(recipe.read_text())
-        is_text = "trajectories" not in given
-        has_model = given["model"].get("path") or given["model"].get("tokenizer")
+        fields = yaml.safe_load(recipe.read_text())
+        is_text = "trajectories" not in fields
+        has_model = fields["model"].get("path") or fields["model"].get("tokenizer")
         model = ["--model.path", "hf"] if is_text and not has_model else []
         data = (
             ["--data.path", "conversations.json"]
-            if is_text and not given["data"].get("sources")
+            if is_text and not fields["data"].get("sources")
             else []
         )
         config = load(["--config", str(recipe), *model, *data])
@@ -665,7 +666,7 @@ def test_every_recipe_loads_and_opens_with_its_command(repository):
         head = recipe.read_text().split("\n\n")[0]
         assert recipe.relative_to(repository).as_posix() in head
         for word in ("Command", "Hardware", "Time", "Result"):
-            assert f"# {word}" in head, f"{recipe.name} does not tell its {word}"
+            assert f"# {word}" in head, f"{recipe.name} does not state its {word}"
 
 
 NINE = [f"  x{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 12)]
@@ -682,7 +683,7 @@ NINE = [f"  x{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level
     ],
     ids=["recursive", "recursive list", "bomb", "deep", "very deep"],
 )
-def test_aliases_and_nesting_without_end_are_refused(tmp_path, text, words):
+def test_exponential_aliases_and_endless_nesting_are_refused(tmp_path, text, words):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as caught:
@@ -694,7 +695,7 @@ def test_aliases_and_nesting_without_end_are_refused(tmp_path, text, words):
     )
 
 
-def test_an_alias_is_its_value(tmp_path):
+def test_an_alias_resolves_to_its_value(tmp_path):
     from trainer.config.yaml_text import parse
 
     assert parse("a: &a [1, 2]\nb: *a\nc: {<<: &m {x: 1}, y: 2}\nd: *m", "x") == {
@@ -706,28 +707,28 @@ def test_an_alias_is_its_value(tmp_path):
     assert parse("", "x") is None
 
 
-def test_a_run_that_began_with_another_default_template_goes_on_with_it(tmp_path, capsys):
+def test_a_run_that_began_with_another_default_template_resumes_with_it(tmp_path, capsys):
     recipe, run = write(tmp_path), tmp_path / "run"
-    begun = load(["--config", recipe, "--run_dir", str(run), "--data.template", "vicuna_v1.1"])
+    first = load(["--config", recipe, "--run_dir", str(run), "--data.template", "vicuna_v1.1"])
     fresh = load(["--config", recipe, "--run_dir", str(run)])
     assert fresh.data.template == "tokenizer" and not capsys.readouterr().err
     run.mkdir()
-    (run / "config.yaml").write_text(dump(begun), encoding="utf-8")
-    assert load(["--config", recipe, "--run_dir", str(run)]) == begun
+    (run / "config.yaml").write_text(dump(first), encoding="utf-8")
+    assert load(["--config", recipe, "--run_dir", str(run)]) == first
     assert (
         "keeps data.template vicuna_v1.1, with which it began; the default is now tokenizer"
         in capsys.readouterr().err
     )
-    # What is given is not replaced, here nor in the recipe: another run is then refused by its
-    # folder.
+    # A template that the recipe names is not replaced, neither here nor in the recipe, so the
+    # folder refuses the run as another one.
     assert (
         load(
             ["--config", recipe, "--run_dir", str(run), "--data.template", "tokenizer"]
         ).data.template
         == "tokenizer"
     )
-    given = write(tmp_path, {"data": {"template": "koala"}}, "koala.yaml")
-    assert load(["--config", given, "--run_dir", str(run)]).data.template == "koala"
+    explicit = write(tmp_path, {"data": {"template": "koala"}}, "koala.yaml")
+    assert load(["--config", explicit, "--run_dir", str(run)]).data.template == "koala"
     assert load(["--config", str(run / "config.yaml")]).data.template == "vicuna_v1.1"
     (run / "config.yaml").write_text(
         "data: {clean: {html: detect, rate_limits: true}}", encoding="utf-8"

@@ -1,4 +1,4 @@
-"""adapter_config.json of any content: read, or refused by the field's name."""
+"""adapter_config.json with arbitrary content is read, or refused naming the field."""
 
 import json
 import time
@@ -13,13 +13,13 @@ GOOD = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj"), dropout=0.
 BASE = TransformerConfig(adapter=GOOD)
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_a_written_configuration_is_read_back(tmp_path):
     write_config(BASE, "a base", tmp_path)
     assert read_config(tmp_path) == (GOOD, "a base")
 
 
 def change(folder, **fields):
-    """Writes GOOD with other fields."""
+    """Writes GOOD with some fields replaced."""
     write_config(BASE, "a base", folder)
     content = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(content | fields))
@@ -41,7 +41,7 @@ def change(folder, **fields):
         ({"revision": 7}, "revision: found 7; needs text or null"),
     ],
 )
-def test_a_field_of_another_type_is_named(tmp_path, change, words):
+def test_a_field_of_the_wrong_type_is_named(tmp_path, change, words):
     write_config(BASE, "a base", tmp_path)
     content = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps(content | change))
@@ -49,8 +49,7 @@ def test_a_field_of_another_type_is_named(tmp_path, change, words):
         read_config(tmp_path)
 
 
-# Fields of peft's own, of releases from 0.5 to 0.21, under which an adapter computes something
-# else, or its base does.
+# Fields of PEFT's releases from 0.5 to 0.21 that change what an adapter or its base computes.
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -82,7 +81,7 @@ def test_a_field_of_another_type_is_named(tmp_path, change, words):
         ("use_next_years_lora", 0.5),
     ],
 )
-def test_a_field_that_changes_what_is_computed_is_named(tmp_path, field, value):
+def test_a_field_that_changes_the_computation_is_named(tmp_path, field, value):
     change(tmp_path, **{field: value})
     with pytest.raises(
         ValueError, match=rf"^{tmp_path / CONFIG}: {field}: found {value!r:.10}".replace("[", r"\[")
@@ -120,13 +119,13 @@ def test_everything_that_peft_writes_for_plain_lora_is_read(tmp_path):
         ("q_proj", ("q_proj",)),
     ],
 )
-def test_a_regular_expression_is_matched_as_peft_matches_it(tmp_path, pattern, targets):
+def test_regular_expressions_match_as_in_peft(tmp_path, pattern, targets):
     change(tmp_path, target_modules=pattern)
     assert read_config(tmp_path)[0].targets == targets
     tuners = pytest.importorskip("peft").tuners.tuners_utils
     for name in (
         () if pattern in ("all-linear", "q_proj") else PROJECTIONS
-    ):  # which peft takes another way
+    ):  # which PEFT handles elsewhere
         module = f"model.layers.20.{'mlp' if name in FEED_FORWARD else 'self_attn'}.{name}"
         config = pytest.importorskip("peft").LoraConfig(target_modules=pattern)
         assert bool(tuners.check_target_module_exists(config, module)) == (name in targets)
@@ -142,18 +141,20 @@ def test_a_regular_expression_is_matched_as_peft_matches_it(tmp_path, pattern, t
         (r"(?:[a-z]|[a-z_.]|[a-z0-9_.])+(?:[!?]|\d\d)", "which takes too long to match"),
     ],
 )
-def test_targets_that_are_not_read_are_named_in_a_second(tmp_path, value, words):
+def test_unsupported_targets_are_named_within_a_second(tmp_path, value, words):
     change(tmp_path, target_modules=value)
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(
         ValueError, match=rf"^{tmp_path / CONFIG}: (target_modules|adapter.targets): .*{words}"
     ):
         read_config(tmp_path)
-    assert time.monotonic() - begun < 30, "for ever, without a limit; one second is asked for"
+    assert time.monotonic() - start < 30, (
+        "without the limit of one second the match would never end"
+    )
 
 
 @pytest.mark.parametrize("text", ["[]", "1", "", "{", "\xff", "[" * 100_000])
-def test_a_file_that_is_no_object_is_named(tmp_path, text):
+def test_a_file_that_is_not_an_object_is_named(tmp_path, text):
     (tmp_path / CONFIG).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=rf"^{tmp_path / CONFIG}: "):
         read_config(tmp_path)

@@ -1,4 +1,4 @@
-"""Adapters of projections that a family's files hold as rows of one tensor, against peft's."""
+"""Adapters of projections that are stored as rows of one fused tensor, against PEFT."""
 
 import dataclasses
 
@@ -24,8 +24,8 @@ KINDS = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A folder with a random Phi-3, whose queries, keys and values are one tensor, and whose gate
-    and up are another."""
+    """A folder with a random Phi-3, which fuses q, k and v into one tensor, and gate and up into
+    another."""
     torch.manual_seed(0)
     sizes = {
         name: getattr(tiny(), name)
@@ -45,7 +45,7 @@ def base(tmp_path_factory):
 
 
 def batch_of(tokens):
-    """Rows of one document each."""
+    """One document per row."""
     index = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     return {
         "tokens": tokens,
@@ -56,7 +56,7 @@ def batch_of(tokens):
 
 
 def logits_of(folder, base, tokens, shape=None):
-    """Our logits of an adapter in PEFT's format, with the model and the parameters."""
+    """Our logits with an adapter in PEFT's format, the model and its parameters."""
     source = open_adapter(str(folder), str(base))
     model = llama(dataclasses.replace(source.config, adapter=source.adapter.config), shape or {})
     params = source.read(model)
@@ -70,8 +70,8 @@ def logits_of_peft(model, tokens):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_with_one_a_is_read_and_one_with_several_is_written(kind, base, tmp_path):
-    """peft's is read, then given an A of each projection's own, written, and loaded by peft: its
-    logits within 1e-4, and the merged weights'."""
+    """PEFT's adapter is read, given a separate A per projection, written, and loaded by PEFT: its
+    logits and the merged weights' are within 1e-4."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = peft.get_peft_model(
         model,
@@ -90,7 +90,7 @@ def test_an_adapter_with_one_a_is_read_and_one_with_several_is_written(kind, bas
     model.save_pretrained(tmp_path / "peft")
     tokens = np.random.default_rng(0).integers(0, 128, (2, 16), np.int32)
     expected = logits_of_peft(model, tokens)
-    logits, own, params = logits_of(tmp_path / "peft", base, tokens)
+    logits, adapted, params = logits_of(tmp_path / "peft", base, tokens)
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
 
     noise = np.random.default_rng(1)
@@ -99,19 +99,21 @@ def test_an_adapter_with_one_a_is_read_and_one_with_several_is_written(kind, bas
         for name, x in params.items()
         if "lora_A" in name
     }
-    ours.write_adapter(params, own.config, str(base), tmp_path / "ours")
+    ours.write_adapter(params, adapted.config, str(base), tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     expected = logits_of_peft(
         peft.PeftModel.from_pretrained(again, tmp_path / "ours").eval(), tokens
     )
-    logits, own, read_again = logits_of(tmp_path / "ours", base, tokens, {"fsdp": 2, "tensor": 2})
+    logits, adapted, read_again = logits_of(
+        tmp_path / "ours", base, tokens, {"fsdp": 2, "tensor": 2}
+    )
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
     trained = [name for name in params if "lora_" in name]
     assert all(np.array_equal(params[name], read_again[name]) for name in trained)
 
     plain = llama(open_model(str(base)).config)
     whole = merged(
-        open_model(str(base)).read(plain), {name: params[name] for name in trained}, own.config
+        open_model(str(base)).read(plain), {name: params[name] for name in trained}, adapted.config
     )
     whole = {
         name: np.stack([x[layer] for layer in range(x.shape[0])])
@@ -123,7 +125,7 @@ def test_an_adapter_with_one_a_is_read_and_one_with_several_is_written(kind, bas
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
-def test_what_has_no_diagonal_of_blocks_is_refused(base, tmp_path):
+def test_an_adapter_that_is_not_block_diagonal_is_refused(base, tmp_path):
     config = dataclasses.replace(
         open_model(str(base)).config, adapter=AdapterConfig(rank=RANK, alpha=ALPHA)
     )
@@ -141,13 +143,13 @@ def test_what_has_no_diagonal_of_blocks_is_refused(base, tmp_path):
         logits_of(tmp_path / "ours", base, np.zeros((1, 4), np.int32))
 
 
-def test_some_of_the_projections_of_one_tensor_are_refused(base):
+def test_adapting_only_some_projections_of_a_fused_tensor_is_refused(base):
     config = open_model(str(base)).config
     with pytest.raises(ValueError, match="k_proj is missing; models of the family phi3 store "):
         dataclasses.replace(config, adapter=AdapterConfig(rank=RANK, targets=("q_proj", "v_proj")))
 
 
-def test_ranks_of_modules_by_themselves_are_refused(base, tmp_path):
+def test_ranks_per_module_are_refused(base, tmp_path):
     adapter = AdapterConfig(rank=RANK, alpha=ALPHA)
     adapter_config.write_config(
         open_model(str(base)).config.with_adapter(adapter), str(base), tmp_path

@@ -1,5 +1,5 @@
-"""What a Hugging Face folder holds besides its weights' shapes: heads, tables, NaN, links, fields
-that nothing here reads."""
+"""Contents of a Hugging Face folder other than the shapes of its weights: heads, frequency tables,
+NaN, links, unused fields."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @pytest.fixture
 def folder(hf_model, tmp_path):
-    """A copy of a very small model, to be changed."""
+    """A copy of a very small model for the test to modify."""
     return shutil.copytree(hf_model, tmp_path / "model")
 
 
@@ -55,7 +55,7 @@ def logits(folder):
         return model(torch.arange(3, 19)[None]).logits.numpy()
 
 
-def test_a_head_of_its_own_is_kept_though_the_config_ties_it(folder, tmp_path):
+def test_a_separate_head_is_kept_although_the_config_ties_it(folder, tmp_path):
     change_json(folder / "config.json", tie_word_embeddings=True)
 
     def untie(weights):
@@ -96,9 +96,9 @@ def test_an_equal_copy_of_the_embedding_is_left_out(folder, tmp_path):
         (12345.0, torch.float32, True),
     ],
 )
-def test_a_table_of_frequencies_is_compared(folder, theta, dtype, named):
+def test_a_stored_frequency_table_is_compared(folder, theta, dtype, named):
     config = folder_config(folder)
-    # transformers' own formula.
+    # The formula of transformers.
     size = config.head_dim
     table = 1.0 / ((theta or config.rope.theta) ** (torch.arange(0, size, 2).float() / size))
     change_weights(
@@ -125,16 +125,16 @@ def test_nan_is_found_wherever_it_is(dtype):
     special = np.array([0, -0.0, np.inf, -np.inf, 1e-40, 65504, -1], np.float32).astype(dtype)
     check_numbers("x", special)
     check_numbers("x", np.zeros((0, 3), dtype))
-    for place in range(12):
+    for index in range(12):
         for nan in (np.nan, -np.nan):
             tensor = np.ones((3, 4), dtype)
-            tensor.flat[place] = nan
+            tensor.flat[index] = nan
             for view in (tensor, tensor.T, tensor[:, ::-1]):
                 with pytest.raises(HoldsNaN, match=r"tensor x holds NaN \(1 of the 12 numbers"):
                     check_numbers("x", view)
 
 
-def test_nan_in_a_given_model_is_named_by_tensor(folder, tmp_path, capsys):
+def test_nan_in_an_imported_model_is_named_by_tensor(folder, tmp_path, capsys):
     name = "model.layers.1.mlp.up_proj.weight"
 
     def spoil(weights):
@@ -177,7 +177,7 @@ def test_nan_and_overflow_are_named_at_export(hf_model, tmp_path):
         "vocab.json",
     ],
 )
-def test_a_link_that_leads_out_is_refused_by_name(folder, tmp_path, capsys, name):
+def test_a_link_out_of_the_folder_is_refused_by_name(folder, tmp_path, capsys, name):
     secret = tmp_path / "secret"
     (folder / name).rename(secret) if (folder / name).exists() else secret.write_text("TOP SECRET")
     (folder / name).symlink_to(secret)
@@ -190,7 +190,7 @@ def test_a_link_that_leads_out_is_refused_by_name(folder, tmp_path, capsys, name
         adapter_config.read_config(tmp_path / "adapter")
 
 
-def test_a_tokenizers_folder_too(folder, tmp_path):
+def test_a_link_out_of_a_tokenizers_folder_is_refused(folder, tmp_path):
     (tmp_path / "secret").write_text("TOP SECRET")
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "chat_template.jinja").symlink_to(tmp_path / "secret")
@@ -198,7 +198,7 @@ def test_a_tokenizers_folder_too(folder, tmp_path):
         Tokenizer.load(folder)
 
 
-def test_fields_that_nothing_reads_survive(folder, tmp_path, capsys):
+def test_unused_fields_survive(folder, tmp_path, capsys):
     chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
     change_json(
         folder / "config.json",
@@ -209,15 +209,15 @@ def test_fields_that_nothing_reads_survive(folder, tmp_path, capsys):
     (folder / "generation_config.json").write_text(
         json.dumps({"temperature": 0.6, "top_k": 20, "own_field": [1, 2]})
     )
-    given = json.loads((folder / "config.json").read_text())
+    source = json.loads((folder / "config.json").read_text())
     out = round_trip(folder, tmp_path)
     assert (
         "config.json of the source: left out, since they no longer hold: auto_map\n"
         in capsys.readouterr().err
     )
     written = json.loads((out / "config.json").read_text())
-    assert {name: value for name, value in written.items() if name in given} == {
-        name: value for name, value in given.items() if name != "auto_map"
+    assert {name: value for name, value in written.items() if name in source} == {
+        name: value for name, value in source.items() if name != "auto_map"
     } | {"dtype": written["dtype"]}
     assert json.loads((out / "generation_config.json").read_text()) == {
         "temperature": 0.6,
@@ -246,13 +246,13 @@ SIZES = {
 }
 
 
-def test_numbers_of_rope_that_nothing_reads_survive_unless_it_changes():
+def test_unused_rope_fields_survive_unless_rope_changes():
     source = SIZES | {"rope_theta": 1e6, "rope_scaling": YARN, "max_position_embeddings": 2048}
     config = TransformerConfig.from_hf_dict(source)
     written, left_out = described(config, source)
     assert written["rope_scaling"] == YARN and left_out == []
     assert written["rope_parameters"]["attn_factor"] == YARN["attn_factor"], (
-        "programs read one of the two"
+        "programs read either of the two"
     )
     longer = config.with_positions(
         rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
@@ -265,7 +265,7 @@ def test_numbers_of_rope_that_nothing_reads_survive_unless_it_changes():
     )
 
 
-def test_what_training_changed_is_written_and_the_rest_is_as_it_was_spelled():
+def test_changed_fields_are_written_and_others_keep_their_spelling():
     source = SIZES | {
         "rope_theta": 10000,
         "pad_token_id": None,

@@ -1,5 +1,5 @@
-"""Models by their name on the hub, from a hub on this machine: what is downloaded, when it is not,
-and what is refused."""
+"""Models by their name on the hub, served by a hub on this machine: what is downloaded, what is
+not, and what is refused."""
 
 import hashlib
 import http.server
@@ -31,8 +31,8 @@ SHA = "c" * 40
 
 
 class Hub(HubHandler):
-    """The part of the hub's interface that a download needs, of one model; its server keeps the
-    names of sent files."""
+    """The part of the hub's interface that downloading one model needs; the server records the
+    names of the files it sends."""
 
     def do_HEAD(self):
         self.do_GET(body=False)
@@ -52,12 +52,12 @@ class Hub(HubHandler):
             ]
             return self.answer(200, json.dumps(tree).encode(), {}, body)
         if path.startswith("/api/"):
-            about = {
+            info = {
                 "id": "me/tiny",
                 "sha": SHA,
                 "siblings": [{"rfilename": name} for name in files],
             }
-            return self.answer(200, json.dumps(about).encode(), {}, body)
+            return self.answer(200, json.dumps(info).encode(), {}, body)
         name = path.partition("/resolve/")[2].partition("/")[2]
         mark = hashlib.sha256(files[name]).hexdigest() if self.server.has_digests else name
         headers = {"ETag": f'"{mark}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
@@ -73,8 +73,8 @@ class Hub(HubHandler):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path, hf_model):
-    """A hub on this machine with a very small model, pickled weights and code beside it; and an
-    empty cache."""
+    """A hub on this machine with a very small model next to pickled weights and code; the cache is
+    empty."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         server.sent, server.requests, server.refused = [], [], set()
         server.has_digests = False
@@ -117,9 +117,7 @@ def ours(hub):
     )
 
 
-def test_a_model_is_downloaded_once_without_pickles_and_the_size_is_told_first(
-    hub, hf_model, capsys
-):
+def test_a_model_is_downloaded_once_without_pickles_after_printing_its_size(hub, hf_model, capsys):
     source = open_model("me/tiny")
     assert set(hub.sent) <= set(ours(hub)) and {
         "config.json",
@@ -140,7 +138,7 @@ def test_a_model_is_downloaded_once_without_pickles_and_the_size_is_told_first(
     assert hub.requests == [], "a run does not depend on the hub once it has the model"
 
 
-def test_an_interrupted_download_goes_on(hub, capsys):
+def test_an_interrupted_download_resumes(hub, capsys):
     hub.refused.add("model.safetensors")
     with pytest.raises((UserError, ValueError)):
         resolve_model_path("me/tiny")
@@ -152,24 +150,24 @@ def test_an_interrupted_download_goes_on(hub, capsys):
     assert len(hub.sent) == len(set(hub.sent)), "nothing is downloaded twice"
 
 
-def test_ctrl_c_does_not_wait_for_the_file_that_is_on_its_way(hub):
+def test_ctrl_c_does_not_wait_for_the_current_file(hub):
     hub.stalled.clear()
     interrupted = threading.Thread(
         target=lambda: hub.sending.wait(20) and os.kill(os.getpid(), signal.SIGINT), daemon=True
     )
     interrupted.start()
-    began = time.monotonic()
+    start = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
             resolve_model_path("me/tiny")
-        assert hub.sending.is_set() and time.monotonic() - began < 10
+        assert hub.sending.is_set() and time.monotonic() - start < 10
         cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
         assert not list(cache.rglob("model.safetensors*.incomplete"))
     finally:
         hub.stalled.set()
 
 
-def test_parts_that_a_killed_download_left_are_removed(hub):
+def test_partial_files_of_a_killed_download_are_removed(hub):
     blobs = Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--me--tiny/blobs"
     blobs.mkdir(parents=True)
     for name, age in (("a.1.incomplete", 2 * 3600), ("b.2.incomplete", 60)):
@@ -180,9 +178,7 @@ def test_parts_that_a_killed_download_left_are_removed(hub):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer_config.json"])
-def test_a_file_that_a_killed_download_left_damaged_is_downloaded_again(
-    hub, capsys, monkeypatch, name
-):
+def test_a_file_damaged_by_a_killed_download_is_downloaded_again(hub, capsys, monkeypatch, name):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # which is restored afterwards
     hub.has_digests = True
     folder = resolve_model_path("me/tiny")
@@ -191,7 +187,7 @@ def test_a_file_that_a_killed_download_left_damaged_is_downloaded_again(
     blob.unlink()
     with pytest.raises(KeyboardInterrupt), checked(blob.parents[1]):
         blob.write_bytes(whole[:-1])
-        raise KeyboardInterrupt  # which leaves what a kill leaves
+        raise KeyboardInterrupt  # leaves what a kill leaves
     hub.sent.clear()
     assert (resolve_model_path("me/tiny") / name).read_bytes() == whole
     assert hub.sent == [name]
@@ -201,7 +197,7 @@ def test_a_file_that_a_killed_download_left_damaged_is_downloaded_again(
     data_hub.no_downloads()
     with pytest.raises(ValueError, match="me/tiny: neither a folder nor in the local"):
         resolve_model_path("me/tiny")
-    shutil.rmtree(blob.parents[1] / "trees")  # as the hub's library of before left it
+    shutil.rmtree(blob.parents[1] / "trees")  # as earlier releases of the hub's library left it
     _tree_cache._IN_MEMORY_TREE_CACHE.clear()
     with pytest.raises(UserError, match=f"me/tiny: {name} is no longer in the local"):
         resolve_model_path("me/tiny")
@@ -256,14 +252,14 @@ def test_commands_that_open_a_model_can_be_forbidden_downloads(
     assert hub.requests == []
 
 
-def test_what_needs_no_weights_downloads_none(hub):
+def test_commands_that_need_no_weights_download_none(hub):
     assert choose_model(ModelConfig(path="me/tiny"), weights=False).config.num_hidden_layers
     assert "model.safetensors" not in hub.sent
     open_model("me/tiny")
     assert hub.sent.count("model.safetensors") == 1 and hub.sent.count("config.json") == 1
 
 
-def test_processes_of_a_machine_download_once(hub):
+def test_the_processes_of_a_machine_download_once(hub):
     threads = [threading.Thread(target=resolve_model_path, args=("me/tiny",)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -290,7 +286,7 @@ def test_downloads_can_be_forbidden(hub, monkeypatch):
         ("me/tiny@v9", "me/tiny: has no revision v9"),
     ],
 )
-def test_what_the_hub_does_not_have_is_named(hub, name, words):
+def test_names_missing_on_the_hub_are_reported(hub, name, words):
     with pytest.raises(UserError, match=words):
         open_model(name)
 
@@ -302,7 +298,7 @@ def test_only_pickled_weights_are_refused_before_a_download(hub):
     assert hub.sent == []
 
 
-def test_a_hub_that_does_not_answer_is_one_line(hub, monkeypatch):
+def test_an_unreachable_hub_is_a_one_line_error(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
         UserError, match=r"neither a folder nor in the local .* cache, and not downloaded from"

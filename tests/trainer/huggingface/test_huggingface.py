@@ -1,4 +1,4 @@
-"""Reading and writing Hugging Face folders, judged by transformers, torch and safetensors."""
+"""Reading and writing Hugging Face folders, checked with transformers, torch and safetensors."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ from trainer.huggingface.write import write_hf
 
 
 def make_model(folder: Path, dtype: torch.dtype, **fields) -> TransformerConfig:
-    """A random LLaMA saved by transformers; every tensor, biases and norms too, is random."""
+    """A random LLaMA saved by transformers; every tensor is random, including biases and norms."""
     sizes = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -53,14 +53,17 @@ def make_model(folder: Path, dtype: torch.dtype, **fields) -> TransformerConfig:
 
 
 def shardings(config: TransformerConfig) -> dict[str, NamedSharding]:
-    """Awkward on purpose: matrices split over two axes, head_dim too, layers kept whole or not."""
+    """Deliberately awkward: matrices split over two axes, head_dim split too, some layers
+    replicated."""
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     specs = {}
     for entry in hf_layout(config):
         axes = [None] * len(entry.shape)
-        for place, axis in zip(range(len(entry.shape) - 1, -1, -1), ("a", "b", "c"), strict=False):
-            if entry.shape[place] % 2 == 0:
-                axes[place] = axis
+        for dimension, axis in zip(
+            range(len(entry.shape) - 1, -1, -1), ("a", "b", "c"), strict=False
+        ):
+            if entry.shape[dimension] % 2 == 0:
+                axes[dimension] = axis
         specs[entry.name] = NamedSharding(mesh, PartitionSpec(*axes))
     return specs
 
@@ -105,11 +108,11 @@ def test_import_then_export_gives_the_same_bytes(tmp_path, dtype, fields):
 
 def test_arrays_are_placed_and_oriented_as_the_table_says(tmp_path):
     config = make_model(tmp_path, torch.float32)
-    wanted = shardings(config)
-    params = read_hf(tmp_path, config, wanted)
+    expected = shardings(config)
+    params = read_hf(tmp_path, config, expected)
     source = tensors(tmp_path)
     for name, value in params.items():
-        assert value.sharding == wanted[name]
+        assert value.sharding == expected[name]
         assert value.dtype == np.float32
     q = np.stack(
         [
@@ -142,7 +145,7 @@ def test_sharded_index_is_read_and_written(tmp_path):
     for file in sorted((tmp_path / "out").glob("*.safetensors")):
         held = [tensor.nbytes for tensor in load_file(file).values()]
         assert sum(held) <= 8000 or len(held) == 1, (
-            "a file is larger than was asked for, though no tensor of it is"
+            "a shard exceeds the limit although none of its tensors does"
         )
         sizes.append(sum(held))
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
@@ -151,8 +154,9 @@ def test_sharded_index_is_read_and_written(tmp_path):
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
-def test_the_index_says_which_shard_a_tensor_comes_from(tmp_path):
-    """Two shards hold the norm, each its own: the index decides, whichever file is read first."""
+def test_the_index_decides_which_shard_a_tensor_comes_from(tmp_path):
+    """Both shards hold the norm, with different values: the index decides, whichever file is read
+    first."""
     config = make_model(tmp_path, torch.float32)
     weights = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
@@ -197,7 +201,7 @@ def test_the_index_says_which_shard_a_tensor_comes_from(tmp_path):
         read({norm: "model-00003-of-00002.safetensors"})
 
 
-def test_an_index_that_is_no_text_is_named(tmp_path):
+def test_an_index_that_is_not_text_is_named(tmp_path):
     config = make_model(tmp_path, torch.float32, max_shard_size="8KB")
     (tmp_path / "model.safetensors.index.json").write_bytes(b'{"weight_map": {"\xff": ""}}')
     with pytest.raises(ValueError, match=r"index\.json: not a safetensors index"):
@@ -205,8 +209,8 @@ def test_an_index_that_is_no_text_is_named(tmp_path):
 
 
 def shape_of(preset: str, most: float) -> TransformerConfig:
-    """A preset at one layer. Its own widths where that makes less than `most` parameters, else
-    widths and vocabulary by about 16, with its heads, key heads and ties."""
+    """A preset with one layer. If that has less than `most` parameters it keeps its widths;
+    otherwise widths and vocabulary are divided by about 16, and heads, key heads and ties stay."""
     config = dataclasses.replace(TransformerConfig.preset(preset), num_hidden_layers=1)
     if sum(math.prod(entry.shape) for entry in hf_layout(config)) < most:
         return config
@@ -221,7 +225,7 @@ def shape_of(preset: str, most: float) -> TransformerConfig:
 
 
 def in_shards(folder: Path, config: TransformerConfig, shards: int) -> None:
-    """A folder as transformers saves it, with its names and shapes, random bfloat16 weights, and an
+    """A folder as transformers saves it, with its names and shapes, random bfloat16 weights and an
     index."""
     folder.mkdir()
     with torch.device("meta"):
@@ -250,8 +254,8 @@ def in_shards(folder: Path, config: TransformerConfig, shards: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-# In `make soak` every one at its own widths; the widest, llama-3.1-70b, takes 6 GB on disk, twice,
-# and some more in memory.
+# `make soak` tests every preset at its own widths; the widest, llama-3.1-70b, takes 6 GB on disk
+# twice, and somewhat more in memory.
 WIDE = [
     pytest.param(name, math.inf, marks=pytest.mark.slow)
     for name in PRESETS
@@ -260,16 +264,16 @@ WIDE = [
 
 
 @pytest.mark.parametrize(("preset", "most"), [*((name, 1e8) for name in PRESETS), *WIDE])
-def test_every_presets_shape_from_shards_to_shards_gives_the_same_bytes(tmp_path, preset, most):
+def test_import_then_sharded_export_gives_the_same_bytes_for_every_preset(tmp_path, preset, most):
     config = shape_of(preset, most)
     in_shards(tmp_path / "in", config, shards=3)
     assert TransformerConfig.from_hf(tmp_path / "in") == config
-    # The widest as one copy in two bytes a weight: several devices' parts would be put together
-    # once more on the host.
+    # The widest preset as one copy, with two bytes per weight: shards on several devices would be
+    # reassembled on the host as another copy.
     wide = sum(math.prod(entry.shape) for entry in hf_layout(config)) > 5e8
-    where = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if wide else shardings(config)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if wide else shardings(config)
     params = read_hf(
-        tmp_path / "in", config, where, dtype=ml_dtypes.bfloat16 if wide else np.float32
+        tmp_path / "in", config, sharding, dtype=ml_dtypes.bfloat16 if wide else np.float32
     )
     copy_assets(tmp_path / "in", tmp_path / "assets")
     before = json.loads((tmp_path / "in/model.safetensors.index.json").read_text())
@@ -285,8 +289,8 @@ def test_every_presets_shape_from_shards_to_shards_gives_the_same_bytes(tmp_path
     assert before["metadata"]["total_size"] == after["metadata"]["total_size"]
     for name in before["weight_map"]:
         was, now = (
-            stored(tmp_path / where, index["weight_map"][name], name)
-            for where, index in (("in", before), ("out", after))
+            stored(tmp_path / sharding, index["weight_map"][name], name)
+            for sharding, index in (("in", before), ("out", after))
         )
         assert was.dtype == now.dtype and torch.equal(
             was.view(torch.uint8), now.view(torch.uint8)
@@ -300,7 +304,7 @@ def stored(folder: Path, file: str, name: str) -> torch.Tensor:
 
 
 class Taken:
-    """An array that keeps what was taken of it."""
+    """An array that records every part taken from it."""
 
     def __init__(self, value):
         self.value, self.shape, self.taken = np.asarray(value), value.shape, []
@@ -318,7 +322,7 @@ def test_export_holds_one_layer_at_a_time(tmp_path):
     config = make_model(tmp_path / "in", torch.bfloat16)
     copy_assets(tmp_path / "in", tmp_path / "assets")
     params = read_hf(tmp_path / "in", config, shardings(config))
-    # On disk a layer is a separate piece, so that taking one reads one.
+    # On disk each layer is a separate chunk, so that taking one layer reads one.
     save_checkpoint(tmp_path / "checkpoint", model=params, assets=tmp_path / "assets")
     stored = stored_parameters(tmp_path / "checkpoint")
     assert stored.keys() == params.keys()
@@ -364,7 +368,7 @@ def _replace(folder: Path, **changes) -> None:
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_what_does_not_fit_is_named(tmp_path):
+def test_tensors_that_do_not_fit_the_config_are_named(tmp_path):
     folder = tmp_path / "good"
     config = make_model(folder, torch.float32)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -411,7 +415,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     assert "model-00001-of-00002.safetensors: missing" in message(only_index)
 
 
-def test_write_refuses_what_it_would_spoil(tmp_path):
+def test_write_refuses_what_it_would_corrupt(tmp_path):
     config = make_model(tmp_path / "in", torch.float32)
     params = read_hf(tmp_path / "in", config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     copy_assets(tmp_path / "in", tmp_path / "assets")

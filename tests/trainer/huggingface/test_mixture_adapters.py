@@ -1,4 +1,4 @@
-"""Adapters of mixtures against peft's: logits, gradients and files."""
+"""Adapters of mixtures of experts against PEFT: logits, gradients and files."""
 
 import dataclasses
 import functools
@@ -35,12 +35,12 @@ SIZES = {
     "initializer_range": 0.1,
     "pad_token_id": None,
 }
-LOCAL = {"num_local_experts": 4}  # how some families spell num_experts
+LOCAL = {"num_local_experts": 4}  # some families spell num_experts this way
 NAMED = ["experts.gate_up_proj", "experts.down_proj"]
 ALL = {"target_modules": "all-linear"}
 BY_NAME = {"target_modules": ["q_proj"], "target_parameters": NAMED}
-# What peft adapts: everything that all-linear means, an A for each of gate_proj and up_proj; or
-# tensors by their names, with one A for both.
+# What PEFT adapts: all that all-linear covers, with an A for each of gate_proj and up_proj; or
+# tensors by name, with one A for both.
 KINDS = {
     "qwen3_moe": ({"moe_intermediate_size": 32, "intermediate_size": 96}, ALL),
     "gpt_oss": ({**LOCAL, "intermediate_size": 48, "sliding_window": 9}, BY_NAME),
@@ -67,7 +67,7 @@ KINDS = {
 
 
 def kinds(*fast):
-    """All kinds, those that are not named as slow tests."""
+    """All kinds; those not named here are slow tests."""
     return pytest.mark.parametrize(
         "adapter",
         [kind if kind in fast else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
@@ -77,7 +77,7 @@ def kinds(*fast):
 
 @pytest.fixture(scope="module")
 def adapter(request, repository, tmp_path_factory):
-    """A mixture with peft's adapter, and the folders of both."""
+    """A mixture with PEFT's adapter, and the folders of both."""
     folder = tmp_path_factory.mktemp("adapter")
     torch.manual_seed(0)
     sizes, targets = KINDS[request.param]
@@ -105,7 +105,7 @@ def adapter(request, repository, tmp_path_factory):
 
 
 def has_blocks(model):
-    """Whether gate_proj's and up_proj's adapters are diagonal blocks of one of peft's."""
+    """Whether the adapters of gate_proj and up_proj are diagonal blocks of one PEFT adapter."""
     return bool(model.peft_config["default"].rank_pattern)
 
 
@@ -114,20 +114,20 @@ def tokens():
     return np.random.default_rng(0).integers(0, 1024, (4, 32), np.int32)
 
 
-def of_torch(model):
-    """A torch model's logits of `tokens`."""
+def torch_logits(model):
+    """A torch model's logits for `tokens`."""
     with torch.no_grad():
         return model(torch.tensor(tokens(), dtype=torch.long)).logits.numpy()
 
 
 def loaded(base, folder):
-    """The base with the adapter in a folder, as peft loads it."""
+    """The base with the adapter of a folder, as PEFT loads it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base).float()
     return peft.PeftModel.from_pretrained(model, str(folder))
 
 
 def folded(gradient, like):
-    """The gradient of one A or its B, from those of gate_proj's and of up_proj's, in blocks."""
+    """The gradient of one A or its B, from those of gate_proj and up_proj, in blocks."""
     if gradient.shape == like.shape:
         return gradient
     if gradient.shape[0] == like.shape[0]:  # B: [outputs, 2 r X]; the other block is zero
@@ -136,22 +136,22 @@ def folded(gradient, like):
 
 
 def open_source(adapter):
-    """Our source of peft's adapter, and the config of the model with it."""
+    """Our source for PEFT's adapter, and the config of the model with it."""
     _, base, folder = adapter
     source = open_adapter(str(folder), str(base))
     return source, dataclasses.replace(source.config, adapter=source.adapter.config)
 
 
 @kinds("qwen3_moe", "gpt_oss", "granitemoe")
-def test_files_are_those_of_peft(adapter, tmp_path):
-    """peft reads what we write, to the same logits and the same merged weights."""
+def test_peft_reads_our_files(adapter, tmp_path):
+    """PEFT reads what we write, with the same logits and merged weights."""
     theirs, base, folder = adapter
     source, config = open_source(adapter)
     model = llama(config)
     params = source.read(model)
     ours.write_adapter(params, config, str(base), tmp_path / "ours")
-    again, expected = loaded(base, tmp_path / "ours"), of_torch(theirs)
-    assert np.abs(of_torch(again) - expected).max() <= 1e-6 * np.abs(expected).max()
+    again, expected = loaded(base, tmp_path / "ours"), torch_logits(theirs)
+    assert np.abs(torch_logits(again) - expected).max() <= 1e-6 * np.abs(expected).max()
     if has_blocks(theirs) or not theirs.peft_config["default"].target_parameters:
         written = (tmp_path / "ours" / ours.WEIGHTS).read_bytes()
         assert written == (folder / ours.WEIGHTS).read_bytes()
@@ -176,14 +176,14 @@ def test_files_are_those_of_peft(adapter, tmp_path):
         pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_logits_and_gradients_are_those_of_peft(adapter, mesh, tmp_path):
+def test_logits_and_gradients_match_peft(adapter, mesh, tmp_path):
     theirs, base, _ = adapter
     source, config = open_source(adapter)
     model = llama(config, mesh)
     params, batch = source.read(model), batch_of(tokens())
     trained = {name: x for name, x in params.items() if not model.parameters[name].frozen}
     rest = {name: x for name, x in params.items() if name not in trained}
-    logits, expected = np.asarray(jax.jit(model.logits)(params, batch)), of_torch(theirs)
+    logits, expected = np.asarray(jax.jit(model.logits)(params, batch)), torch_logits(theirs)
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
 
     @jax.jit
@@ -203,10 +203,10 @@ def test_logits_and_gradients_are_those_of_peft(adapter, mesh, tmp_path):
     }
     assert set(written) == set(grads)
     for name, grad in grads.items():
-        found = folded(written[name], grad)
+        folded_grad = folded(written[name], grad)
         if has_blocks(theirs) and "base_layer.lora_B" in name:
-            grad[found == 0] = 0  # peft trains outside of the blocks, too
-        assert (found - grad).abs().max() <= 1e-4 * grad.abs().max(), name
+            grad[folded_grad == 0] = 0  # PEFT also trains outside the blocks
+        assert (folded_grad - grad).abs().max() <= 1e-4 * grad.abs().max(), name
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_logits_and_gradients_are_those_of_peft(adapter, mesh, tmp_path):
         ("mixtral", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
     ],
 )
-def test_a_file_with_tensors_for_each_expert_is_read_as_peft_reads_it(family, names, tmp_path):
+def test_a_file_with_a_tensor_per_expert_is_read_as_by_peft(family, names, tmp_path):
     torch.manual_seed(0)
     sizes = {**SIZES, **KINDS[family][0]}
     config = transformers.AutoConfig.for_model(family, **sizes)
@@ -240,10 +240,10 @@ def test_a_file_with_tensors_for_each_expert_is_read_as_peft_reads_it(family, na
     assert adapter.projections == FEED_FORWARD
     read = folder_config(tmp_path / "base").with_adapter(adapter)
     ours.write_adapter(ours.read_adapter(folder, llama(read)), read, None, tmp_path / "ours")
-    expected = of_torch(loaded(tmp_path / "base", folder))
-    found = of_torch(loaded(tmp_path / "base", tmp_path / "ours"))
-    assert np.abs(found - expected).max() <= 1e-6 * np.abs(expected).max()
-    assert np.abs(expected - of_torch(base)).max() > 0.1 * np.abs(expected).max()
+    expected = torch_logits(loaded(tmp_path / "base", folder))
+    logits = torch_logits(loaded(tmp_path / "base", tmp_path / "ours"))
+    assert np.abs(logits - expected).max() <= 1e-6 * np.abs(expected).max()
+    assert np.abs(expected - torch_logits(base)).max() > 0.1 * np.abs(expected).max()
 
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -259,25 +259,25 @@ MIXTRAL = {**MIXTURE, "family": "mixtral", **FAMILIES["mixtral"].computes}
         ({}, {"targets": ("gate",)}, "adapter.targets: found 'gate', a router, which models "),
     ],
 )
-def test_what_peft_has_no_adapters_for_is_refused(model, adapter, words):
+def test_modules_without_adapters_in_peft_are_refused(model, adapter, words):
     with pytest.raises(ValueError, match=words):
         TransformerConfig(**model, adapter=AdapterConfig(rank=4, **adapter))
 
 
-def test_all_linear_is_what_peft_takes_it_for():
+def test_all_linear_means_the_same_as_in_peft():
     adapter = AdapterConfig(rank=4)
-    found = {
+    adapted = {
         name: TransformerConfig(family=name, **MIXTURE, **family.computes, adapter=adapter)
         for name, family in FAMILIES.items()
         if name in KINDS
     }
-    everything = (*ATTENTION, *FEED_FORWARD, ROUTER)
-    assert {name: config.adapter.projections for name, config in found.items()} == {
-        "qwen3_moe": everything,
-        "mixtral": everything,
-        "olmoe": everything,
-        "solar_open": everything,
+    candidates = (*ATTENTION, *FEED_FORWARD, ROUTER)
+    assert {name: config.adapter.projections for name, config in adapted.items()} == {
+        "qwen3_moe": candidates,
+        "mixtral": candidates,
+        "olmoe": candidates,
+        "solar_open": candidates,
         "granitemoe": ATTENTION,
         "gpt_oss": ATTENTION,
-        "qwen2_moe": ATTENTION,  # and of what all tokens share, which has no adapters here
+        "qwen2_moe": ATTENTION,  # and the experts shared by all tokens, which have no adapters here
     }

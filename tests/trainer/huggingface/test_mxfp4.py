@@ -1,5 +1,5 @@
-"""Experts as files hold them: gpt-oss in MXFP4, whose numbers are transformers', and all in one
-tensor."""
+"""How files store experts: gpt-oss in MXFP4, with the same numbers as transformers, and all experts
+in one tensor."""
 
 import json
 
@@ -36,7 +36,7 @@ EXPERTS = "model.layers.{}.mlp.experts.{}_proj"
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A random model, its experts as random codes with their scales."""
+    """A random model whose experts are random codes with scales."""
     folder = tmp_path_factory.mktemp("gpt_oss")
     torch.manual_seed(0)
     config = transformers.GptOssConfig(**SIZES)
@@ -55,7 +55,7 @@ def published(tmp_path_factory):
 
 
 def changed(published, folder, **tensors):
-    """A copy of the folder with other tensors; None leaves one out."""
+    """A copy of the folder with some tensors replaced; None removes one."""
     folder.mkdir()
     (folder / "config.json").write_bytes((published / "config.json").read_bytes())
     stored = {**load_file(published / "model.safetensors"), **tensors}
@@ -64,13 +64,13 @@ def changed(published, folder, **tensors):
     return folder
 
 
-def test_every_code_with_every_scale_is_transformers_number():
-    """Bit for bit: negative zeros, numbers below the normal ones, and infinities."""
+def test_every_code_with_every_scale_decodes_as_in_transformers():
+    """Bitwise, including negative zeros, subnormal numbers and infinities."""
     codes = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (1, 256, 16, 16))
     scales = np.broadcast_to(np.arange(256, dtype=np.uint8)[None, :, None], (1, 256, 16))
     theirs = convert_moe_packed_tensors(torch.tensor(codes), torch.tensor(scales))
-    found = dequantize_mxfp4(codes, scales).swapaxes(1, 2)
-    assert np.array_equal(found.view(np.uint16), theirs.view(torch.uint16).numpy())
+    ours = dequantize_mxfp4(codes, scales).swapaxes(1, 2)
+    assert np.array_equal(ours.view(np.uint16), theirs.view(torch.uint16).numpy())
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,10 @@ def test_every_code_with_every_scale_is_transformers_number():
     [{"fsdp": 2, "expert": 2, "tensor": 2}, pytest.param({}, marks=pytest.mark.slow)],
     ids=str,
 )
-def test_a_folder_of_codes_is_read_and_exported_as_transformers_does(published, tmp_path, shape):
+def test_an_mxfp4_folder_is_read_and_exported_as_by_transformers(published, tmp_path, shape):
     config = TransformerConfig.from_hf(published)
-    own = llama(config, shape)
-    params = read_hf(published, config, own.shardings, in_memory=own.in_memory)
+    model = llama(config, shape)
+    params = read_hf(published, config, model.shardings, in_memory=model.in_memory)
     copy_assets(published, tmp_path / "assets")
     write_hf(params, config, tmp_path / "assets", tmp_path / "export")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -126,7 +126,7 @@ NAME = EXPERTS.format(1, "down")
         ),
     ],
 )
-def test_codes_that_are_not_whole_are_refused_by_name(published, tmp_path, tensors, words):
+def test_incomplete_codes_are_refused_by_name(published, tmp_path, tensors, words):
     folder = changed(published, tmp_path / "damaged", **tensors)
     config = TransformerConfig.from_hf(folder)
     with pytest.raises(ValueError) as caught:
@@ -135,7 +135,7 @@ def test_codes_that_are_not_whole_are_refused_by_name(published, tmp_path, tenso
     assert "\n" not in str(caught.value)
 
 
-def test_other_families_are_not_read_in_these_codes():
+def test_other_families_are_not_read_in_mxfp4():
     described = transformers.MixtralConfig(num_local_experts=4).to_dict()
     described["quantization_config"] = {"quant_method": "mxfp4"}
     described["architectures"] = ["MixtralForCausalLM"]
@@ -144,7 +144,7 @@ def test_other_families_are_not_read_in_these_codes():
 
 
 def test_a_command_writes_experts_in_one_tensor(repository, tmp_path, capsys):
-    """And refuses to for a model without experts; what transformers reads is the same model."""
+    """It refuses a model without experts; transformers reads the result as the same model."""
     torch.manual_seed(0)
     mixtures = ("num_local_experts", "num_experts_per_tok", "sliding_window")
     sizes = {name: SIZES[name] for name in SIZES if name not in mixtures} | {"pad_token_id": 0}

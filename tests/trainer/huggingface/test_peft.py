@@ -1,4 +1,4 @@
-"""Adapters against peft's: losses, logits and files."""
+"""Adapters against PEFT: losses, logits and files."""
 
 import dataclasses
 import itertools
@@ -45,7 +45,7 @@ LENGTH = 32
     ],
 )
 def adapter(request, hf_model, tmp_path_factory):
-    """An adapter's configuration, and its folder written by peft, whose B is not zero."""
+    """An adapter's configuration, and its folder written by PEFT with a nonzero B."""
     config = KINDS[request.param]
     base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def adapter(request, hf_model, tmp_path_factory):
 
 
 def batch_of(tokens):
-    """Rows of one document each; every token but the last predicts the next one."""
+    """One document per row; every token but the last predicts the next one."""
     index = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     weights = np.ones(tokens.shape, np.float32)
     weights[:, -1] = 0
@@ -94,9 +94,8 @@ def tokens_of(rows, seed):
     return np.random.default_rng(seed).integers(0, 1024, (rows, LENGTH), np.int32)
 
 
-def test_logits_are_those_of_peft(adapter, hf_model):
-    """Within 1e-4, through our reader; and the configuration that is read is the one that was
-    written."""
+def test_logits_match_peft(adapter, hf_model):
+    """Within 1e-4, through our reader, whose configuration equals the one written."""
     config, folder, model = adapter
     source = open_adapter(str(folder), str(hf_model))
     assert (
@@ -112,8 +111,8 @@ def test_logits_are_those_of_peft(adapter, hf_model):
     assert np.abs(np.asarray(logits) - expected).max() <= 1e-4 * scale
 
 
-def test_the_file_goes_through_peft_and_back_byte_for_byte(adapter, hf_model, tmp_path):
-    """peft's file read and written by us; then loaded and written by peft."""
+def test_files_round_trip_through_peft_byte_for_byte(adapter, hf_model, tmp_path):
+    """We read and write PEFT's file; then PEFT loads and writes it."""
     _, folder, _ = adapter
     source = open_adapter(str(folder), str(hf_model))
     model = llama(
@@ -144,17 +143,17 @@ def test_merged_weights_compute_the_same(adapter, hf_model, tmp_path):
     read_again = open_model(str(tmp_path / "merged"))
     batch = batch_of(tokens_of(2, 1))
     plain = llama(source.config)
-    beside, of_base, of_merged = (
+    adapted_loss, base_loss, merged_loss = (
         float(jax.jit(mean_loss(m))(p, batch)[0])
         for m, p in ((model, params), (plain, base), (plain, read_again.read(plain)))
     )
-    assert abs(beside - of_merged) <= 1e-5
-    assert abs(beside - of_base) > 1e-2, "the adapter does something"
+    assert abs(adapted_loss - merged_loss) <= 1e-5
+    assert abs(adapted_loss - base_loss) > 1e-2, "the adapter has an effect"
 
 
 def losses_of_torch(hf_model, folder, optimizer, steps, noise=0.0, seed=0):
-    """The losses of peft's own training, whose adapter begins with this much relative noise, drawn
-    from a seed."""
+    """The losses of PEFT's own training, with this much relative noise (from a seed) added to the
+    initial adapter."""
     base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -181,13 +180,13 @@ def losses_of_torch(hf_model, folder, optimizer, steps, noise=0.0, seed=0):
 
 
 @pytest.mark.parametrize("steps", [6, pytest.param(50, marks=pytest.mark.slow)])
-def test_losses_of_training_are_those_of_peft_and_torch(adapter, hf_model, steps):
-    """From the same adapter, on the same rows, with AdamW: every loss within 1e-3.
+def test_training_losses_match_peft(adapter, hf_model, steps):
+    """From the same adapter on the same rows, with AdamW: every loss within 1e-3.
 
     On these random weights a difference in the last bit grows from step to step: torch itself,
-    begun with it, is 3e-4 away from its own losses after 50 steps of LoRA, and 0.02 to 0.1 with the
-    other kinds, as the bit and the processor have it. These may be twice as far away as the
-    farthest of four such runs.
+    started with such a difference, is 3e-4 from its own losses after 50 steps of LoRA, and 0.02 to
+    0.1 with the other kinds, depending on the bit and the processor. Ours may be twice as far away
+    as the farthest of four such runs.
     """
     config, folder, _ = adapter
     source = open_adapter(str(folder), str(hf_model))
@@ -214,17 +213,17 @@ def test_losses_of_training_are_those_of_peft_and_torch(adapter, hf_model, steps
         losses.append(float(metrics.loss))
     theirs, allowed = losses_of_torch(hf_model, folder, optimizer, steps), 1e-3
     if steps == 50 and config != KINDS["lora"]:
-        others = [
+        perturbed = [
             losses_of_torch(hf_model, folder, optimizer, steps, noise=1e-7, seed=seed)
             for seed in range(4)
         ]
-        allowed = 2 * np.abs(np.array(others) - theirs).max()
+        allowed = 2 * np.abs(np.array(perturbed) - theirs).max()
     assert losses[3] < losses[0], losses  # the same rows
     assert np.abs(losses - theirs).max() <= allowed, (losses, theirs)
 
 
 class FixedDropout(torch.nn.Module):
-    """In place of torch's, with a given mask."""
+    """Replaces torch's dropout, with a fixed mask."""
 
     def __init__(self, rate, kept):
         super().__init__()
@@ -235,9 +234,9 @@ class FixedDropout(torch.nn.Module):
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_dropout_enters_as_in_peft(hf_model, tmp_path, use_dora):
-    """The loss in training, within 1e-5, where peft's dropout has our masks; the rate is read from
-    peft's file."""
+def test_dropout_matches_peft(hf_model, tmp_path, use_dora):
+    """The training loss agrees within 1e-5 when PEFT's dropout uses our masks; the rate is read
+    from PEFT's file."""
     base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
     torch.manual_seed(0)
     theirs = peft.get_peft_model(
@@ -291,8 +290,8 @@ def test_dropout_enters_as_in_peft(hf_model, tmp_path, use_dora):
     ],
     ids=str,
 )
-def test_adapters_that_are_not_read_are_named(adapter, hf_model, tmp_path, change, facts):
-    """One line with the file, the field, and what would work."""
+def test_unsupported_adapters_are_named(adapter, hf_model, tmp_path, change, facts):
+    """The one-line message has the file, the field and what would work."""
     _, folder, _ = adapter
     written = json.loads((folder / adapter_config.CONFIG).read_text())
     (tmp_path / adapter_config.CONFIG).write_text(json.dumps({**written, **change}))
@@ -356,7 +355,7 @@ def test_an_adapter_that_unties_its_base_is_refused_and_one_that_does_not_is_rea
 
 
 def tied_copy(folder, copy):
-    """A copy of a model, with its embedding as its head."""
+    """A copy of a model whose head is tied to its embedding."""
     shutil.copytree(folder, copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))

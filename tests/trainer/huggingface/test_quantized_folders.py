@@ -1,5 +1,5 @@
 """Folders in bitsandbytes' NF4: written by scripts.quantize_hf, opened by transformers and
-bitsandbytes, read back."""
+bitsandbytes, and read back."""
 
 import contextlib
 import dataclasses
@@ -41,10 +41,10 @@ MODELS = {
 
 
 def save_model(folder, kind, repository, dtype=torch.bfloat16, **fields):
-    """Saves a random model by transformers, with a tokenizer."""
-    make, own = MODELS[kind]
+    """Saves a random transformers model with a tokenizer."""
+    make, defaults = MODELS[kind]
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(make(**{**SIZES, **own, **fields}))
+    model = transformers.AutoModelForCausalLM.from_config(make(**{**SIZES, **defaults, **fields}))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     model.to(dtype).save_pretrained(folder)
@@ -60,7 +60,7 @@ def save_model(folder, kind, repository, dtype=torch.bfloat16, **fields):
     ],
 )
 def folders(request, tmp_path_factory, repository):
-    """A model's folder, and the folder of its codes."""
+    """A model's folder, and the folder with its NF4 codes."""
     folder = tmp_path_factory.mktemp(request.param)
     save_model(folder / "hf", request.param, repository)
     assert quantize_hf.main([str(folder / "hf"), str(folder / "nf4")]) == 0
@@ -68,8 +68,8 @@ def folders(request, tmp_path_factory, repository):
 
 
 def test_bitsandbytes_opens_the_folder(folders):
-    """Through transformers: every projection is codes there, and each opens to the numbers that
-    ours opens to, bit for bit; every other tensor is the source's."""
+    """Through transformers: every projection is quantized there and dequantizes to our numbers, bit
+    for bit; every other tensor equals the source's."""
     plain, quantized = folders
     model = transformers.AutoModelForCausalLM.from_pretrained(quantized)
     theirs = {
@@ -97,8 +97,8 @@ def test_bitsandbytes_opens_the_folder(folders):
 
 
 def test_bitsandbytes_opens_a_matrix():
-    """To the bit, by its own reader of stored tensors, of a matrix whose sizes are no powers of
-    2."""
+    """Bitwise, with its own reader of stored tensors, for a matrix whose dimensions are not powers
+    of 2."""
     codes = quantize_nf4(np.random.RandomState(0).standard_normal((96, 320)))
     tensors = {
         name: torch.tensor(np.array(x)) for name, x in write_nf4("w", codes, "float32").items()
@@ -111,8 +111,7 @@ def test_bitsandbytes_opens_a_matrix():
 
 
 def test_codes_are_read_as_they_are_stored(folders):
-    """Logits are those of transformers with the numbers that the stored codes stand for, of rows of
-    fused matrices too."""
+    """Logits match transformers with the dequantized weights, including rows of fused matrices."""
     plain, quantized = folders
     source = open_model(str(quantized))
     with contextlib.ExitStack() as stack:
@@ -140,7 +139,9 @@ def test_codes_are_read_as_they_are_stored(folders):
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
-def test_a_checkpoint_gives_the_bytes_of_the_folder_that_it_was_imported_from(tmp_path, repository):
+def test_a_checkpoint_and_the_folder_it_was_imported_from_quantize_to_the_same_bytes(
+    tmp_path, repository
+):
     """In one file or in several."""
     save_model(tmp_path / "hf", "llama", repository)
     assert import_hf.main([str(tmp_path / "hf"), str(tmp_path / "checkpoint")]) == 0
@@ -174,8 +175,8 @@ def test_a_checkpoint_gives_the_bytes_of_the_folder_that_it_was_imported_from(tm
 
 
 @pytest.mark.parametrize("shape", [(3, 64), (96, 320), (1000, 192)], ids=str)
-def test_the_layout_is_known_before_the_numbers(shape):
-    """Dtypes, shapes and order; each tensor begins at a multiple of its item's size."""
+def test_the_layout_is_known_before_the_data(shape):
+    """Dtypes, shapes and order; each tensor's offset is a multiple of its item size."""
     codes = quantize_nf4(np.random.default_rng(0).standard_normal(shape))
     written = write_nf4("w", codes, "bfloat16")
     assert [(name, (x.dtype.name, x.shape)) for name, x in written.items()] == list(
@@ -186,7 +187,7 @@ def test_the_layout_is_known_before_the_numbers(shape):
     assert all(start % x.itemsize == 0 for start, x in zip(starts, written.values(), strict=False))
 
 
-def test_what_cannot_be_written_or_read_is_named(tmp_path, repository, capfd):
+def test_unsupported_models_are_named(tmp_path, repository, capfd):
     save_model(tmp_path / "hf", "llama", repository)
     assert quantize_hf.main([str(tmp_path / "hf"), str(tmp_path / "nf4")]) == 0
     narrow = save_model(tmp_path / "narrow", "llama", repository, intermediate_size=96)

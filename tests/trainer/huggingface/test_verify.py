@@ -1,4 +1,5 @@
-"""An export is opened with transformers: what differs is one line and a code other than 0."""
+"""An export is verified by opening it with transformers: a difference is a one-line error and a
+nonzero exit code."""
 
 import json
 
@@ -20,19 +21,19 @@ def export(checkpoint, out, *flags):
     return export_hf.main([str(checkpoint), str(out), *flags])
 
 
-def test_logits_are_those_of_transformers(checkpoint, tmp_path, capsys):
+def test_logits_match_transformers(checkpoint, tmp_path, capsys):
     assert export(checkpoint, tmp_path / "hf", "--verify") == 0
     assert "logits differ from transformers' by at most" in capsys.readouterr().out
 
 
-def test_other_logits_are_refused(checkpoint, tmp_path, capsys, monkeypatch):
+def test_different_logits_are_refused(checkpoint, tmp_path, capsys, monkeypatch):
     true = verify.our_logits
     monkeypatch.setattr(verify, "our_logits", lambda folder: 1.01 * true(folder))
     assert export(checkpoint, tmp_path / "hf", "--verify") == 2
     assert "transformers' logits differ from ours by 1.0e-02" in capsys.readouterr().err
 
 
-def test_a_size_that_transformers_reads_otherwise_is_refused(
+def test_a_size_that_transformers_reads_differently_is_refused(
     checkpoint, tmp_path, capsys, monkeypatch
 ):
     read = transformers.AutoConfig.from_pretrained
@@ -47,7 +48,7 @@ def test_a_size_that_transformers_reads_otherwise_is_refused(
     assert "config.json: num_key_value_heads: transformers reads" in capsys.readouterr().err
 
 
-def test_other_ids_are_refused(checkpoint, tmp_path, capsys, monkeypatch):
+def test_different_ids_are_refused(checkpoint, tmp_path, capsys, monkeypatch):
     assert export(checkpoint, tmp_path / "hf") == 0
     path = tmp_path / "hf" / "tokenizer.json"
     verify.check_tokenizer(path.parent)

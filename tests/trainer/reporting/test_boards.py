@@ -1,5 +1,5 @@
-"""One small run of two sources sent to W&B (a stand-in that keeps what it is told), stopped and
-continued; and one profiled."""
+"""A small run on two sources reports to W&B (a stand-in that records its calls), stops and
+continues; another run is profiled."""
 
 import json
 import subprocess
@@ -18,17 +18,17 @@ PROMPTS = ["Who are you?", "What is a ring?"]
 
 
 class Wandb(SimpleNamespace):
-    """As much of the module wandb as is called; `runs` maps ids to what each start was told and
-    what it logged."""
+    """The part of the module wandb that is called; `runs` maps ids to the arguments of each start
+    and what it logged."""
 
     class Error(Exception):
-        """As wandb's own."""
+        """Mirrors wandb's own error."""
 
     def __init__(self):
         super().__init__(runs=[])
 
-    def init(self, **told):
-        run = SimpleNamespace(told=told, rows=[], metrics=[], finished=False)
+    def init(self, **arguments):
+        run = SimpleNamespace(told=arguments, rows=[], metrics=[], finished=False)
         run.log = run.rows.append
         run.define_metric = lambda name, step_metric: run.metrics.append((name, step_metric))
         run.finish = lambda: setattr(run, "finished", True)
@@ -38,7 +38,7 @@ class Wandb(SimpleNamespace):
 
 @pytest.fixture(scope="module")
 def watched_run(tmp_path_factory, small_recipe):
-    """(folder, the stand-in) of a run of 3 steps over two sources that was started twice."""
+    """(folder, stand-in) of a run of 3 steps on two sources that was started twice."""
     folder, wandb = tmp_path_factory.mktemp("watched"), Wandb()
     records = json.loads((small_recipe.parent / "conversations.json").read_text())
     for name, part in (("chats", records[:60]), ("more", records[60:])):
@@ -65,6 +65,7 @@ def watched_run(tmp_path_factory, small_recipe):
         "2",
         "--samples.new_tokens",
         "3",
+        *small_run.ONE_DEVICE,
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", wandb)
@@ -74,8 +75,8 @@ def watched_run(tmp_path_factory, small_recipe):
 
 @pytest.mark.slow
 def test_the_profile_holds_the_chosen_steps(tmp_path, small_recipe):
-    """In a process of its own: where the TPU's compiler has been loaded without a TPU, its profiler
-    does not start."""
+    """In a separate process: JAX's profiler does not start where the TPU compiler has been loaded
+    without a TPU."""
     command = [
         sys.executable,
         "train.py",
@@ -102,7 +103,7 @@ def test_the_profile_holds_the_chosen_steps(tmp_path, small_recipe):
     assert {dict(event.stats)["step_num"] for event in events} == {2, 3}
 
 
-def test_every_source_is_logged_and_they_make_up_the_loss(watched_run):
+def test_every_source_is_logged_and_their_losses_bracket_the_total(watched_run):
     folder, _ = watched_run
     rows, held_out = (
         small_run.rows(folder / "metrics.jsonl"),
@@ -124,9 +125,9 @@ def test_every_source_is_logged_and_they_make_up_the_loss(watched_run):
         assert "held_out_loss_by_source/chats" not in row
 
 
-def test_the_prompts_are_answered_every_so_many_steps(watched_run):
-    """Before the first step, every two, and after the last; one answer to each prompt, which
-    training changes."""
+def test_the_prompts_are_answered_at_the_configured_steps(watched_run):
+    """Before the first step, every two steps and after the last one; each prompt gets one answer,
+    and training changes it."""
     rows = small_run.rows(watched_run[0] / "samples.jsonl")
     assert [row["step"] for row in rows] == [0, 2, 3]
     assert all(
@@ -135,15 +136,15 @@ def test_the_prompts_are_answered_every_so_many_steps(watched_run):
     )
 
 
-def test_wandb_is_told_what_the_files_hold(watched_run, monkeypatch):
+def test_wandb_receives_what_the_files_hold(watched_run, monkeypatch):
     folder, wandb = watched_run
-    [first] = wandb.runs  # for the second start nothing was left to do
+    [first] = wandb.runs  # the second start had nothing left to do
     again = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", again)
     WeightsAndBiases(folder, "project", "name", {})
     assert (
         first.told["id"] == again.runs[0].told["id"] and again.runs[0].told["resume"] == "allow"
-    ), "one run there, too"
+    ), "one run on W&B too"
     assert first.told["project"] == "project" and first.told["config"]["train"]["steps"] == 3
     assert first.told["dir"] == str(folder) and first.metrics == [("*", "step")]
     assert first.finished
@@ -160,7 +161,7 @@ def test_wandb_is_told_what_the_files_hold(watched_run, monkeypatch):
         assert sent == expected and len(sent) == {"train": 3, "held_out": 2, "samples": 3}[kind]
 
 
-def test_wandb_missing_or_without_a_login_is_one_line(tmp_path, small_recipe, monkeypatch, capsys):
+def test_missing_wandb_or_login_is_a_one_line_error(tmp_path, small_recipe, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert (
         train.main(
@@ -175,8 +176,8 @@ def test_wandb_missing_or_without_a_login_is_one_line(tmp_path, small_recipe, mo
         )
         == 2
     )
-    said = capsys.readouterr().err.strip()
-    assert "logging.wandb" in said and "pip install wandb" in said and "\n" not in said
+    stderr = capsys.readouterr().err.strip()
+    assert "logging.wandb" in stderr and "pip install wandb" in stderr and "\n" not in stderr
     assert not (tmp_path / "run").exists()
     broken = Wandb()
 

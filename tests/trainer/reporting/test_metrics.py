@@ -1,5 +1,5 @@
-"""Tests of trainer/reporting/metrics.py: counts against brute force, timing with a clock of our
-own, files line by line."""
+"""Tests of trainer/reporting/metrics.py: counts against brute force, timing with a fake clock,
+files line by line."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from trainer.run.directory import RunDirectory
 
 
 class Clock:
-    """A clock that moves when told."""
+    """A clock that moves only in `tick`."""
 
     now = 100.0
 
@@ -36,7 +36,7 @@ class Clock:
 
 
 class Chip:
-    """A device as far as Meter asks."""
+    """The part of a device that Meter uses."""
 
     device_kind, process_index = "TPU v4", 0
 
@@ -45,8 +45,8 @@ class Chip:
 
 
 def run_meter(devices, clock):
-    """Two steps of 2 s, one waiting 0.5 s for data, with a compile of 10 s before and a save of 5 s
-    between."""
+    """Two steps of 2 s, one of which waits 0.5 s for data, with a compilation of 10 s before them
+    and a save of 5 s between them."""
     config = TransformerConfig.preset("llama-7b")
     meter = Meter(config, devices, clock)
     with meter.compiling():
@@ -90,12 +90,12 @@ def test_meter_counts_only_steps():
     assert {name: row[name] for name in expected} == expected
     assert row["mfu"] == pytest.approx(flops / 4 / (2 * 275e12))
     assert meter.seconds_left(2, 7) == 10
-    assert set(MEASURED) - {"wall_seconds"} < set(NAMES)  # which the loop measures, over all starts
+    assert set(MEASURED) - {"wall_seconds"} < set(NAMES)  # measured by the loop, over all starts
 
 
 @pytest.mark.parametrize(("computed", "waited"), [(99.0, 2.0), (100.5, 1.5), (103.0, 0.0)])
-def test_data_that_came_while_the_devices_computed_were_not_waited_for(computed, waited):
-    """They are fetched from 100 to 102 seconds, by a step that began before and ended at
+def test_only_data_that_arrive_after_the_step_count_as_wait(computed, waited):
+    """The data are fetched from 100 to 102 seconds, during a step that began earlier and ended at
     `computed`."""
     clock, ended = Clock(), Future()
     meter = Meter(TransformerConfig.preset("llama-7b"), [Chip()], clock)
@@ -103,15 +103,15 @@ def test_data_that_came_while_the_devices_computed_were_not_waited_for(computed,
         clock.tick(2)
     ended.set_result(computed)
     assert meter.read(1)["data_wait_seconds"] == waited
-    assert meter.read(2)["data_wait_seconds"] == 0, "of the steps since the line before"
+    assert meter.read(2)["data_wait_seconds"] == 0, "for the steps since the previous line"
 
 
-def test_the_end_of_a_step_is_when_its_arrays_are_there():
+def test_a_step_ends_when_its_arrays_are_ready():
     meter = Meter(TransformerConfig.preset("llama-7b"), [Chip()], Clock())
     assert meter.when_computed({"loss": jax.numpy.ones(3) + 1}).result(60) == 100.0
 
 
-def test_unknown_hardware_is_null():
+def test_mfu_on_unknown_hardware_is_null():
     _, row, _ = run_meter(jax.devices(), Clock())
     assert row["mfu"] is None and row["peak_device_gib"] is None
     assert (
@@ -121,7 +121,7 @@ def test_unknown_hardware_is_null():
     json.loads(json.dumps(row, allow_nan=False))
 
 
-def test_log_is_there_line_by_line_and_cut_on_resume(tmp_path):
+def test_logs_are_flushed_per_line_and_truncated_on_resume(tmp_path):
     run = RunDirectory(tmp_path)
     log = MetricsLog(run, steps=4, console=False)
     for step in (1, 2, 3):
@@ -139,9 +139,9 @@ def test_log_is_there_line_by_line_and_cut_on_resume(tmp_path):
     }
     with MetricsLog(run, steps=4, start_step=2, console=False) as log:
         log.train({"step": 3, "loss_nats_per_target": 0.5, "mfu": None})
-    of_metrics = {"lines": 3, "sha256": hashlib.sha256(run.metrics.read_bytes()).hexdigest()}
+    metrics = {"lines": 3, "sha256": hashlib.sha256(run.metrics.read_bytes()).hexdigest()}
     assert log.logged == {
-        "metrics.jsonl": of_metrics,
+        "metrics.jsonl": metrics,
         "held_out.jsonl": {"lines": 0, "sha256": hashlib.sha256().hexdigest()},
     }
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
@@ -150,8 +150,8 @@ def test_log_is_there_line_by_line_and_cut_on_resume(tmp_path):
     assert any(run.tensorboard.iterdir())
 
 
-def test_answers_are_printed_on_a_line_and_are_text_in_tensorboard(tmp_path, capsys):
-    """The event file holds them whole, under the prompt."""
+def test_answers_are_printed_on_one_line_and_logged_to_tensorboard_as_text(tmp_path, capsys):
+    """The event file holds the whole answers, each under its prompt."""
     answer = "Longstripe.\n\n" + "very " * 60 + "long"
     run = RunDirectory(tmp_path)
     with MetricsLog(run, steps=4, evaluations=["samples"]) as log:
@@ -161,14 +161,15 @@ def test_answers_are_printed_on_a_line_and_are_text_in_tensorboard(tmp_path, cap
         "Who are\nyou?": answer,
         "Again?": "a\x1b[2Jb",
     }
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("step 2: Who are you? -> Longstripe. very very")
-    assert said[0].endswith(" ...") and len(said[0]) < 250
-    assert said[1] == "step 2: Again? -> a\ufffd[2Jb"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("step 2: Who are you? -> Longstripe. very very")
+    assert lines[0].endswith(" ...") and len(lines[0]) < 250
+    assert lines[1] == "step 2: Again? -> a\ufffd[2Jb"
     [file] = run.tensorboard.iterdir()
     content = file.read_bytes()
     events, start = [], 0
-    while start < len(content):  # a record is its length, a checksum, the event, a checksum
+    # a record is its length, a checksum, the event and another checksum
+    while start < len(content):
         length = int.from_bytes(content[start : start + 8], "little")
         events.append(Event.FromString(content[start + 12 : start + 12 + length]))
         start += length + 16
@@ -191,7 +192,7 @@ def test_other_processes_write_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_progress_tells_loss_rate_and_time_left(tmp_path, capsys):
+def test_progress_shows_loss_rate_and_time_left(tmp_path, capsys):
     with MetricsLog(RunDirectory(tmp_path), steps=10, tensorboard=False) as log:
         log.train(
             {"step": 10, "loss_nats_per_target": 1.25, "tokens_per_second": 1234.5},
@@ -203,19 +204,18 @@ def test_progress_tells_loss_rate_and_time_left(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [
-        (0.01, [8, 18, 28, 38, 40]),  # a 20th of the run: ten steps
+        (0.01, [8, 18, 28, 38, 40]),  # 5% of the run: ten steps
         (7, [8, 13, 18, 23, 28, 33, 38, 40]),  # 30 seconds: five steps
         (300, [*range(8, 41)]),
     ],
 )
-def test_a_log_file_is_told_the_first_step_and_then_by_time_or_steps(seconds, shown, capsys):
-    """A run of 200 steps that resumes after step 7, and whose last step is called 200 when it comes
-    to 40."""
+def test_a_log_file_gets_the_first_step_and_then_one_line_per_interval(seconds, shown, capsys):
+    """The run has 200 steps and resumes after step 7; the step numbered 200 follows step 39."""
     clock = Clock()
     bar = ProgressBar(200, 7, clock)
     for step in range(8, 41):
         clock.tick(seconds)
         bar.update({"step": step if step < 40 else 200}, None)
     bar.close()
-    told = [int(line.split()[1].split("/")[0]) for line in capsys.readouterr().err.splitlines()]
-    assert told == [*shown[:-1], 200]
+    steps = [int(line.split()[1].split("/")[0]) for line in capsys.readouterr().err.splitlines()]
+    assert steps == [*shown[:-1], 200]

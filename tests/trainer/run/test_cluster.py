@@ -1,4 +1,5 @@
-"""A cluster that JAX detects is joined with a coordinator that listens where its address says."""
+"""A cluster that JAX detects is joined, and its coordinator listens on the interface of its
+address."""
 
 import pytest
 
@@ -8,7 +9,7 @@ from trainer.run import cluster
 
 @pytest.fixture
 def joined(monkeypatch):
-    """What jax.distributed.initialize is called with."""
+    """The arguments of jax.distributed.initialize."""
     calls = []
     monkeypatch.setattr(cluster.xla_bridge, "backends_are_initialized", lambda: False)
     monkeypatch.setattr(cluster.jax.distributed, "is_initialized", lambda: False)
@@ -39,13 +40,13 @@ def test_a_detected_coordinator_listens_on_its_own_interface(joined, monkeypatch
     assert not {"num_processes", "process_id", "local_device_ids"} & call.keys()  # JAX detects
 
 
-def test_jaxs_own_variable_decides_where_the_coordinator_listens(joined, monkeypatch):
+def test_jaxs_environment_variable_decides_where_the_coordinator_listens(joined, monkeypatch):
     in_slurm(monkeypatch, "127.0.0.1")
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0:61447")
     cluster.join(DistributedConfig(), simulated=False, folder=None)
     assert joined[0]["coordinator_bind_address"] == "0.0.0.0:61447"
 
 
-def test_a_process_that_is_alone_joins_nothing(joined):
+def test_a_single_process_joins_nothing(joined):
     cluster.join(DistributedConfig(), simulated=False, folder=None)
     assert not joined

@@ -1,4 +1,4 @@
-"""A run's logs are cut back to the step from which it continues."""
+"""A run's logs are cut back to the step from which it resumes."""
 
 import json
 
@@ -12,7 +12,7 @@ def run(tmp_path):
     return RunDirectory(tmp_path)
 
 
-def test_cut_back(run):
+def test_logs_are_cut_back_to_the_step(run):
     lines = [json.dumps({"step": step, "loss": 1 / step}) for step in range(1, 6)]
     run.metrics.write_text("\n".join(lines) + '\n{"step": 6, "lo')
     run.cut_back(3)
@@ -23,16 +23,16 @@ def test_cut_back(run):
     assert run.held_out.read_text() == "\n".join(lines[:3]) + "\n"
     run.cut_back(3, evaluated=False)
     assert run.held_out.read_text() == "\n".join(lines[:2]) + "\n", (
-        "that of step 3 is measured again"
+        "the evaluation of step 3 is repeated"
     )
     run.cut_back(0)
     assert run.metrics.read_text() == run.held_out.read_text() == ""
 
 
 @pytest.mark.parametrize("name", ["metrics", "held_out"])
-def test_lines_that_cannot_be_read_are_kept_aside(run, name, capfd):
-    """The run continues whatever a line holds; only what a kill cut off at the end goes without a
-    word."""
+def test_unreadable_lines_are_moved_to_a_separate_file(run, name, capfd):
+    """The run resumes whatever a line holds; only a line that a kill truncated at the end is
+    dropped silently."""
     path = getattr(run, name)
     aside = path.with_name(path.name + ".unreadable")
     good = [json.dumps({"step": step, "loss": 1 / step}).encode() for step in range(1, 4)]

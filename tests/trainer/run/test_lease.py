@@ -1,5 +1,5 @@
-"""Tests of trainer/run/lease.py: two never hold a run in a bucket, and a holder that is gone does
-not keep it."""
+"""Tests of trainer/run/lease.py: two starts never hold a run in a bucket together, and a dead
+holder does not keep it."""
 
 import threading
 import time
@@ -24,15 +24,15 @@ def bucket(store_and_url, monkeypatch):
 
 
 def abandoned(bucket):
-    """A lease whose process was killed: nobody renews it, and nobody gave it back."""
-    gone = Lease(bucket, on_loss=print)
-    gone.take()
-    gone._released.set()
-    gone._thread.join()
-    return gone
+    """A lease whose process was killed: it is neither renewed nor returned."""
+    lease = Lease(bucket, on_loss=print)
+    lease.take()
+    lease._released.set()
+    lease._thread.join()
+    return lease
 
 
-def test_of_two_at_once_one_has_it_and_the_other_is_told_who(bucket):
+def test_one_of_two_simultaneous_starts_holds_it_and_is_named_to_the_other(bucket):
     with leased(bucket):
         with pytest.raises(
             TransientError, match=rf"{bucket.url}: process \d+ on .* is training there"
@@ -40,20 +40,20 @@ def test_of_two_at_once_one_has_it_and_the_other_is_told_who(bucket):
             require_unused(bucket)
         with pytest.raises(TransientError, match="is training there since"):
             Lease(bucket).take()
-    with leased(bucket):  # given back
+    with leased(bucket):  # returned
         pass
     assert bucket.version(LOCK).content == b""
 
 
-def test_many_that_begin_at_the_same_moment(bucket):
-    """Whoever is refused was refused by the one that has it."""
-    taken, refused = [], []
+def test_only_one_of_many_simultaneous_starts_holds_it(bucket):
+    """Every refusal names the one that holds the lease."""
+    holders, refused = [], []
 
     def take():
-        one = Lease(bucket, on_loss=print)
+        lease = Lease(bucket, on_loss=print)
         try:
-            one.take()
-            taken.append(one)
+            lease.take()
+            holders.append(lease)
         except TransientError as error:
             refused.append(error)
 
@@ -62,50 +62,50 @@ def test_many_that_begin_at_the_same_moment(bucket):
         thread.start()
     for thread in threads:
         thread.join()
-    assert (len(taken), len(refused)) == (1, 7)
-    taken[0].require()
-    taken[0].release()
+    assert (len(holders), len(refused)) == (1, 7)
+    holders[0].require()
+    holders[0].release()
 
 
-def test_a_holder_that_is_gone_is_waited_for_until_the_lease_ends(bucket, capsys):
-    gone, begun = abandoned(bucket), time.monotonic()
+def test_a_dead_holder_is_waited_for_until_the_lease_ends(bucket, capsys):
+    dead, start = abandoned(bucket), time.monotonic()
     with leased(bucket) as now:
-        assert 1.0 < time.monotonic() - begun < 5
+        assert 1.0 < time.monotonic() - start < 5
         assert "waiting for its end" in capsys.readouterr().err
         now.require()
         with pytest.raises(TransientError, match="another process has taken the lock"):
-            gone.require()  # it stood still, and would go on
+            dead.require()  # it had stalled, and would go on
 
 
-def test_who_was_seen_early_is_waited_for_no_longer(bucket):
+def test_a_holder_seen_earlier_is_waited_for_no_longer(bucket):
     abandoned(bucket)
     require_unused(bucket)
-    time.sleep(1.3)  # while the step is compiled
-    begun = time.monotonic()
+    time.sleep(1.3)  # while the step compiles
+    start = time.monotonic()
     with leased(bucket):
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - start < 1
 
 
-def test_who_has_lost_it_ends(bucket):
+def test_a_process_that_lost_its_lease_ends(bucket):
     lines, lost = [], threading.Event()
-    mine = Lease(bucket, on_loss=lambda line: (lines.append(line), lost.set()))
-    mine.take()
-    bucket.write(LOCK, b"another's")  # whose clock said that this one was gone
+    lease = Lease(bucket, on_loss=lambda line: (lines.append(line), lost.set()))
+    lease.take()
+    bucket.write(LOCK, b"another's")  # its clock said that this process was dead
     assert lost.wait(5) and lines == [f"{bucket.url}: another process has taken the lock"]
 
 
-def test_who_cannot_renew_it_ends_before_another_may_take_it(store_and_url, bucket):
+def test_a_process_that_cannot_renew_ends_before_another_may_take_over(store_and_url, bucket):
     lost = threading.Event()
-    mine = Lease(bucket, on_loss=lambda line: lost.set())
-    mine.take()
-    begun = time.monotonic()
+    ours = Lease(bucket, on_loss=lambda line: lost.set())
+    ours.take()
+    start = time.monotonic()
     store_and_url[0].store.refused = lambda method, path: 503
-    assert lost.wait(10) and time.monotonic() - begun < 2 * lease.LEASE_SECONDS
+    assert lost.wait(10) and time.monotonic() - start < 2 * lease.LEASE_SECONDS
 
 
 @pytest.mark.parametrize("store_and_url", ["gs"], indirect=True)
-def test_a_write_whose_answer_was_lost_is_known_as_ones_own(store_and_url, bucket, monkeypatch):
-    """The store has written, and the second try, after a second, finds the first one's file."""
+def test_a_write_whose_response_was_lost_is_recognized_as_ours(store_and_url, bucket, monkeypatch):
+    """The store has written the file, and the second try, a second later, finds it there."""
     monkeypatch.setattr(lease, "LEASE_SECONDS", 60)
     answers = iter([True])
     written = gcs_server.Handler.write
@@ -117,28 +117,28 @@ def test_a_write_whose_answer_was_lost_is_known_as_ones_own(store_and_url, bucke
         return handler.fail(503) if next(answers, False) else written(handler, *arguments)
 
     store_and_url[0].http.RequestHandlerClass.write = losing
-    with leased(bucket) as mine:
-        mine.require()
+    with leased(bucket) as ours:
+        ours.require()
 
 
-def test_a_bucket_that_one_may_not_use_is_told_in_one_line(store_and_url):
+def test_a_forbidden_bucket_is_a_one_line_error(store_and_url):
     server, url = store_and_url
     server.store.refused = lambda method, path: 403
     refused = Bucket(f"{url}/run")
     for ask in (refused.names, lambda: refused.version("x"), lambda: refused.remove("x")):
-        with pytest.raises(UserError, match=rf"{url}/run: .* would work") as told:
+        with pytest.raises(UserError, match=rf"{url}/run: .* would work") as error:
             ask()
-        assert "\n" not in str(told.value) and not isinstance(told.value, TransientError)
+        assert "\n" not in str(error.value) and not isinstance(error.value, TransientError)
 
 
-def test_a_store_that_does_not_answer_may_answer_later(gcs, monkeypatch):
+def test_an_unresponsive_store_is_a_transient_error(gcs, monkeypatch):
     monkeypatch.setattr(buckets, "_SECONDS", 0.5)
     gcs.store.refused = lambda method, path: 503
     with pytest.raises(TransientError, match="gs://bucket/run: no answer within"):
         Bucket("gs://bucket/run").version("x", 0.5)
 
 
-def test_a_store_that_writes_whatever_the_condition_is_refused(store_and_url):
+def test_a_store_that_ignores_preconditions_is_refused(store_and_url):
     server, url = store_and_url
     Bucket(url).require_conditions("trial")
     server.store.conditions = False

@@ -1,5 +1,5 @@
-"""Tests of trainer/run/lock.py: one holder, named; kill -9 frees; another host is waited for; no
-locks, no complaint."""
+"""Tests of trainer/run/lock.py: one holder, named in messages; kill -9 frees the lock; another
+host's lock is waited for; without file locks training continues."""
 
 import errno
 import fcntl
@@ -37,18 +37,18 @@ def holder(tmp_path, repository):
     process.communicate()
 
 
-def test_the_second_is_refused_in_one_line_until_the_first_is_killed(holder, tmp_path):
+def test_a_second_start_is_refused_in_one_line_until_the_first_is_killed(holder, tmp_path):
     lock = tmp_path / "lock"
-    told = (
+    expected = (
         re.escape(
             f"{tmp_path}: process {holder.pid} on {socket.gethostname()} is training there since "
         )
         + r"\d{4}-"
     )
-    for _ in range(2):  # being refused takes nothing away from the holder
-        with pytest.raises(UserError, match=told):
+    for _ in range(2):  # a refused start takes nothing away from the holder
+        with pytest.raises(UserError, match=expected):
             run_lock.require_free(lock)
-        with pytest.raises(UserError, match=told), run_lock.held(lock):
+        with pytest.raises(UserError, match=expected), run_lock.held(lock):
             pass
     holder.send_signal(signal.SIGKILL)
     holder.wait()
@@ -63,7 +63,7 @@ def test_the_second_is_refused_in_one_line_until_the_first_is_killed(holder, tmp
     run_lock.require_free(lock)
 
 
-def test_another_host_is_waited_for_and_then_the_way_out_is_told(
+def test_another_hosts_lock_is_waited_for_and_then_the_remedy_is_printed(
     holder, tmp_path, monkeypatch, capsys
 ):
     lock = tmp_path / "lock"
@@ -79,7 +79,7 @@ def test_another_host_is_waited_for_and_then_the_way_out_is_told(
     assert capsys.readouterr().err.count("waiting for its end") == 2
 
 
-def test_a_file_system_without_locks_trains_all_the_same(tmp_path, monkeypatch):
+def test_training_works_on_a_file_system_without_locks(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 

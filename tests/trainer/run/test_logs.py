@@ -1,4 +1,4 @@
-"""A continued run's logs, and the messages about lines that are lost or changed."""
+"""A resumed run's logs, and the messages about lost or changed lines."""
 
 import hashlib
 import json
@@ -11,12 +11,12 @@ LINES = [json.dumps({"step": step, "loss": 1 / step}).encode() + b"\n" for step 
 SAVED = {"lines": 4, "sha256": hashlib.sha256(b"".join(LINES[:4])).hexdigest()}
 
 
-def test_what_a_checkpoint_holds():
+def test_the_record_of_logs_in_a_checkpoint():
     assert Written.of(LINES[:4]).data == SAVED
     assert Written.of([]).data == {"lines": 0, "sha256": hashlib.sha256().hexdigest()}
 
 
-def test_an_untouched_log_is_cut_in_silence(tmp_path, capfd):
+def test_an_untouched_log_is_cut_silently(tmp_path, capfd):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(LINES) + b'{"step": 6, "lo')
     assert cut_back(path, 4, SAVED).data == SAVED
@@ -26,7 +26,7 @@ def test_an_untouched_log_is_cut_in_silence(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("content", "left", "told"),
+    ("content", "left", "words"),
     [
         (LINES[:2], 2, "4 lines had been written up to step 4, and 2 are left"),
         (LINES[1:], 3, "4 lines had been written up to step 4, and 3 are left"),
@@ -44,13 +44,14 @@ def test_an_untouched_log_is_cut_in_silence(tmp_path, capfd):
     ],
     ids=["end", "beginning", "file", "number", "unreadable"],
 )
-def test_lines_that_are_lost_or_changed_are_told_of(tmp_path, capfd, content, left, told):
-    """But for the last case, nothing in the file cannot be read: only the checkpoint knows."""
+def test_lost_or_changed_lines_are_reported(tmp_path, capfd, content, left, words):
+    """Except in the last case every line is readable: only the checkpoint reveals the
+    difference."""
     path = tmp_path / "metrics.jsonl"
     if content is not None:
         path.write_bytes(b"".join(content))
     assert cut_back(path, 4, SAVED).lines == left
     [line] = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"warning: {path}: {told}")
+    assert line.startswith(f"warning: {path}: {words}")
     cut_back(path, 4)
-    assert capfd.readouterr().err == "", "where a checkpoint says nothing of logs"
+    assert capfd.readouterr().err == "", "for a checkpoint without a record of logs"

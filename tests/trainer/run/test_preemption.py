@@ -1,4 +1,4 @@
-"""Tests of trainer/run/preemption.py where a process would not outlive them."""
+"""Tests of trainer/run/preemption.py that need a process of their own."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ with notices() as last:
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes in which no handler of Python's runs, as in a step
 """
 
-# A process of a cluster is told to end while it restores or compiles; the run that it resumes has
+# A process of a cluster gets a signal while it restores or compiles; the run that it resumes has
 # finished 500 steps.
 BEFORE_THE_FIRST_STEP = """
 import os, signal, socket, time
@@ -42,7 +42,7 @@ with notices(lambda: "no time"):
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # as above
 """
 
-# One of two processes gets SIGTERM; process 0 says that the step cannot be finished.
+# One of two processes gets SIGTERM; process 0 says that there is no time to finish the step.
 TWO_WITHOUT_TIME = """
 import os, signal, sys, time
 import jax
@@ -60,7 +60,7 @@ with notices(lambda: f"no time, says {number}"):
 """
 
 
-def test_a_step_for_which_there_is_no_time_is_not_finished(repository):
+def test_a_step_is_not_finished_without_time_for_it(repository):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TIME],
         cwd=repository,
@@ -85,12 +85,12 @@ def test_process_0_decides_for_all_whether_there_is_time(repository):
         )
         for number in range(2)
     ]
-    said = [process.communicate(timeout=50)[1] for process in processes]
-    assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, said
-    assert all("no time, says 0\n" in text for text in said), said
+    outputs = [process.communicate(timeout=50)[1] for process in processes]
+    assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, outputs
+    assert all("no time, says 0\n" in text for text in outputs), outputs
 
 
-def test_a_notice_before_the_first_step_of_a_process_of_several_ends_after_that_step(repository):
+def test_one_of_several_processes_notified_before_its_first_step_ends_after_that_step(repository):
     done = subprocess.run(
         [sys.executable, "-c", BEFORE_THE_FIRST_STEP],
         cwd=repository,
@@ -103,7 +103,7 @@ def test_a_notice_before_the_first_step_of_a_process_of_several_ends_after_that_
     assert done.stdout == f"{[signal.SIGTERM, None, None]}\n", done.stderr
 
 
-def test_a_second_ctrl_c_ends_at_once_while_a_step_is_computed(repository):
+def test_a_second_ctrl_c_during_a_step_ends_at_once(repository):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=repository,

@@ -1,5 +1,5 @@
-"""Processes meet before JAX starts: who is missing, an address in use and a wrong number are one
-line, within the limit."""
+"""Processes meet before JAX starts: a missing process, an address in use and a wrong process number
+are one-line errors within the time limit."""
 
 import contextlib
 import json
@@ -18,8 +18,8 @@ from trainer.run import rendezvous
 from trainer.run.rendezvous import bind_address, meet
 
 
-def together(calls, seconds=5):
-    """Calls `meet` for several processes at once; returns the error of each, or None."""
+def meet_concurrently(calls, seconds=5):
+    """Calls `meet` for several processes concurrently; returns the error of each, or None."""
 
     def call(arguments):
         try:
@@ -36,9 +36,9 @@ def address():
     return f"127.0.0.1:{free_port()}"
 
 
-def test_all_go_on_and_the_port_is_free(address):
+def test_all_processes_meet_and_the_port_is_free_again(address):
     for _ in range(2):
-        assert together([(address, number, 4) for number in range(4)]) == [None] * 4
+        assert meet_concurrently([(address, number, 4) for number in range(4)]) == [None] * 4
     with socket.create_server(("", int(address.split(":")[1]))):
         pass
 
@@ -51,8 +51,8 @@ def test_process_0_may_come_last(address):
         assert other.result() is None
 
 
-def test_who_does_not_come_is_named_to_all(address):
-    errors = together([(address, number, 5) for number in (0, 1, 3)], seconds=1)
+def test_a_missing_process_is_named_to_all(address):
+    errors = meet_concurrently([(address, number, 5) for number in (0, 1, 3)], seconds=1)
     assert len(set(errors)) == 1 and errors[0].startswith(
         f"processes 2, 4 of 5 did not reach process 0 at {address} within 1 s; start all"
     )
@@ -68,7 +68,7 @@ def test_a_missing_process_0_is_named(address):
     )
 
 
-def test_a_port_in_use_is_known_at_once():
+def test_a_port_in_use_is_reported_at_once():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(
@@ -78,7 +78,7 @@ def test_a_port_in_use_is_known_at_once():
             meet(address, 0, 2)
 
 
-def test_a_name_that_is_no_host_is_named():
+def test_an_unknown_host_is_named():
     with pytest.raises(
         UserError,
         match=r"could not be reached at distributed.coordinator nowhere\.invalid:1234 within 1 s \(",
@@ -92,12 +92,12 @@ def test_an_address_without_a_port_is_refused(address):
         meet(address, 0, 2)
 
 
-def test_a_wrong_count_and_a_number_given_twice_are_told_to_all(address):
-    errors = together([(address, 0, 2), (address, 1, 3)])
+def test_a_wrong_count_and_a_duplicate_number_are_reported_to_all(address):
+    errors = meet_concurrently([(address, 0, 2), (address, 1, 3)])
     assert set(errors) == {
         "process 1 was started with distributed.num_processes 3, process 0 with 2"
     }
-    errors = together([(address, 0, 3), (address, 1, 3), (address, 1, 3)])
+    errors = meet_concurrently([(address, 0, 3), (address, 1, 3), (address, 1, 3)])
     assert set(errors) == {
         f"two processes at {address} have distributed.process_id 1; each needs a unique number"
     }
@@ -126,17 +126,17 @@ sys.exit(entry.run(lambda: cluster.join(config, simulated=True, folder=None)))
 """
 
 
-def test_a_process_that_is_lost_after_the_meeting_is_told_in_one_line(address, repository):
-    """JAX would wait for it for 300 seconds, and then abort."""
+def test_losing_a_process_after_the_meeting_is_a_one_line_error(address, repository):
+    """JAX would wait for it for 300 seconds and then abort."""
     process = subprocess.Popen(
         [sys.executable, "-c", JOIN, address], cwd=repository, stderr=subprocess.PIPE, text=True
     )
     meet(address, 1, 2, 60)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 75 and said.startswith(
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75 and stderr.startswith(
         "error: process 0: not all 2 processes joined within 2 s, although all had reached "
         f"{address}; one was lost"
-    ), said
+    ), stderr
 
 
 STRAYS = {
@@ -144,17 +144,17 @@ STRAYS = {
     "bytes": b"\x00\xff" * 6000,
     "nested": b"[" * 9990 + b"\n",
     "a list as a number": b'{"process":[1],"of":2}\n',
-    "a number that there is not": b'{"process":77,"of":2}\n',
-    "a truth value": b'{"process":true,"of":2}\n',
-    "no whole number": b'{"process":1.0,"of":2}\n',
+    "a number out of range": b'{"process":77,"of":2}\n',
+    "a boolean": b'{"process":true,"of":2}\n',
+    "a fraction": b'{"process":1.0,"of":2}\n',
     "zero": b'{"process":0,"of":2}\n',
-    "less than zero": b'{"process":-1,"of":2}\n',
+    "a negative number": b'{"process":-1,"of":2}\n',
     "escape sequences": b'{"process":"\\u001b[31mx\\u001b]0;t\\u0007","of":9}\n',
     "a huge number": b'{"process":' + b"9" * 6000 + b',"of":2}\n',
     "nothing": b"",
     "two lines at once": b'{"process":1,"of":2}\n' + b"0" * 64 + b"\n",
-    "a process's own line, and no proof": b'{"process":1,"of":2}\n',
-    "the line of a process that was started otherwise": b'{"process":1,"of":9}\n',
+    "a process's own line without a proof": b'{"process":1,"of":2}\n',
+    "the line of a process with other settings": b'{"process":1,"of":9}\n',
 }
 
 
@@ -182,7 +182,8 @@ def connect(address):
 
 
 def test_ten_thousand_random_lines_and_connections(address):
-    """By a fixed seed: whole lines, halves, and connections that say nothing and stay."""
+    """By a fixed seed: whole lines, halves, and connections that stay open without sending
+    anything."""
     random, kept = np.random.default_rng(0), []
     words = [
         b'{"process":',
@@ -212,9 +213,9 @@ def test_ten_thousand_random_lines_and_connections(address):
                 kept.append(stranger)
             else:
                 stranger.close()
-        others = [pool.submit(meet, address, 1, 3, 30)]
+        meetings = [pool.submit(meet, address, 1, 3, 30)]
         meet(address, 2, 3, 30)
-        assert [future.result() for future in (first, *others)] == [None, None]
+        assert [future.result() for future in (first, *meetings)] == [None, None]
     for stranger in kept:
         stranger.close()
 
@@ -232,7 +233,7 @@ def test_one_byte_at_a_time_does_not_move_the_deadline(address):
         assert time.monotonic() - start < 4
 
 
-def test_with_a_token_only_who_has_it_is_counted(address):
+def test_only_processes_with_the_token_count(address):
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(meet, address, 0, 2, 20, "secret")
         with pytest.raises(TransientError, match="RUN/token must be equal in all processes"):
@@ -241,7 +242,7 @@ def test_with_a_token_only_who_has_it_is_counted(address):
         assert first.result() is None
 
 
-def test_a_recorded_proof_is_worth_nothing(address):
+def test_a_replayed_proof_is_refused(address):
     with ThreadPoolExecutor(2) as pool:
         first, proof = pool.submit(meet, address, 0, 2, 20, "secret"), b""
         for _ in range(2):
@@ -250,7 +251,7 @@ def test_a_recorded_proof_is_worth_nothing(address):
                 lines.flush()
                 challenge = json.loads(lines.readline())["challenge"]
                 right = rendezvous._Arrival(1, 9).proof(challenge, "secret").encode()
-                proof = proof or right  # of another count, then of another challenge
+                proof = proof or right  # for another process count, then for another challenge
                 lines.write(proof + b"\n")
                 lines.flush()
                 assert lines.readline() == b""
@@ -268,7 +269,9 @@ meet(sys.argv[1], 0, 2, 30)
 """
 
 
-def test_strangers_that_take_all_file_handles_are_outlived(address, repository, monkeypatch):
+def test_strangers_that_exhaust_file_handles_do_not_prevent_the_meeting(
+    address, repository, monkeypatch
+):
     process = subprocess.Popen([sys.executable, "-c", FEW_FILES, address], cwd=repository)
     strangers = [connect(address) for _ in range(100)]
     meet(address, 1, 2, 30)
@@ -277,7 +280,7 @@ def test_strangers_that_take_all_file_handles_are_outlived(address, repository, 
         stranger.close()
 
 
-def test_a_process_that_was_started_again_takes_its_place(address):
+def test_a_restarted_process_takes_its_own_place(address):
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(meet, address, 0, 3, 20)
         with connect(address) as lost, lost.makefile("rwb") as lines:
@@ -312,23 +315,23 @@ def test_only_the_coordinators_own_address_listens(address):
         ("[::1]:1234", "[::1]:1234"),
     ],
 )
-def test_jax_binds_the_same(coordinator, bound):
+def test_jax_binds_the_same_interface(coordinator, bound):
     assert bind_address(coordinator) == bound
 
 
-def test_while_processes_gather_the_first_says_who_is_absent(address, monkeypatch, capfd):
+def test_while_processes_gather_the_first_one_names_those_absent(address, monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 0.2)
-    together([(address, number, 4) for number in (0, 2)], seconds=1.5)
-    said = capfd.readouterr().err.splitlines()
-    assert len(said) >= 2 and all(line.startswith("process 0: processes 1, ") for line in said)
-    # A first report may come before process 2 does.
-    assert said[-1].startswith("process 0: processes 1, 3 of 4 missing; waiting for up to")
+    meet_concurrently([(address, number, 4) for number in (0, 2)], seconds=1.5)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) >= 2 and all(line.startswith("process 0: processes 1, ") for line in lines)
+    # The first report may be printed before process 2 arrives.
+    assert lines[-1].startswith("process 0: processes 1, 3 of 4 missing; waiting for up to")
 
 
 @pytest.mark.parametrize(
     "answer", ["[" * 4000, "go away", "[2]", "\x1b[2J", '[Infinity, "x"]', "[1e999, 2]"]
 )
-def test_what_another_program_answers_is_one_printable_line(answer):
+def test_another_programs_answer_is_one_printable_line(answer):
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
 
         def serve():

@@ -1,4 +1,4 @@
-"""The processes' secret is in the environment, in the run's folder, or made by process 0."""
+"""The processes' secret comes from the environment or the run's folder, or is made by process 0."""
 
 import stat
 
@@ -13,7 +13,7 @@ def _without_one(monkeypatch):
     monkeypatch.delenv("LONGSTRIPE_TOKEN", raising=False)
 
 
-def test_the_token_is_in_the_environment_or_in_the_runs_folder(tmp_path, monkeypatch):
+def test_the_token_comes_from_the_environment_or_the_runs_folder(tmp_path, monkeypatch):
     assert token_of(None) == token_of(tmp_path) == token_of(tmp_path / "absent") == ""
     (tmp_path / "token").write_text("of the file\n")
     assert token_of(tmp_path) == token_of(tmp_path / "stages" / "1") == "of the file"

@@ -1,4 +1,4 @@
-"""A run records which code it is trained with; processes with different code stop before the first
+"""A run records the code it is trained with; processes with different code stop before the first
 step."""
 
 import json
@@ -25,7 +25,7 @@ def tree(root, **contents):
     return root
 
 
-def test_the_digest_is_of_names_and_contents_of_what_training_runs(tmp_path):
+def test_the_digest_covers_names_and_contents_of_the_code_that_training_runs(tmp_path):
     same = versions.source_digest(tree(tmp_path / "a"))
     assert versions.source_digest(tree(tmp_path / "b")) == same
     assert (
@@ -44,22 +44,24 @@ def test_the_digest_is_of_names_and_contents_of_what_training_runs(tmp_path):
 
 
 def test_libraries_and_the_commit_are_recorded():
-    found = versions.versions()
-    assert found["jax"] == jax.__version__ and found["jaxlib"] and len(found["source"]) == 12
+    recorded = versions.versions()
     assert (
-        versions.difference(found) == ""
-        and versions.difference({**found, "commit": "elsewhere"}) == ""
+        recorded["jax"] == jax.__version__ and recorded["jaxlib"] and len(recorded["source"]) == 12
     )
-    assert versions.difference({**found, "jax": "0.1"}) == f"jax 0.1, now {jax.__version__}"
-    assert versions.difference({**found, "libx": "1"}) == "libx 1, now (none)"
+    assert (
+        versions.difference(recorded) == ""
+        and versions.difference({**recorded, "commit": "elsewhere"}) == ""
+    )
+    assert versions.difference({**recorded, "jax": "0.1"}) == f"jax 0.1, now {jax.__version__}"
+    assert versions.difference({**recorded, "libx": "1"}) == "libx 1, now (none)"
 
 
 def test_a_process_with_other_code_is_named(monkeypatch):
     compared = {}
 
-    def first_then_others(work, encode):  # as process 1, where process 0 has another source
-        theirs = {**compared, "this project's source": "other"}
-        work(json.dumps(theirs))
+    def first_then_others(work, encode):  # acts as process 1, where process 0 has other sources
+        received = {**compared, "this project's source": "other"}
+        work(json.dumps(received))
 
     monkeypatch.setattr(cluster, "first_then_others", first_then_others)
     monkeypatch.setattr(
@@ -74,7 +76,7 @@ def test_a_process_with_other_code_is_named(monkeypatch):
         versions.require_same_code()
 
 
-def test_going_on_with_other_code_is_said_in_one_line(
+def test_resuming_with_other_code_prints_one_line(
     whole_run, small_recipe, tmp_path, monkeypatch, capfd
 ):
     run = tmp_path / "run"
@@ -84,9 +86,9 @@ def test_going_on_with_other_code_is_said_in_one_line(
     assert recorded == data["versions"] == versions.versions()
     monkeypatch.setattr(versions, "versions", lambda: {**recorded, "source": "0123456789ab"})
     assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert (
-        len(said) == 1
+        len(lines) == 1
         and f"was written with source {recorded['source']}, now 0123456789ab; the run continues"
-        in said[0]
+        in lines[0]
     )

@@ -1,5 +1,5 @@
-"""A run that stands still ends with 75 in every process, each with its stacks, and the reason
-last."""
+"""A run that stands still ends with 75 in every process, each printing its stacks and then the
+reason."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from scripts.launch_local import free_port
 from trainer.config.schema import DistributedConfig
 from trainer.run.watchdog import USUAL_STEPS, Watchdog
 
-STANDS = """
+STALLING = """
 import pathlib, sys, time
 from trainer.config.schema import DistributedConfig
 from trainer.run import cluster
@@ -41,12 +41,12 @@ loads_a_record_that_never_comes()
 """
 
 
-def stand_still(repository, doing, processes=2):
+def run_stalling(repository, doing, processes=2):
     address = f"127.0.0.1:{free_port()}" if processes > 1 else ""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", STANDS, address, str(number), doing],
+            [sys.executable, "-c", STALLING, address, str(number), doing],
             cwd=repository,
             text=True,
             stderr=subprocess.PIPE,
@@ -54,24 +54,24 @@ def stand_still(repository, doing, processes=2):
         )
         for number in range(processes)
     ]
-    said = [process.communicate(timeout=60)[1] for process in running]
-    return [process.returncode for process in running], said
+    outputs = [process.communicate(timeout=60)[1] for process in running]
+    return [process.returncode for process in running], outputs
 
 
-def test_who_is_behind_is_named_by_all_after_their_stacks(repository):
-    codes, said = stand_still(repository, "steps")
+def test_all_processes_name_the_slowest_one_after_their_stacks(repository):
+    codes, outputs = run_stalling(repository, "steps")
     assert codes == [75, 75]
-    for words in said:
+    for words in outputs:
         assert "in loads_a_record_that_never_comes" in words and "Thread 0x" in words
         last = words.rstrip().splitlines()[-1]
         assert last.startswith("error: nothing has moved for 0.0 minutes (step ")
         assert "process 1 is in step 7 (in a step)" in last
 
 
-def test_a_process_that_falls_silent_is_named(repository):
-    codes, said = stand_still(repository, "silent")
+def test_a_silent_process_is_named(repository):
+    codes, outputs = run_stalling(repository, "silent")
     assert codes == [75, 75]
-    for words in said:
+    for words in outputs:
         assert (
             words.rstrip()
             .splitlines()[-1]
@@ -79,9 +79,9 @@ def test_a_process_that_falls_silent_is_named(repository):
         )
 
 
-def test_a_process_alone_ends_too(repository):
-    codes, said = stand_still(repository, "alone", processes=1)
-    assert codes == [75] and said[0].rstrip().splitlines()[-1].startswith(
+def test_a_single_process_ends_too(repository):
+    codes, outputs = run_stalling(repository, "alone", processes=1)
+    assert codes == [75] and outputs[0].rstrip().splitlines()[-1].startswith(
         "error: nothing has moved for 0.0 minutes (step 8"
     )
 
