@@ -30,7 +30,7 @@ from .padding import pad
 from .xla import XlaKernel
 
 HEAD_UNIT = 8  # cuDNN requires head sizes that are multiples of it
-# Forms of a block; PADDED: some rows end with padding.
+# Forms of a block; PADDED: some rows end with tokens that see nothing.
 NOTHING, FULL, CAUSAL, PADDED_FULL, PADDED_CAUSAL, OTHER = range(6)
 MASKS = {
     FULL: "NO_MASK",
@@ -101,7 +101,7 @@ def _leading_document(coords: TokenCoords) -> tuple[Int[Array, " B"], Bool[Array
 
 def _sees_one_more_each(q_index, kv_index, queries, keys, shift: int) -> Bool[Array, " B"]:
     """Returns whether query r of each row sees exactly the first r + 1 - shift keys, or all if
-    there are fewer; queries and keys are in order, and False unless they are equally many."""
+    there are fewer. Both must be in order; False unless they are equally many."""
     if q_index.shape != kv_index.shape:
         return jnp.zeros(len(q_index), bool)
     offset = jnp.arange(q_index.shape[1])
