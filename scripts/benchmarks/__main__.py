@@ -1,13 +1,12 @@
 """Measures stale results and writes docs/results and BENCHMARKS.md: `make bench`.
 
-    python -m scripts.benchmarks                       # stale ones; continues an interrupted start
+    python -m scripts.benchmarks                       # stale results; resumes if interrupted
     python -m scripts.benchmarks --only step kernels   # these, fresh or not
     python -m scripts.benchmarks --stale               # lists stale results, measures nothing
-    python -m scripts.benchmarks --fresh step          # fails where one of these is stale
+    python -m scripts.benchmarks --fresh step          # fails if one of these is stale
 
 A result is fresh while the programs it depends on are unchanged since its measurement: see
-`freshness`. Results carried over from the previous page count by the programs of the commit that
-recorded them.
+`freshness`. For results carried over from the previous page, the commit that recorded them counts.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from trainer.options import command, option
 
 
 def stale_results() -> dict[str, list[str]]:
-    """Returns, by result, the patterns whose files have changed since it was measured."""
+    """Returns the patterns whose files have changed since the measurement, by stale result."""
     return {name: patterns for name, result in load_all().items() if (patterns := changed(result))}
 
 
 def report_stale() -> None:
-    """Prints each stale result: its origin, how to measure it again, and what has changed."""
+    """Prints each stale result: its origin, how to repeat it, and what has changed."""
     results = load_all()
     for name, patterns in stale_results().items():
         result = results[name]
@@ -51,15 +50,15 @@ def report_stale() -> None:
 
 
 def report_fresh(names: tuple[str, ...]) -> int:
-    """Prints whether each result is fresh; returns 1 if one is not.
+    """Prints whether each result is fresh; returns 1 if any is stale.
 
     Raises:
-      UserError: there is no such result.
+      UserError: a result does not exist.
     """
     known, stale = load_all(), stale_results()
     for name in names:
         if name not in known:
-            raise UserError(f"--fresh: found {name!r}; needs a result: {', '.join(known)}")
+            raise UserError(f"--fresh: found {name!r}; expected one of: {', '.join(known)}")
         why = f"stale, changed: {', '.join(stale[name])}" if name in stale else "fresh"
         print(f"{name}, {known[name].date}: {why}")
     return int(any(name in stale for name in names))
@@ -108,7 +107,7 @@ def measure(name: str, folder: Path, conversations: Path) -> Result:
     seconds = round(seconds + time.perf_counter() - start, 1)
     result = renew(name, rows, command=measurement.command(name), seconds=seconds)
     for fact in result.facts:
-        print(f"kept in docs/results/{name}.json; is it still true? {fact}")
+        print(f"docs/results/{name}.json keeps this fact; check that it still holds: {fact}")
     # Complete: the next start measures again, in the same folder.
     write_json(out / "progress.json", {"inputs": {}, "seconds": []})
     return result
@@ -126,14 +125,14 @@ class Options:
     )
     stale: bool = option("only list results whose code has changed")
     fresh: tuple[str, ...] = option(
-        "only print whether these are fresh: 1 if one is not", (), metavar="NAME"
+        "only print whether these are fresh; exit with 1 if one is not", (), metavar="NAME"
     )
     conversations: Path = option("identity conversations", CONVERSATIONS)
     output: Path = option("folder for the commands' output", Path("runs/bench"))
 
 
 def work(args: Options) -> int:
-    """Returns 0, or 1 if a measurement failed (the others still run) or one of `fresh` is stale."""
+    """Returns 1 if a measurement failed (the rest still run) or one of `fresh` is stale, else 0."""
     if args.fresh:
         return report_fresh(args.fresh)
     if args.stale:
@@ -147,7 +146,7 @@ def work(args: Options) -> int:
             print(f"{name}: fresh")
             continue
         if MEASUREMENTS[name].needs_conversations and not args.conversations.exists():
-            print(f"{name}: left out; {args.conversations} does not exist (--conversations)")
+            print(f"{name}: skipped; {args.conversations} does not exist (--conversations)")
             continue
         try:
             result = measure(name, args.output, args.conversations)

@@ -27,7 +27,7 @@ class CountedKernel(XlaKernel):
 
     rank is the index on the mesh axis `sequence`; query and key are the coordinate `index` of the
     tile's first query and first key in the first row of the batch. A skipped tile is never
-    reported, because the call stands where the scores are computed.
+    reported, because the call is made where the scores are computed.
     """
 
     report: Callable[..., None] | None = None
@@ -42,16 +42,15 @@ class CountedKernel(XlaKernel):
 def computed_tiles(
     schedule, layout: str, size: int, tiles: int = 16, mask: Mask = Mask()
 ) -> dict[str, Int[np.ndarray, "n 5"]]:
-    """Returns the tiles that kernels compute on `size` devices, both passes, one document.
+    """Returns the tiles that kernels compute on `size` devices in both passes, for one document.
 
     Args:
       schedule: name or options of a schedule.
       tiles: number of tiles, of TILE tokens each, on a side of each rank's block.
 
     Returns:
-      For "forward" and "backward" one line for each computed tile, repeated for each kernel call
-      that computed it: the rank, the query's block and its tile in the block, the key's block and
-      its tile in the block.
+      For "forward" and "backward", one line per computed tile and kernel call: the rank, the query's
+      block and its tile in the block, the key's block and its tile in the block.
     """
     length = size * tiles * TILE
     order = permutation(length, size, layout)
@@ -59,7 +58,7 @@ def computed_tiles(
     computed: list[tuple[int, ...]] = []  # rank, index of the first query and of the first key
     kernel = CountedKernel(TILE, TILE, lambda *tile: computed.append(tuple(map(int, tile))))
     mesh = Mesh(np.array(jax.devices()[:size]), ("sequence",))
-    # As many heads as ranks, so every schedule can divide them.
+    # As many heads as ranks, so that every schedule can divide them.
     q = jnp.ones((1, length, size, 2))
     coords = TokenCoords(jnp.asarray(order[None], jnp.int32), jnp.ones((1, length), jnp.int32))
 

@@ -1,9 +1,9 @@
 """Times balanced attention against the contiguous ring on two one-thread devices, both passes.
 
 Each device is one CPU thread, so a rank that waits for the other costs time (Striped Attention,
-Figure 5). All cases of a length take turns in one process, and the median counts. It is compared
-with the bound from counting tiles. On a busy machine the figures mean nothing; the printed spread
-shows it.
+Figure 5). All cases of a length alternate in one process, and the median counts. It is compared
+with the bound from counting tiles. On a busy machine the figures are meaningless, which the printed
+spread shows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from data.errors import UserError
 from model.attention import TokenCoords, attention, get_kernel
 from model.attention.layout import permutation
 
-CASES = {  # schedule and layout; the others are compared with the first
+CASES = {  # schedule and layout; the first is the baseline
     "contiguous ring": ("ring", "contiguous"),
     "striped ring": ("ring", "striped"),
     "zigzag ring": ("ring", "zigzag"),
@@ -34,11 +34,11 @@ def bound(name: str, tiles: int) -> float:
     """Returns the speed-up of a case over the contiguous ring if time were proportional to tiles.
 
     Args:
-      name: of CASES.
-      tiles: on a side of each of the two ranks' blocks.
+      name: a key of CASES.
+      tiles: tiles on a side of each of the two ranks' blocks.
     """
-    # The busiest ranks of the rounds compute: in the contiguous ring a diagonal block and then a
-    # whole one; in the striped ring two diagonal blocks; in the others a diagonal block and half a
+    # What the busiest rank of each round computes: in the contiguous ring a diagonal block and then
+    # a full one; in the striped ring two diagonal blocks; in the others a diagonal block and half a
     # block.
     diagonal, whole = tiles * (tiles + 1) / 2, tiles * tiles
     busiest = {
@@ -88,7 +88,7 @@ def compiled_cases(length: int, tiles: int, heads: int, head_dim: int) -> dict:
 
 
 def measure(length: int, tiles: int, repeats: int, heads: int, head_dim: int) -> list[dict]:
-    """Returns a row for each case: median and all seconds, speed-up, and its bound."""
+    """Returns a row per case: median and all seconds, speed-up, and its bound."""
     cases = compiled_cases(length, tiles, heads, head_dim)
     for run in cases.values():
         run()

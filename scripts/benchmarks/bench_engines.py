@@ -3,13 +3,12 @@
     python -m scripts.benchmarks.bench_engines --tokenizer DIR [--rows processes:1 beam:2 ...] \\
         [--gigabytes 0.25 0.5 1] [--write]
 
-A row is ENGINE:CORES: `processes` on that many cores, or `beam` on Dask with as many worker
-processes on as many cores (in the environment of `make beam`). Each row is measured in a process of
-its own and saved to OUTPUT/engines.json as soon as it is done; a row that is measured again takes
-the place of the old one. --write makes docs/results/engines.json from all rows saved there.
+A row is ENGINE:CORES: `processes` on that many cores, or `beam` on Dask with one worker process per
+core (in the environment of `make beam`). Each row is measured in a separate process and saved to
+OUTPUT/engines.json immediately; a repeated row replaces the old one. --write makes
+docs/results/engines.json from all rows saved there.
 
-Data of the same size are the same on every machine. Every fiftieth conversation repeats an earlier
-one.
+Data of one size are the same on every machine. Every fiftieth conversation repeats an earlier one.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ LONGEST_TURN = 1 << 16  # characters
 REPEAT_EVERY = 50  # conversations
 CONTEXT_LENGTH = 8192  # tokens
 # Goals, set before anything was measured: the largest relative error of the scale-up rule, and the
-# most bytes that each engine has prepared.
+# size of the largest data set that each engine has prepared.
 LARGEST_RULE_ERROR = 0.2
 SIZE_GOALS = {"processes": 10**10, "beam": 10**9}
 RESULTS_FILE = "engines.json"
 
 
 class Conversations:
-    """Generated conversations, each a function of its number alone: the words of our fixtures in
-    random order, of which every thirtieth is replaced by a number that no tokenizer knows."""
+    """Generated conversations, each a function of its number: the words of our fixtures in random
+    order, every thirtieth replaced by a random hexadecimal number."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
@@ -71,7 +70,7 @@ class Conversations:
     def __getitem__(self, number: int) -> str:
         """Returns a conversation as a line of JSON."""
         is_repeat = number % REPEAT_EVERY == REPEAT_EVERY - 1
-        # Halfway back, and a multiple, which is never itself a repeat.
+        # About halfway back; a multiple of REPEAT_EVERY is never itself a repeat.
         original = number // 2 // REPEAT_EVERY * REPEAT_EVERY if is_repeat else number
         rng = np.random.default_rng(original)
         lengths = np.clip(rng.lognormal(6.5, 1.0, 4), 8, LONGEST_TURN).astype(int)
@@ -84,7 +83,7 @@ class Conversations:
 
 
 def write_conversations(folder: Path, size: int) -> int:
-    """Writes `size` bytes of conversations to files in a new folder; returns how many there are."""
+    """Writes `size` bytes of conversations to files in a new folder; returns their number."""
     conversations, count, written = Conversations(), 0, 0
     folder.mkdir()
     while written < size:
@@ -101,11 +100,11 @@ def measure(engine: str, cores: int, sources: Path, tokenizer: Path, target: Pat
     """Prepares data in this process and its workers, on `cores` cores.
 
     Returns:
-      Seconds of wall and CPU time, peak memory in MiB of this process and of each worker (of
-      `processes`: of the largest), and what `_prepared` returns.
+      Wall and CPU seconds, peak memory in MiB of this process and of each worker (for `processes`,
+      of the largest), and what `_prepared` returns.
 
     Raises:
-      UserError: this machine has fewer cores.
+      UserError: this machine has too few cores.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) < cores:
@@ -136,8 +135,8 @@ def measure(engine: str, cores: int, sources: Path, tokenizer: Path, target: Pat
 
 
 def _prepared(engine: Engine, sources: Path, tokenizer: Path, target: Path) -> dict[str, Any]:
-    """Prepares data; returns the seconds, the load of the machine before, counts, and a hash of
-    every file that was made."""
+    """Prepares data; returns the seconds, the machine's load before, counts, and a hash of all files
+    written."""
     started, load_before = time.monotonic(), os.getloadavg()[0]
     made = prepare(
         [Source(str(sources), template="tokenizer")],
@@ -160,9 +159,10 @@ def _prepared(engine: Engine, sources: Path, tokenizer: Path, target: Path) -> d
 
 
 def _content_hash(folder: Path, sources: Path) -> str:
-    """Returns a hash of prepared data that does not depend on where the sources were."""
+    """Returns a hash of prepared data that does not depend on the location of the sources."""
     digest = hashlib.sha256()
-    # The index holds hashes of the other files, which name the sources; its columns are below.
+    # The index holds hashes of the other files, which contain the sources' paths; only its columns
+    # are hashed, below.
     for path in sorted(path for path in folder.rglob("*") if path.name != INDEX):
         content = path.read_bytes() if path.is_file() else b""
         content = content.replace(str(sources).encode(), b"")
@@ -174,9 +174,8 @@ def _content_hash(folder: Path, sources: Path) -> str:
 
 
 def predicted(rows: Iterable[dict], engine: str, size: int, cores: int) -> float | None:
-    """Returns the seconds that the scale-up rule gives for `size` bytes: a fixed time, and then
-    each core the same bytes a second. Both are those of the two smallest sizes on one core; None if
-    there are not two."""
+    """Returns the seconds that the scale-up rule predicts for `size` bytes: a fixed time plus a
+    constant rate per core, both fitted to the two smallest sizes on one core; None without two."""
     fitted = sorted((r["bytes"], r["seconds"]) for r in rows if _is(r, engine, 1))[:2]
     if len(fitted) < 2:
         return None
@@ -232,7 +231,7 @@ def _described(measured: dict) -> str:
 
 
 def _same_files(rows: list[dict]) -> dict[str, str]:
-    """Returns the row that says whether every engine made the same files of the same data."""
+    """Returns the row that says whether every engine made the same files from the same data."""
     hashes: dict[int, list[str]] = {}
     for measured in rows:
         hashes.setdefault(measured["bytes"], []).append(measured["sha256"])
@@ -247,17 +246,17 @@ def _same_files(rows: list[dict]) -> dict[str, str]:
 
 
 def work(options: Options) -> Result | None:
-    """Measures the rows; in a process that this command has started, only one of them.
+    """Measures the rows; in a child process of this command, only one of them.
 
     Raises:
-      UserError: a row is none; or the records that were read or dropped are not those written.
+      UserError: a row's name is invalid, or the records read or dropped are not those written.
     """
     if options.sources:
         [name] = options.rows
         engine, cores = _parsed(name)
         with tempfile.TemporaryDirectory(dir=options.scratch, prefix="engines-") as target:
-            found = measure(engine, cores, options.sources, options.tokenizer, Path(target))
-        print(json.dumps(found))
+            measured = measure(engine, cores, options.sources, options.tokenizer, Path(target))
+        print(json.dumps(measured))
         return None
     output_files(options.output, {RESULTS_FILE: b'"sha256"'})
     path = options.output / RESULTS_FILE
@@ -299,24 +298,24 @@ def _measured_apart(
     Args:
       name: the row.
       size: bytes of the data in `folder`/in.
-      records: their number.
-      folder: holds the prepared data until they are removed.
+      records: number of records in the data.
+      folder: where the prepared data are kept until removed.
       tokenizer: folder of the tokenizer.
 
     Raises:
-      UserError: `name` is no row; or the records that were read or dropped are not those written.
+      UserError: the row's name is invalid, or the records read or dropped are not those written.
     """
     engine, cores = _parsed(name)
-    found = in_own_process(
+    measured = in_own_process(
         "bench_engines",
         f"--rows={name}",
         f"--sources={folder / 'in'}",
         f"--scratch={folder}",
         f"--tokenizer={tokenizer}",
     )
-    if (found["records"], found["duplicates"]) != (records, records // REPEAT_EVERY):
-        raise UserError(f"{name}: {records} records were written; found {found}")
-    return {"engine": engine, "cores": cores, "bytes": size, **found}
+    if (measured["records"], measured["duplicates"]) != (records, records // REPEAT_EVERY):
+        raise UserError(f"{name}: {records} records were written; found {measured}")
+    return {"engine": engine, "cores": cores, "bytes": size, **measured}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -327,13 +326,15 @@ class Options:
         "folder of a tokenizer", ROOT / "data/fixtures/tiny_tokenizer", metavar="DIR"
     )
     rows: tuple[str, ...] = option(
-        "ENGINE:CORES to measure", ("processes:1", "processes:2", "beam:1", "beam:2")
+        "rows to measure, ENGINE:CORES", ("processes:1", "processes:2", "beam:1", "beam:2")
     )
     gigabytes: tuple[float, ...] = option("sizes of the data, 10^9 bytes", (0.25, 0.5, 1.0))
     write: bool = option("make docs/results/engines.json from the rows measured so far")
-    scratch: Path = option("folder for the data, removed afterwards", Path(tempfile.gettempdir()))
+    scratch: Path = option(
+        "folder for the generated data, which are removed", Path(tempfile.gettempdir())
+    )
     output: Path = option("folder for results", Path("runs/bench/engines"))
-    sources: Path | None = option("measure one row on the files of this folder", None)
+    sources: Path | None = option("measure one row on the files in this folder", None)
 
 
 main = command(Options, work)

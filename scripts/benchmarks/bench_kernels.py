@@ -1,13 +1,13 @@
-"""Compares attention kernels with the installed peers on this device, forward and with gradients.
+"""Compares our attention kernel with installed peers on this device, forward and with gradients.
 
     python -m scripts.benchmarks.bench_kernels [--lengths 4096 16384] [--blocks diagonal full]
         [--peers ours torch-sdpa] [--output DIR]
 
-On a CPU every measurement runs in a separate process, for its peak memory. On an accelerator, where
-starting a process takes longer than most measurements, a peer's cases share one, the smallest
-first; a peak is then given only if it exceeds those of earlier cases. Peers take turns, and each
-one's best time counts. Writes bench_kernels.json and .txt (the table). TFLOP/s count only visible
-pairs of tokens.
+On a CPU every measurement runs in a separate process, to measure its peak memory. On an accelerator,
+where starting a process takes longer than most measurements, a peer's cases share a process, the
+smallest first; a peak is then reported only if it exceeds those of earlier cases. Peers take turns,
+and the best time of each counts. Writes bench_kernels.json and .txt (the table). TFLOP/s count only
+visible pairs of tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PASSES = {"forward": False, "forward+backward": True}
 
 
 class Row(NamedTuple):
-    """A row of the table, by which its `Case` is found."""
+    """A row of the table, which identifies its `Case`."""
 
     length: int
     block: str
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 def measure(cases: list[Case]) -> list[dict]:
-    """Returns the measurements of cases that share a process, or why it crashed."""
+    """Measures cases in one process; if it crashes, each measurement is the reason."""
     try:
         return in_own_process(
             "kernel_case",
@@ -55,7 +55,7 @@ def measure(cases: list[Case]) -> list[dict]:
 
 
 def best(first: dict | None, second: dict) -> dict:
-    """Merges two measurements of one case: the better times, the larger peak of memory."""
+    """Merges two measurements of one case: the better times, the larger peak memory."""
     if first is None or "left_out" in second:
         return second
     times = {name: min(first[name], second[name]) for name in ("seconds", "cpu_seconds")}
@@ -64,7 +64,7 @@ def best(first: dict | None, second: dict) -> dict:
 
 
 def measure_all(args: Options, peers: tuple[str, ...], device: dict) -> list[dict]:
-    """Prints and returns a row for each length, pass, block and peer; peers take turns."""
+    """Prints and returns a row for each length, pass, block and peer; peers alternate."""
     shape: dict[str, Any] = {
         "heads": args.heads,
         "kv_heads": args.kv_heads or args.heads,
@@ -110,7 +110,7 @@ def measure_all(args: Options, peers: tuple[str, ...], device: dict) -> list[dic
 
 
 def figures(case: Case, row: Row, measured: dict, ours: dict, device: dict) -> dict:
-    """Returns a row's measurement with its rates, and how much faster ours is."""
+    """Returns a row's measurement with its rates and our speed relative to it."""
     result = {
         "length": row.length,
         "block": row.block,
@@ -178,14 +178,14 @@ class Options:
     lengths: tuple[Tokens, ...] = option("tokens of a block", (4096, 8192, 16384))
     blocks: tuple[str, ...] = option("kinds of block", BLOCKS, choices=BLOCKS)
     peers: tuple[str, ...] | None = option(
-        "default: all that this kind of device can run", None, choices=PEERS
+        "kernels to compare (default: all that this kind of device can run)", None, choices=PEERS
     )
     heads: int = option("query heads", 8)
     kv_heads: int | None = option("key and value heads (default: as many as query heads)", None)
-    head_dim: int = option("size of a head", 64)
-    dtype: str = option("of the operands", "float32", choices=("float32", "bfloat16"))
+    head_dim: int = option("head size", 64)
+    dtype: str = option("dtype of the operands", "float32", choices=("float32", "bfloat16"))
     kernel: str = option("our kernel", "auto")
-    tile: TokensOr0 = option("our tiles' length (default: the kernel's own, as in training)", 0)
+    tile: TokensOr0 = option("our tile length (default: the kernel's choice, as in training)", 0)
     repeats: int = option("runs in each process", 3)
     rounds: int = option("processes for each peer, taking turns", 2)
     output: Path = option("folder for results", Path("runs/bench_kernels"))

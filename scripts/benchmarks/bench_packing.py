@@ -1,9 +1,9 @@
-"""Measures time and peak memory of planning the packing of many documents.
+"""Measures the time and peak memory of planning how many documents are packed.
 
     python -m scripts.benchmarks.bench_packing --documents 10000000
 
-Makes only an index, of documents from three sources with up to 32,768 tokens; then opens it like a
-training, up to the first row.
+Makes only an index, of documents from three sources with up to 32,768 tokens; then opens it as
+training does, up to the first row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def write_index(path: Path, count: int) -> None:
 
 
 def plan_index(path: Path, context_length: int) -> dict:
-    """Returns times and peak memory of a process that plans an index's documents."""
+    """Plans the packing of an index's documents; returns this process's times and peak memory."""
     started, before = time.process_time(), peak_mib()
     index = StoredIndex(path)
     count = len(index["held_out"])
@@ -79,7 +79,7 @@ class Options:
     """The command's options."""
 
     documents: int = option("documents in the index", 10_000_000)
-    context_length: Tokens = option("tokens in a row", 32768)
+    context_length: Tokens = option("tokens per row", 32768)
     index: Path | None = option("index.npz to plan instead of a generated one", None)
 
 

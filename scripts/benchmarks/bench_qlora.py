@@ -3,11 +3,11 @@
     python -m scripts.benchmarks.bench_qlora --lengths 8192 32768 --torch-liger  # on a GPU
     python -m scripts.benchmarks.bench_qlora --model tiny --lengths 256 --dtype float32  # on a CPU
 
-Both sides begin from the same weights: random, stored once as a model of one layer, which every
-layer of the measured model copies. The base is in NF4 with double quantization; adapters of all
+Both sides start from the same random weights, stored once as a model with one layer, which is copied
+to every layer of the measured model. The base is in NF4 with double quantization; adapters of all
 projections, their moments and AdamW are in float32. A row holds documents of about
 --document-tokens, and every step trains on the same row. Layers are recomputed on both sides, as in
-peft's prepare_model_for_kbit_training. Sides run in separate processes; each adds its row to
+peft's prepare_model_for_kbit_training. The sides run in separate processes; each adds its row to
 OUTPUT/qlora.jsonl when it ends.
 """
 
@@ -56,8 +56,8 @@ def one_layer(config: TransformerConfig) -> TransformerConfig:
 
 
 def write_weights(config: TransformerConfig, adapters: AdapterConfig, folder: Path) -> None:
-    """Writes random weights of a model of one layer, bfloat16, and of its adapters, float32, in
-    Hugging Face's and PEFT's formats."""
+    """Writes random weights of a one-layer model (bfloat16) and of its adapters (float32) in Hugging
+    Face's and PEFT's formats."""
     from ml_dtypes import bfloat16
     from safetensors.numpy import save_file
 
@@ -71,7 +71,7 @@ def write_weights(config: TransformerConfig, adapters: AdapterConfig, folder: Pa
         return (2 * bound * (rng.random(shape, np.float32) - np.float32(0.5))).astype(np.float32)
 
     one = one_layer(config)
-    bound = config.initializer_range * 3**0.5  # of a uniform number with that deviation
+    bound = config.initializer_range * 3**0.5  # of a uniform distribution with that deviation
     weights = {}
     for entry in hf_layout(one):
         shape = entry.hf_shape
@@ -142,7 +142,7 @@ def ours(length: int, weights: Path, args: Options) -> dict:
 
 
 def _params(model, folder: Path) -> dict[str, Any]:
-    """Returns the parameters of our model, every layer a copy of the one in the folder."""
+    """Returns the parameters of our model, whose layers all copy the layer in the folder."""
     import contextlib
 
     import jax
@@ -221,8 +221,8 @@ def theirs(length: int, weights: Path, args: Options) -> dict:
 
 
 def _peft_model(args: Options, weights: Path, device: str):
-    """Returns transformers' model with peft's adapters on bitsandbytes' NF4, every layer a copy
-    of the one in the folder."""
+    """Returns transformers' model in bitsandbytes' NF4 with peft's adapters, whose layers all copy
+    the layer in the folder."""
     import torch
     import transformers
     from peft import (
@@ -239,7 +239,7 @@ def _peft_model(args: Options, weights: Path, device: str):
         apply_liger_kernel_to_llama()
     config, dtype = preset(args.model, args.layers), getattr(torch, args.dtype)
 
-    def of_all_layers(tensors):
+    def copied_to_all_layers(tensors):
         return {
             name.replace("layers.0.", f"layers.{i}."): tensor
             for name, tensor in tensors.items()
@@ -250,7 +250,7 @@ def _peft_model(args: Options, weights: Path, device: str):
     base = transformers.LlamaForCausalLM.from_pretrained(
         None,
         config=transformers.LlamaConfig(**config.to_hf()),
-        state_dict=of_all_layers(stored),
+        state_dict=copied_to_all_layers(stored),
         dtype=dtype,
         attn_implementation=args.torch_attention,
         device_map={"": device},
@@ -267,7 +267,7 @@ def _peft_model(args: Options, weights: Path, device: str):
     adapters = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules=list(PROJECTIONS))
     model = get_peft_model(base, adapters)
     parts = load_file(weights / "adapter" / "adapter_model.safetensors")
-    unread: Any = set_peft_model_state_dict(model, of_all_layers(parts))
+    unread: Any = set_peft_model_state_dict(model, copied_to_all_layers(parts))
     assert not unread.unexpected_keys, unread
     return model.train()
 
@@ -328,12 +328,12 @@ def _line(row: dict) -> str:
 
 
 def _comparison(ours: dict, theirs: dict) -> str:
-    """Returns the ratio of two rows' speeds and the largest difference of their losses."""
+    """Returns the ratio of two rows' speeds and the largest difference between their losses."""
     if "failed" in ours or "failed" in theirs:
         return f"{ours['length']} tokens: nothing to compare"
-    apart = max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
-    speeds = ours["tokens_per_second"] / theirs["tokens_per_second"]
-    return f"{ours['length']} tokens: {speeds:.3f}x peft; losses at most {apart:.1e} apart"
+    difference = max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
+    ratio = ours["tokens_per_second"] / theirs["tokens_per_second"]
+    return f"{ours['length']} tokens: {ratio:.3f}x peft; losses differ by at most {difference:.1e}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -345,12 +345,12 @@ class Options:
     lengths: tuple[Tokens, ...] = option("tokens in the row", (8192, 32768))
     document_tokens: TokensOr0 = option("mean tokens of a document; 0: one document", 2048)
     steps: AtLeastOne = option("steps; the fastest after the second counts", 10)
-    rank: AtLeastOne = option("of the adapters", 16)
+    rank: AtLeastOne = option("rank of the adapters", 16)
     dtype: str = option("compute precision", "bfloat16", choices=("float32", "bfloat16"))
-    remat: str = option("our policy", "save_attention")
+    remat: str = option("our remat policy", "save_attention")
     kernel: str = option("our attention kernel", "auto")
     loss_chunk: TokensOr0 = option("tokens per chunk of our loss", 4096)
-    side: tuple[str, ...] = option("whose step", SIDES, choices=SIDES)
+    side: tuple[str, ...] = option("whose step to measure", SIDES, choices=SIDES)
     torch_attention: str = option("their attention: sdpa, flex_attention", "sdpa")
     torch_liger: bool = option("they use Liger's kernels (pip install liger-kernel)")
     output: Path = option("folder for results", Path("runs/bench"))

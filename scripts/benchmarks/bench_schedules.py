@@ -44,11 +44,11 @@ from trainer.config.schema import MeshConfig
 from trainer.options import Tokens, add_options, option
 from trainer.xla_flags import FLAGS
 
-# Pods with twice as many chips as ranks: as in training, there is a second mesh axis. (The TPU's
+# Pods with twice as many chips as ranks: as in training, there is a second mesh axis. (The TPU
 # compiler may turn a reduce-scatter over all chips of a pod into an all-reduce.)
 PODS = {4: "v4:2x2x2", 8: "v4:2x2x4", 16: "v4:4x4x2", 64: "v4:4x4x8", 256: "v4:8x8x8"}
 # Name in the table: schedule, layout, and the window in blocks if there is one. The layout matters
-# to windows and `balanced`.
+# for windows and for `balanced`.
 CASES: dict[str, tuple] = {
     "ring": ("ring", "striped"),
     "ring bidirectional": ({"name": "ring", "bidirectional": True}, "striped"),
@@ -84,9 +84,9 @@ def compile_pass(
     """Returns the compiled text of one pass of a schedule alone.
 
     Args:
-      size: ranks; `devices` are divided into lines of this length, each with its own batch.
+      size: number of ranks; `devices` are divided into lines of this length, each with its own batch.
       block: `plan.Block` of one rank.
-      backward: the gradients' pass instead of the forward pass.
+      backward: whether to compile the backward instead of the forward pass.
     """
     rows = len(devices) // size
     mesh = Mesh(np.array(devices).reshape(rows, size), ("fsdp", "sequence"))
@@ -129,7 +129,7 @@ def compile_pass(
 
 
 def count_bytes(name: str, size: int, block, topology: str = "", kernel: str = "xla") -> dict:
-    """Returns what devices receive in each pass, by the compiled text and by the plan."""
+    """Returns the bytes that devices receive in each pass, by the compiled text and by the plan."""
     schedule, mask = case(name, size, block.tokens)
     planned = schedule.plan(size, block, mask)
     devices = sorted(topology_devices(topology or PODS[size]), key=lambda device: device.id)
@@ -139,10 +139,10 @@ def count_bytes(name: str, size: int, block, topology: str = "", kernel: str = "
             schedule, mask, size, devices, block, direction == "backward", kernel=kernel
         )
         compiled = transfers(text, len(devices))
-        got, expected = received(compiled)[:size], plan.received(rounds, size)
+        counted, expected = received(compiled)[:size], plan.received(rounds, size)
         row[direction] = {
-            "max_bytes": float(got.max()),
-            "mean_bytes": float(got.mean()),
+            "max_bytes": float(counted.max()),
+            "mean_bytes": float(counted.mean()),
             "planned_max_bytes": float(expected.max()),
             "planned_mean_bytes": float(expected.mean()),
             "kinds": sorted({transfer.kind for transfer in compiled}),
@@ -157,7 +157,7 @@ def count_bytes(name: str, size: int, block, topology: str = "", kernel: str = "
 def bytes_table(
     schedules, ranks, tokens: int, topology: str = "", kernel: str = "xla"
 ) -> list[dict]:
-    """Prints and returns the bytes that each schedule receives on each number of ranks.
+    """Prints and returns the bytes received with each schedule and number of ranks.
 
     Cases that exceed a chip's memory (Ring Self-Attention keeps all scores) are skipped.
     """
@@ -188,7 +188,7 @@ def bytes_table(
 
 
 def _columns(counts: dict, unit: int) -> str:
-    """Returns one pass's columns in units of `unit` bytes, and its deviation from the plan."""
+    """Returns one pass's columns, in units of `unit` bytes, and the deviation from the plan."""
     columns = " ".join(
         f"{counts[key] / unit:8.3f}" for key in ("max_bytes", "mean_bytes", "planned_max_bytes")
     )
@@ -211,7 +211,7 @@ BALANCE = [
 
 
 def balance_table(ranks, tiles: int) -> list[dict]:
-    """Returns and prints the imbalance of schedules and layouts (see `balance.imbalance`)."""
+    """Prints and returns the imbalance of schedules and layouts (see `balance.imbalance`)."""
     jax.config.update("jax_num_cpu_devices", max(ranks))
     rows = []
     print(
@@ -231,7 +231,7 @@ def balance_table(ranks, tiles: int) -> list[dict]:
 def small_step(topology: str, tokens: int = 2048, schedule="ring") -> str:
     """Returns a small model's compiled training step, with all chips on the sequence axis.
 
-    As many permutes run at once as the launchers allow.
+    As many permutes may be in flight as the launchers allow.
     """
     devices = topology_devices(topology)
     config = TransformerConfig(
@@ -294,10 +294,10 @@ class BytesOptions(Output):
     schedules: tuple[str, ...] = option("schedules", tuple(CASES), choices=CASES)
     tokens: Tokens = option("tokens of a rank", 2048)
     topology: str = option(
-        "another pod, such as v5e:16x16: as many chips as ranks, or a multiple", ""
+        "another pod, such as v5e:16x16, with as many chips as ranks, or a multiple", ""
     )
     kernel: str = option(
-        "has no effect on transfers; `reference` compiles fastest, with few tokens",
+        "has no effect on transfers; `reference` compiles fastest if tokens are few",
         "xla",
         choices=("xla", "reference"),
     )
@@ -305,17 +305,17 @@ class BytesOptions(Output):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BalanceOptions(Output):
-    """Imbalance of each schedule, from counts that the running kernels emit."""
+    """Imbalance of each schedule, from the tiles that the running kernels count."""
 
     ranks: tuple[int, ...] = option("numbers of ranks", (2, 3, 4, 8))
-    tiles: int = option("on a side of each rank's block", 16)
+    tiles: int = option("tiles on a side of each rank's block", 16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverlapOptions(Output):
     """Which transfers of a small model's training step a kernel hides."""
 
-    topology: str = option("all chips on the sequence axis", "v5e:2x4")
+    topology: str = option("the slice; all its chips are on the sequence axis", "v5e:2x4")
     schedules: tuple[str, ...] = option("schedules", ("ring",), choices=CASES)
     tokens: Tokens = option("tokens of a rank", 2048)
 
@@ -324,11 +324,11 @@ class OverlapOptions(Output):
 class TimeOptions(Output):
     """The seconds gained by balance, on two devices of one CPU thread each."""
 
-    lengths: tuple[Tokens, ...] = option("tokens in all", (2048, 4096, 8192, 16384, 32768))
-    tiles: int = option("on a side of each device's block", 16)
+    lengths: tuple[Tokens, ...] = option("total tokens", (2048, 4096, 8192, 16384, 32768))
+    tiles: int = option("tiles on a side of each device's block", 16)
     repeats: int = option("runs of each case; the median counts", 5)
     heads: int = option("number of heads", 2)
-    head_dim: int = option("size of a head", 64)
+    head_dim: int = option("head size", 64)
 
 
 # Command -> its options, and the function that prints and returns its table.
@@ -363,9 +363,9 @@ def main(argv: list[str] | None = None) -> int:
         add_options(
             commands.add_parser(name, help=about, description=about, allow_abbrev=False), options
         )
-    given = vars(parser.parse_args(argv))
-    table, output = given.pop("table"), given.pop("output")
-    return entry.run(lambda: work(table, given, output))
+    options_of_table = vars(parser.parse_args(argv))
+    table, output = options_of_table.pop("table"), options_of_table.pop("output")
+    return entry.run(lambda: work(table, options_of_table, output))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@
     python -m scripts.benchmarks.bench_step --side ours --model llama-3.1-8b --layers 4 \\
         --dtype bfloat16 --remat save_attention --lengths 32768 1048576   # on a GPU or TPU: MFU
 
-One step (forward, backward, clipping, AdamW) on one row of one document, or of --documents;
-SmolLM2-135M in float32 by default. The sides take turns in separate processes, and the fastest step
-counts. torch runs as users run it: SDPA, and on a CPU gradient checkpointing from 4096 tokens on,
-without which it needs more memory. On a GPU both sides have float32 weights and moments and
-products in bfloat16 (--dtype, torch's autocast).
+One step (forward, backward, clipping, AdamW) on one row with one document, or with --documents;
+SmolLM2-135M in float32 by default. The sides alternate in separate processes, and the fastest step
+counts. torch runs as users run it: with SDPA, and on a CPU with gradient checkpointing from 4096
+tokens on, without which it needs more memory. On a GPU both sides have float32 weights and moments
+and products in bfloat16 (--dtype, torch's autocast).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from scripts.benchmarks.kernel_case import measure_products
 from scripts.benchmarks.torch_step import TorchOptions, torch_step
 from trainer.options import AtLeastOne, Tokens, TokensOr0, command, option
 
-CHECKPOINT_FROM = 4096  # tokens from which torch recomputes its layers
+CHECKPOINT_FROM = 4096  # tokens from which on torch recomputes its layers
 
 
 def matmul_rate(multiply) -> float:
@@ -94,12 +94,12 @@ def make_builder(length: int, args: StepOptions):
 
 
 def random_row(vocabulary: int, length: int) -> np.ndarray:
-    """Returns a row's random tokens and the one after them, int32 [1, length + 1]."""
+    """Returns a row's random tokens and one more, the last target, int32 [1, length + 1]."""
     return np.random.default_rng(0).integers(0, vocabulary, (1, length + 1), np.int32)
 
 
 def make_batch(builder, length: int, documents: int) -> dict[str, Any]:
-    """Returns a row of random tokens in `documents` documents, placed for the step."""
+    """Returns a row of random tokens in `documents` documents, with the step's sharding."""
     import jax
 
     tokens = random_row(builder.model.config.vocab_size, length)
@@ -150,7 +150,7 @@ def ours(length: int, args: Options) -> dict:
 
 
 def device_facts() -> dict:
-    """Returns the first device's name, its peak and the most memory that this process took."""
+    """Returns the first device's name, its peak FLOP/s and this process's peak memory on it."""
     import jax
 
     from trainer.devices import peak_flops
@@ -178,7 +178,7 @@ def jax_matmul_rate(dtype: str) -> float:
 
 
 def torch_options(args: Options) -> TorchOptions:
-    """Returns how their step runs."""
+    """Returns the options of torch's step."""
     names = [field.name for field in dataclasses.fields(TorchOptions)]
     return TorchOptions(**{name: getattr(args, f"torch_{name}") for name in names})
 
@@ -202,7 +202,7 @@ def theirs(length: int, args: Options) -> dict:
 
 
 def measure(side: str, length: int, args: Options) -> dict:
-    """Runs one side in a separate process, for its peak memory."""
+    """Runs one side in a separate process, to measure its peak memory."""
     flags = []
     for name, value in dataclasses.asdict(args).items():
         if name not in ("lengths", "side", "turns", "one", "output") and value is not False:
@@ -211,7 +211,7 @@ def measure(side: str, length: int, args: Options) -> dict:
 
 
 def compare(length: int, args: Options) -> list[dict]:
-    """Returns a row for each side: its fastest step and its largest peak memory."""
+    """Returns a row per side: its fastest step and its largest peak memory."""
     from trainer.flops import flops_per_step
 
     pairs = sum(tokens * (tokens + 1) // 2 for tokens in document_lengths(length, args.documents))
@@ -292,10 +292,10 @@ class StepOptions:
     model: str = option("a preset", "smollm2-135m")
     layers: int = option("number of layers; 0 for all", 0)
     dtype: str = option("our compute precision", "float32", choices=("float32", "bfloat16"))
-    remat: str = option("our policy", "everything")
+    remat: str = option("our remat policy", "everything")
     kernel: str = option("our attention kernel", "auto")
     backward: str = option(
-        "the order of attention's backward pass", "repeatable", choices=BACKWARDS
+        "whether attention's backward pass is repeatable", "repeatable", choices=BACKWARDS
     )
     chunk: TokensOr0 = option("tokens per chunk of our projections (default: the trainer's)", 0)
     loss_chunk: TokensOr0 = option("tokens per chunk of the loss", 1024)
@@ -309,14 +309,16 @@ class Options(StepOptions):
 
     lengths: tuple[Tokens, ...] = option("tokens in the row", (2048, 4096))
     steps: int = option("timed steps per turn, after an untimed one; 0 times the first step", 3)
-    turns: int = option("processes of each side, in turns", 2)
-    side: tuple[str, ...] = option("whose step", ("theirs", "ours"), choices=("theirs", "ours"))
-    torch_attention: str = option("their attention: sdpa, flex_attention", "sdpa")
-    torch_recompute: bool = option("they recompute layers (gradient checkpointing)")
-    torch_liger: bool = option("they use Liger's kernels (pip install liger-kernel)")
-    torch_compile: bool = option("their model goes through torch.compile")
+    turns: int = option("processes per side, alternating", 2)
+    side: tuple[str, ...] = option(
+        "whose step to measure", ("theirs", "ours"), choices=("theirs", "ours")
+    )
+    torch_attention: str = option("torch's attention: sdpa, flex_attention", "sdpa")
+    torch_recompute: bool = option("torch recomputes layers (gradient checkpointing)")
+    torch_liger: bool = option("torch uses Liger's kernels (pip install liger-kernel)")
+    torch_compile: bool = option("torch's model is compiled with torch.compile")
     torch_weights: str = option(
-        "their weights and moments; products on a GPU are always bfloat16",
+        "dtype of torch's weights and moments; products on a GPU are always bfloat16",
         "float32",
         choices=("float32", "bfloat16"),
     )

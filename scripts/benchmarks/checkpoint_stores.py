@@ -1,8 +1,8 @@
-"""Prints a checkpoint's size, and its saving and restoring times on a disk and in buckets.
+"""Prints a checkpoint's size, and its times to save and restore on a disk and in buckets.
 
     python -m scripts.benchmarks.checkpoint_stores /tmp/here gs://BUCKET/there [--mib 256]
 
-A checkpoint of float32 arrays and their two moments, as saved by a run, is written to each folder,
+A checkpoint of float32 arrays and their two moments, as a run saves it, is written to each folder,
 verified, restored and removed.
 """
 
@@ -24,12 +24,11 @@ class Options:
     folders: tuple[StorePath, ...] = option(
         "on a disk, or gs://BUCKET/FOLDER, s3://BUCKET/FOLDER", positional=True, metavar="FOLDER"
     )
-    mib: AtLeastOne = option("MiB of parameters; the moments take twice as much", 64)
+    mib: AtLeastOne = option("MiB of parameters; the moments take twice that", 64)
 
 
 def measure(folder: str, mib: int) -> dict[str, float]:
-    """Returns the MiB of a checkpoint in a folder, and the seconds of saving, verifying and
-    restoring it."""
+    """Returns the MiB of a checkpoint in a folder, and the seconds to save, verify and restore it."""
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks' commands: JSON files and measurements in a new process."""
+"""Shared by the benchmark commands: JSON files, and measurements in new processes."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def run_for(
     *,
     grace: float = 0,
 ) -> str:
-    """Runs Python for at most `seconds`, then stops it and its own processes.
+    """Runs Python for at most `seconds`, then stops it and its child processes.
 
     Args:
       words: Python's arguments.
       log: the file for its output.
-      environment: of the process; None for this one's.
-      grace: seconds until it is killed after SIGTERM.
+      environment: the process's environment; None for this process's.
+      grace: seconds between SIGTERM and SIGKILL; 0: no SIGTERM.
 
     Returns:
       "exit STATUS", or "out of time".

@@ -1,15 +1,15 @@
-"""Remakes the plans of docs/plans/plans.json with the installed compilers; prints changes.
+"""Remakes the plans of docs/plans/plans.json with the installed compilers, and prints changes.
 
     make evidence, or
     python -m scripts.benchmarks.evidence            # plans that other versions or flags made
-    python -m scripts.benchmarks.evidence --only h100 1m   # those whose name has all of these words
-    python -m scripts.benchmarks.evidence --again    # also plans of these versions
-    python -m scripts.benchmarks.evidence --list     # lists versions, makes none
-    python -m scripts.benchmarks.evidence --times    # estimates times again, compiles nothing
+    python -m scripts.benchmarks.evidence --only h100 1m   # plans whose names have all these words
+    python -m scripts.benchmarks.evidence --again    # also plans made by these versions
+    python -m scripts.benchmarks.evidence --list     # lists versions, makes no plans
+    python -m scripts.benchmarks.evidence --times    # re-estimates times, compiles nothing
 
-A plan's fields are its command, except for plans of recipes, which are made from the recipe. Each
-new plan replaces the stored one; one that no longer fits is printed, and the stored one stays.
-Table 3 has a separate command (scripts.benchmarks.table3).
+A plan is remade from its own fields, or from its recipe if it has one. Each new plan replaces the
+stored one; if it no longer fits, this is printed and the stored plan is kept. Table 3 has a separate
+command (scripts.benchmarks.table3).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ TIMES = ("estimated_step_seconds",)
 
 
 def chosen(plans: dict[str, dict[str, Any]], words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns the plans whose name has all of the words."""
+    """Returns the plans whose names contain all of the words."""
     return {name: plan for name, plan in plans.items() if all(word in name for word in words)}
 
 
 def command_of(name: str, plan: dict[str, Any]) -> list[str]:
-    """Returns the arguments of scripts.plan that ask for this plan."""
+    """Returns the arguments of scripts.plan that make this plan."""
     recipe = ROOT / "configs" / f"{name}.yaml"
     command = ["--compile", "--model", plan["model"], "--topology", plan["topology"]]
     if recipe.exists():
@@ -80,7 +80,7 @@ def flags_of(plan: dict[str, Any]) -> dict[str, str]:
 
 
 def stored_flags(plan: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Returns `flags_of` in the form of `made_with`: nothing without flags."""
+    """Returns `flags_of` in the form of `made_with`; empty without flags."""
     return {"flags": flags_of(plan)} if flags_of(plan) else {}
 
 
@@ -91,10 +91,10 @@ def versions_of(plan: dict[str, Any]) -> str:
 
 
 def make(name: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """Makes one plan again and returns it.
+    """Remakes one plan and returns it.
 
     Raises:
-      UserError: the planner's last line, if it made none.
+      UserError: the planner failed; with its last line.
     """
     environment = {
         **{name: value for name, value in os.environ.items() if name not in VARIABLES},
@@ -116,13 +116,13 @@ def make(name: str, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def estimated_again(name: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """Returns a plan with today's estimates of its times."""
+    """Returns a plan with its times re-estimated by the current cost model."""
     args = parser().parse_args(command_of(name, plan))
     return plan | estimates(plan, job_of(args), args)
 
 
 def moved(before: dict[str, Any], after: dict[str, Any], compared: Sequence[str] = COMPARED) -> str:
-    """Returns the compared figures that differ in their second decimal, or that none does."""
+    """Returns the compared figures that differ in the second decimal, or "nothing moved"."""
     changes = [
         f"{name} {before.get(name, 0.0):.2f} -> {after.get(name, 0.0):.2f}"
         for name in compared
@@ -143,7 +143,7 @@ def work(args: Options) -> int:
             **made_with(plan["topology"]),
             **stored_flags(plan),
         }:
-            print(f"{name}: made with these versions and flags")
+            print(f"{name}: up to date with these versions and flags")
             continue
         try:
             made = estimated_again(name, plan) if args.times else make(name, plan)
@@ -161,10 +161,10 @@ def work(args: Options) -> int:
 class Options:
     """The command's options."""
 
-    only: tuple[str, ...] = option("plans whose name has all of these words", (), metavar="WORD")
-    again: bool = option(
-        "also those made by these versions: after a change of the compiled program"
+    only: tuple[str, ...] = option(
+        "only plans whose names contain all of these words", (), metavar="WORD"
     )
+    again: bool = option("also remake plans of these versions, after a change of the program")
     list: bool = option("print what each plan was made with, and make none")
     times: bool = option("only re-estimate times with today's cost model")
 

@@ -1,10 +1,10 @@
-"""A digest of the programs a result depends on; changed programs change it, renames do not.
+"""A digest of the programs that a result depends on; renaming does not change it.
 
-For Python files the digest covers what runs: without comments, docstrings, annotations, imports and
-the words of messages, and with every name that the files define replaced by its number in the
-statement. Names of libraries stay, since exp is not log. So renaming, formatting, and moving or
-reordering functions keep results fresh. A function split in two counts as changed, though it
-computes the same. For other files the digest covers their bytes.
+For Python files the digest covers what is executed: it ignores comments, docstrings, annotations,
+imports and the words of messages, and replaces every name that the files define by its number in the
+statement. Library names are kept, since exp is not log. So results stay fresh when code is renamed
+or formatted, or when functions are moved or reordered. Splitting a function in two makes them stale,
+though it computes the same. For other files the digest covers their bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def fingerprint(pattern: str, root: Path) -> str:
 
 @functools.cache
 def digest(files: tuple[tuple[str, bytes], ...]) -> str:
-    """Returns the digest (16 hex digits) of files given as (path, content), cached."""
+    """Returns the digest (16 hex digits) of (path, content) pairs, cached."""
     others, trees = [], []
     for path, content in files:
         if path.endswith(".py"):
@@ -53,7 +53,7 @@ def digest(files: tuple[tuple[str, bytes], ...]) -> str:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yields a module's statements that run something: no imports, no bare strings."""
+    """Yields a module's executed statements, without imports and bare strings."""
     for statement in tree.body:
         if not isinstance(statement, ast.Import | ast.ImportFrom) and not _is_string(statement):
             yield statement
@@ -68,7 +68,7 @@ def _is_string(node: ast.AST) -> bool:
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:
-    """Yields the names a module defines: functions, classes, arguments, variables, attributes."""
+    """Yields the names that a module defines: functions, classes, arguments, variables, attributes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name

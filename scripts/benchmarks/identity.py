@@ -2,8 +2,8 @@
 
     python -m scripts.benchmarks.identity HF_DIR [--unseen FILE.json] [--output OUT.json]
 
-The answers before and after fine-tuning on identity conversations show its effect. Needs the test
-requirements (torch).
+Comparing the answers before and after fine-tuning on identity conversations shows its effect. Needs
+the test requirements (torch).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAME = "Vicuna"
 
 
 def ask(folder: Path, questions=QUESTIONS, new_tokens: int = 40) -> list[str]:
-    """Returns the greedy answer of the model in `folder` to each question, asked alone."""
+    """Returns the greedy answer of the model in `folder` to each question, each in its own chat."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -79,7 +79,7 @@ def work(args: Options) -> None:
     if args.output:
         output_file(args.output, b'"named"')
     if args.unseen and (questions := verbatim_questions(args.unseen)):
-        raise UserError(f"{args.unseen}: holds the question {questions[0]!r} word for word")
+        raise UserError(f"{args.unseen}: contains the question {questions[0]!r} word for word")
     answers = dict(zip(QUESTIONS, ask(args.folder), strict=True))
     for question, answer in answers.items():
         print(f"Q {question}\nA {answer}\n")

@@ -1,8 +1,8 @@
 """The measurements of `make bench`: their commands, and the functions that turn their files into
 rows.
 
-To add a measurement, begin its result (see `results`), write a function that returns its rows and a
-`Measurement` in MEASUREMENTS, and name the result in scripts/benchmarks/pages.toml.
+To add a measurement, create its result file (see `results`), write a function that returns its rows,
+add a `Measurement` to MEASUREMENTS, and list the result in scripts/benchmarks/pages.toml.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scripts.benchmarks import gpu_summary, summaries, table3
 from scripts.benchmarks.summaries import Rows
 from scripts.benchmarks.table3_cells import read_cells
 
-# Identity conversations, FastChat's dummy_conversation.json, which is not in the repository.
+# Identity conversations: FastChat's dummy_conversation.json, which is not in the repository.
 CONVERSATIONS = Path("../shared/data/conversations/fastchat_dummy.json")
 
 
@@ -25,11 +25,12 @@ class Measurement:
     """How to measure one result.
 
     Attributes:
-      summarize: the folder {out} -> rows.
-      commands: of scripts.benchmarks, or Python's arguments (`-m MODULE`, `FILE.py`); {out} stands
-        for the measurement's folder, {models} for a shared one, {conversations} for CONVERSATIONS.
-      needs_conversations: skip it without that file.
-      takes_hours: run it only with --only; also if it needs an accelerator.
+      summarize: maps the folder {out} to the rows.
+      commands: commands of scripts.benchmarks, or Python's arguments (`-m MODULE`, `FILE.py`); {out}
+        stands for the measurement's folder, {models} for a shared folder, {conversations} for
+        CONVERSATIONS.
+      needs_conversations: whether it is skipped without that file.
+      takes_hours: whether it runs only with --only; also set if it needs an accelerator.
     """
 
     summarize: Callable[[Path], Rows]
@@ -38,7 +39,7 @@ class Measurement:
     takes_hours: bool = False
 
     def command(self, name: str) -> str:
-        """Returns the result's command: the only one, or the one that runs all."""
+        """Returns the command to record: the only one, or the command that runs all of them."""
         if len(self.commands) != 1:
             return f"python -m scripts.benchmarks --only {name}"
         (command,) = self.commands
@@ -64,7 +65,7 @@ def identity_run(name: str, recipe: str, export: str = "") -> tuple[str, ...]:
 
 
 def step_on_gpu(name: str, options: str) -> str:
-    """Returns the command that times one step of 8 of LLaMA-3.1-8B's layers."""
+    """Returns the command that times a step of 8 layers of LLaMA-3.1-8B."""
     return (
         "bench_step --side ours --model llama-3.1-8b --layers 8 --dtype bfloat16 --turns 1 "
         f"{options} --output {{out}}/{name}"
@@ -182,6 +183,6 @@ MEASUREMENTS = {
         ),
         takes_hours=True,
     ),
-    # Each row names its own command.
+    # Each row has a separate command.
     "exactness": Measurement(summaries.exactness, (), takes_hours=True),
 }

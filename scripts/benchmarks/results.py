@@ -1,14 +1,14 @@
 """Result files: what was measured, when, where, at which commit, and which files it depends on.
 
-A result is docs/results/NAME.json; `Result` lists its fields. What does not change from one
-measurement to the next stands in the file alone: title, depends_on's patterns, note, facts. A new
-one begins as {"title": "...", "depends_on": {"model/**/*.py": ""}}. BENCHMARKS.md is made from
-these files, by
+A result is docs/results/NAME.json; `Result` lists its fields. Fields that do not change from one
+measurement to the next are kept only in the file: title, depends_on's patterns, note, facts. A new
+result begins as {"title": "...", "depends_on": {"model/**/*.py": ""}}. BENCHMARKS.md is made from
+these files by
 
     python -m scripts.benchmarks.page
 
-Figures that other pages quote are listed in tests/scripts/benchmarks/test_page.py, which compares
-them with the results.
+tests/scripts/benchmarks/test_page.py lists the figures that other pages quote, and compares them
+with the results.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Result:
       rows: row id -> texts `what`, `goal`, `found`, `verdict` (one of VERDICTS). A row may have its
         own `command`, `date`, `commit` or `note`.
       tables: table name -> {"columns": [...], "rows": [[...], ...]}: further figures that a program
-        reads (a check, the cost model, the next start of the measurement).
-      command: what measured it; `python` and `pytest` are those of the environment.
+        reads (a check, the cost model, the next run of the measurement).
+      command: the command that measured it; `python` and `pytest` are the environment's.
       date: day of the measurement, YYYY-MM-DD.
       commit: commit of the measured code; for carried results the commit that recorded the figures.
       hardware, versions: of the measuring machine; None or absent if not recorded.
@@ -63,7 +63,7 @@ class Result:
       seconds: how long the command took, None if not recorded.
       carried: whether the figures come from the hand-written page that preceded the result files.
       note: page of docs/notes that says what was tried and why.
-      facts: further figures and circumstances, one sentence each.
+      facts: further figures and conditions, one sentence each.
     """
 
     title: str
@@ -92,13 +92,13 @@ def load_all() -> dict[str, Result]:
 
 
 def save(name: str, result: Result) -> Path:
-    """Writes the result `name` in one step, leaving out what is empty; returns its path."""
+    """Writes the result `name` atomically, without empty optional fields; returns its path."""
     for row_id, row in result.rows.items():
         if row["verdict"] not in VERDICTS:
             raise ValueError(f"{name}.{row_id}: verdict {row['verdict']!r} is none of {VERDICTS}")
     optional = {"tables", "seconds", "carried", "note", "facts"}
     if result.seconds is not None:
-        optional.remove("seconds")  # a command of 0.0 seconds was measured too
+        optional.remove("seconds")  # 0.0 seconds is a measurement
     fields = {
         key: value
         for key, value in dataclasses.asdict(result).items()
@@ -112,7 +112,7 @@ def save(name: str, result: Result) -> Path:
 
 
 def as_text(fields: Mapping[str, Any]) -> str:
-    """Returns a result as JSON, with each row of the result and of its tables on its own line."""
+    """Returns a result as JSON, with one line per row of the result and of its tables."""
     parts = []
     for name, value in fields.items():
         if name == "rows":
@@ -142,11 +142,14 @@ def _in_lines(opening: str, lines: Iterable[str], closing: str) -> str:
 
 
 def renew(name: str, rows: Mapping[str, Mapping[str, str]], **changes: Any) -> Result:
-    """Writes what was found here, now, at this commit into the result `name`, and returns it.
+    """Writes a new measurement on this machine, at this commit, into the result `name`.
 
     Args:
-      rows: all of them.
+      rows: all rows of the result.
       changes: other fields of `Result` that change: command, facts, seconds, tables.
+
+    Returns:
+      The new result.
     """
     known = load(name)
     result = dataclasses.replace(
@@ -167,13 +170,13 @@ def renew(name: str, rows: Mapping[str, Mapping[str, str]], **changes: Any) -> R
 def row(
     what: str, found: str, goal: str = "", held: bool | None = None, **rest: str
 ) -> dict[str, str]:
-    """Returns a row; its verdict follows from `held`, which is None where there is no goal."""
+    """Returns a row whose verdict follows from `held`, which is None if there is no goal."""
     verdict = {True: "held", False: "short", None: "no goal"}[held]
     return {"what": what, "goal": goal, "found": found, "verdict": verdict, **rest}
 
 
 def fingerprint(pattern: str) -> str:
-    """Returns a digest of the programs in files that match a glob pattern; see `freshness`."""
+    """Returns a digest of the programs in the files that match a glob pattern; see `freshness`."""
     return freshness.fingerprint(pattern, ROOT)
 
 
@@ -231,7 +234,7 @@ def hardware() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of those PACKAGES that are installed."""
+    """Returns the versions of Python and of the installed PACKAGES."""
     installed = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -242,11 +245,11 @@ def versions() -> dict[str, str]:
 
 
 def same_versions(result: Result, packages: Iterable[str]) -> bool:
-    """Returns whether a result was made by the installed versions; prints the first other one."""
+    """Returns whether a result was made by the installed versions; prints the first that differs."""
     installed = versions()
     for package in packages:
         now, then = installed.get(package), result.versions.get(package)
         if now != then:
-            print(f"{package} {now}: not compared; the stored figures are of {then}")
+            print(f"{package} {now}: not compared; the stored figures are from {then}")
             return False
     return True

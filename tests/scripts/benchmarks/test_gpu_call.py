@@ -38,7 +38,7 @@ def test_rows_are_written_as_they_come_and_rows_without_time_are_named(
     assert [(row["row"], row["status"]) for row in written] == [
         ("ends", "exit 0"),
         ("hangs", "out of time"),
-        ("late", "left out for want of time"),
+        ("late", "skipped for lack of time"),
     ]
     assert (tmp_path / "ends" / "log.txt").read_text() == "seen\n"
     assert len(capsys.readouterr().out.splitlines()) == 3
