@@ -8,9 +8,9 @@ commands can share a folder, for example one per core. A task waits until its do
 episodes. Writes docs/results/exploration.json after each cell, even if the table is incomplete;
 cells already in it, from any machine, are not measured again.
 
-Everything below was chosen before any result was seen. CPU hours per cell, estimated from short runs
-of cartpole on one busy core of an AMD EPYC: BC-10% 0.2, DT 0.5, AT N = 4 0.4, N = 16 0.6, N = 32
-1.1; all cells together 32, two cores for 16 hours. The result has the measured hours.
+Everything below was chosen before any result was seen. CPU hours per cell, estimated from short
+runs of cartpole on one busy core of an AMD EPYC: BC-10% 0.2, DT 0.5, AT N = 4 0.4, N = 16 0.6, N =
+32 1.1; all cells together 32, two cores for 16 hours. The result has the measured hours.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def steps(training: Training, args: Options) -> int:
 
 
 def evaluate(cell: Cell, number: int, args: Options) -> None:
-    """Plays a cell's model, unless done, conditioned on the return with this index in `requests`."""
+    """Plays a cell's model, unless done, conditioned on return `number` of its `requests`."""
     folder = run_folder(cell, args)
     answer = folder / f"in_context_{number}"
     if (answer / "cpu.json").exists():

@@ -82,7 +82,7 @@ def _numbers(values: Any) -> str:
 def nested_bootstrap(
     values: Float[np.ndarray, "S E"], resamples: int = 10000
 ) -> tuple[float, float]:
-    """Returns the mean's 95% interval, resampling training seeds and evaluation seeds within each."""
+    """Returns the mean's 95% interval; resamples training seeds, and evaluation seeds in each."""
     generator = np.random.default_rng(0)
     seeds, evaluations = values.shape
     rows = generator.integers(seeds, size=(resamples, seeds, 1))
@@ -122,7 +122,9 @@ def is_stored(cell: Cell) -> bool:
 
 def save_result(answers: Mapping[Cell, Sequence[Answer]], text: str) -> None:
     """Stores the finished cells, and keeps cells that were measured elsewhere."""
-    finished = [_line(cell, answer) for cell, evaluations in answers.items() for answer in evaluations]
+    finished = [
+        _line(cell, answer) for cell, evaluations in answers.items() for answer in evaluations
+    ]
     stored = stored_lines()
     if not stored:
         save(NAME, Result(TITLE, depends_on=dict.fromkeys(DEPENDS_ON, "")))

@@ -192,7 +192,7 @@ def attend(
 
 
 def errors(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns the error of each of RESULTS; NaN if a number is not finite or an empty row is not."""
+    """Returns the error of each of RESULTS; NaN for non-finite numbers and wrong empty rows."""
     empty = np.isneginf(expected["lse"])
     if (np.isneginf(got["lse"]) != empty).any():
         return {**dict.fromkeys(RESULTS, float("nan"))}

@@ -2,11 +2,11 @@
 
     python -m scripts.benchmarks.kernel_parts [--length 32768] [--head-dims 64 128] [--output DIR]
 
-bench_kernels' times include the work around a kernel, such as rounding and the search for intervals;
-these times include only the search. Prints a line for each kernel and writes kernel_parts.json.
-TFLOP/s count the kernel's products over visible pairs: two forward, three for dq, four for dk and dv,
-five in the combined kernel (`attention.backward: any_order`), whose dq starts from zeros written
-before it.
+bench_kernels' times include the work around a kernel, such as rounding and the search for
+intervals; these times include only the search. Prints a line for each kernel and writes
+kernel_parts.json. TFLOP/s count the kernel's products over visible pairs: two forward, three for
+dq, four for dk and dv, five in the combined kernel (`attention.backward: any_order`), whose dq
+starts from zeros written before it.
 """
 
 from __future__ import annotations

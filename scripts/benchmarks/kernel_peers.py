@@ -16,8 +16,8 @@ import numpy as np
 
 from .kernel_block import Block, Case, LeftOut, refuse_dense
 
-# Tokens: the mask takes a quarter of a GiB. With masks of twice as many, packed rows of 32K took most
-# of the GPU time.
+# Tokens: the mask takes a quarter of a GiB. With masks of twice as many, packed rows of 32K took
+# most of the GPU time.
 DENSE_MASK_LIMIT = 16384
 
 

@@ -3,8 +3,8 @@
     python -m scripts.benchmarks.measured_steps [--output runs/measured_steps]
 
 Our estimates use the schedule and remat policy closest to theirs. The table of 8B models has our
-range at 32K, 128K and 1M tokens, one row, on 8 H100 and on 64 v5p chips, and others' measurements at
-about that size.
+range at 32K, 128K and 1M tokens, one row, on 8 H100 and on 64 v5p chips, and others' measurements
+at about that size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The plans behind pages, results and calibration: docs/plans/plans.json, one per line.
 
 A recipe's plan is named by the recipe's path below configs/; other names give model, context and
-machine. Only the fields in use are stored: the planned job, the compiler's versions and flags, memory
-by component, bytes by kind of transfer and the share hidden by compute, and estimated times.
+machine. Only the fields in use are stored: the planned job, the compiler's versions and flags,
+memory by component, bytes by kind of transfer and the share hidden by compute, and estimated times.
 """
 
 from __future__ import annotations

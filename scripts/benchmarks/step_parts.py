@@ -1,8 +1,8 @@
 """The part of a step that a kernel belongs to, and the bytes that each part has to move.
 
-The compiled step's text identifies parts best: by scopes (`attention`, `optimizer`), products inside
-fusions, and fusions that only move data. For a GPU's libraries, or without that text, only the
-kernels' names are known.
+The compiled step's text identifies parts best: by scopes (`attention`, `optimizer`), products
+inside fusions, and fusions that only move data. For a GPU's libraries, or without that text, only
+the kernels' names are known.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ not fit. The columns are the paper's. `vanilla` keeps all scores (the dense kern
 `memory-efficient` uses the blockwise kernel and computes everything else at once. `blockwise
 feed-forward` computes projections, feed-forward and loss in chunks. These three give each device a
 separate row; `ring` splits one row over all devices. Memory is only the `device`'s, or `ours`: also
-the host's. On GPUs a third kind, `paper`, is like for like (section 5.1 and appendix A): one row for
-all devices, split by tensor parallelism (in the ring's column, by the ring), products in float32, and
-only device memory. Cells of machines without an installed compiler stay unchanged (TPUs: `libtpu`;
-A100: make install PLATFORM=cuda).
+the host's. On GPUs a third kind, `paper`, is like for like (section 5.1 and appendix A): one row
+for all devices, split by tensor parallelism (in the ring's column, by the ring), products in
+float32, and only device memory. Cells of machines without an installed compiler stay unchanged
+(TPUs: `libtpu`; A100: make install PLATFORM=cuda).
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def refusal(cell: Cell, outcome: Outcome) -> str:
 def search(cell: Cell, compilations: Compilations) -> dict[str, Any]:
     """Returns a cell's record: longest context, its plan, and why the double does not fit.
 
-    The search starts at the paper's context. A context fits if it does with any of the cell's memory
-    options.
+    The search starts at the paper's context. A context fits if it does with any of the cell's
+    memory options.
     """
     fitting: dict[int, tuple[dict[str, Any], Outcome]] = {}
     refusals: dict[int, list[str]] = {}
@@ -225,8 +225,8 @@ def summarize(contents: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
             host = longest.stored[topology, model, "ring", "ours"]["plan"]["host_gib"]
             size = model.removeprefix("llama-")
             rings[f"{topology}_{size}".replace(":", "_")] = row(
-                f"longest context, {size.upper()} on {topology}, ring, {host:.0f} GiB of host memory "
-                f"per device (without: {tokens_text(device)})",
+                f"longest context, {size.upper()} on {topology}, ring, {host:.0f} GiB of host "
+                f"memory per device (without: {tokens_text(device)})",
                 tokens_text(ours),
                 f"the paper's {tokens_text(paper)}",
                 ours >= paper,
@@ -246,8 +246,8 @@ def summarize(contents: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
     }
     if alike:
         rows["like_for_like"] = _share(
-            "Table 3 like for like on A100 (one row, tensor parallel, float32): cells with at least "
-            "the paper's context",
+            "Table 3 like for like on A100 (one row, tensor parallel, float32): cells with at "
+            "least the paper's context",
             alike,
         )
     return rows | rings

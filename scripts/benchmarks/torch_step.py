@@ -35,7 +35,7 @@ class TorchOptions:
 def torch_step(
     config: TransformerConfig, lengths: list[int], steps: int, options: TorchOptions
 ) -> dict:
-    """Times steps of forward, backward, clipping and AdamW on one row with random weights and tokens.
+    """Times steps (forward, backward, clipping, AdamW) on one row, with random weights and tokens.
 
     Args:
       config: the model's shape.

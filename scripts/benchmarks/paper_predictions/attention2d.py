@@ -18,8 +18,8 @@ LENGTHS = tuple(2**power for power in range(13, 19))
 BATCHES = (1, 64)
 ATTENTION2D_MISS = (
     "lengths, batches and the Ethernet's speed are not available: assumes Azure's 80 and 40 Gbit/s "
-    "(a faster card would only help the collectives), and batches of 1 and 64 rows (with 1 row both "
-    "sides wait for weights)"
+    "(a faster card would only help the collectives), and batches of 1 and 64 rows (with 1 row "
+    "both sides wait for weights)"
 )
 
 

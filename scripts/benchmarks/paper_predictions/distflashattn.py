@@ -37,8 +37,8 @@ MEGATRON_COLLECTIVES = 14
 # block of the product is written, read, and written into place (3); scale (2); mask (2); softmax,
 # whose fused kernel only supports short rows (2); the product with V (1). Backward: dV (1); the
 # scores' gradient is zeroed, and each block written, read and added (5); softmax (3), mask (2),
-# scale (2); dK and dQ (2). Remat runs the forward again. Set after the rows of DistFlashAttn's Table
-# 3 had been seen: the first count was that of FlashAttention's standard attention (arXiv
+# scale (2); dK and dQ (2). Remat runs the forward again. Set after the rows of DistFlashAttn's
+# Table 3 had been seen: the first count was that of FlashAttention's standard attention (arXiv
 # 2205.14135, Algorithm 0), 15 passes.
 SCORE_PASSES = 10 + 10 + 15
 
