@@ -373,7 +373,7 @@ def test_the_command_prepares_by_beam_what_a_run_then_finds(small_recipe, tmp_pa
     assert main([*command, "--engine", "beam", "--runner", "direct", "--", "--workers=1"]) == 2
     assert "--workers=1 is unknown" in capsys.readouterr().err
     assert main([*command, "--runner", "dask"]) == 2
-    assert "--runner dask: is for --engine beam" in capsys.readouterr().err
+    assert "--runner dask: only applies to --engine beam" in capsys.readouterr().err
     assert main([*command, "--engine", "beam", "--", "--direct_num_workers=1"]) == 0
     said = capsys.readouterr().out
     assert main(command) == 0 and capsys.readouterr().out == said

@@ -464,7 +464,7 @@ def test_the_recipe_is_that_of_the_plan_that_the_compiler_chose(monkeypatch, tmp
         )
         == 1
     )
-    assert not recipe.exists() and "does not fit, says the compiler" in capsys.readouterr().err
+    assert not recipe.exists() and "does not fit, by the compiler" in capsys.readouterr().err
 
 
 def test_the_ways_of_a_job():

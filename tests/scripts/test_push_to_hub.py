@@ -134,8 +134,8 @@ def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(
     listed = capsys.readouterr().out
     assert hub.sent == [] and "model.safetensors  100 bytes" in listed
     assert (
-        "not sent, since an export has no such files: .env, .git, notes.safetensors, notes.txt, "
-        "optimizer.pt" in listed
+        "not uploaded, since they are not part of an export: .env, .git, notes.safetensors, "
+        "notes.txt, optimizer.pt" in listed
     )
     monkeypatch.undo()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
@@ -152,9 +152,9 @@ def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(
 @pytest.mark.parametrize(
     ("repository", "words"),
     [
-        ("mine", "mine: lacks its owner; OWNER/mine would work"),
-        ("me/a b", "is not the name of a repository"),
-        ("a/b/c", "is not the name of a repository"),
+        ("mine", "mine: lacks its owner; expected OWNER/mine"),
+        ("me/a b", "is not a repository name"),
+        ("a/b/c", "is not a repository name"),
     ],
 )
 def test_a_bad_name_is_refused_before_anything_is_sent(hub, exported, capsys, repository, words):
@@ -167,7 +167,7 @@ def test_without_a_token_a_model_or_a_hub_one_line_says_what_would_work(
     hub, exported, tmp_path, capsys, monkeypatch
 ):
     assert push_to_hub.main([str(tmp_path), "me/mine"]) == 2
-    assert "holds no exported model" in capsys.readouterr().err and hub.sent == []
+    assert "contains no exported model" in capsys.readouterr().err and hub.sent == []
     hub.status = 403
     assert push_to_hub.main([str(exported), "me/mine"]) == 2
     error = capsys.readouterr().err
@@ -175,7 +175,7 @@ def test_without_a_token_a_model_or_a_hub_one_line_says_what_would_work(
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     hub.sent.clear()
     assert push_to_hub.main([str(exported), "me/mine"]) == 2
-    assert "no token" in capsys.readouterr().err and hub.sent == []
+    assert "no Hugging Face hub token" in capsys.readouterr().err and hub.sent == []
 
 
 def test_a_card_says_what_the_checkpoint_and_its_run_hold(tmp_path):
@@ -259,8 +259,8 @@ def test_a_card_lists_the_sources_without_their_defaults(tmp_path):
 
 
 def test_an_export_says_that_it_cannot_name_a_local_base(tmp_path, monkeypatch):
-    """Also for a whole model, whose folder was relative to where training ran: elsewhere, `models/mine`
-    looks like a name on the hub."""
+    """Also for a whole model, whose folder was relative to where training ran: elsewhere,
+    `models/mine` looks like a name on the hub."""
     run = REPOSITORY / "tests/fixtures/run_0_1_0"
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
