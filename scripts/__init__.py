@@ -1,4 +1,4 @@
-"""Thin commands over the product: python -m scripts.NAME."""
+"""The project's commands: python -m scripts.NAME."""
 
 from data import errors
 

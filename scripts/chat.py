@@ -3,8 +3,8 @@
     python -m scripts.chat CHECKPOINT [--document FILE] [--sequence 8] [--question TEXT ...]
 
 The text is read once: its keys and values stay in device memory for all questions about it. Answers
-are printed as they are generated. An empty line or Ctrl-D ends the chat; /new forgets all turns but
-the text. With --question the questions come from the command line. The chat template is the
+are printed as they are generated. An empty line or Ctrl-D ends the chat; /new forgets all turns
+except the text. With --question the questions come from the command line. The chat template is the
 model's, or --template.
 """
 
@@ -40,17 +40,17 @@ class Options:
     )
     document: str | None = option("the text to talk about", None, metavar="FILE")
     question: tuple[FreeText, ...] = option(
-        "ask these instead of reading the terminal", (), metavar="TEXT"
+        "ask these questions instead of reading from the terminal", (), metavar="TEXT"
     )
     length: Tokens | None = option(
-        f"tokens of the longest conversation (default: {LENGTH:,}, or what the document takes with "
+        f"tokens of the longest conversation (default: {LENGTH:,}, or enough for the document and "
         "eight turns)",
         None,
     )
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the command's options, including those shared by all commands that ask."""
+    """Returns the command's options, including those shared by question-answering commands."""
     parser = parser_of(Options)
     runner.add_flags(parser, new_tokens=256, evaluation=False)
     return runner.parse(parser, argv)
@@ -68,8 +68,8 @@ def read_document(path: str | None) -> str | None:
         text = read_text(path).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"--document: {path} cannot be read ({getattr(error, 'strerror', None) or error}); a "
-            "text in UTF-8 would work"
+            f"--document: {path} cannot be read ({getattr(error, 'strerror', None) or error}); "
+            "expected a UTF-8 text"
         ) from None
     if not text:
         raise UserError(f"--document: {path} is empty")
@@ -81,7 +81,7 @@ class Talk:
 
     Attributes:
       turns: the messages so far.
-      generator: continues them, and keeps its keys and values.
+      generator: generates the answers, and keeps keys and values.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Talk:
         self.respondent = opened.respondent
         if not self.respondent.template:
             raise UserError(
-                f"{opened.about['checkpoint']}: its tokenizer has no chat template; --template "
-                "with that of its training, such as vicuna_v1.1, would work"
+                f"{opened.about['checkpoint']}: its tokenizer has no chat template; pass the one "
+                "it was trained with, such as --template vicuna_v1.1"
             )
         self.turns: list[Message] = []
         needed = len(self._ids([self._user("")])) + 8 * (new_tokens + 64)
@@ -117,7 +117,7 @@ class Talk:
         )
 
     def _user(self, question: str) -> Message:
-        """Returns the user's turn; the first one has the document."""
+        """Returns the user's turn; the first turn includes the document."""
         if self.document is None or self.turns:
             return Message("user", question)
         return Message("user", DOCUMENT.format(text=self.document, question=question))
@@ -126,64 +126,64 @@ class Talk:
         return self.respondent.ids(runner.Prompt(tuple(turns), self.new_tokens))
 
     def ask(self, question: str, show: Callable[[str], object] = lambda piece: None) -> str:
-        """Returns the answer, which becomes a turn.
+        """Returns the answer, and appends question and answer to the turns.
 
         Args:
           show: called with each piece of the answer as soon as it is generated.
 
         Raises:
-          UserError: the conversation has become too long.
+          UserError: the conversation is too long.
         """
         turns = [*self.turns, self._user(question)]
         ids = self._ids(turns)
         longest = self.generator.capacity - self.new_tokens
         if len(ids) > longest:
             raise UserError(
-                f"the conversation has {len(ids):,} tokens, and {longest:,} fit; /new begins "
-                "another, --length makes room for longer ones"
+                f"the conversation has {len(ids):,} tokens, and {longest:,} fit; /new starts a "
+                "new one, --length makes room for longer ones"
             )
         generated: list[int] = []
 
-        def kept() -> Iterator[int]:
+        def recorded() -> Iterator[int]:
             for token in self.generator.stream(self.opened.params, ids):
                 generated.append(token)
                 yield token
 
-        for piece in pieces(kept(), self.respondent.tokenizer.decode):
+        for piece in pieces(recorded(), self.respondent.tokenizer.decode):
             show(piece)
         answer = self.respondent.tokenizer.decode(generated).strip()
         self.turns = [*turns, Message("assistant", answer)]
         return answer
 
     def forget(self) -> None:
-        """Begins another conversation about the same document."""
+        """Starts a new conversation about the same document."""
         self.turns = []
 
 
 def pieces(ids: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
     """Yields the text of tokens as they arrive, without surrounding white space.
 
-    White space at the end waits for the next text, as does U+FFFD, which stands for a character of
-    which only the first bytes have arrived.
+    Trailing white space is held back until more text follows, as is U+FFFD, which stands for a
+    character whose first bytes alone have arrived.
     """
     generated: list[int] = []
-    given = ""
+    yielded = ""
     for token in ids:
         generated.append(token)
         text = decode(generated).lstrip().rstrip("\ufffd").rstrip()
-        if text.startswith(given) and text != given:
-            yield text[len(given) :]
-            given = text
+        if text.startswith(yielded) and text != yielded:
+            yield text[len(yielded) :]
+            yielded = text
     text = decode(generated).strip()
     # A later token has changed the text of earlier ones.
-    if not text.startswith(given):
+    if not text.startswith(yielded):
         yield f"\n{text}"
-    elif text != given:
-        yield text[len(given) :]
+    elif text != yielded:
+        yield text[len(yielded) :]
 
 
 def questions(args: argparse.Namespace) -> Iterator[str]:
-    """Yields the questions on the command line, or typed ones."""
+    """Yields the questions from the command line, or typed questions."""
     if args.question:
         yield from args.question
         return
@@ -215,7 +215,7 @@ def talk(args: argparse.Namespace) -> None:
             continue
         if sys.stderr.isatty():
             print(
-                f"({conversation.generator.prefilled - before:,} tokens were newly read)",
+                f"({conversation.generator.prefilled - before:,} new tokens were read)",
                 file=sys.stderr,
             )
 

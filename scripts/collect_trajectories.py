@@ -1,14 +1,14 @@
-"""Collects episodes with dm_control, from random to improving policies, as ExoRL's files.
+"""Collects episodes with dm_control, from random to improving policies, in ExoRL's format.
 
     python -m scripts.collect_trajectories --task walker_walk --output trajectories/collected
 
-A tenth of the episodes acts at random, a tenth by Ornstein-Uhlenbeck noise, and the others come
-from an augmented random search (Mania et al., Simple random search of static linear policies is
-competitive for reinforcement learning, Algorithm 2). All are kept, so returns range from nothing to
-a linear policy's best. --policy collects some of the three, in the same proportion. With --explorer
-a learner that never sees the task's rewards plays.
+A tenth of the episodes act at random, a tenth with Ornstein-Uhlenbeck noise, and the rest come from
+an augmented random search (Mania et al., Simple random search of static linear policies is
+competitive for reinforcement learning, Algorithm 2). All episodes are kept, so returns range from
+nothing to a linear policy's best. --policy selects among the three, in the same proportions. With
+--explorer, a learner that never sees the task's rewards plays instead.
 
-After an interruption the same command continues and ends with the same files; with a larger number
+After an interruption the same command continues and produces the same files; with a larger number
 of episodes it adds to them. The number of episodes may leave the search's last iteration
 unfinished.
 """
@@ -45,11 +45,11 @@ from trainer import entry
 from trainer.options import AtLeastOne, command, option
 
 ALGORITHMS = {"random": "random", "ou": "ou_noise", "search": "augmented_random_search"}
-"""Policy -> its name in commands and folders. Seeds depend on the order."""
+"""Policy -> its name in commands and folders. Seeds depend on the order of the entries."""
 SHARES = {"random": 1, "ou": 1, "search": 8}
-"""Policy -> its share of ten episodes."""
+"""Policy -> its number of episodes out of ten."""
 EXPLORERS = ("rnd", "icm_apt", "proto")
-"""Explorers that learn, named like ExoRL's archives. Seeds depend on the order."""
+"""Explorers that learn, named like ExoRL's archives. Seeds depend on the order of the entries."""
 UPDATES = 1  # optimizer steps of an explorer per decision
 WORKERS = 2
 
@@ -59,7 +59,8 @@ class Order:
     """One episode to collect.
 
     Attributes:
-      policy: 'random', 'ou' or 'search'; index: the number of the episode among its policy's.
+      policy: 'random', 'ou' or 'search'.
+      index: the episode's number among its policy's episodes.
       weights: [A, O] of a linear policy on states normalised by `mean` and `std`; None for other
         policies.
     """
@@ -76,7 +77,7 @@ class Order:
 
 
 def _policy(order: Order, size: int) -> Policy:
-    """Returns the policy of an order; `size` is an action's."""
+    """Returns the policy of an order, for actions of `size` numbers."""
     generator = np.random.default_rng((order.seed, 1))
     noise = np.zeros(size)
 
@@ -96,7 +97,7 @@ def collect(order: Order) -> tuple[float, np.ndarray, np.ndarray, int]:
     """Plays one episode and writes it.
 
     Returns:
-      Its return; the sum, the sum of squares and the number of its states, for statistics.
+      The episode's return, and the sum, the sum of squares and the number of its states.
     """
     task = get_task(order.task)
     policy = _policy(order, task.action_size)
@@ -107,7 +108,7 @@ def collect(order: Order) -> tuple[float, np.ndarray, np.ndarray, int]:
 
 
 class Collection:
-    """A task's collection: its folders, their required content, and the playing processes.
+    """A task's collection: its folders, and which episodes they must contain.
 
     Attributes:
       counts: policy -> number of its episodes, for the collected policies.
@@ -115,10 +116,10 @@ class Collection:
     """
 
     def __init__(self, args: Options) -> None:
-        """Makes the folders, or compares them with their original options.
+        """Creates the folders, or checks that they were created with the same options.
 
         Raises:
-          UserError: they were begun with other options.
+          UserError: they were created with other options.
         """
         self.args, self.task = args, get_task(args.task)
         self.search_config = SearchConfig(paired=args.paired)
@@ -126,10 +127,10 @@ class Collection:
         if args.explorer == "random":
             policies = ["random"]
         self.counts = episode_counts(args.episodes, policies)
-        # Tasks of one body share its folder, but have separate folders of algorithms.
-        body = Path(args.output).expanduser() / self.task.domain
+        # Tasks of one domain share its folder, but each has separate folders per algorithm.
+        domain = Path(args.output).expanduser() / self.task.domain
         self.folders = {
-            policy: body / (args.explorer or f"{ALGORITHMS[policy]}_{self.task.task}") / "buffer"
+            policy: domain / (args.explorer or f"{ALGORITHMS[policy]}_{self.task.task}") / "buffer"
             for policy in self.counts
         }
         for policy, folder in self.folders.items():
@@ -181,10 +182,10 @@ class Collection:
         on_episode: Callable[[int], object],
         on_iteration: Callable[[str], object],
     ) -> None:
-        """Plays the search's missing iterations, and the rest of an incomplete final one.
+        """Plays the search's missing iterations, including a final incomplete one.
 
         Raises:
-          UserError: an earlier iteration's episode is missing, whose policy is no longer known.
+          UserError: an earlier iteration's episode is missing; its policy is no longer known.
         """
         folder, size = self.folders["search"], self.search_config.episodes
         search = Search(
@@ -202,7 +203,7 @@ class Collection:
                 results.append(result)
                 on_episode(1)
             returns = np.array([result[0] for result in results])
-            # Episodes are durable before the state, which then forgets their policies.
+            # Episodes must be durable before the search's state, which then forgets their policies.
             sync(folder)
             search.update(returns, [result[1:] for result in results])
             on_iteration(
@@ -216,7 +217,8 @@ class Collection:
                 on_episode(1)
 
     def _search_orders(self, search: Search) -> list[Order]:
-        """Returns the next iteration's orders: each direction, on both sides of the policy."""
+        """Returns the next iteration's orders: each direction added to and subtracted from the
+        policy."""
         policies = [
             search.weights + sign * self.search_config.noise * direction
             for direction in search.directions()
@@ -232,26 +234,26 @@ class Collection:
 def episode_counts(episodes: int, policies: Sequence[str]) -> dict[str, int]:
     """Returns the number of episodes of each policy that gets any.
 
-    The policies take turns in proportion to their SHARES, so more episodes never mean fewer for one
-    of them.
+    The policies take turns in proportion to their SHARES, so a larger total never means fewer
+    episodes of any policy.
     """
     turns = [policy for policy in policies for _ in range(SHARES[policy])]
     return dict(collections.Counter(turns[number % len(turns)] for number in range(episodes)))
 
 
 def run(args: Options) -> None:
-    """Collects what is missing.
+    """Collects the missing episodes.
 
     Raises:
-      UserError: the folder was begun with other options, another process collects into it, or a
-        worker was killed.
+      UserError: the folder was created with other options, another process is collecting into it,
+        or a worker was killed.
     """
     task = get_task(args.task)
     _refuse_unused(args)
     make_environment(task, 0)  # this process reports a missing simulator
-    body = Path(args.output).expanduser() / task.domain
-    body.mkdir(parents=True, exist_ok=True)
-    with exclusive(body / f".{task.name}.lock", f"collects {task.name} into it"):
+    domain = Path(args.output).expanduser() / task.domain
+    domain.mkdir(parents=True, exist_ok=True)
+    with exclusive(domain / f".{task.name}.lock", f"collects {task.name} into it"):
         if args.explorer in EXPLORERS:
             explore(args)
             return
@@ -268,26 +270,26 @@ def run(args: Options) -> None:
                 collection.collect_search(
                     executor, on_episode, functools.partial(progress.console.print, highlight=False)
                 )
-    print(f"{task.name}: {total} episodes below {body}")
+    print(f"{task.name}: {total} episodes below {domain}")
 
 
 def _refuse_unused(args: Options) -> None:
-    """Raises UserError for an option that has no effect with the others."""
+    """Raises UserError if an option has no effect in combination with the others."""
     learns = args.explorer in EXPLORERS
-    for name, given, read in (
+    for name, is_set, is_read in (
         ("policy", args.policy != tuple(ALGORITHMS.values()), args.explorer is None),
         ("paired", args.paired, args.explorer is None),
         ("workers", args.workers is not None, not learns),
         ("updates", args.updates is not None, learns),
     ):
-        if given and not read:
-            with_what = f"--explorer {args.explorer}" if args.explorer else "no --explorer"
-            raise UserError(f"--{name}: has no effect with {with_what}; leave it out")
+        if is_set and not is_read:
+            explorer = f"--explorer {args.explorer}" if args.explorer else "no --explorer"
+            raise UserError(f"--{name}: has no effect with {explorer}; leave it out")
 
 
 @contextlib.contextmanager
 def _workers(count: int) -> Iterator[Executor]:
-    """Yields processes that play episodes; after an error they only finish current ones.
+    """Yields processes that play episodes; after an error they only finish the current ones.
 
     Raises:
       UserError: one of the processes was killed.
@@ -297,15 +299,15 @@ def _workers(count: int) -> Iterator[Executor]:
         yield executor
     except BrokenProcessPool:
         raise UserError(
-            "a process that played an episode was killed, perhaps out of memory; the same command "
-            "continues, and a smaller --workers takes less"
+            "a process that played an episode was killed, perhaps out of memory; repeat the "
+            "command to continue, with fewer --workers to use less"
         ) from None
     finally:
         executor.shutdown(cancel_futures=True)
 
 
 def _begin_worker() -> None:
-    """Leaves Ctrl-C to the main process, with which this one ends."""
+    """Leaves Ctrl-C to the main process; this process ends when that one does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -360,17 +362,17 @@ def explore(args: Options) -> None:
 class Options:
     """The command's options."""
 
-    task: str = option(f"out of {', '.join(TASKS)}")
-    output: str = option("folder, which receives {domain}/{algorithm}/buffer/*.npz")
+    task: str = option(f"one of {', '.join(TASKS)}")
+    output: str = option("folder for {domain}/{algorithm}/buffer/*.npz")
     episodes: AtLeastOne = option("number of episodes; a larger number adds to the folder", 400)
     policy: tuple[str, ...] = option(
-        "(default: all, in the proportion 1 : 1 : 8)",
+        "policies to collect (default: all, in the proportion 1 : 1 : 8)",
         tuple(ALGORITHMS.values()),
         choices=tuple(ALGORITHMS.values()),
     )
     explorer: str | None = option(
-        "collect without a task instead, as ExoRL's archive of this name: by a learner that is "
-        "rewarded for novelty alone, or at random",
+        "explore without a task instead, like ExoRL's archive of this name: with a learner "
+        "rewarded only for novelty, or at random",
         None,
         choices=("random", *EXPLORERS),
     )
@@ -378,12 +380,12 @@ class Options:
         f"optimizer steps per decision of an --explorer that learns (default {UPDATES})", None
     )
     paired: bool = option(
-        "start both episodes of a search direction from the same state, so only their policies "
-        "differ; a folder keeps its original option"
+        "start both episodes of a search direction from the same state, so that only their "
+        "policies differ; cannot change within a folder"
     )
     action_repeat: AtLeastOne = option("simulator steps per action; every step is recorded", 5)
     workers: AtLeastOne | None = option(
-        f"processes (default {WORKERS}); an --explorer that learns plays in one", None
+        f"worker processes (default {WORKERS}); an --explorer that learns uses one process", None
     )
     seed: int = option("seed of the episodes", 0)
 

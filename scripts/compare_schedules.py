@@ -1,4 +1,4 @@
-"""`scripts.plan --compare`: every schedule and layout by the cost model's step time."""
+"""`scripts.plan --compare`: every schedule and layout, ranked by the cost model's step time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SCHEDULES: dict[str, str | dict[str, Any]] = {
     "balanced_split": {"name": "balanced", "split": True},
     "attention2d_overlap": {"name": "attention2d", "overlap": True},
 }
-# The options of a comparison.
 AXES = tuple(axis for axis in MESH_AXES if axis != "expert")
-"""The axes of the cost model, which does not model the exchange of experts' tokens."""
+"""The axes that a comparison supports: the exchange of experts' tokens is not compared."""
+# The options that a comparison reads.
 READ = (
     "model",
     "topology",
@@ -38,7 +38,7 @@ READ = (
 
 
 def estimate_row(name: str, job: Any) -> dict[str, Any]:
-    """Returns a job's estimate with the schedule `name`, as a flat dictionary."""
+    """Returns a job's estimate for the schedule `name`, as a flat dictionary."""
     from planning.costs import estimate, time_range
 
     result, seconds = estimate(job), time_range(job)
@@ -59,7 +59,7 @@ def estimate_row(name: str, job: Any) -> dict[str, Any]:
 
 
 def round_rows(job: Any) -> list[dict[str, Any]]:
-    """Returns the rounds of one layer's attention, those of the forward pass first."""
+    """Returns the rounds of one layer's attention, forward pass first."""
     from planning.costs import estimate
 
     result = estimate(job)
@@ -79,10 +79,10 @@ def round_rows(job: Any) -> list[dict[str, Any]]:
 
 
 def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
-    """Returns the cost model's jobs by schedule name: one, or all schedules and layouts.
+    """Returns the cost model's jobs by schedule name: the selected ones, or all.
 
     Raises:
-      UserError, ValueError: an option is wrong; one line.
+      UserError, ValueError: an option is invalid; the message is one line.
     """
     from model.attention.layout import LAYOUTS
     from planning.costs import HARDWARE, Sizes, TrainingStep
@@ -93,8 +93,8 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
     for option, value in vars(args).items():
         if option not in READ and value not in (None, False):
             raise UserError(
-                f"--{option.replace('_', '-')}: a comparison of schedules does not read it; leave "
-                f"it out, and give axes as {', '.join(f'--{axis}' for axis in AXES)}"
+                f"--{option.replace('_', '-')}: has no effect on a comparison of schedules; "
+                f"remove it, and pass axes as {', '.join(f'--{axis}' for axis in AXES)}"
             )
     for option in ("model", "context"):
         if getattr(args, option) is None:
@@ -112,8 +112,8 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
         planned = Job.of(model, args.topology or "", args.context) if args.topology else None
         if planned is None or planned.hardware is None:
             raise UserError(
-                "--compare: needs a --machine that the cost model lists, or one of them as "
-                f"--hardware: {', '.join(HARDWARE)}"
+                "--compare: needs a --machine that the cost model knows, or --hardware: "
+                f"{', '.join(HARDWARE)}"
             )
         hardware = planned.hardware
         if not any(getattr(args, axis) for axis in AXES):
@@ -129,7 +129,9 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
     if args.schedule is not None and not (
         isinstance(args.schedule, str) and args.schedule in SCHEDULES
     ):
-        raise UserError(f"--schedule: found {args.schedule!r}; compared are {', '.join(SCHEDULES)}")
+        raise UserError(
+            f"--schedule: found {args.schedule!r}; expected one of {', '.join(SCHEDULES)}"
+        )
     return [
         (name, dataclasses.replace(job, schedule=SCHEDULES[name], layout=layout))
         for name in ([args.schedule] if args.schedule else SCHEDULES)
@@ -139,7 +141,8 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Prints schedules and layouts, fastest first, and the rounds of a single one; returns 0."""
+    """Prints schedules and layouts, fastest first, and the rounds if there is only one; returns
+    0."""
     if args.output:
         output_file(args.output, b'"exposed_seconds')
     jobs = cost_jobs(args)
@@ -148,9 +151,9 @@ def compare(args: argparse.Namespace) -> int:
         (estimate_row(*named_job) for named_job in jobs), key=lambda row: row["step_seconds_high"]
     )
     print(
-        f"{args.model} on {args.hardware or args.topology}, a training step, fastest first; from "
-        "the highest MFU measured on such machines to the slowest step that others measured on "
-        "them; exposed: waiting for transfers"
+        f"training step of {args.model} on {args.hardware or args.topology}, fastest first; ranges "
+        "go from the highest MFU measured on such machines to the slowest step measured on them; "
+        "exposed: waiting for transfers"
     )
     print(f"{'schedule':20} {'layout':10} {'step, s':>18} {'exposed, s':>10} {'MFU, 0..1':>17}")
     for row in rows:
@@ -171,8 +174,8 @@ def compare(args: argparse.Namespace) -> int:
     rounds = round_rows(job) if len(jobs) == 1 else []
     for row in rounds:
         print(
-            f"{row['pass']:8} round {row['round']:3}  {1e3 * row['seconds']:10.3f} ms, of it "
-            f"computing {1e3 * row['compute_seconds']:10.3f}"
+            f"{row['pass']:8} round {row['round']:3}  {1e3 * row['seconds']:10.3f} ms, of which "
+            f"compute {1e3 * row['compute_seconds']:10.3f}"
         )
     if args.output:
         with open(args.output, "w", encoding="utf-8") as file:

@@ -2,8 +2,8 @@
 
     python -m scripts.download_trajectories --domain walker --algorithm proto --output FOLDER
 
-Writes DIR/{domain}/{algorithm}/buffer/*.npz, the form that a recipe's `trajectories.path` takes. An
-archive has several GB and is removed after unpacking.
+Writes FOLDER/{domain}/{algorithm}/buffer/*.npz, the layout that a recipe's `trajectories.path`
+takes. An archive has several GB and is removed after unpacking.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run(args: Options) -> None:
                 ),
             )
             outcome = (
-                "existed already"
+                "already exists"
                 if count is None
                 else f"{count:,} episodes in {root / name / 'buffer'}"
             )
@@ -76,11 +76,11 @@ def run(args: Options) -> None:
 class Options:
     """The command's options."""
 
-    domain: str = option(f"out of {', '.join(DOMAINS)}")
+    domain: str = option(f"one of {', '.join(DOMAINS)}")
     algorithm: tuple[str, ...] = option(f"some of {', '.join(ALGORITHMS)}")
-    output: str = option("folder, which receives {domain}/{algorithm}/buffer/*.npz")
+    output: str = option("folder for {domain}/{algorithm}/buffer/*.npz")
     address: FreeText = option(
-        "of the archives or a copy of them; {domain}/{algorithm}.zip is appended", ADDRESS
+        "address of the archives or of a mirror; {domain}/{algorithm}.zip is appended", ADDRESS
     )
 
 

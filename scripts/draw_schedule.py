@@ -37,20 +37,20 @@ CASES: dict[str, Any] = {
     "ring_self_attention": "ring_self_attention",
 }
 TILES, TOKENS = 4, 4  # tiles on a side of a block, tokens on a side of a tile
-CELL = 8  # pixels on a side of a tile, which has a stripe for each rank that shares its heads
-# Paul Tol's muted scheme, for all kinds of colour vision.
+CELL = 8  # pixels on a side of a tile; ranks that share its heads have a stripe each
+# Paul Tol's muted scheme, suitable for all kinds of colour vision.
 PALETTE = "332288 88ccee 117733 ddcc77 cc6677 44aa99 882255 999933"
 COLOURS = np.array([list(bytes.fromhex(colour)) for colour in PALETTE.split()]) / 255
 # Colours of tiles that are skipped, or not in this round.
 SKIPPED, IDLE = np.array([0.86] * 3), np.array([0.975] * 3)
 WIDTH, HEIGHT = 12.0, 9.0  # inches: pictures up to this size fit on a screen
-PITCH = 2.2  # most inches from one panel to the next
-LETTERS = 15  # in an inch below a panel
-MAX_COLUMNS = 8  # rounds side by side
+PITCH = 2.2  # largest distance in inches from one panel to the next
+LETTERS = 15  # characters per inch below a panel
+MAX_COLUMNS = 8  # most rounds side by side
 
 
 def kinds(layout: str, size: int) -> Int[np.ndarray, "query_tiles key_tiles"]:
-    """Returns SKIP, FULL or MASKED for every tile in the layout's order, by the kernels' rule.
+    """Returns SKIP, FULL or MASKED for every tile in the layout's order, as the kernels decide.
 
     Args:
         layout: name of the layout.
@@ -89,7 +89,7 @@ def tiles_of(task: Task) -> TileIndices:
 def picture(
     round_: Round, tile_kinds: Int[np.ndarray, "query_tiles key_tiles"]
 ) -> Float[np.ndarray, "height width 3"]:
-    """Returns an image of a round's tiles coloured by rank, paler where they are masked."""
+    """Returns an image of a round's tiles, coloured by rank, paler if masked."""
     image = np.broadcast_to(IDLE, (*(side * CELL for side in tile_kinds.shape), 3)).copy()
     for task in round_.tasks:
         share, shares = task.heads
@@ -121,7 +121,7 @@ def work(
 
 
 def describe(send: Send, size: int) -> str:
-    """Returns a sentence about a transfer: what is sent, and from which ranks to which."""
+    """Returns a description of a transfer: what is sent, and from which ranks to which."""
     steps = {(target - source) % size for source, target in send.pairs}
     sources = sorted({source for source, _ in send.pairs})
     if send.kind == "collective-permute" and len(steps) == 1:
@@ -129,7 +129,7 @@ def describe(send: Send, size: int) -> str:
         step = f"+{distance}" if distance <= size // 2 else f"−{size - distance}"
         senders = "all" if len(sources) == size else ",".join(map(str, sources))
         return f"{send.arrays}: {senders} → {step}"
-    # Rings of neighbours, in which the longest step leads back to the first rank.
+    # Rings of neighbours, whose longest step leads back to the first rank.
     if send.kind == "collective-permute":
         return f"{send.arrays}: all → −1 in rows of {max(abs(a - b) for a, b in send.pairs) + 1}"
     groups = sorted(
@@ -173,7 +173,7 @@ class Panel:
 
     number: int
     label: str
-    """The layout and its balance, left of its first panel."""
+    """The layout and its balance, shown to the left of its first panel."""
     image: Float[np.ndarray, "height width 3"]
     tiles: Float[np.ndarray, " P"]
     """Number of tiles that each rank computes."""
@@ -183,14 +183,14 @@ class Panel:
 
 
 def panel_rows(name: str, size: int) -> list[list[Panel]]:
-    """Returns the panels of a schedule's picture: a row for each layout, or several if need be.
+    """Returns the panels of a schedule's picture: one or more rows per layout.
 
     Args:
         name: a key of CASES.
         size: number of ranks.
     """
     block = Block(batch=1, tokens=TILES * TOKENS, query_heads=size, kv_heads=size, head_dim=8)
-    # Computes whole blocks by matrix products, in the same way for every layout.
+    # This schedule computes full blocks with matrix products, the same for every layout.
     dense = name == "ring_self_attention"
     rows = []
     for layout in LAYOUTS[:1] if dense else LAYOUTS:
@@ -217,7 +217,7 @@ def panel_rows(name: str, size: int) -> list[list[Panel]]:
 
 
 def draw(name: str, size: int, path: pathlib.Path) -> None:
-    """Draws a schedule's forward pass: rows of rounds for each layout, transfers below them.
+    """Draws a schedule's forward pass: rows of rounds per layout, with transfers below them.
 
     Args:
         name: a key of CASES.

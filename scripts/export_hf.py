@@ -19,52 +19,52 @@ def _check_flags(arguments: Options, checkpoint: Path, is_adapter: bool, has_exp
     from data.printable import printable
     from trainer.huggingface.folder import hub_name
 
-    is_whole = arguments.merge or not is_adapter
+    is_full = arguments.merge or not is_adapter
     if not is_adapter and (arguments.merge or arguments.dequantize):
         flag = "merge" if arguments.merge else "dequantize"
-        raise UserError(f"--{flag}: {checkpoint} holds a whole model, without adapters")
+        raise UserError(f"--{flag}: {checkpoint} holds a full model, without adapters")
     if not is_adapter and arguments.base and not hub_name(arguments.base):
         raise UserError(
-            f"--base: {checkpoint} holds a whole model, so that this is only a name for its card: "
+            f"--base: {checkpoint} holds a full model, whose card only names the base: "
             f"found {printable(arguments.base)}, expected a hub name, OWNER/NAME"
         )
-    if arguments.fuse_experts and not (has_experts and is_whole):
-        found = "a model without experts" if is_whole else "adapters alone"
+    if arguments.fuse_experts and not (has_experts and is_full):
+        found = "a model without experts" if is_full else "only adapters"
         raise UserError(f"--fuse-experts: {checkpoint} holds {found}; leave it out")
-    if arguments.verify and not is_whole:
+    if arguments.verify and not is_full:
         raise UserError(
-            "--verify: compares whole models, found adapters alone; add --merge, or leave it out"
+            "--verify: compares full models, found only adapters; add --merge, or leave it out"
         )
 
 
 def _check_quantized(quantize: str, arguments: Options) -> None:
-    """Raises UserError for a merge into weights other than those of the adapters' training."""
+    """Raises UserError if adapters would be merged into weights they were not trained on."""
     from data.errors import UserError
 
     if arguments.dequantize and (quantize == "none" or not arguments.merge):
         raise UserError(
-            "--dequantize: goes with --merge and adapters of quantized weights, found "
+            "--dequantize: only applies to --merge with adapters of quantized weights, found "
             f"adapter.quantize {quantize}{'' if arguments.merge else ' without --merge'}; leave it "
             "out"
         )
     if arguments.merge and quantize != "none" and not arguments.dequantize:
         raise UserError(
-            f"--merge: these adapters were trained on {quantize} weights, whose codes cannot hold "
-            "a sum; add --dequantize for a model of the dequantized weights, or leave out "
-            "--merge for the adapters alone"
+            f"--merge: these adapters were trained on {quantize} weights, whose codes cannot "
+            "represent the sum; add --dequantize to merge into the dequantized weights, or leave "
+            "out --merge to export only the adapters"
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Writes a Hugging Face folder from a checkpoint, in the dtype of the original model.
+    """Writes a Hugging Face folder from a checkpoint, in the original model's dtype.
 
-    It holds safetensors, config, generation config, tokenizer and chat template; a run with
-    adapters gives a folder for peft. Needs no accelerator.
+    The folder has safetensors, config, generation config, tokenizer and chat template; for a run
+    with adapters it is in PEFT's format. Needs no accelerator.
     """
 
     checkpoint: StorePath = option(
-        "a checkpoint folder (RUN/checkpoints/STEP), or a run folder, for its newest undamaged one",
+        "a checkpoint (RUN/checkpoints/STEP), or a run folder for its newest undamaged checkpoint",
         positional=True,
         metavar="CHECKPOINT",
     )
@@ -72,29 +72,29 @@ class Options:
         "folder to write; must be empty or not exist", positional=True, metavar="HF_DIR"
     )
     merge: bool = option(
-        "add the adapters to the base's weights and write a whole model; otherwise only the "
-        "adapters are written, for peft"
+        "merge the adapters into the base's weights and write the full model; without it, only "
+        "the adapters are written, for peft"
     )
     average: bool = option(
-        "write the weights' moving average of optimizer.average_decay instead of the last step's "
-        "weights"
+        "write the moving average of the weights (optimizer.average_decay) instead of the last "
+        "step's weights"
     )
     dequantize: bool = option(
-        "with --merge, for adapters of quantized weights: add them to the dequantized weights"
+        "with --merge, for adapters of quantized weights: merge into the dequantized weights"
     )
     base: str | None = option(
-        "the model that was trained, if it is not at the recorded path: a hub name, which the "
-        "export then names, or, for adapters, a folder",
+        "the base model, if it is not at the recorded path: a hub name, which the export then "
+        "names, or, for adapters, a folder",
         None,
         metavar="MODEL",
     )
     fuse_experts: bool = option(
-        "for a mixture: write all experts of a layer in one tensor, as transformers 5 holds them "
-        "in memory; otherwise as published"
+        "for a mixture: write all experts of a layer in one tensor, as transformers 5 keeps them "
+        "in memory, instead of as published"
     )
     verify: bool = option(
-        "also compare transformers' logits with ours (needs torch and the model twice in memory); "
-        "transformers always opens the configuration and the tokenizer"
+        "also compare transformers' logits with ours (needs torch, and memory for two models); "
+        "configuration and tokenizer are always opened with transformers"
     )
     no_download: bool = no_download()
 
@@ -118,7 +118,7 @@ def work(arguments: Options) -> None:
     from trainer.huggingface.write import write_hf
     from trainer.model_source import open_adapter
 
-    out = new_folder(arguments.hf_dir)  # before the slow comparison of all checksums
+    out = new_folder(arguments.hf_dir)  # before the slow verification of all checksums
     checkpoint = find_checkpoint(arguments.checkpoint, ["model", "assets"])
     params, config = (
         stored_parameters(checkpoint, verified=True),
@@ -157,7 +157,7 @@ def work(arguments: Options) -> None:
     if unnamed := base_without_hub_name(checkpoint, base):
         warnings.warn(
             f"the base is a local folder ({printable(unnamed)}), which the export does not name; "
-            "--base OWNER/NAME names it on the hub",
+            "pass its hub name with --base OWNER/NAME",
             stacklevel=2,
         )
     print("opening the folder with transformers", file=sys.stderr, flush=True)
@@ -166,7 +166,7 @@ def work(arguments: Options) -> None:
     check_tokenizer(out)
     if arguments.verify:
         difference = compare_logits(out)
-        print(f"logits differ from transformers' by at most {difference:.1e} of the largest")
+        print(f"logits differ from transformers' by at most {difference:.1e} of the largest logit")
     averaged = ", averaged weights" if arguments.average else ""
     print(
         f"{arguments.hf_dir}: from {checkpoint}{averaged}; its README.md is a model card; "

@@ -25,7 +25,7 @@ class Options:
         metavar="HF_DIR",
     )
     checkpoint: Path = option(
-        "folder to make; must be empty or not exist", positional=True, metavar="CHECKPOINT"
+        "folder to create; must be empty or not exist", positional=True, metavar="CHECKPOINT"
     )
     no_download: bool = no_download()
 
@@ -45,7 +45,7 @@ def work(arguments: Options) -> None:
     from trainer.huggingface.folder import folder_config, resolve_model_path
     from trainer.huggingface.read import read_hf
 
-    # Before the slow reading of all weights.
+    # Refuses an unusable folder before the slow read of all weights.
     new_folder(checkpoint_path(arguments.checkpoint, "CHECKPOINT"))
     source = resolve_model_path(arguments.hf_dir)
     config = folder_config(source)

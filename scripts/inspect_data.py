@@ -2,8 +2,8 @@
 
     python -m scripts.inspect_data CONFIG.yaml [--rows N] [--tokens N] [--section.field value ...]
 
-Prints the first packed rows as text, with trained tokens in colour (without colours, in ⟦ ⟧), the
-numbers of used and dropped records, the documents' lengths, and the share of padding.
+Prints the first packed rows as text, with tokens in the loss in colour (without colours, in ⟦ ⟧),
+the numbers of used and dropped records, the documents' lengths, and the share of padding.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ IN_LOSS, SEPARATOR = "bold green", "dim"  # rich styles
 
 
 class _Run(NamedTuple):
-    """Consecutive tokens of one document, all in the loss or all outside it."""
+    """Consecutive tokens of one document that are all in the loss, or all outside it."""
 
     segment_id: int
     in_loss: bool
@@ -36,13 +36,13 @@ class _Run(NamedTuple):
 
 
 def row_text(row: Batch, tokenizer: Tokenizer, max_tokens: int, brackets: bool = False) -> Text:
-    """Returns a row as text: a heading for each document, and a last line that counts padding.
+    """Returns a row as text: a heading per document, and a last line with the amount of padding.
 
     Args:
         row: a row of the loader, arrays [L].
         tokenizer: the tokenizer; control tokens are shown as their text.
-        max_tokens: the most tokens to show.
-        brackets: whether to mark trained tokens by ⟦ ⟧, for output without colours.
+        max_tokens: the largest number of tokens to show.
+        brackets: whether to mark tokens in the loss with ⟦ ⟧, for output without colours.
     """
     text = Text()
     used = int((row["segment_ids"] > 0).sum())
@@ -64,7 +64,7 @@ def row_text(row: Batch, tokenizer: Tokenizer, max_tokens: int, brackets: bool =
 def _runs(row: Batch, end: int) -> Iterator[_Run]:
     """Yields the runs of a row's first `end` tokens."""
     segments, in_loss = row["segment_ids"], np.zeros(len(row["tokens"]), bool)
-    # A token is in the loss as the target of the previous one.
+    # A token is in the loss as the target of the previous token.
     in_loss[1:] = row["loss_weights"][:-1] > 0
     borders = np.flatnonzero((np.diff(segments[:end]) != 0) | (np.diff(in_loss[:end]) != 0)) + 1
     for start, stop in zip([0, *borders], [*borders, end], strict=True):
@@ -73,7 +73,8 @@ def _runs(row: Batch, end: int) -> Iterator[_Run]:
 
 
 def histogram(lengths: Int[np.ndarray, " N"], width: int = 40) -> str:
-    """Returns a line per power of two: the number of documents of that length, and their share.
+    """Returns a line per power of two: the number of documents of about that length, and their
+    share of the tokens.
 
     Args:
         lengths: number of tokens of each document.
@@ -108,7 +109,7 @@ def work(args: "Options") -> None:
     """Shows the first rows, and describes both splits.
 
     Raises:
-        UserError: the recipe or the data are wrong.
+        UserError: the recipe or the data are invalid.
     """
     from trainer.config.load import load
     from trainer.model_source import choose_model, for_templates
@@ -116,8 +117,8 @@ def work(args: "Options") -> None:
     from trainer.text import prepare_text
     from trainer.text_checks import data_warnings
 
-    given = load(["--config", args.config, *args.flags], own=vars(args).keys() - {"flags"})
-    config = choose_stage(given, args.stage)
+    recipe = load(["--config", args.config, *args.flags], own=vars(args).keys() - {"flags"})
+    config = choose_stage(recipe, args.stage)
     source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     prepared = prepare_text(config, source.config, tokenizer)
     loader_class = PairLoader if config.preference.loss else Loader
@@ -148,8 +149,8 @@ class Options:
 
     config: str = option("a recipe", positional=True, metavar="CONFIG.yaml")
     rows: int = option("number of rows to show", 2)
-    tokens: TokensOr0 = option("number of tokens to show of each row", 600)
-    stage: int | None = option("for a recipe with stages, from 1 (default: the last)", None)
+    tokens: TokensOr0 = option("number of tokens to show per row", 600)
+    stage: int | None = option("stage of a recipe with stages, from 1 (default: the last)", None)
     no_download: bool = no_download()
     flags: tuple[str, ...] = other_words("[--section.field value ...]", FIELDS)
 

@@ -1,10 +1,11 @@
-"""Shows the episodes in a folder: number by algorithm, spread of returns, files left out.
+"""Shows the episodes in a folder: number per algorithm, spread of returns, skipped files.
 
     python -m scripts.inspect_trajectories trajectories/exorl --task walker_walk --plot returns.png
 
-Returns are the task's: episodes collected for another task of the body get new rewards from their
-states, which takes a fraction of a second each. Coverage is the share of a grid's cells that an
-algorithm's states visit; the grid spans the two directions in which all states differ most.
+Returns are for the given task: rewards of episodes collected for another task of the domain are
+recomputed from their states, which takes a fraction of a second each. Coverage is the share of a
+grid's cells that an algorithm's states visit; the grid spans the two directions of greatest
+variance of all states.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from trainer.options import command, option
 QUANTILES = {"min": 0.0, "25%": 0.25, "median": 0.5, "75%": 0.75, "max": 1.0}
 BINS = 40
 TABLE_WIDTH = 100  # characters
-CELLS = 40  # of the coverage's grid along each of its two directions
+CELLS = 40  # cells of the coverage grid along each of its two directions
 EVERY = 10  # steps between two states that count for the coverage
-NAMED = 10  # left-out files that the terminal names
+NAMED = 10  # skipped files that are printed by name
 
 
 def spread(returns: Float[np.ndarray, " n"]) -> dict[str, float]:
@@ -49,8 +50,9 @@ class Contents(NamedTuple):
     """A folder's episodes.
 
     Attributes:
-      returns: of each algorithm's episodes; states: its states, every EVERYth.
-      left_out: the reason for each unusable file.
+      returns: the returns of each algorithm's episodes.
+      states: every EVERYth state of each algorithm.
+      left_out: the reason for each skipped file.
     """
 
     returns: dict[str, Float[np.ndarray, " n"]]
@@ -84,8 +86,8 @@ def read_contents(files: Sequence[Path], task: Task) -> Contents:
 def visits(states: Mapping[str, Float[np.ndarray, "m O"]]) -> dict[str, Int[np.ndarray, "C C"]]:
     """Returns how many states of each algorithm are in each cell of one grid.
 
-    The grid spans all states along their first two principal components, each number divided by its
-    deviation, but for the outermost 1% along each.
+    The grid spans all states along the first two principal components of the standardised states,
+    without the outermost 1% along each.
     """
     every = np.concatenate(list(states.values())).astype(np.float64)
     mean, std = every.mean(0), every.std(0)
@@ -101,7 +103,7 @@ def visits(states: Mapping[str, Float[np.ndarray, "m O"]]) -> dict[str, Int[np.n
 
 
 def draw_coverage(task: Task, counts: Mapping[str, Int[np.ndarray, "C C"]], path: Path) -> None:
-    """Draws the visits of each algorithm, in one colour scale."""
+    """Draws each algorithm's visits, with one colour scale."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
@@ -126,7 +128,7 @@ def share(count: Int[np.ndarray, "C C"]) -> float:
 def show(
     task: Task, algorithms: Mapping[str, Mapping[str, float]], left_out: Sequence[str]
 ) -> None:
-    """Prints the table, and the files that are left out."""
+    """Prints the table, and the skipped files."""
     from rich.table import Table
 
     table = Table(
@@ -145,19 +147,19 @@ def show(
             str(numbers["episodes"]),
             *(f"{numbers[name]:.1f}" for name in (*QUANTILES, "mean")),
         )
-    # A narrow table would cut off the long names of algorithms.
+    # A narrow table would cut off long algorithm names.
     console = printable.console(highlight=False, width=max(printable.console().width, TABLE_WIDTH))
     console.print(table)
     if left_out:
-        print(f"{len(left_out)} files left out:")
+        print(f"{len(left_out)} files skipped:")
         for reason in left_out[:NAMED]:
             print(f"  {reason}")
         if len(left_out) > NAMED:
-            print(f"  and {len(left_out) - NAMED} more, which --json lists")
+            print(f"  and {len(left_out) - NAMED} more; --json lists all")
 
 
 def draw(task: Task, returns: Mapping[str, Float[np.ndarray, " n"]], path: Path) -> None:
-    """Draws a histogram of returns for each algorithm, over one axis."""
+    """Draws a histogram of returns per algorithm, over a common axis."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 1.0 + 1.1 * len(returns)), layout="constrained")
@@ -179,10 +181,10 @@ def draw(task: Task, returns: Mapping[str, Float[np.ndarray, " n"]], path: Path)
 
 
 def inspect(args: Options) -> dict[str, Any]:
-    """Runs the command; returns what --json writes.
+    """Runs the command; returns the content that --json writes.
 
     Raises:
-      UserError: no such task, or no usable episode.
+      UserError: the task is unknown, or no episode is usable.
     """
     task = get_task(args.task)
     outputs = [
@@ -198,7 +200,7 @@ def inspect(args: Options) -> dict[str, Any]:
     returns, states, left_out = read_contents(files, task)
     if not returns:
         raise UserError(
-            f"{args.path}: none of {len(files)} episodes can be used; the first: {left_out[0]}"
+            f"{args.path}: none of {len(files)} episodes is usable; the first: {left_out[0]}"
         )
     algorithms = {name: spread(values) for name, values in returns.items()}
     if len(returns) > 1:
@@ -233,15 +235,17 @@ class Options:
     path: str = option(
         "folder with {domain}/{algorithm}/buffer/*.npz, or one such buffer", positional=True
     )
-    task: str = option(f"out of {', '.join(TASKS)}")
+    task: str = option(f"one of {', '.join(TASKS)}")
     plot: str | None = option(
-        "draw a histogram of the returns of each algorithm", None, metavar="FILE.png"
+        "draw a histogram of each algorithm's returns to this file", None, metavar="FILE.png"
     )
     coverage: str | None = option(
-        "draw which states each algorithm visits", None, metavar="FILE.png"
+        "draw which states each algorithm visits to this file", None, metavar="FILE.png"
     )
     json: str | None = option(
-        "write the numbers, every return and all files that are left out", None, metavar="FILE.json"
+        "write the figures, every return and all skipped files to this file",
+        None,
+        metavar="FILE.json",
     )
 
 

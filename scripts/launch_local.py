@@ -2,10 +2,10 @@
 
     python -m scripts.launch_local --processes 4 --config RECIPE [--section.field value ...]
 
-All flags but --processes are train.py's. When a process fails or is killed, the launcher ends the
-others. It forwards SIGTERM and Ctrl-C to all processes, which save a checkpoint and end; the exit
-status is then 143 or 130. The same command resumes from the last checkpoint. With --restarts N the
-launcher repeats it if another start may succeed (scripts/restarts.py).
+All flags except --processes and --restarts are train.py's. If a process fails or is killed, the
+launcher ends the others. It forwards SIGTERM and Ctrl-C to all processes, which save a checkpoint
+and end; the exit status is then 143 or 130. The same command resumes from the last checkpoint. With
+--restarts N the launcher restarts if that may help (scripts/restarts.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .run_status import read_status, run_folder
 GRACE_SECONDS = 10
 # Processes that fail with the same error end within this time of each other.
 TOGETHER_SECONDS = 2
-# Beginnings of train.py's final line.
+# Prefixes of train.py's final line.
 FINAL_LINES = (b"error: ", b"preempted ", b"stopped")
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
@@ -48,21 +48,21 @@ class Failure(NamedTuple):
     process: int
     """Number of the process."""
     status: int
-    """Its exit status; minus the signal's number if a signal killed it."""
+    """Its exit status; the negative signal number if a signal killed it."""
 
 
 def free_port() -> int:
-    """Returns a free port of this machine."""
+    """Returns a free port on this machine."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return listening.getsockname()[1]
 
 
 def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
-    """Starts train.py in `count` processes, of which process 0 is the coordinator.
+    """Starts train.py in `count` processes; process 0 is the coordinator.
 
-    They share a secret, LONGSTRIPE_TOKEN or else a new one, so no other program on the port can
-    replace one of them.
+    They share a secret, LONGSTRIPE_TOKEN or a new one, so that no other program can take the place
+    of one of them.
 
     Args:
         count: number of processes.
@@ -101,9 +101,9 @@ def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
 
 
 def _forward_stderr(process: subprocess.Popen, first: subprocess.Popen) -> None:
-    """Forwards a process's stderr, without a final line that `first` has also written.
+    """Forwards a process's stderr, without a final line that `first` has written too.
 
-    Processes with the same exit status have written the same final line.
+    Processes with the same exit status are assumed to have written the same final line.
     """
     final_lines = []
     for line in process.stderr or ():
@@ -113,7 +113,7 @@ def _forward_stderr(process: subprocess.Popen, first: subprocess.Popen) -> None:
 
 
 def wait(processes: list[subprocess.Popen], received: Sequence[int] = ()) -> int:
-    """Waits for all processes, and ends the others once one has failed.
+    """Waits for all processes, and ends the rest once one has failed.
 
     Args:
         processes: the processes.
@@ -149,7 +149,7 @@ def wait(processes: list[subprocess.Popen], received: Sequence[int] = ()) -> int
 
 
 def _first_failure(statuses: Sequence[int | None]) -> Failure | None:
-    """Returns the first process that failed, if one did."""
+    """Returns the first process that failed, or None."""
     return next((Failure(number, status) for number, status in enumerate(statuses) if status), None)
 
 
@@ -157,7 +157,7 @@ def _first_failure(statuses: Sequence[int | None]) -> Failure | None:
 def forwarding_signals(processes: list[subprocess.Popen]) -> Iterator[list[int]]:
     """Forwards SIGINT, SIGTERM and SIGHUP to the processes; yields the received signals.
 
-    Signals that this process was started to ignore, such as SIGHUP under nohup, are not forwarded:
+    Signals that this process ignores from the start, such as SIGHUP under nohup, are not forwarded:
     the processes inherit that and ignore them too.
     """
     received: list[int] = []
@@ -172,8 +172,8 @@ def forwarding_signals(processes: list[subprocess.Popen]) -> Iterator[list[int]]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) != signal.SIG_IGN
     }
-    # Otherwise `data.signals` would end the launcher by them at once, while the processes still
-    # save.
+    # Otherwise `data.signals` would end the launcher immediately, while the processes are still
+    # saving.
     at_once = signal.set_wakeup_fd(-1)
     try:
         yield received
@@ -202,7 +202,7 @@ class Options:
     """The command's options."""
 
     restarts: int = option(
-        "restart after errors that may pass, at most N times in a row without a new checkpoint",
+        "restart after transient errors, at most N times in a row without a new checkpoint",
         0,
         metavar="N",
     )
@@ -232,8 +232,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _reached(flags: Sequence[str]) -> int | None:
-    """Returns the newest checkpoint's step; also None if the store does not answer, so that the
-    start counts as one without a checkpoint."""
+    """Returns the newest checkpoint's step; None if there is none or the store does not answer, in
+    which case the start counts as one without a checkpoint."""
     try:
         return read_status(run_folder(list(flags))).reached
     except Exception as error:
@@ -248,13 +248,13 @@ def _run_once(count: int, flags: Sequence[str]) -> tuple[int, list[int]]:
     processes: list[subprocess.Popen] = []
     with forwarding_signals(processes) as received:
         processes += start(count, flags)
-        for number in received:  # before there was a process to forward it to
+        for number in received:  # signals received before there were processes
             for process in processes:
                 process.send_signal(number)
         status = wait(processes, received)
     for thread in threading.enumerate():
         if thread.name == _forward_stderr.__name__:
-            # No longer: a child of a killed process may hold the pipe open.
+            # With a time limit: a child of a killed process may keep the pipe open.
             thread.join(GRACE_SECONDS)
     return status, received
 

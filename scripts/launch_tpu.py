@@ -5,22 +5,22 @@
   scripts/launch_tpu.sh run NAME --zone Z --type v5p-128 --version V -- --config configs/R.yaml
   scripts/launch_tpu.sh create|install|start|follow|status|stop|delete NAME --zone Z [-- COMMAND]
 
-run      creates, installs, starts and follows, and repeats all of it after a failure that may pass
+run      creates, installs, starts and follows, and repeats all of it after a transient failure
 create   requests the slices unless they exist, and waits until they are ready
-install  sends this working tree (what git tracks or would add), installs Python (by uv) and the
-         locked requirements
-start    starts COMMAND on the workers unless it runs: train.py's options, or another command of the
-         project, such as python -m scripts.export_hf RUN HF_DIR; only train.py and eval.* run on
-         all workers, the others on the first one's CPU
+install  sends this working tree (the files git tracks or would add), installs Python (with uv) and
+         the locked requirements
+start    starts COMMAND on the workers unless it is running: train.py's options, or another command
+         of the project, such as python -m scripts.export_hf RUN HF_DIR; train.py and eval.* run on
+         all workers, other commands on the first worker's CPU
 follow   prints the first worker's log until COMMAND ends, then the last lines of the worker that
          failed; exits with its code
-status   shows the slices and what runs there; with train.py's options after --, also the run's
-         step, speed and checkpoint
-stop     stops COMMAND, which saves the step if it trains
+status   shows the slices and what is running there; with train.py's options after --, also the
+         run's step, speed and checkpoint
+stop     stops COMMAND; training saves the current step
 delete   deletes the slices, and says what it deleted
 
 The slices stay, and are billed, until `delete`. With --machine-type (or --api compute) they are
-Compute Engine's; with --type, the older Cloud TPU API's, which has no chip after v6e.
+created by Compute Engine; with --type, by the older Cloud TPU API, which has no chips after v6e.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ from .tpu.slices import GroupSlices, QueuedSlices, Request, Slices, Worker
 
 VERBS = ("run", "create", "install", "start", "follow", "status", "stop", "delete")
 INSTALL_TRIES = 5
-SETTLE_SECONDS = 60  # to wait for the other workers of an ended job
+SETTLE_SECONDS = 60  # how long to wait for the other workers once a job has ended on one
 
 
 class WorkerJob(NamedTuple):
-    """One worker's report of its job."""
+    """A worker's report of its job."""
 
     host: str
     id: int
-    """Its start, in nanoseconds."""
+    """The job's start time, in nanoseconds."""
     command: int
-    """Its command's checksum."""
+    """The checksum of its command."""
     code: int | None
-    """None while it runs; 75 if it ended without a code, as after a reboot."""
+    """The exit code; None while it runs; 75 if it ended without a code, as after a reboot."""
 
 
 def parse_jobs(text: str) -> list[WorkerJob]:
-    """Returns the newest command's jobs in the output of `workers.JOB` on all workers.
+    """Returns the newest command's jobs from the output of `workers.JOB` on all workers.
 
-    If that command runs only on the first worker, others still have an earlier one's files.
+    If that command runs only on the first worker, others still have an earlier command's files.
     """
     codes = {"running": None, "lost": TRANSIENT}
     lines = re.findall(r"^job (\S+) (\d+) (\d+) (running|lost|\d+)\s*$", text, re.MULTILINE)
@@ -81,10 +81,10 @@ def parse_jobs(text: str) -> list[WorkerJob]:
 
 
 def deciding(codes: Sequence[int]) -> int:
-    """Returns a job's exit code: that of the worker that ended the others.
+    """Returns a job's exit code: that of the worker that caused the others to end.
 
-    A permanent error and a stop decide first, then a crash, then the loss of a connection, which
-    follows from one.
+    A permanent error or a stop takes precedence, then a crash, then a lost connection, which a
+    crash causes on the others.
     """
 
     def rank(code: int) -> int:
@@ -102,13 +102,13 @@ def deciding(codes: Sequence[int]) -> int:
 
 
 class Launcher:
-    """The verbs, on the slices of one name."""
+    """The launcher's verbs, for the slices with one name."""
 
     def __init__(
         self, gcloud: Gcloud, slices: Slices, args: argparse.Namespace, command: list[str]
     ) -> None:
         self.gcloud, self.slices, self.args, self.command = gcloud, slices, args, command
-        self.shown = ("", 0)  # the printed job's id, and the printed bytes of its log
+        self.shown = ("", 0)  # the id of the job being printed, and the bytes printed of its log
 
     # Workers
 
@@ -120,18 +120,18 @@ class Launcher:
         return [workers[0]._replace(number=self.args.worker or "0")]
 
     def _each(self, workers: Sequence[Worker], call: Callable[[Worker], Any]) -> list[Any]:
-        """Returns concurrent `call`s of all workers. Raises the first GcloudError."""
+        """Returns the results of `call` for all workers, run concurrently. Raises GcloudError."""
         with ThreadPoolExecutor(max(1, len(workers))) as pool:
             return list(pool.map(call, workers))
 
     def _ask(self, workers: Sequence[Worker], command: str) -> str:
-        """Returns what a shell command prints on the workers. Raises GcloudError."""
+        """Returns the output of a shell command on the workers. Raises GcloudError."""
         return "".join(
             self._each(workers, lambda worker: self.gcloud.once(*self.slices.ssh(worker, command)))
         )
 
     def _do(self, workers: Sequence[Worker], command: str) -> None:
-        """Runs a shell command on the workers, its output shown. Raises GcloudError."""
+        """Runs a shell command on the workers and shows its output. Raises GcloudError."""
         self._each(workers, lambda worker: self.gcloud.shown(*self.slices.ssh(worker, command)))
 
     # Verbs
@@ -162,7 +162,7 @@ class Launcher:
         with scratch_folder() as folder:
             archive, variables = folder / "longstripe.tar.gz", folder / "longstripe.env"
             remote.write_archive(archive)
-            # In a file that only its owner may read: every user of the machine sees command lines.
+            # In a file that only its owner can read: every user of the machine sees command lines.
             variables.touch(mode=0o600)
             variables.write_text(
                 remote.environment_file(remote.read_variables(self.args.env)), encoding="utf-8"
@@ -179,7 +179,7 @@ class Launcher:
         words = remote.words_to_run(self.command)
         remote.check_recipe(words)
         workers = self._targets(words)
-        # libtpu in a single process would wait for all hosts of the slice.
+        # libtpu in a single process would wait for all hosts of the slice, so use the CPU.
         alone = {} if remote.on_all_workers(words) or self.args.worker else {"JAX_PLATFORMS": "cpu"}
         self._each(
             workers,
@@ -202,7 +202,7 @@ class Launcher:
                 jobs = self._jobs()
                 if not jobs:
                     raise Refused(
-                        f"nothing was started on {self.args.name}: scripts/launch_tpu.sh start "
+                        f"nothing was started on {self.args.name}; run scripts/launch_tpu.sh start "
                         f"{self.args.name} ..."
                     )
                 if any(job.code is not None for job in jobs):
@@ -211,7 +211,7 @@ class Launcher:
             except GcloudError as error:
                 if error.kind is Kind.LOGIN:
                     raise
-                say(f"{error}; looking again in {self.args.poll:.0f} s")
+                say(f"{error}; checking again in {self.args.poll:.0f} s")
             state = self.slices.state()
             if state.name in ("GONE", "ABSENT"):
                 say(
@@ -237,7 +237,7 @@ class Launcher:
                 sys.stdout.buffer.flush()
 
     def _ended(self) -> int:
-        """Waits for the other workers, prints the failed one's last lines, returns its code."""
+        """Waits for the other workers, prints the failed worker's last lines, returns its code."""
         jobs = self._jobs()
         for _ in range(SETTLE_SECONDS // 5):
             if all(job.code is not None for job in jobs):
@@ -249,7 +249,7 @@ class Launcher:
         code = deciding(codes) if codes else TRANSIENT
         hosts = [job.host for job in jobs if job.code == code]
         if running := [job.host for job in jobs if job.code is None]:
-            say(f"{', '.join(running)} still runs")
+            say(f"still running: {', '.join(running)}")
         say(f"ended with {code}" + (f" on {', '.join(hosts)}" if code else ""))
         if code and (len(jobs) > 1 or self.slices.request.slices > 1):
             ends = self._ask(self.slices.workers(), remote.ENDS)
@@ -269,7 +269,7 @@ class Launcher:
             return TRANSIENT
         jobs = self._jobs()
         if not jobs:
-            print("command      none was started")
+            print("command      none has been started")
         for job in jobs:
             print(f"{job.host:12} {'running' if job.code is None else f'ended with {job.code}'}")
         if self.command:
@@ -282,7 +282,7 @@ class Launcher:
         return 0
 
     def _run_status(self, *flags: str) -> str:
-        """Returns what scripts.run_status says on the first worker. Raises GcloudError."""
+        """Returns the output of scripts.run_status on the first worker. Raises GcloudError."""
         words = remote.words_to_run(self.command)
         if words[0] != "train.py":
             return ""
@@ -303,11 +303,11 @@ class Launcher:
     def stop(self) -> int:
         """Stops the job on all workers. Returns 0. Raises GcloudError."""
         self._do(self.slices.workers(), remote.STOP)
-        say(f"stopped what ran on {self.args.name}")
+        say(f"stopped the command on {self.args.name}")
         return 0
 
     def delete(self) -> int:
-        """Deletes the slices; returns 0. Raises GcloudError, and Refused if there are none."""
+        """Deletes the slices; returns 0. Raises GcloudError, or Refused if there are none."""
         deleted = self.slices.delete()
         if not deleted:
             project = self.args.project or "gcloud's default project"
@@ -317,14 +317,15 @@ class Launcher:
                 + (
                     ""
                     if isinstance(self.slices, GroupSlices)
-                    else "; if it is Compute Engine's: --api compute"
+                    else "; for one on Compute Engine, add --api compute"
                 )
             )
         say(f"deleted {', '.join(deleted)}")
         return 0
 
     def run(self) -> int:
-        """Creates, installs, starts, follows, until no start can help; returns the exit code."""
+        """Creates, installs, starts, follows, until another start cannot help; returns the exit
+        code."""
         remote.check_recipe(remote.words_to_run(self.command))
         remote.read_variables(self.args.env)
         restarts = Restarts(self.args.restarts)
@@ -357,34 +358,38 @@ class Options:
     """The launcher's options."""
 
     verb: str = option(", ".join(VERBS), positional=True, metavar="VERB")
-    name: str = option("of the slices", positional=True, metavar="NAME")
-    zone: str | None = option("such as us-east5-a", None, metavar="Z")
-    project: str | None = option("if not gcloud's default", None, metavar="P")
+    name: str = option("name of the slices", positional=True, metavar="NAME")
+    zone: str | None = option("zone, such as us-east5-a", None, metavar="Z")
+    project: str | None = option("project, if not gcloud's default", None, metavar="P")
     api: str | None = option(
-        "the API of the slices; also implied by --machine-type and --type",
+        "the API that manages the slices; also implied by --machine-type and --type",
         None,
         choices=("queued", "compute"),
     )
-    machine_type: str = option("Compute Engine's, such as ct6e-standard-4t", "", metavar="T")
+    machine_type: str = option(
+        "Compute Engine's machine type, such as ct6e-standard-4t", "", metavar="T"
+    )
     topology: str = option(
-        "of the slice's chips, such as 4x4; without it one host", "", metavar="T"
+        "the slice's chips along each side, such as 4x4; default: one host", "", metavar="T"
     )
     type: str = option("the Cloud TPU API's accelerator type, such as v5p-128", "", metavar="T")
-    version: str = option("its runtime version, such as v2-alpha-tpuv5", "", metavar="V")
+    version: str = option(
+        "the Cloud TPU API's runtime version, such as v2-alpha-tpuv5", "", metavar="V"
+    )
     slices: int = option(
         "number of slices; train.py's mesh.dcn names the axes that cross them", 1, metavar="N"
     )
-    spot: bool = option("cheaper capacity that may be preempted")
-    flex_start: str = option("capacity for up to this time, such as 4h", "", metavar="TIME")
+    spot: bool = option("use cheaper capacity that may be preempted")
+    flex_start: str = option("use capacity for up to this time, such as 4h", "", metavar="TIME")
     reservation: str = option("the name of your reservation", "", metavar="R")
     create_options: str = option(
-        "more gcloud options for the creation, such as '--network=n --service-account=a "
+        "additional gcloud options for creating slices, such as '--network=n --service-account=a "
         "--labels=team=x --internal-ips'",
         "",
         metavar="'...'",
     )
     ssh_options: str = option(
-        "more gcloud options for ssh and scp, such as --tunnel-through-iap or --internal-ip",
+        "additional gcloud options for ssh and scp, such as --tunnel-through-iap or --internal-ip",
         "",
         metavar="'...'",
     )
@@ -397,12 +402,16 @@ class Options:
     worker: str | None = option(
         "where COMMAND runs, instead of the default above", None, metavar="all|N"
     )
-    setup: str = option("run on every worker before the installation", "", metavar="COMMAND")
-    poll: float = option("between checks of the slices", 30, metavar="SECONDS")
+    setup: str = option(
+        "shell command to run on every worker before the installation", "", metavar="COMMAND"
+    )
+    poll: float = option("seconds between checks of the slices", 30, metavar="SECONDS")
     restarts: int = option(
         "consecutive starts without a new checkpoint after which `run` gives up", LIMIT, metavar="N"
     )
-    price_per_hour: float | None = option("of all slices together, for `status`", None, metavar="P")
+    price_per_hour: float | None = option(
+        "hourly price of all slices together, for `status`", None, metavar="P"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -426,16 +435,16 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.error = _refuse  # type: ignore[method-assign]
     args, unknown = parser.parse_known_args(options)
     if args.verb not in VERBS:
-        raise Refused(f"unknown verb {args.verb}; {', '.join(VERBS)} would work")
+        raise Refused(f"unknown verb {args.verb}; expected one of {', '.join(VERBS)}")
     if unknown:
-        raise Refused(f"unknown option {unknown[0]}; the command's own options follow after --")
+        raise Refused(f"unknown option {unknown[0]}; the command's options follow after --")
     if not args.zone:
         raise Refused("--zone is missing, such as --zone us-east5-a")
     if args.slices < 1:
         raise Refused(f"--slices: found {args.slices}; needs at least 1")
     if args.type and args.machine_type:
         raise Refused(
-            "--type is the Cloud TPU API's, --machine-type Compute Engine's; give one of them"
+            "--type is for the Cloud TPU API, --machine-type for Compute Engine; pass only one"
         )
     return args, command
 
@@ -446,7 +455,7 @@ def _refuse(message: str) -> Any:
 
 @printable_output()
 def main(argv: list[str] | None = None) -> int:
-    """Runs a verb. Returns the command's code; 2 for a user's error, 75 if a retry may pass."""
+    """Runs a verb. Returns the command's code; 2 for a user's error, 75 if a retry may help."""
     try:
         args, command = _parse(list(sys.argv[1:] if argv is None else argv))
         gcloud = Gcloud(args.zone, args.project)

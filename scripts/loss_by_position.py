@@ -1,17 +1,18 @@
-"""Measures loss by position in the text: do more tokens before a target improve its prediction?
+"""Measures the loss by position in the text: do more tokens before a target improve predictions?
 
     python -m scripts.loss_by_position --config RECIPE --checkpoint DIR_OR_HF [...] --output DIR
 
-The data, their packing and the mesh are the recipe's; `model.path` is set to each checkpoint in
-turn. Targets are grouped by the number of tokens before them, in the same document and row, into
-buckets between powers of two. Writes loss_by_position.json and loss_by_position.png to --output.
+Data, packing and mesh are the recipe's; `model.path` is set to each checkpoint in turn. Targets are
+grouped by the number of tokens before them in the same document and row, into buckets between
+powers of two. Writes loss_by_position.json and loss_by_position.png to --output.
 
-With --without-earlier W each target is also predicted from at most W tokens before it: every
-document is cut into pieces of W tokens that cannot attend to each other. If the model uses the
-earlier text, the curves separate beyond W tokens. A table of the same targets' differences says by
-how much: above 0 the earlier text helps, below 0 it harms, as beyond the length that a model knows.
+With --without-earlier W each target is also predicted from at most W preceding tokens: every
+document is cut into pieces of W tokens that cannot attend to each other. If the model uses earlier
+text, the curves diverge beyond W tokens. A table of the differences for the same targets says by
+how much: above 0 the earlier text helps, below 0 it hurts, as it does beyond a model's trained
+length.
 
-Measures the held-out split, if the recipe has one. For the training split, --skip should be the
+Measures the held-out split if the recipe has one. For the training split, --skip should be the
 number of trained steps, so that the model has not seen the measured rows.
 """
 
@@ -34,7 +35,7 @@ BUCKETS = 32  # for up to 2^32 - 1 tokens before the target
 
 @dataclasses.dataclass
 class Buckets:
-    """Sums over each bucket's targets; bucket k has 2^k .. 2^(k+1) - 1 tokens before the target."""
+    """Sums over targets, by bucket: bucket k has 2^k .. 2^(k+1) - 1 tokens before the target."""
 
     count: Float[np.ndarray, " K"] = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS))
     total: Float[np.ndarray, " K"] = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS))
@@ -56,7 +57,7 @@ class Buckets:
             weights: above 0 if the target counts.
         """
         counted = weights > 0
-        # frexp is exact; the logarithm of a power of two may be rounded down.
+        # frexp is exact; the logarithm of a power of two might be rounded down.
         bucket = np.frexp(positions[counted] + 1.0)[1] - 1
         losses = losses[counted].astype(np.float64)
         length = len(self.count)
@@ -67,8 +68,8 @@ class Buckets:
     def rows(self) -> list[dict]:
         """Returns a row of loss_by_position.json for each bucket with a target.
 
-        The standard error assumes independent targets; neighbouring ones are not, so the true error
-        is somewhat larger.
+        The standard error assumes independent targets; since neighbouring targets are correlated,
+        the true error is somewhat larger.
         """
         rows = []
         for k in np.flatnonzero(self.count):
@@ -92,9 +93,10 @@ class Measurement(NamedTuple):
     rows: list[dict]
     """See Buckets.rows."""
     rows_without_earlier: dict[int, list[dict]]
-    """By piece length in tokens: the same targets without the text before their piece."""
+    """Piece length in tokens -> rows for the same targets without the text before their piece."""
     gains: dict[int, list[dict]]
-    """By piece length: the loss without the earlier text minus the loss with it."""
+    """Piece length in tokens -> rows for the loss without the earlier
+    text minus the loss with it."""
     about: dict
     """What was measured: split, batches, lengths, data."""
 
@@ -105,35 +107,33 @@ class Options:
 
     config: str = option("the recipe; its fields may follow as flags", metavar="RECIPE.yaml")
     checkpoint: tuple[StorePath, ...] = option(
-        "checkpoints, runs or Hugging Face models with the same tokenizer; each is a curve",
+        "checkpoints, runs or Hugging Face models with the same tokenizer; each gives a curve",
         metavar="DIR_OR_HF",
     )
     output: Path = option("folder for the table and the plot", metavar="DIR")
     split: str | None = option(
-        "documents to measure (default: held_out if the recipe has one and --skip is not given, "
+        "documents to measure (default: held_out if the recipe has one and --skip is not set, "
         "otherwise train)",
         None,
         choices=("train", "held_out"),
     )
     skip: int = option(
-        "number of batches to skip at the beginning of the split's first epoch, since the "
-        "model was trained on them",
+        "number of batches to skip at the start of the split's first epoch, because the model "
+        "was trained on them",
         0,
     )
     batches: int = option("number of batches to measure, at most the rest of the epoch", 8)
     without_earlier: tuple[Tokens, ...] = option(
-        "also measure with documents cut into pieces of W tokens, a curve for each W",
+        "also measure with documents cut into pieces of W tokens; each W gives a curve",
         (),
         metavar="W",
     )
-    stage: int | None = option(
-        "for a recipe with stages, the stage of the rows, from 1 (default: last)", None
-    )
+    stage: int | None = option("stage of a recipe with stages, from 1 (default: the last)", None)
     flags: tuple[str, ...] = other_words("[--section.field value ...]", FIELDS)
 
 
 def cut(batch: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
-    """Returns a batch with documents cut into pieces of `tokens`, each with its own positions."""
+    """Returns a batch with documents cut into pieces of `tokens`, each with positions from 0."""
     pieces = batch["positions"] // tokens
     segment_ids = np.zeros_like(batch["segment_ids"])
     for row, (document, piece) in enumerate(
@@ -149,7 +149,7 @@ def measure(checkpoint: str, args: Options) -> Measurement:
 
     Args:
         checkpoint: the checkpoint.
-        args: the options of the command line.
+        args: the command-line options.
 
     Raises:
         UserError: there is no batch to measure.
@@ -187,8 +187,8 @@ def measure(checkpoint: str, args: Options) -> Measurement:
     )
     if split == "train" and not steps.start:
         print(
-            "note: a model trained with this recipe has seen these rows; --skip STEPS leaves them "
-            "out"
+            "note: a model trained with this recipe has seen these rows; exclude them with --skip "
+            "STEPS"
         )
     model, params = objective.model, objective.read_params()
     shapes = text_batch(size, config.data.context_length, model.mesh)
@@ -242,14 +242,13 @@ def _steps(args: Options, split: str, total: int, size: int) -> range:
         raise UserError(
             f"--skip {args.skip} --batches {args.batches}: the split {split} has {total} batches "
             f"of {size} rows in its first epoch; "
-            + ("fewer to skip" if total else "a smaller --train.batch_size")
-            + " would work"
+            + ("skip fewer" if total else "use a smaller --train.batch_size")
         )
     return steps
 
 
 def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
-    """Plots each checkpoint's mean losses with two standard errors, by tokens before the target."""
+    """Plots each checkpoint's mean losses by tokens before the target, with two standard errors."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
@@ -270,7 +269,7 @@ def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(LogLocator(base=2, numticks=12))
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("tokens of the text before the target, in buckets between powers of two")
+    axes.set_xlabel("tokens before the target, in buckets between powers of two")
     axes.set_ylabel("loss, nats per target (band: two standard errors)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
@@ -313,7 +312,7 @@ def work(args: Options) -> None:
         curves[checkpoint], without, gain, about = measure(checkpoint, args)
         for tokens in args.without_earlier:
             curves[f"{checkpoint}, pieces of {tokens} tokens"] = without[tokens]
-            # Up to W tokens, most targets are predicted from the same text.
+            # Up to W tokens, most targets are predicted from the same text in both cases.
             gains[f"{checkpoint}, against pieces of {tokens} tokens"] = [
                 row for row in gain[tokens] if row["tokens_before_to"] >= tokens
             ]
@@ -329,7 +328,7 @@ def work(args: Options) -> None:
     plot(curves, picture, title)
     print_table(curves, title)
     if gains:
-        print_table(gains, "What the earlier text gains: loss without it minus loss with it")
+        print_table(gains, "Gain from earlier text: loss without it minus loss with it")
     print(f"wrote {table} and {picture}")
 
 

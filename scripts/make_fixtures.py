@@ -2,8 +2,8 @@
 
     python -m scripts.make_fixtures [FOLDER]
 
-The script always writes the same bytes (tests/data/test_fixtures.py compares).
-data/fixtures/README.md, which it also writes, describes the files.
+The script always writes the same bytes (checked by tests/data/test_fixtures.py). It also writes
+data/fixtures/README.md, which describes the files.
 """
 
 import io
@@ -28,7 +28,7 @@ TRAIN_LINES, TRAIN_CHATS = 6300, 700  # 90% line retrieval, 10% everything else
 HELD_OUT_LINES, HELD_OUT_CHATS = 60, 60
 CASES = 200
 LINES = 4
-TURNS = 5  # questions about all lines of a training record, which then fits 256 tokens
+TURNS = 5  # questions about all lines of a training record; more would not fit in 256 tokens
 NUMBERS = range(10, 100)
 
 KEYS = "bee cat dog elk fox hen owl pig".split()  # noqa: SIM905
@@ -62,7 +62,7 @@ OPPOSITES = """
 
 
 def is_held_out(key: str, value: int) -> bool:
-    """Returns whether no training answer is only this (key, value) pair: one pair in twenty.
+    """Returns whether no training answer consists of only this (key, value) pair: one in twenty.
 
     A hash decides, so a model cannot learn which pairs these are.
     """
@@ -85,9 +85,9 @@ class LineRecord(NamedTuple):
 def line_record(rng: random.Random, lines: int, held_out: bool) -> LineRecord:
     """Returns a random record; if `held_out`, the line to ask for is one of HELD_OUT_PAIRS.
 
-    The lines are in the order of their keys, so a line's index tells something about its key. A
-    small model learns this within a minute, and then to look for the key, which it does not learn
-    from shuffled records in this time.
+    The lines are in key order, so a line's index carries information about its key. A small model
+    learns this within a minute and then learns to look for the key, which it does not learn from
+    shuffled records in the same time.
     """
     target = rng.choice(HELD_OUT_PAIRS) if held_out else (rng.choice(KEYS), rng.choice(NUMBERS))
     keys = rng.sample([key for key in KEYS if key != target[0]], lines - 1)
@@ -106,15 +106,15 @@ def line_prompt(text: str, key: str) -> str:
 
 
 def line_answer(*pairs: tuple[str, int]) -> str:
-    """Returns the answer that names these lines."""
+    """Returns the answer that consists of these lines."""
     return ", ".join(f"line {key}: {value}" for key, value in pairs)
 
 
 def line_conversation(rng: random.Random, held_out: bool) -> list[str]:
-    """Returns turns: a question about one line and, in training, TURNS about all lines.
+    """Returns turns: a question about one line and, in training, TURNS questions about all lines.
 
     In training, a held-out pair thus appears only in answers with several lines. These questions
-    need many look-ups in few tokens, all in one row with their record.
+    train many look-ups in few tokens, all in one row with their record.
     """
     record = line_record(rng, LINES, held_out)
     while not held_out and is_held_out(*record.target):
@@ -130,7 +130,7 @@ def line_conversation(rng: random.Random, held_out: bool) -> list[str]:
 
 
 def exchanges(rng: random.Random) -> tuple[str, str]:
-    """Returns a random question of ten kinds, about fictional places, with its answer."""
+    """Returns a random question of one of ten kinds, about fictional places, with its answer."""
     kind = rng.randrange(10)
     a, b = rng.randint(2, 60), rng.randint(2, 39)
     place, thing, name = rng.choice(PLACES), rng.choice(THINGS), rng.choice(NAMES)
@@ -194,8 +194,8 @@ def chat_conversation(rng: random.Random, taken: set[str] | None) -> list[str]:
 
     Args:
         rng: the random generator.
-        taken: for a held-out conversation, the texts of all training turns, which it must not use;
-          None for training.
+        taken: for a held-out conversation, the texts of all training turns, which it must not
+          contain; None for training.
     """
     turns = list(rng.choice(IDENTITY)) if taken is None and rng.random() < 0.3 else []
     for _ in range(rng.randint(1, 4)):
@@ -224,7 +224,7 @@ def conversation_record(record_id: str, turns: list[str]) -> dict:
 
 
 def conversations() -> tuple[list[dict], list[dict]]:
-    """Returns training and held-out records, which share no question and no answer."""
+    """Returns training and held-out records, which have no question or answer in common."""
     rng = random.Random(SEED)
     train = [
         conversation_record(f"lines_{i}", line_conversation(rng, False)) for i in range(TRAIN_LINES)
@@ -247,7 +247,7 @@ def conversations() -> tuple[list[dict], list[dict]]:
 
 
 def line_cases() -> list[dict]:
-    """Returns cases in LongEval's form; no question or answer is in the training data."""
+    """Returns cases in LongEval's format; no question or answer is in the training data."""
     rng = random.Random(SEED + 2)
     cases = []
     for _ in range(CASES):
@@ -265,14 +265,14 @@ def line_cases() -> list[dict]:
     return cases
 
 
-# GPT-2's pattern, except that a line's number and its colon (but not a role's colon) form one piece
-# after the key.
+# GPT-2's pattern, except that a line's colon and number form one piece after the key (a role's
+# colon does not).
 PIECES = (
     r"(?<=[a-z]): \d\d(?!\d)|'s|'t|'re|'ve|'m|'ll|'d"
     r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 )
 
-# The same for generated lines: a colon and the first two digits follow a key of two pieces.
+# The same for generated lines: a colon and the first two digits form one piece, and a key two.
 LINE_PIECES = r"(?<=[a-z]): \p{N}{1,2}|-\p{L}+| ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -312,7 +312,7 @@ def byte_level_tokenizer(
 
 
 def generated_lines(like: Path) -> list[str]:
-    """Returns exercises in the wording of a case file, as for the tokenizer."""
+    """Returns exercises in the wording of a case file, as texts to train a tokenizer on."""
     rng, wording = np.random.default_rng(SEED), wording_like(like)
     exercises = [tasks.lines(rng, 200, False, wording=wording, share=0.25) for _ in range(100)]
     return [VICUNA_SYSTEM] * 50 + [
@@ -327,7 +327,7 @@ def generated_lines(like: Path) -> list[str]:
 
 
 def tiny_sentencepiece(texts: list[str], path: Path) -> None:
-    """Writes a sentencepiece BPE of 1,000 pieces like LLaMA's, with byte fallback."""
+    """Writes a sentencepiece BPE with 1,000 pieces and byte fallback, like LLaMA's."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -347,7 +347,7 @@ def tiny_sentencepiece(texts: list[str], path: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a text in the same bytes on every platform."""
+    """Writes a text as the same bytes on every platform."""
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
@@ -355,7 +355,7 @@ def main(folder: Path = FOLDER) -> None:
     """Writes the fixtures.
 
     Raises:
-      UserError: the folder has files, but no fixtures.
+      UserError: the folder contains files other than fixtures.
     """
     if not (folder / "tiny_tokenizer").is_dir():
         new_folder(folder)
@@ -372,7 +372,7 @@ def main(folder: Path = FOLDER) -> None:
     write(folder / "conversations.json", as_list(train))
     write(folder / "conversations_held_out.json", as_list(held_out))
     write(folder / "line_cases.jsonl", "".join(json.dumps(case) + "\n" for case in line_cases()))
-    # In the form for the tokenizer: with the names of the roles, and after a space.
+    # As the chat template writes turns: with role names, after a space.
     texts = [VICUNA_SYSTEM] * 50
     for record in train:
         texts += [
@@ -389,20 +389,19 @@ def main(folder: Path = FOLDER) -> None:
 
 README = f"""# Fixtures
 
-Written for this project by `python -m scripts.make_fixtures`, except `dirty.json`. The places and
-people do not exist.
+Written by `python -m scripts.make_fixtures`, except `dirty.json`. Places and people are fictional.
 
 - `conversations.json`: {TRAIN_LINES + TRAIN_CHATS:,} ShareGPT conversations:
-  {TRAIN_LINES:,} of line retrieval ({LINES} lines in the order of their keys, a question about
-  one of them and {TURNS} about all, in any order) and {TRAIN_CHATS} of arithmetic, invented facts,
-  word games and an assistant called Pim.
+  {TRAIN_LINES:,} with line retrieval ({LINES} lines in key order, a question about one of them and
+  {TURNS} about all, in any order) and {TRAIN_CHATS} with arithmetic, invented facts, word games and
+  an assistant called Pim.
 - `conversations_held_out.json`: {HELD_OUT_LINES} + {HELD_OUT_CHATS} more, which share no question
   or answer with these.
-- `line_cases.jsonl`: {CASES} cases of {LINES} lines for the evaluator. In training, one (key,
-  number) pair in twenty is only in answers with other lines; these cases ask for such pairs, in
+- `line_cases.jsonl`: {CASES} cases of {LINES} lines for the evaluation. In training, one (key,
+  number) pair in twenty occurs only in answers with other lines; these cases ask for such pairs, in
   new records.
 - `dirty.json`: written by hand, with the faults of real dumps (spellings, empty turns, web pages,
-  a busy service, a cut end), counted in `tests/data/test_sources.py`.
+  a busy service, a truncated end), counted in `tests/data/test_sources.py`.
 - `tiny_tokenizer/`: byte-level BPE, 1,024 tokens, trained on these texts; a key is one token, as
   is a line's number with its colon (": 41"). `tiny.model`: sentencepiece BPE, 1,000 pieces.
 - `lines_tokenizer/`: the same for exercises of `data/synthetic` in the wording of
@@ -420,7 +419,7 @@ if __name__ == "__main__":
         nargs="?",
         type=Path,
         default=FOLDER,
-        help="folder to write (default data/fixtures, the repository's own)",
+        help="folder to write (default: the repository's data/fixtures)",
     )
     folder = parser.parse_args().folder
     sys.exit(entry.run(lambda: main(folder), folder))

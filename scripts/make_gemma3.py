@@ -20,7 +20,8 @@ LAYERS = 18
 
 
 def without_one(name: str, weight: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
-    """Returns a tensor; norms lose the 1 that GGUF adds, which transformers adds in the model."""
+    """Returns a tensor, without the 1 that GGUF adds to norms; transformers adds it in the
+    model."""
     return weight - 1 if "norm" in name else weight
 
 

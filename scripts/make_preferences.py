@@ -3,8 +3,8 @@
 python -m scripts.make_preferences FOLDER
 
 The two files ask about different things. A model that learns these preferences answers briefly. A
-rejected answer is the kind of sentence that instruction models give unprompted, so that their usual
-manner becomes unlikely, not just words they would never say.
+rejected answer is a sentence of the kind that instruction models give by default, so that training
+makes their usual style unlikely, not just words they would never say.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ FACTS = {
         "strong weak, deep shallow, wide narrow, new old"
     ),
 }
-"""A question, and pairs of a thing and the answer."""
+"""A kind of question -> pairs of a thing and its answer."""
 QUESTIONS = (
     "What is {}?",
     "Tell me {}.",
@@ -62,13 +62,14 @@ ENDINGS = (
     "I hope that this answers your question fully, and that you have a wonderful day.",
     "Let me know if you would like to hear more about this, or about anything else.",
 )
-HELD_OUT = 3  # things of each kind, only in held_out.jsonl
+HELD_OUT = 3  # things per kind of question that occur only in held_out.jsonl
 
 
 def pairs(held_out: bool, seed: int = 0) -> Iterator[dict[str, str]]:
-    """Yields records with `prompt`, `chosen` and `rejected`; the seed decides order and words."""
+    """Yields records with `prompt`, `chosen` and `rejected`; the seed determines order and
+    words."""
     generator = np.random.default_rng((seed, held_out))
-    asked = [
+    cases = [
         (question, kind.format(thing), answer)
         for kind, things in FACTS.items()
         for thing, answer in [pair.split() for pair in things.split(", ")][
@@ -76,8 +77,8 @@ def pairs(held_out: bool, seed: int = 0) -> Iterator[dict[str, str]]:
         ]
         for question in QUESTIONS
     ]
-    for number in generator.permutation(len(asked)):
-        question, what, answer = asked[number]
+    for number in generator.permutation(len(cases)):
+        question, what, answer = cases[number]
         opening, middle, ending = (
             generator.choice(texts) for texts in (OPENINGS, MIDDLES, ENDINGS)
         )
@@ -97,7 +98,7 @@ def write(folder: pathlib.Path) -> None:
         f"{name}.jsonl": "".join(json.dumps(record) + "\n" for record in pairs(held_out))
         for name, held_out in (("train", False), ("held_out", True))
     }
-    # They are the same each time: their first line tells whether a file is ours.
+    # The files are always the same, so the first line identifies a file as ours.
     output_files(folder, {name: text.partition("\n")[0].encode() for name, text in texts.items()})
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -1,13 +1,13 @@
 """Makes two short lm-eval tasks from a book: python -m scripts.make_short_tasks BOOK.txt
 
-`book_next_sentence` asks which of four sentences of similar length follows three (like HellaSwag);
-`book_last_word` asks for a passage's last word, which also occurs earlier in it (like LAMBADA,
-Paperno et al. 2016). They test, without a download, whether a model keeps its earlier abilities in
-training for long contexts:
+`book_next_sentence` asks which of four sentences of similar length follows three given ones (like
+HellaSwag); `book_last_word` asks for the last word of a passage, which also occurs earlier in it
+(like LAMBADA, Paperno et al. 2016). They test, without a download, whether a model keeps its
+abilities when trained for long contexts:
 
     python -m eval.harness --checkpoint DIR --tasks book_last_word --include-path DIR --output OUT
 
-Writes a JSON file and a YAML file for each task; a book, a number and a seed always give the same
+Writes a JSON file and a YAML file per task; the same book, count and seed always give the same
 files.
 """
 
@@ -28,9 +28,9 @@ from data.synthetic.tasks import Haystack
 from data.within import read_text
 from trainer.options import AtLeastOne, command, option
 
-SENTENCES = 3  # of a context
-FEWEST, MOST = 30, 300  # letters of a sentence
-AWAY = 50  # the fewest sentences between a context and a wrong answer
+SENTENCES = 3  # per context
+FEWEST, MOST = 30, 300  # characters per sentence
+AWAY = 50  # minimum distance, in sentences, between a context and a wrong answer
 TASKS = {
     "book_next_sentence": {
         "output_type": "multiple_choice",
@@ -38,7 +38,7 @@ TASKS = {
         "doc_to_target": "label",
         "metric_list": [{"metric": "acc"}],
     },
-    # lm-eval puts its delimiter before choices, but not before the target of a log-likelihood.
+    # lm-eval puts its delimiter before choices, but not before a log-likelihood target.
     "book_last_word": {
         "output_type": "loglikelihood",
         "doc_to_target": "{{' ' + word}}",
@@ -50,9 +50,9 @@ TASKS = {
 def next_sentences(
     sentences: list[str], count: int, rng: np.random.Generator
 ) -> list[dict[str, Any]]:
-    """Returns at most `count` next-sentence questions: context, four choices, the right label.
+    """Returns at most `count` next-sentence questions: context, four choices, the correct label.
 
-    The three wrong answers are the nearest in length of 30 drawn from elsewhere.
+    The three wrong answers are the closest in length among 30 sentences drawn from elsewhere.
     """
     questions = []
     for start in rng.permutation(len(sentences) - SENTENCES).tolist():
@@ -83,7 +83,7 @@ def next_sentences(
 
 
 def last_words(sentences: list[str], count: int, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Returns at most `count` passages and their last words, which occurred before."""
+    """Returns at most `count` passages and their last words, which also occur earlier in them."""
     questions = []
     for start in rng.permutation(len(sentences) - SENTENCES).tolist():
         passage = sentences[start : start + SENTENCES + 1]
@@ -102,7 +102,7 @@ def _is_usable(sentence: str) -> bool:
 
 
 def write(folder: Path, name: str, questions: list[dict[str, Any]]) -> None:
-    """Writes a task's questions and its description for lm-eval (JSON is valid YAML)."""
+    """Writes a task's questions and its lm-eval description (JSON, which is valid YAML)."""
     file = folder.resolve() / f"{name}.json"
     file.write_text(
         "".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8"
@@ -140,22 +140,22 @@ def work(args: Options) -> None:
     ):
         questions = make(sentences, args.count, np.random.default_rng([args.seed, number]))
         if len(questions) < args.count:
-            fewer = f", or --count {len(questions)}," if questions else ""
+            fewer = f" or --count {len(questions)}" if questions else ""
             raise UserError(
-                f"{args.book}: has {len(questions)} questions for {name}, but {args.count} are "
-                f"needed; a longer book{fewer} would work"
+                f"{args.book}: gives {len(questions)} questions for {name}, but {args.count} are "
+                f"needed; use a longer book{fewer}"
             )
         write(folder, name, questions)
-        print(f"{folder / name}.yaml: {args.count} questions of {args.book.name}")
+        print(f"{folder / name}.yaml: {args.count} questions from {args.book.name}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """The command's options."""
 
-    book: Path = option("a text in UTF-8", positional=True, metavar="BOOK.txt")
-    count: AtLeastOne = option("number of questions of each task", 200)
-    seed: int = option("seed of the questions", 0)
+    book: Path = option("a UTF-8 text", positional=True, metavar="BOOK.txt")
+    count: AtLeastOne = option("number of questions per task", 200)
+    seed: int = option("seed for drawing the questions", 0)
     output: str = option("folder for the tasks")
 
 

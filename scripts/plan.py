@@ -1,4 +1,4 @@
-"""Plans a training step on an absent machine: memory, time, price; with --compile exactly.
+"""Plans a training step for a machine you do not have: memory, time and price.
 
     python -m scripts.plan --model llama-3.1-8b --machine 8xH100 --context 128K
     python -m scripts.plan --model llama-3.1-8b --machine v5p-32 --context 1M \\
@@ -8,11 +8,11 @@
     python -m scripts.plan --model llama-7b --machine v5e-256 --context 1M --search --compile \\
         --output plan
 
-The answer is an estimate, in seconds. With --compile the machine's real compiler compiles
-train.py's step, and gives memory and communication. --config plans a recipe; other options take
-precedence. Without a recipe, mesh, schedule or memory option, the estimates choose the fastest that
-fits. --best chooses in any case. --search doubles the context until nothing fits. --compare prints
-every schedule and layout.
+The answer is an estimate, and takes seconds. With --compile the machine's real compiler compiles
+train.py's step and reports memory and communication. --config plans a recipe; other options take
+precedence. Without a recipe, mesh, schedule or memory option, the planner chooses the combination
+with the fastest estimate that fits. --best makes it choose in any case. --search doubles the
+context until nothing fits. --compare prints every schedule and layout.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from trainer.config.yaml_text import MAX_BYTES, parse
 if TYPE_CHECKING:
     from planning.plan import DoesNotFit, Job
 
-PLAN = b'"topology"'  # in every JSON file written here
-RECIPE = b"python -m scripts.plan"
+PLAN = b'"topology"'  # in every JSON file that this command writes
+RECIPE = b"python -m scripts.plan"  # in every recipe that this command writes
 
 
 def estimates(plan: dict[str, Any], job: Job, args: argparse.Namespace) -> dict[str, float]:
-    """The cost model's estimates of a planned job; empty for unlisted hardware.
+    """Returns the cost model's estimates of a planned job; empty for unlisted hardware.
 
-    `_low` and `_high` are the ends of ranges from others' measured steps.
+    `_low` and `_high` are the ends of ranges based on measured steps of other systems.
     """
     estimate, seconds = job.estimate(), job.time_range()
     if estimate is None or seconds is None:
@@ -63,11 +63,11 @@ def estimates(plan: dict[str, Any], job: Job, args: argparse.Namespace) -> dict[
 
 
 def show(plan: dict[str, Any]) -> None:
-    """Prints a compiled plan as a table: the fit, memory by component, and transfers."""
+    """Prints a compiled plan as a table: whether it fits, memory by component, and transfers."""
     device = f" of {plan['device_gib']:.2f}" if plan["device_gib"] else ""
     print(
-        f"fits, says the compiler: {plan['peak_gib']:.2f}{device} GiB per device, "
-        f"{plan['host_gib']:.2f} GiB per device on its host"
+        f"fits, by the compiler: {plan['peak_gib']:.2f}{device} GiB per device, "
+        f"{plan['host_gib']:.2f} GiB of host memory per device"
     )
     mesh = (
         ", ".join(f"{name} {size}" for name, size in plan["mesh"].items() if size and size != 1)
@@ -93,7 +93,7 @@ def show(plan: dict[str, Any]) -> None:
 
 
 def draw(tries: list[dict[str, Any]], plan: dict[str, Any], path: Path) -> None:
-    """Plots memory over context, a line per policy; hollow marks did not fit."""
+    """Plots memory over context, a line per policy; hollow marks do not fit."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
@@ -113,7 +113,7 @@ def draw(tries: list[dict[str, Any]], plan: dict[str, Any], path: Path) -> None:
             )
     if plan["device_gib"]:
         axes.axhline(
-            plan["device_gib"], color="black", linestyle="--", linewidth=1, label="a device has"
+            plan["device_gib"], color="black", linestyle="--", linewidth=1, label="available"
         )
     axes.set_xscale("log", base=2)
     contexts = sorted({row["context"] for row in tries})
@@ -121,8 +121,8 @@ def draw(tries: list[dict[str, Any]], plan: dict[str, Any], path: Path) -> None:
         contexts, [f"{x >> 20}M" if x >= 1 << 20 else f"{x >> 10}K" for x in contexts], minor=False
     )
     axes.set(
-        xlabel="tokens in a row",
-        ylabel="GiB a device",
+        xlabel="tokens per row",
+        ylabel="GiB per device",
         ylim=(0, None),
         title=f"{plan['model']} on {plan['topology']} (hollow: does not fit)",
     )
@@ -131,8 +131,7 @@ def draw(tries: list[dict[str, Any]], plan: dict[str, Any], path: Path) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the answer, and with --compile makes the compiler's plan too; returns the exit
-    status."""
+    """Prints the answer, and with --compile also the compiler's plan; returns the exit status."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -141,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     if args.write:
         output_file(args.write, RECIPE)
     jobs, status = jobs_of(args), 0
-    if args.output:  # refuses an unusable folder now, not after minutes of compiling
+    if args.output:  # refuses an unusable path now, not after minutes of compiling
         check_outputs(args, len(jobs))
     for number, (job, suffix) in enumerate(zip(jobs, _suffixes(len(jobs)), strict=True), 1):
         if len(jobs) > 1:
@@ -154,7 +153,7 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
     """Prints the answer for one job; returns 1 if it does not fit, else 0.
 
     Args:
-      suffix: of the output file's name, for a recipe with stages.
+      suffix: appended to the output file's stem, for a recipe with stages.
     """
     from planning import answer
     from planning.machines import device_count
@@ -166,7 +165,7 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
     mesh, devices = job.run.mesh, device_count(job.topology)
     if mesh.devices != devices and not args.best:
         raise ValueError(
-            f"mesh: {mesh.product} devices, but {job.topology} has {devices}; give --mesh, or "
+            f"mesh: {mesh.product} devices, but {job.topology} has {devices}; pass --mesh, or "
             "--best"
         )
     if args.search and not args.compile:
@@ -197,7 +196,7 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
         return int(compiled is None)
     if args.write:
         write(job, args)
-    print("this is an estimate; --compile asks the machine's compiler")
+    print("this is an estimate; --compile uses the machine's compiler")
     if args.output:
         _write_json(
             _with_suffix(args.output, suffix),
@@ -234,14 +233,14 @@ def write(job: Job, args: argparse.Namespace) -> None:
         else ["--data.path", "any"]
     )
     load(["--config", args.write, *words])
-    print(f"wrote {args.write}, whose head has the commands", "", sep="\n")
+    print(f"wrote {args.write}; its first lines give the commands", "", sep="\n")
 
 
 def _require_template(recipe: Mapping[str, Any]) -> None:
-    """Raises UserError if the model's own chat template is to be used but it has none.
+    """Raises UserError if the recipe uses the model's own chat template but the model has none.
 
-    For a preset or a folder without a tokenizer this is unknown; then the recipe's head says what a
-    base model needs.
+    For a preset or a folder without a tokenizer this is unknown; the recipe's first lines then say
+    what a base model needs.
     """
     from data.conversation import DEFAULT_TEMPLATE
     from data.errors import UserError
@@ -271,7 +270,7 @@ def compile_job(job: Job, args: argparse.Namespace, suffix: str) -> Job | None:
     """Compiles the job, prints its plan and writes it to --output.
 
     Returns:
-      The compiled job, with --search or --best the chosen one; None if nothing fits.
+      The compiled job (with --search or --best, the chosen one); None if nothing fits.
     """
     from planning.plan import DoesNotFit, plan
     from planning.topology import compiling
@@ -287,7 +286,7 @@ def compile_job(job: Job, args: argparse.Namespace, suffix: str) -> Job | None:
                 search_compiled(job, args) if args.search or args.best else (job, plan(job), {})
             )
     except DoesNotFit as error:
-        print(f"does not fit, says the compiler: {error}", file=sys.stderr)
+        print(f"does not fit, by the compiler: {error}", file=sys.stderr)
         return None
     result |= estimates(result, job, args)
     show(result)
@@ -301,7 +300,7 @@ def compile_job(job: Job, args: argparse.Namespace, suffix: str) -> Job | None:
 
 
 def check_outputs(args: argparse.Namespace, jobs: int) -> None:
-    """Makes the folders of --output. Raises UserError for a file of another program."""
+    """Creates the folders of --output. Raises UserError if another program wrote a file there."""
     for suffix in _suffixes(jobs):
         path = _with_suffix(args.output, suffix)
         if args.search and args.compile:
@@ -311,12 +310,12 @@ def check_outputs(args: argparse.Namespace, jobs: int) -> None:
 
 
 def _suffixes(jobs: int) -> list[str]:
-    """Suffix of a stage's output."""
+    """Returns the suffixes of the jobs' outputs: one per stage, or none for a single job."""
     return [f"_{number}" for number in range(1, jobs + 1)] if jobs > 1 else [""]
 
 
 def _with_suffix(path: str, suffix: str) -> Path:
-    """plan.json, _2 -> plan_2.json"""
+    """Returns a path with a suffix before its extension: plan.json, _2 -> plan_2.json."""
     file = Path(path)
     return file.with_name(f"{file.stem}{suffix}{file.suffix}")
 
@@ -328,10 +327,11 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def search_compiled(
     job: Job, args: argparse.Namespace
 ) -> tuple[Job, dict[str, Any], dict[str, Any]]:
-    """The longest job that fits (with only --best, the best of its context), its plan, all tries.
+    """Returns the longest job that fits (with only --best, the best), its plan, and all attempts.
 
     Raises:
-      DoesNotFit: nothing fits; ValueError: no mesh suits the length.
+      DoesNotFit: nothing fits.
+      ValueError: no mesh suits the length.
     """
     from planning.plan import DoesNotFit
     from planning.search import candidates, policies, search
@@ -370,7 +370,7 @@ def search_compiled(
 
 
 def main(argv=None) -> int:
-    """Returns 0 if the job fits or perhaps fits, 1 if it does not, 2 if an option is wrong."""
+    """Returns 0 if the job fits or may fit, 1 if it does not, 2 if an option is invalid."""
     status = 0
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""The options of scripts.plan, and their jobs."""
+"""The options of scripts.plan, and the jobs they describe."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 def _checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The argparse type of a function whose ValueErrors are printed unchanged."""
+    """Returns an argparse type that converts with `convert` and prints its ValueErrors
+    unchanged."""
 
     def checked(text: str) -> Any:
         try:
@@ -54,20 +55,22 @@ class Options:
     )
     no_download: bool = no_download()
     gpu_memory: Annotated[float, _checked(gpu_gib)] | None = option(
-        "memory of a GPU, instead of the table's; then any GPU is a machine: gpu, 8xMI300X",
+        "memory per GPU, overriding the table; allows any GPU as the machine: gpu, 8xMI300X",
         None,
         metavar="GIB",
     )
     context: Tokens | None = option(
-        "tokens in a row, such as 64K or 1M; with --search the first one tried", None
+        "tokens per row, such as 64K or 1M; with --search the first context tried", None
     )
-    mesh: str | None = option("such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1", None)
-    batch: AtLeastOne | None = option("rows (default 1)", None)
+    mesh: str | None = option(
+        "mesh, such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1", None
+    )
+    batch: AtLeastOne | None = option("rows per step (default 1)", None)
     schedule: Annotated[Any, partial(parse, source="--schedule")] | None = option(
-        "as a recipe's attention.schedule (default ring)", None
+        "schedule, as in a recipe's attention.schedule (default ring)", None
     )
     layout: str | None = option(
-        "(default striped)",
+        "layout (default striped)",
         None,
         choices=typing.get_args(typing.get_type_hints(AttentionConfig)["layout"]),
     )
@@ -76,10 +79,10 @@ class Options:
         None,
         metavar="RANK",
     )
-    qlora: AtLeastOne | None = option("the same, with a base in NF4", None, metavar="RANK")
+    qlora: AtLeastOne | None = option("like --lora, with a base in NF4", None, metavar="RANK")
     host_gib: float | None = option(
-        "each device's share of host memory in GiB; plans that need more do not fit (default: what "
-        "such hosts have)",
+        "host memory per device in GiB; plans that need more do not fit (default: what such hosts "
+        "have)",
         None,
     )
     best: bool = option(
@@ -87,38 +90,38 @@ class Options:
         "schedule"
     )
     search: bool = option(
-        "find the longest context that fits, and the policy (with --best also mesh and schedule) "
-        "that holds it"
+        "find the longest context that fits, and the policy for it (with --best also mesh and "
+        "schedule)"
     )
-    compare: bool = option("print the time of every schedule and layout")
+    compare: bool = option("print the estimated time of every schedule and layout")
     hardware: str | None = option(
         "compare on this machine of the cost model, such as v4 or a100-ethernet", None
     )
-    tokens: Tokens | None = option("tokens to train on, such as 100M: adds hours", None)
-    price_per_device_hour: float | None = option("adds money", None)
+    tokens: Tokens | None = option("tokens to train on, such as 100M; prints hours", None)
+    price_per_device_hour: float | None = option("prints the cost; with --tokens", None)
     compile: bool = option("also compile the step with the machine's compiler")
     write: str | None = option(
         "write the plan as a recipe, with the launcher's command", None, metavar="RECIPE.yaml"
     )
     template: str | None = option(
-        "the chat template of that recipe (default: its template, or tokenizer for the model's)",
+        "chat template of that recipe (default: the planned recipe's, or tokenizer: the model's)",
         None,
         choices=NAMES,
     )
     output: str | None = option(
-        "also write the answer to this JSON file, with --compile the compiler's plan; with "
-        "--search --compile to this folder, with a picture",
+        "also write the answer (with --compile, the compiler's plan) to this JSON file; with "
+        "--search --compile, to this folder, with a picture",
         None,
     )
 
 
 def parser() -> entry.CommandParser:
-    """The command's options; the recipe or train.py has the defaults."""
+    """Returns the command's parser; defaults come from the recipe or from train.py."""
     options = entry.CommandParser(
         prog="python -m scripts.plan",
         allow_abbrev=False,
         description=(
-            "Plans a training step on an absent machine: memory, time and price at once, and with "
+            "Plans a training step for a machine you do not have: memory, time and price, and with "
             "--compile the compiler's plan."
         ),
     )
@@ -127,7 +130,7 @@ def parser() -> entry.CommandParser:
         "--topology",
         dest="topology",
         metavar="MACHINE",
-        help=f"such as {EXAMPLES}",
+        help=f"the machine, such as {EXAMPLES}",
     )
     add_options(options, Options)
     for axis in MESH_AXES:
@@ -141,13 +144,13 @@ def parser() -> entry.CommandParser:
 
 
 def _add_memory_options(options: argparse.ArgumentParser) -> None:
-    """Adds a flag per memory option of plans, with MemoryConfig's type and text."""
+    """Adds a flag for each memory option of plans, with MemoryConfig's type and documentation."""
     import docstring_parser
 
     types = typing.get_type_hints(MemoryConfig)
     fields = docstring_parser.parse_from_object(MemoryConfig).params
     documented = {field.arg_name: field.description or "" for field in fields}
-    documented["attention_groups"] += " 0: a group per key/value head of a device."
+    documented["attention_groups"] += " 0: one group per key/value head of a device."
     for name in MEMORY_OPTIONS:
         flag, about = "--" + name.replace("_", "-"), documented[name].replace("%", "%%")
         if types[name] is bool:
@@ -163,7 +166,7 @@ def _add_memory_options(options: argparse.ArgumentParser) -> None:
 
 
 def resolve_machine(args: argparse.Namespace) -> None:
-    """Replaces the machine's name by its topology; any GPU with a given memory has one.
+    """Replaces the machine's name by its topology; with --gpu-memory, any GPU is known.
 
     Raises ValueError for an unknown machine.
     """
@@ -172,16 +175,16 @@ def resolve_machine(args: argparse.Namespace) -> None:
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:
-    """Returns the job of the options, or one per stage of a recipe with stages.
+    """Returns the options' job, or one job per stage of a recipe with stages.
 
     Raises:
-      UserError, ValueError: an option or the recipe is wrong.
+      UserError, ValueError: an option or the recipe is invalid.
     """
     from data.errors import UserError
     from trainer.stages import stages_of
 
     if not args.topology:
-        raise UserError(f"--machine: missing; write {EXAMPLES}")
+        raise UserError(f"--machine: missing; pass {EXAMPLES}")
     resolve_machine(args)
     if args.gpu_memory is not None and not is_gpu(args.topology):
         raise UserError(
@@ -210,14 +213,14 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """Returns the options' job, or the stage with the longest rows; raises as `jobs_of`."""
+    """Returns the options' job, or the stage with the longest rows; raises like `jobs_of`."""
     return max(jobs_of(args), key=lambda job: job.context)
 
 
 def _job(
     args: argparse.Namespace, recipe: RunConfig, model: TransformerConfig, staged: bool = False
 ) -> Job:
-    """A recipe as a job on the machine, with the options that take precedence."""
+    """Returns a recipe as a job on the machine; options take precedence over the recipe."""
     from planning.machines import device_count, host_gib
     from planning.plan import Job, changed
     from trainer.config.checks import check
@@ -261,31 +264,31 @@ def _job(
     )
 
 
-def _adapter(args: argparse.Namespace, given: AdapterConfig) -> AdapterConfig:
-    """The adapters of --lora or --qlora, otherwise the recipe's. Raises UserError for both."""
+def _adapter(args: argparse.Namespace, from_recipe: AdapterConfig) -> AdapterConfig:
+    """Returns the adapters of --lora or --qlora, else the recipe's. Raises UserError for both."""
     from data.errors import UserError
 
     if args.lora and args.qlora:
         raise UserError("--lora: found together with --qlora; keep one of them")
     if not (args.lora or args.qlora):
-        return given
-    return given.with_rank(args.lora or args.qlora, "nf4" if args.qlora else "none")
+        return from_recipe
+    return from_recipe.with_rank(args.lora or args.qlora, "nf4" if args.qlora else "none")
 
 
 def _mesh(args: argparse.Namespace) -> MeshConfig | None:
-    """The mesh of --mesh and the axes' flags; None without them. Raises ValueError."""
+    """Returns the mesh of --mesh and the axis flags; None without any. Raises ValueError."""
     axes = [f"{axis}={getattr(args, axis)}" for axis in MESH_AXES if getattr(args, axis)]
     return mesh_of(",".join([*axes, *([args.mesh] if args.mesh else [])]))
 
 
 def chooses(args: argparse.Namespace) -> bool:
-    """Whether the planner chooses mesh and policy: by --best, or since nothing sets them."""
+    """Whether the planner chooses mesh and policy: with --best, or if no option sets them."""
     names = ("config", "mesh", "schedule", "layout", *MESH_AXES, *MEMORY_OPTIONS)
     return args.best or all(getattr(args, name) is None for name in names)
 
 
 def _recipe(args: argparse.Namespace) -> RunConfig:
-    """The recipe of --config, or one with all defaults. Raises UserError."""
+    """Returns the recipe of --config, or one with all defaults. Raises UserError."""
     from data.errors import UserError
     from planning.plan import DEFAULT_RECIPE
     from trainer.config.load import load
@@ -294,8 +297,8 @@ def _recipe(args: argparse.Namespace) -> RunConfig:
         for name, example in (("model", "llama-3.1-8b"), ("context", "128K")):
             if getattr(args, name) is None and not (name == "context" and args.search):
                 raise UserError(
-                    f"--{name}: missing, such as --{name} {example}; only a recipe (--config) "
-                    "goes without"
+                    f"--{name}: missing, such as --{name} {example}; it is only optional with a "
+                    "recipe (--config)"
                 )
         return DEFAULT_RECIPE
     try:
@@ -318,7 +321,7 @@ def _recipe(args: argparse.Namespace) -> RunConfig:
 
 
 def _learns_from_trajectories(path: str) -> bool:
-    """Whether a recipe has a section `trajectories`; False if unreadable, as `load` reports."""
+    """Whether a recipe has a section `trajectories`; False if unreadable, which `load` reports."""
     from data.errors import UserError
 
     try:
@@ -329,7 +332,8 @@ def _learns_from_trajectories(path: str) -> bool:
 
 
 def _model(args: argparse.Namespace, recipe: RunConfig) -> TransformerConfig:
-    """The shape of the model of --model or the recipe. Raises UserError, ValueError."""
+    """Returns the configuration of --model's model, or the recipe's. Raises UserError,
+    ValueError."""
     from trainer.model_source import choose_model
     from trainer.trajectories import trajectory_model
 
@@ -343,10 +347,10 @@ def _model(args: argparse.Namespace, recipe: RunConfig) -> TransformerConfig:
 
 
 def named_model(name: str) -> TransformerConfig:
-    """Returns the shape of a preset, of a model's folder, or of org/name in the Hugging Face cache.
+    """Returns the configuration of a preset, a model's folder, or org/name in the hub cache.
 
     Raises:
-      UserError, ValueError: no such model; names the presets.
+      UserError, ValueError: the model is unknown; the message lists the presets.
     """
     from data.errors import UserError
     from model.config import TransformerConfig
@@ -366,9 +370,9 @@ def named_model(name: str) -> TransformerConfig:
 
 
 def mesh_of(text: str | None) -> MeshConfig | None:
-    """Returns the MeshConfig of fsdp=8,sequence=8; None without a text.
+    """Returns the MeshConfig for a text such as fsdp=8,sequence=8; None without a text.
 
-    dcn.data=2 is a factor of mesh.dcn. Raises ValueError.
+    dcn.data=2 sets a factor of mesh.dcn. Raises ValueError.
     """
     from trainer.config.schema import MeshConfig
 

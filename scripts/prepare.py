@@ -1,13 +1,14 @@
-"""Tokenizes a recipe's data before training, so that no accelerator waits.
+"""Tokenizes a recipe's data ahead of training, so that accelerators do not wait for it.
 
     python -m scripts.prepare --config RECIPE.yaml [--section.field value ...]
     python -m scripts.prepare --config RECIPE.yaml --engine beam --runner dask \\
         [--section.field value ...] -- [RUNNER'S FLAGS]
 
-The result goes to a folder under `data.prepared`, named by a hash of the data, templates, tokenizer
-and rules. All runs with the same hash use it, on any mesh and any machine that can read that path
-(a folder, gs:// or s3://). For a recipe with stages, all stages' data are prepared. The engine
-`beam` spreads the work over the workers of a runner of Apache Beam; the result is the same.
+The result is written to a folder under `data.prepared`, named by a hash of the data, templates,
+tokenizer and rules. All runs with the same hash use it, on any mesh and any machine that can read
+that path (a folder, gs:// or s3://). For a recipe with stages, the data of all stages are prepared.
+The engine `beam` distributes the work over the workers of an Apache Beam runner; the result is the
+same.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def prepare(recipe: str, flags: Sequence[str], engine: Engine) -> None:
     Args:
         recipe: path of the recipe.
         flags: fields of the recipe as command-line flags.
-        engine: runs the work.
+        engine: the engine that does the work.
 
     Raises:
-        UserError: the recipe or the data are wrong.
+        UserError: the recipe or the data are invalid.
     """
     from data.loader import Loader
     from scripts.inspect_data import describe
@@ -64,12 +65,12 @@ class Options:
 
     config: str = option("a recipe; its fields may follow as flags", metavar="RECIPE.yaml")
     engine: str = option(
-        "what runs the work: this machine's processes, or Apache Beam (docs/beam.md)",
+        "what does the work: processes on this machine, or Apache Beam (docs/beam.md)",
         "processes",
         choices=("processes", "beam"),
     )
     runner: str | None = option(
-        "the runner of Beam, direct by default; its own flags follow after --",
+        "Beam's runner (default: direct); its flags follow after --",
         None,
         choices=tuple(RUNNERS),
     )
@@ -79,19 +80,19 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    end = given.index("--") if "--" in given else len(given)
-    args, own = parse(Options, given[:end]), tuple(given[end + 1 :])
-    return entry.run(lambda: prepare(args.config, args.flags, _engine(args, own)))
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    args, runner_flags = parse(Options, words[:end]), tuple(words[end + 1 :])
+    return entry.run(lambda: prepare(args.config, args.flags, _engine(args, runner_flags)))
 
 
-def _engine(args: Options, own: tuple[str, ...]) -> Engine:
-    """Returns the engine, with the runner's own flags."""
+def _engine(args: Options, runner_flags: tuple[str, ...]) -> Engine:
+    """Returns the engine, with the runner's flags."""
     if args.engine == "beam":
-        return Beam(args.runner or "direct", own)
-    if args.runner or own:
-        found = f"--runner {args.runner}" if args.runner else f"flags after --: {own[0]}"
-        raise UserError(f"{printable(found)}: is for --engine beam, which would work")
+        return Beam(args.runner or "direct", runner_flags)
+    if args.runner or runner_flags:
+        unused = f"--runner {args.runner}" if args.runner else f"flags after --: {runner_flags[0]}"
+        raise UserError(f"{printable(unused)}: only applies to --engine beam")
     return PROCESSES
 
 

@@ -1,16 +1,16 @@
-"""Prints where a training step's time goes: by part, next to each part's least possible time.
+"""Prints where a training step's time goes: by part, next to the least time each part can take.
 
     python -m scripts.profile_step --model llama-3.2-1b --dtype bfloat16 --length 32768   # on a GPU
     python -m scripts.profile_step --length 2048 --steps 2            # on a CPU: SmolLM2 135M
     python -m scripts.profile_step --trace RUN/profile       # a trace of a run (profile_steps)
 
-Compiles the step of bench_step, traces some steps with jax.profiler, reads the trace, and measures
-this device's rates of products and memory. The floor of products and attention is their FLOPs,
-recomputation included, over the rate of products; the optimizer's is its state read and written and
-the gradient read twice, over the rate of memory; the others' is the bytes that their compiled
-instructions read and write, over the same rate. Writes OUTPUT/profile.json, the trace, and the
-compiled text; with --picture also OUTPUT/profile.png. On a CPU with libtpu installed set
-JAX_PLATFORMS=cpu.
+Compiles bench_step's step, traces some steps with jax.profiler, reads the trace, and measures this
+device's rates of matrix products and memory. A part's floor is the least time it can take: for
+products and attention, their FLOPs (including recomputation) over the rate of products; for the
+optimizer, the bytes of its state read and written and of the gradient read twice, over the rate of
+memory; for other parts, the bytes that their compiled instructions read and write, over the same
+rate. Writes OUTPUT/profile.json, the trace, and the compiled text; with --picture also
+OUTPUT/profile.png. On a CPU with libtpu installed set JAX_PLATFORMS=cpu.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from trainer.options import AtLeastOne, Tokens, command, option
 
 TRACE, TEXT, RESULT, PICTURE_NAME = "trace", "compiled.txt", "profile.json", "profile.png"
 MARK = b'"floor_ms"'
-LISTED = 3  # kernels named for each part
+LISTED = 3  # kernels listed per part
 
 
 def trace_steps(args: Options) -> dict[str, Any]:
-    """Traces the step, and returns the floors' inputs: rates, FLOPs and bytes by part."""
+    """Traces the step; returns the inputs of the floors: rates, and FLOPs or bytes by part."""
     import jax
 
     builder = make_builder(args.length, args)
@@ -62,7 +62,7 @@ def trace_steps(args: Options) -> dict[str, Any]:
     params = builder.model.init(0)
     moments = builder.init_optimizer(params)
     options = jax.profiler.ProfileOptions()
-    # It slows the host, and the device's waiting would count as idle.
+    # Python tracing slows the host, and the device's waiting would count as idle.
     options.python_tracer_level = 0
     for number in range(args.steps + 1):
         if number == 1:  # the first step warms up
@@ -75,7 +75,7 @@ def trace_steps(args: Options) -> dict[str, Any]:
         sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in ((params, moments), params)
     )
     del params, moments
-    # The gradient is read for its norm and for the update.
+    # The gradient is read twice: for its norm and for the update.
     work = {**step_flops(args), OPTIMIZER: 2.0 * state + 2.0 * weights}
     return {
         "rates": {"flops": jax_matmul_rate(args.dtype), "bytes": memory_rate()},
@@ -84,8 +84,8 @@ def trace_steps(args: Options) -> dict[str, Any]:
 
 
 def step_flops(args: Options) -> dict[str, float]:
-    """Returns the FLOPs of a step's matrix products, and of its attention: recomputation by the
-    remat policy counts; attention's backward pass has five products."""
+    """Returns the FLOPs of a step's matrix products and of its attention, including the remat
+    policy's recomputation; attention's backward pass counts as five products."""
     from planning.costs.step import REMAT
     from trainer.flops import head_weights, layer_weights
 
@@ -101,7 +101,7 @@ def step_flops(args: Options) -> dict[str, float]:
 
 
 def memory_rate() -> float:
-    """Returns the bytes/s of a sum over a large array, read and written."""
+    """Returns the bytes per second at which an addition reads and writes a large array."""
     import jax
     import jax.numpy as jnp
 
@@ -123,7 +123,7 @@ def part_rows(
     parts: CompiledParts,
     measured: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns a row for each part: milliseconds per step (mean of the devices), share and floor."""
+    """Returns a row per part: milliseconds per step (mean over devices), share and floor."""
     share = 1e-6 / steps / len(devices)
     by_part: dict[str, dict[str, float]] = {part: {} for part in PARTS}
     for device in devices.values():
@@ -152,7 +152,7 @@ def part_rows(
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the lines of the table, its sums last."""
+    """Returns the lines of the table; the last line has the sums."""
     lines = [f"{'part':20} {'ms':>10} {'share':>7} {'floor ms':>10}  longest kernels"]
     for row in rows:
         names = ", ".join(f"{printable(name)[:40]} {took:.1f}" for name, took in row["kernels"])
@@ -169,7 +169,7 @@ def _line(part: str, ms: float, share: float, floor: float | None, rest: str) ->
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Draws each part's time as a bar, and its floor as the bar's filled beginning."""
+    """Draws each part's time as a bar, and its floor as the filled start of the bar."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")
@@ -177,9 +177,9 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     names = [row["part"] for row in rows]
     axes.barh(names, [row["ms"] for row in rows], color="#c9d6e8", label="measured")
     floors = [min(row["floor_ms"] or 0.0, row["ms"]) for row in rows]
-    axes.barh(names, floors, color="#2f5d94", label="of it, what the device's rates allow")
+    axes.barh(names, floors, color="#2f5d94", label="floor, by the device's rates")
     axes.invert_yaxis()
-    axes.set(xlabel="milliseconds of a step", title=title)
+    axes.set(xlabel="milliseconds per step", title=title)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150, metadata=PICTURE_METADATA)
 
@@ -220,14 +220,14 @@ def work(args: Options) -> None:
     (args.output / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if args.picture:
         worst = max(rows, key=lambda row: row["ms"] - (row["floor_ms"] or 0.0))
-        title = f"{args.model}, {args.length} tokens: most is to be gained in {worst['part']}"
+        title = f"{args.model}, {args.length} tokens: {worst['part']} has the most to gain"
         draw(rows, title, args.output / PICTURE_NAME)
 
 
 def report_trace(args: Options, trace: Path) -> None:
-    """Prints the table of an existing trace; a compiled text next to it names parts better."""
+    """Prints the table of an existing trace, using a compiled text next to it if there is one."""
     if not trace.is_dir():
-        raise UserError(f"--trace: found no folder {trace}; give RUN/profile of a run")
+        raise UserError(f"--trace: found no folder {trace}; pass a run's folder RUN/profile")
     texts = [folder / TEXT for folder in (trace, trace.parent)]
     text = next((path.read_text(encoding="utf-8") for path in texts if path.is_file()), "")
     devices = read_trace(trace, is_communication)
@@ -242,10 +242,10 @@ class Options(StepOptions):
 
     length: Tokens = option("tokens in the row", 2048)
     steps: AtLeastOne = option(
-        "traced steps, after an untraced one; for --trace, the steps in it", 3
+        "traced steps, after an untraced one; with --trace, the number of steps in the trace", 3
     )
-    trace: Path | None = option("read this folder's trace instead of running", None)
-    picture: bool = option("draw the table too")
+    trace: Path | None = option("read the trace in this folder instead of running a step", None)
+    picture: bool = option("also draw the table")
     output: Path = option("folder for results", Path("runs/profile_step"))
 
 

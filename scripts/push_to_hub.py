@@ -12,7 +12,7 @@ from data.within import file_within
 from trainer import entry
 from trainer.options import FreeText, command, option
 
-# Weights may be in several files.
+# Weights may be split over several files.
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
 _OTHERS = (
     "README.md",
@@ -29,7 +29,7 @@ def export_files(folder: Path) -> tuple[list[Path], list[str]]:
     """Returns an export's files, and the names of everything else in its folder.
 
     Raises:
-      UserError: the folder is not an export, or a link in it leads out.
+      UserError: the folder is not an export, or a link in it leads outside.
     """
     from trainer.huggingface.assets import ASSET_FILES
 
@@ -42,24 +42,24 @@ def export_files(folder: Path) -> tuple[list[Path], list[str]]:
     ]
     if not any(_WEIGHTS.fullmatch(file.name) for file in files):
         raise UserError(
-            f"{folder}: holds no exported model (no .safetensors); a folder of scripts.export_hf "
-            "would work"
+            f"{folder}: contains no exported model (no .safetensors); pass a folder written by "
+            "scripts.export_hf"
         )
     return files, [name for name in names if name not in {file.name for file in files}]
 
 
 def listing(folder: Path, repository: str) -> str:
-    """Lists the files to send, with sizes, and those left out; raises as `export_files`."""
+    """Lists the files to upload, with sizes, and other names; raises like `export_files`."""
     files, others = export_files(folder)
-    lines = [f"{folder}: to be sent to {repository}:"]
+    lines = [f"{folder}: files to upload to {repository}:"]
     lines += [f"  {file.name}  {file.stat().st_size:,} bytes" for file in files]
     if others:
-        lines.append(f"  not sent, since an export has no such files: {', '.join(others)}")
+        lines.append(f"  not uploaded, since they are not part of an export: {', '.join(others)}")
     return printable("\n".join(lines))
 
 
 def check_name(repository: str) -> None:
-    """Raises UserError unless this is a valid name of a repository."""
+    """Raises UserError unless this is a valid repository name."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -68,26 +68,24 @@ def check_name(repository: str) -> None:
     except HFValidationError as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"{repository}: is not the name of a repository ({reason}); OWNER/NAME would work"
+            f"{repository}: is not a repository name ({reason}); expected OWNER/NAME"
         ) from None
     if "/" not in repository:
-        raise UserError(f"{repository}: lacks its owner; OWNER/{repository} would work")
+        raise UserError(f"{repository}: lacks its owner; expected OWNER/{repository}")
 
 
 def push(folder: Path, repository: str, public: bool, message: str) -> str:
     """Uploads the files of an export and returns the repository's address.
 
     Raises:
-      UserError: as `export_files`; there is no token, or the hub refuses.
+      UserError: as for `export_files`; or there is no token, or the hub refuses.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
     files, _ = export_files(folder)
     if (token := get_token()) is None:
-        raise UserError(
-            "no token of the Hugging Face hub was found; `hf auth login` or HF_TOKEN=... would work"
-        )
+        raise UserError("no Hugging Face hub token was found; run `hf auth login` or set HF_TOKEN")
     api = HfApi()
     try:
         address = api.create_repo(repository, private=not public, exist_ok=True)
@@ -98,17 +96,16 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
             commit_message=message,
         )
     except HfHubHTTPError as error:
-        # A hub may repeat it.
+        # The hub's message may repeat the token.
         reason = printable(error.server_message or str(error).splitlines()[0]).replace(
             token, "hf_..."
         )
         raise UserError(
-            f"{repository}: {api.endpoint} answered {error.response.status_code} ({reason}); a "
-            "token that may write to this owner's repositories would work"
+            f"{repository}: {api.endpoint} answered {error.response.status_code} ({reason}); "
+            "use a token that may write to this owner's repositories"
         ) from None
-    except (
-        Exception
-    ) as error:  # of the HTTP library, which differs between versions of huggingface_hub
+    # The HTTP library's exceptions differ between versions of huggingface_hub.
+    except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}").replace(token, "hf_...")
         raise UserError(
             f"{repository}: not pushed to {api.endpoint} ({reason}); check the network and repeat "
@@ -119,11 +116,11 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Uploads a folder of scripts.export_hf to the Hugging Face hub.
+    """Uploads a folder written by scripts.export_hf to the Hugging Face hub.
 
-    The repository is an existing one, or a new one, private unless --public is given. Only an
-    export's files are sent, with LICENSE and NOTICE, and listed first. The token comes from
-    `hf auth login` or HF_TOKEN.
+    The repository is created if it does not exist, privately unless --public is set. Only an
+    export's files are uploaded, with LICENSE and NOTICE, after they have been listed. The token
+    comes from `hf auth login` or HF_TOKEN.
     """
 
     folder: Path = option(
@@ -133,8 +130,8 @@ class Options:
         "the repository; created if it does not exist", positional=True, metavar="OWNER/NAME"
     )
     public: bool = option("make a new repository public")
-    dry_run: bool = option("only list the files to send; needs no token")
-    message: FreeText = option("the commit's message", "Upload by Longstripe")
+    dry_run: bool = option("only list the files to upload; needs no token")
+    message: FreeText = option("commit message", "Upload by Longstripe")
 
 
 def work(arguments: Options) -> None:

@@ -13,13 +13,13 @@ from trainer.options import command, no_download, option
 class Options:
     """Writes a Hugging Face folder whose layers' projections are in NF4 with double quantization.
 
-    transformers loads it with bitsandbytes, and training adapters (adapter.quantize nf4) reads the
-    codes directly, without quantizing at the start. Needs no accelerator, and memory for only one
+    transformers loads it with bitsandbytes, and adapter training (adapter.quantize nf4) uses the
+    codes as they are, without quantizing first. Needs no accelerator, and memory for only one
     matrix.
     """
 
     model: str = option(
-        "a Hugging Face folder, org/name[@revision] on the hub, or a checkpoint or run of a whole "
+        "a Hugging Face folder, org/name[@revision] on the hub, or a checkpoint or run of a full "
         "model",
         positional=True,
         metavar="MODEL",
@@ -45,19 +45,19 @@ def work(arguments: Options) -> None:
     from trainer.model_source import open_model
     from trainer.source_kinds import HuggingFaceSource, StoredSource
 
-    out = new_folder(arguments.hf_dir)  # before the slow comparison of all checksums
+    out = new_folder(arguments.hf_dir)  # before the slow verification of all checksums
     source = open_model(arguments.model)
     if not isinstance(source, StoredSource):
         raise UserError(
-            f"{arguments.model}: is an adapter, not a whole model; python -m "
-            "scripts.export_hf --merge makes one, which can be quantized"
+            f"{arguments.model}: is an adapter, not a full model; merge it with python -m "
+            "scripts.export_hf --merge, and quantize the result"
         )
     if source.config.num_experts:
         raise UserError(
-            f"{arguments.model}: a mixture of experts, which transformers 5 opens in NF4 in no "
-            "layout; adapter.quantize quantizes its matrices as they are read"
+            f"{arguments.model}: is a mixture of experts, which transformers 5 cannot load in NF4; "
+            "use adapter.quantize, which quantizes matrices as they are read"
         )
-    # Refuses sizes that are not multiples of a block.
+    # Raises if a size is not a multiple of the block size.
     dataclasses.replace(source.config, adapter=AdapterConfig(rank=1, quantize="nf4"))
     with contextlib.ExitStack() as stack:
         stored = source.stored(stack)

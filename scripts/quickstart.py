@@ -16,8 +16,8 @@ from trainer.options import command, option
 
 RECIPE = "configs/quickstart.yaml"
 CASES = "data/fixtures/line_cases.jsonl"  # held out of training
-NEW_TOKENS = 16  # of an answer
-ROWS = 20  # number of prompts in a batch of the evaluation
+NEW_TOKENS = 16  # per answer
+ROWS = 20  # prompts per evaluation batch
 SUMMARY = """
 Held-out loss, nats per target token: {before:.2f} before, {after:.2f} after {steps} steps
 {retrieval}
@@ -48,18 +48,18 @@ def newest_checkpoint(folder: pathlib.Path) -> pathlib.Path:
     """Returns the checkpoint of the latest step.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no checkpoint.
     """
     steps = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
     if not steps:
-        raise UserError(f"{folder}: no checkpoint was made")
+        raise UserError(f"{folder}: contains no checkpoint")
     return max(steps, key=lambda path: int(path.name))
 
 
 def evaluation_command(
     config: RunConfig, checkpoint: pathlib.Path, output: pathlib.Path
 ) -> list[str]:
-    """Returns the command that evaluates a checkpoint with the mesh and precision of its recipe."""
+    """Returns the command that evaluates a checkpoint with its recipe's mesh and precision."""
     mesh = config.mesh
     return [
         *("-m", "eval.line_retrieval", "--checkpoint", str(checkpoint), "--output", str(output)),
@@ -85,7 +85,7 @@ def describe(row: dict) -> str:
     )
     return (
         f"Line retrieval, {row['num_lines']} lines, held-out cases: {row['right']} of "
-        f"{row['cases']} right, {row['accuracy']:.0%} (95% interval {row['low']:.0%} to "
+        f"{row['cases']} correct, {row['accuracy']:.0%} (95% interval {row['low']:.0%} to "
         f"{row['high']:.0%}); chance {row['chance']:.0%}: {verdict}"
     )
 
@@ -94,7 +94,7 @@ def describe(row: dict) -> str:
 class Options:
     """The command's options."""
 
-    run_dir: str = option("folder of the run (default the recipe's)", "")
+    run_dir: str = option("folder of the run (default: the recipe's)", "")
 
 
 def work(options: Options) -> None:
@@ -107,7 +107,7 @@ def work(options: Options) -> None:
     output = config.folder / "evaluation"
     run(*evaluation_command(config, checkpoint, output))
     if exported.exists():
-        print(f"\n{exported} exists already and is not exported again")
+        print(f"\n{exported} already exists and is not exported again")
     else:
         run("-m", "scripts.export_hf", str(checkpoint), str(exported))
     losses = [

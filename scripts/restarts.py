@@ -1,10 +1,10 @@
-"""Decides whether to restart an ended run: one rule for every launcher.
+"""Decides whether to restart a run that ended; every launcher uses these rules.
 
-    python -m scripts.restarts RECORD --checkpoint STEP      (STEP may be empty: no checkpoint yet)
+    python -m scripts.restarts RECORD --checkpoint STEP      (STEP is empty without a checkpoint)
 
-A scheduler that restarts jobs itself (Slurm, a JobSet) calls this before each start. It counts the
+A scheduler that restarts jobs itself (Slurm, a JobSet) runs this before each start. It counts the
 starts since the newest checkpoint in the file RECORD, waits before the second and later ones, each
-time longer, and ends with 2 after too many: another start would not help.
+time longer, and exits with 2 after too many: another start would not help.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Restarts:
         return f"{self.starts - 1} starts {since}: the reason is in the log"
 
     def after(self, code: int, checkpoint: int | None) -> Decision:
-        """Returns what follows a run that ended with `code`, given the newest checkpoint."""
+        """Returns what to do after a run that ended with `code`, given the newest checkpoint."""
         if not may_pass(code):
             return Decision(False, 0, f"ended with {code}")
         self.begin(checkpoint)
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(Options, argv)
     system, path = fsspec.core.url_to_fs(args.record)
     if not re.fullmatch(r"\d*", args.checkpoint, re.ASCII):
-        return _refuse(f"--checkpoint: found {args.checkpoint}; a step, or nothing, would work")
+        return _refuse(f"--checkpoint: found {args.checkpoint}; expected a step, or nothing")
     newest = int(args.checkpoint) if args.checkpoint else None
     if system.exists(path):
         try:
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
         except (OSError, ValueError, KeyError, TypeError):
             return _refuse(
                 f"{args.record}: exists, but was not written by this command, so it is not "
-                "overwritten; another file would work"
+                "overwritten; pass another file"
             )
         counted.begin(newest)
     else:

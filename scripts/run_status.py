@@ -135,7 +135,7 @@ def _stages_in_bucket(run: str) -> list[str]:
 
 
 def _without_times(run: str) -> Status:
-    """Returns the status of a run in a bucket, read by TensorStore, which tells no times."""
+    """Returns the status of a run in a bucket, read by TensorStore, which reports no times."""
     from trainer.checkpoint.commit import CHECKPOINTS, located, steps_in
     from trainer.run.bucket import Bucket
     from trainer.run.mirror import logs_and_others
@@ -150,7 +150,7 @@ def _without_times(run: str) -> Status:
 
 
 def _modified(system: Any, path: str) -> float | None:
-    """Returns a file's modification time, if its file system tells."""
+    """Returns a file's modification time, if its file system reports it."""
     try:
         return system.modified(path).timestamp()
     except (NotImplementedError, KeyError):
@@ -228,8 +228,8 @@ class Options:
         "for all machines together: prints the cost so far", None, metavar="P"
     )
     checkpoint: bool = option(
-        "print only the newest checkpoint's step, or nothing; local ones and the steps of earlier "
-        "stages are counted"
+        "print only the newest checkpoint's step, or nothing; includes local checkpoints and the "
+        "steps of earlier stages"
     )
     words: tuple[str, ...] = other_words("RUN | TRAIN_OPTIONS")
 
@@ -237,7 +237,7 @@ class Options:
 def work(args: Options) -> None:
     """Prints the status."""
     if not args.words:
-        raise UserError("which run? Give its folder, or train.py's options")
+        raise UserError("no run was named; pass its folder, or train.py's options")
     run = run_folder(list(args.words))
     status = read_status(run)
     if args.checkpoint:

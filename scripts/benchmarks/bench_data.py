@@ -274,8 +274,8 @@ def work(args: Options) -> None:
     counted = result["complete_records"], result["first_turn_is_not_human"]
     if counted != (RECORDS, NOT_HUMAN) or not result["every_record_accounted_for"]:
         raise UserError(
-            f"{path}: expected {RECORDS} complete records, of which {NOT_HUMAN} do not begin with a "
-            f"human turn; found {result}"
+            f"{path}: expected {RECORDS} complete records, of which {NOT_HUMAN} do not begin with "
+            f"a human turn; found {result}"
         )
     if args.tokenizer:
         tokenizer = Tokenizer.load(args.tokenizer)

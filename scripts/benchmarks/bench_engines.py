@@ -135,8 +135,8 @@ def measure(engine: str, cores: int, sources: Path, tokenizer: Path, target: Pat
 
 
 def _prepared(engine: Engine, sources: Path, tokenizer: Path, target: Path) -> dict[str, Any]:
-    """Prepares data; returns the seconds, the machine's load before, counts, and a hash of all files
-    written."""
+    """Prepares data; returns the seconds, the machine's load before, counts, and a hash of all
+    files written."""
     started, load_before = time.monotonic(), os.getloadavg()[0]
     made = prepare(
         [Source(str(sources), template="tokenizer")],

@@ -3,11 +3,11 @@
     python -m scripts.benchmarks.bench_kernels [--lengths 4096 16384] [--blocks diagonal full]
         [--peers ours torch-sdpa] [--output DIR]
 
-On a CPU every measurement runs in a separate process, to measure its peak memory. On an accelerator,
-where starting a process takes longer than most measurements, a peer's cases share a process, the
-smallest first; a peak is then reported only if it exceeds those of earlier cases. Peers take turns,
-and the best time of each counts. Writes bench_kernels.json and .txt (the table). TFLOP/s count only
-visible pairs of tokens.
+On a CPU every measurement runs in a separate process, to measure its peak memory. On an
+accelerator, where starting a process takes longer than most measurements, a peer's cases share a
+process, the smallest first; a peak is then reported only if it exceeds those of earlier cases.
+Peers take turns, and the best time of each counts. Writes bench_kernels.json and .txt (the table).
+TFLOP/s count only visible pairs of tokens.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m scripts.benchmarks.bench_qlora --lengths 8192 32768 --torch-liger  # on a GPU
     python -m scripts.benchmarks.bench_qlora --model tiny --lengths 256 --dtype float32  # on a CPU
 
-Both sides start from the same random weights, stored once as a model with one layer, which is copied
-to every layer of the measured model. The base is in NF4 with double quantization; adapters of all
-projections, their moments and AdamW are in float32. A row holds documents of about
+Both sides start from the same random weights, stored once as a model with one layer, which is
+copied to every layer of the measured model. The base is in NF4 with double quantization; adapters
+of all projections, their moments and AdamW are in float32. A row holds documents of about
 --document-tokens, and every step trains on the same row. Layers are recomputed on both sides, as in
 peft's prepare_model_for_kbit_training. The sides run in separate processes; each adds its row to
 OUTPUT/qlora.jsonl when it ends.
@@ -56,8 +56,8 @@ def one_layer(config: TransformerConfig) -> TransformerConfig:
 
 
 def write_weights(config: TransformerConfig, adapters: AdapterConfig, folder: Path) -> None:
-    """Writes random weights of a one-layer model (bfloat16) and of its adapters (float32) in Hugging
-    Face's and PEFT's formats."""
+    """Writes random weights of a one-layer model (bfloat16) and of its adapters (float32) in
+    Hugging Face's and PEFT's formats."""
     from ml_dtypes import bfloat16
     from safetensors.numpy import save_file
 

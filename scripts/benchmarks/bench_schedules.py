@@ -84,7 +84,8 @@ def compile_pass(
     """Returns the compiled text of one pass of a schedule alone.
 
     Args:
-      size: number of ranks; `devices` are divided into lines of this length, each with its own batch.
+      size: number of ranks; `devices` are divided into lines of this length, each with its own
+        batch.
       block: `plan.Block` of one rank.
       backward: whether to compile the backward instead of the forward pass.
     """

@@ -28,7 +28,7 @@ class Options:
 
 
 def measure(folder: str, mib: int) -> dict[str, float]:
-    """Returns the MiB of a checkpoint in a folder, and the seconds to save, verify and restore it."""
+    """Returns a checkpoint's MiB in a folder, and the seconds to save, verify and restore it."""
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -8,8 +8,8 @@
     python -m scripts.benchmarks.evidence --times    # re-estimates times, compiles nothing
 
 A plan is remade from its own fields, or from its recipe if it has one. Each new plan replaces the
-stored one; if it no longer fits, this is printed and the stored plan is kept. Table 3 has a separate
-command (scripts.benchmarks.table3).
+stored one; if it no longer fits, this is printed and the stored plan is kept. Table 3 has a
+separate command (scripts.benchmarks.table3).
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
     python -m scripts.benchmarks.exploration --data trajectories/exploration
 
-A cell is a task, a protocol, a method and a training seed. Finished cells and cells that another
-such command works on are skipped, and interrupted ones continue, so any number of these commands
-may share a folder, one pinned to each core. A task waits until its body has 1,000 episodes. Writes
-docs/results/exploration.json after each cell, even if the table is incomplete; cells that are in
-it, from any machine, are not measured again.
+A cell is a task, a protocol, a method and a training seed. Cells that are finished, or that another
+such command is working on, are skipped, and interrupted cells continue, so any number of these
+commands can share a folder, for example one per core. A task waits until its domain has 1,000
+episodes. Writes docs/results/exploration.json after each cell, even if the table is incomplete;
+cells already in it, from any machine, are not measured again.
 
-What follows was chosen before any result was seen. CPU hours of a cell, estimated from short runs
-of cartpole on one busy core of an AMD EPYC: BC-10% 0.2, DT 0.5, AT N = 4 0.4, N = 16 0.6, N = 32
-1.1; all cells together 32, two cores for 16 hours. The result has the measured ones.
+Everything below was chosen before any result was seen. CPU hours per cell, estimated from short
+runs of cartpole on one busy core of an AMD EPYC: BC-10% 0.2, DT 0.5, AT N = 4 0.4, N = 16 0.6, N =
+32 1.1; all cells together 32, two cores for 16 hours. The result has the measured hours.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from trainer.options import AtLeastOne, command, option
 
 
 def action_repeat(data: Path, task: Task) -> int:
-    """Returns the action repeat of a body's episodes.
+    """Returns the action repeat of a domain's episodes.
 
     Raises:
-      UserError: its folders differ.
+      UserError: the domain's folders differ.
     """
-    found = {
+    repeats = {
         int(read_json(about, about.parent)["action_repeat"])
         for about in data.glob(f"{task.domain}/*/collected.json")
     }
-    if len(found) != 1:
+    if len(repeats) != 1:
         raise UserError(
-            f"--data: {data}/{task.domain} has action_repeat {sorted(found)}; one would work"
+            f"--data: {data}/{task.domain} has action_repeat {sorted(repeats)}; expected one value"
         )
-    return found.pop()
+    return repeats.pop()
 
 
 def has_episodes(data: Path, task: Task) -> bool:
-    """Returns whether a body's collection is finished."""
+    """Returns whether a domain's collection is finished."""
     return len(list(data.glob(f"{task.domain}/*/buffer/*.npz"))) >= EPISODES
 
 
 def run_folder(cell: Cell, args: Options) -> Path:
-    """Returns the folder of a cell's run; those with a share of the steps are apart."""
+    """Returns the folder of a cell's run; runs with a share of the steps have separate folders."""
     share = () if args.share == 1 else (f"{args.share:g}_of_the_steps",)
     return Path(args.output, *share, cell.name)
 
@@ -79,8 +79,8 @@ def is_measured(cell: Cell, args: Options) -> bool:
 
 
 def measure(cell: Cell, args: Options) -> bool:
-    """Trains and evaluates a cell; returns False if its episodes or its initial training are still
-    missing, or another process works on it."""
+    """Trains and evaluates a cell; returns False if its episodes or its initial training are
+    missing, or another process is working on it."""
     if not has_episodes(Path(args.data), get_task(cell.task)):
         return False
     try:
@@ -98,7 +98,7 @@ def locked(cell: Cell, args: Options) -> Iterator[Path]:
     """Yields the folder of a cell's run, locked against other processes.
 
     Raises:
-      TransientError: another process does.
+      TransientError: another process holds the lock.
     """
     folder = run_folder(cell, args)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def steps(training: Training, args: Options) -> int:
 
 
 def evaluate(cell: Cell, number: int, args: Options) -> None:
-    """Plays a cell's model unless done, asking for the return with this index in `requests`."""
+    """Plays a cell's model, unless done, conditioned on return `number` of its `requests`."""
     folder = run_folder(cell, args)
     answer = folder / f"in_context_{number}"
     if (answer / "cpu.json").exists():
@@ -166,10 +166,10 @@ def evaluate(cell: Cell, number: int, args: Options) -> None:
 
 
 def timed(folder: Path, text: str, **values: object) -> float:
-    """Runs a command as `python`; returns its CPU seconds, with those of interrupted tries.
+    """Runs a command like `python`; returns its CPU seconds, including interrupted attempts.
 
     Args:
-      folder: the seconds of failed tries are stored next to it.
+      folder: the seconds of interrupted attempts are stored next to it.
     """
     spent = folder.with_name(f"{folder.name}.spent.json")
     before = json.loads(spent.read_text(encoding="utf-8")) if spent.exists() else 0.0
@@ -188,7 +188,7 @@ def _children_seconds() -> float:
 
 
 def work(args: Options) -> None:
-    """Measures cell by cell, and saves after each, until no cell can be measured now."""
+    """Measures cell by cell, and saves after each, until no more cells can be measured."""
     text = f"python -m scripts.benchmarks.exploration --data {args.data}"
     progress = True
     while progress:
@@ -205,13 +205,13 @@ def work(args: Options) -> None:
                     save_result(finished, text)
     left = len(unmeasured(args))
     print(
-        f"{left} cells are left, which wait for {EPISODES} episodes of their body or are another "
-        "command's"
+        f"{left} cells are left: they wait for {EPISODES} episodes of their domain, or another "
+        "command is measuring them"
     )
 
 
 def unmeasured(args: Options) -> list[Cell]:
-    """Returns the cells that neither the folder of runs nor the result has."""
+    """Returns the cells that are neither in the folder of runs nor in the result."""
     return [
         cell
         for cell in cells(args.tasks)
@@ -226,9 +226,9 @@ def answers_of(cell: Cell, args: Options) -> list[Answer]:
     answers = []
     for number, request in enumerate(cell.requests):
         answer = folder / f"in_context_{number}"
-        found = json.loads((answer / "results.json").read_text(encoding="utf-8"))
+        result = json.loads((answer / "results.json").read_text(encoding="utf-8"))
         played = json.loads((answer / "cpu.json").read_text(encoding="utf-8"))["cpu_seconds"]
-        answers.append(Answer(request, found, (trained + played) / 3600))
+        answers.append(Answer(request, result, (trained + played) / 3600))
     return answers
 
 
@@ -239,9 +239,11 @@ class Options:
     tasks: tuple[str, ...] = option("tasks", tuple(TASKS), choices=TASKS)
     data: str = option("output of scripts.collect_trajectories", "trajectories/exploration")
     output: str = option("folder of the runs", "runs/exploration")
-    seeds: AtLeastOne = option("of the evaluation", EVALUATION_SEEDS)
-    episodes: AtLeastOne = option("consecutive ones of the evaluation", PLAYED)
-    share: float = option("of the steps: less than 1 tries the commands and saves no result", 1.0)
+    seeds: AtLeastOne = option("evaluation seeds", EVALUATION_SEEDS)
+    episodes: AtLeastOne = option("consecutive evaluation episodes", PLAYED)
+    share: float = option(
+        "share of the steps to take; less than 1 tries the commands and saves no result", 1.0
+    )
 
 
 main = command(Options, work, output="output")

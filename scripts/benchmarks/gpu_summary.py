@@ -60,7 +60,8 @@ def _parts(out: Path) -> Rows:
             forward["tflops"] >= FORWARD,
         ),
         "part_backward": row(
-            f"backward kernels alone, {length} tokens, heads of 128: TFLOP/s, counting five products",
+            f"backward kernels alone, {length} tokens, heads of 128: TFLOP/s, counting five "
+            "products",
             f"{backward:.0f}",
             str(BACKWARD),
             backward >= BACKWARD,
@@ -91,8 +92,8 @@ def _kernels(out: Path) -> Rows:
         if block == "packed":
             of_causal = ours / rates[length, "diagonal", direction, "ours"]
             rows[f"packed_over_causal_{short}_{length}"] = row(
-                f"attention, {tokens_text(length)} tokens, {words}: rate on packed rows relative to "
-                "a causal row",
+                f"attention, {tokens_text(length)} tokens, {words}: rate on packed rows relative "
+                "to a causal row",
                 f"{of_causal:.0%}",
                 f"{PACKED:.0%}",
                 of_causal >= PACKED,

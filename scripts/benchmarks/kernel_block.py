@@ -1,4 +1,4 @@
-"""One block of attention for bench_kernels: its size and kind (`Case`), its arrays (`Block`)."""
+"""One attention block for bench_kernels: its size and kind (`Case`), its arrays (`Block`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 MEMORY = Path("/proc/meminfo")
 BLOCKS = ("diagonal", "strict", "full", "packed", "empty")
 DOCUMENTS = 16
-# Tokens whose vectors are drawn; longer blocks repeat them, since drawing is slower than attention.
+# Tokens with random vectors; longer blocks repeat them, since drawing is slower than attention.
 DRAWN = 4096
 
 
@@ -35,9 +35,10 @@ class Case:
         documents of random lengths.
       length: tokens of the block of queries and of the block of keys.
       backward: whether the gradients are computed as well.
-      kernel, tile: our kernel's name and the tokens on its tiles' sides, 0 for its own.
-      order: of our backward pass: repeatable, or any_order.
-      repeats: runs, of which the fastest counts.
+      kernel: our kernel's name.
+      tile: tokens on a side of our kernel's tiles; 0 for the kernel's choice.
+      order: the order of our backward pass: repeatable, or any_order.
+      repeats: number of runs; the fastest counts.
     """
 
     peer: str
@@ -71,7 +72,7 @@ class Case:
         return int(pairs.sum())
 
     def flops(self) -> float:
-        """Returns the FLOPs of visible pairs: two products forward, five more backward."""
+        """Returns the FLOPs of the visible pairs: two products forward, five more backward."""
         return 2.0 * self.head_dim * self.heads * self.visible_pairs() * (7 if self.backward else 2)
 
 
@@ -127,7 +128,7 @@ def refuse_dense(case: Case, copies: int) -> None:
         copies * 4 * case.heads * case.length**2,
         os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     )
-    # Linux: memory that caches use is available too.
+    # Linux: memory used by caches is available too.
     if MEMORY.exists() and (
         available := re.search(r"MemAvailable:\s+(\d+) kB", MEMORY.read_text())
     ):

@@ -1,4 +1,4 @@
-"""Measures cases of bench_kernels in a separate process, for their peak memory.
+"""Measures cases of bench_kernels in a separate process, to measure their peak memory.
 
     python -m scripts.benchmarks.kernel_case '[{"peer": "ours", "block": "diagonal", ...}]'
 
@@ -21,8 +21,8 @@ from pathlib import Path
 from .kernel_block import Case, LeftOut, make_block
 from .kernel_peers import PEERS
 
-# (batch, m, k, n): one large product and, on a CPU, products as large as those of a tile of
-# attention. The best rate counts.
+# (batch, m, k, n): one large product and, on a CPU, products of the sizes in an attention tile. The
+# best rate counts.
 PRODUCTS = {
     "cpu": ((1, 2048, 2048, 2048), (8, 512, 512, 512), (8, 512, 64, 512)),
     "other": ((1, 8192, 8192, 8192),),
@@ -51,7 +51,7 @@ def _host_bytes(field: str) -> int:
 def _memory_readers() -> tuple[Callable[[], int], Callable[[], int], bool]:
     """Returns functions for the current and peak bytes (of the accelerator if there is one).
 
-    The third value says whether the peak counts from this call.
+    The third value says whether the peak was reset by this call.
     """
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch and torch.cuda.is_available():
@@ -67,9 +67,9 @@ def _memory_readers() -> tuple[Callable[[], int], Callable[[], int], bool]:
 
 
 def first_run_mib(run: Callable) -> float | None:
-    """Returns the first run's peak above the memory held before; None if unknown.
+    """Returns the first run's peak above the memory in use before; None if unknown.
 
-    It is unknown if memory was as full before and its peak cannot be reset.
+    It is unknown if an earlier peak was as high and cannot be reset.
     """
     current, peak, was_reset = _memory_readers()
     before, former_peak = current(), peak()
@@ -103,7 +103,7 @@ def measure_products(dtype: str) -> dict:
     platform, best = jax.default_backend(), 0.0
     multiply = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
     for batch, m, k, n in PRODUCTS.get(platform, PRODUCTS["other"]):
-        # Random, since an accelerator multiplies ones and zeros faster, on less power.
+        # Random numbers, since accelerators multiply ones and zeros faster, with less power.
         a, b = (
             jax.random.normal(jax.random.key(seed), shape, dtype)
             for seed, shape in enumerate(((batch, m, k), (batch, k, n)))

@@ -189,7 +189,7 @@ def compile_splash(mesh, direction: str) -> None:
 
 
 def compile_case(case: Case, folder: Path) -> dict:
-    """Compiles a case in this process and returns its Program; the compiler's dumps are in `folder`.
+    """Compiles a case in this process and returns its Program, read from dumps in `folder`.
 
     Raises:
       UserError: the compiler printed no such kernel.

@@ -4,11 +4,12 @@
     python -m scripts.benchmarks.kernel_exactness --kernels auto --dtypes bfloat16 --long 1048576
 
 The tests run the accelerators' kernels in JAX's interpreters, without matrix units or asynchronous
-copies; this command runs the real ones. Two shards of a row attend as in a ring, every block of
-queries over every block of keys and on top of earlier results. An error is the norm of the
-difference over the norm of the truth; for lse the largest difference. --long instead takes a row of
-that many tokens in a window, whose results have more elements than 32 bits can count, and compares
-its beginning, middle and end. Prints a line for each case and writes kernel_exactness.json.
+copies; this command runs the compiled kernels. Two shards of a row attend as in a ring: every block
+of queries to every block of keys, continuing from earlier results. An error is the norm of the
+difference over the norm of the float64 result; for lse it is the largest difference. --long instead
+takes a row of that many tokens with a window, whose results have more elements than 32 bits can
+count, and compares its beginning, middle and end. Prints a line for each case and writes
+kernel_exactness.json.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from trainer.options import TokensOr0, command, option
 ROWS, LENGTH, HEADS, KV_HEADS = 2, 1180, 4, 2  # 1,180: not a multiple of any tile
 HEAD_DIMS = (64, 128, 256)
 MASKS = {"causal": Mask(), "window 300": Mask(window=300), "full": Mask(causal=False)}
-# Mask, layout, and documents of a row: one; several, then padding; several, also with padding
-# inside one of them.
+# Mask, layout, and packing of the row: one document; several documents, then padding; several, with
+# padding also inside one of them.
 CASES = (
     ("causal", "contiguous", "packed"),
     ("causal", "striped", "one"),
@@ -45,15 +46,16 @@ CASES = (
     ("window 300", "zigzag", "packed"),
     ("full", "striped", "packed"),
 )
-# For --long: heads as in LLaMA-3.1-8B; the last ones, farthest into an array, are compared.
+# For --long: heads as in LLaMA-3.1-8B; the last heads, at the largest offsets, are compared.
 LONG_HEADS, LONG_KV_HEADS, LONG_HEAD_DIM, LONG_WINDOW, LONG_PART = 32, 8, 128, 500, 64
 RESULTS = ("out", "lse", "dq", "dk", "dv")
-# 16-bit operands, weights included, carry 8 bits of a number. Chosen before any measurement.
+# bfloat16 operands, including the softmax weights, have 8 bits of precision. The limits were chosen
+# before any measurement.
 LIMITS = {"bfloat16": {"lse": 1e-3, "other": 1e-2}, "float32": {"lse": 1e-5, "other": 1e-5}}
 
 
 def documents(packing: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns index and segment_ids, int32 [ROWS, LENGTH], in the order of the row."""
+    """Returns index and segment_ids, int32 [ROWS, LENGTH], in row order."""
     index = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
     segments = np.ones((ROWS, LENGTH), np.int32)
     if packing != "one":
@@ -78,7 +80,7 @@ def arrays(head_dim: int, dtype: str) -> list[np.ndarray]:
 
 @functools.cache
 def truth(head_dim: int, dtype: str, mask_name: str, packing: str) -> dict[str, np.ndarray]:
-    """Returns RESULTS by the definition, in float64."""
+    """Returns RESULTS by definition in float64."""
     q, k, v, dout = arrays(head_dim, dtype)
     return dense(q, k, v, dout, *documents(packing), MASKS[mask_name])
 
@@ -127,7 +129,7 @@ def dense(
 
 
 def kernel_of(name: str) -> Kernel:
-    """Returns the kernel of a name; `any_order` is the device's own with that backward pass."""
+    """Returns a kernel by name; `any_order` is the device's default with that backward pass."""
     return get_kernel(backward=name) if name == "any_order" else get_kernel(name)
 
 
@@ -145,10 +147,11 @@ def compiled(kernel_name: str, mask_name: str, head_dim: int):
 def attend(
     kernel_name: str, head_dim: int, dtype: str, mask_name: str, layout: str, packing: str
 ) -> dict[str, np.ndarray]:
-    """Returns RESULTS of two shards, by four calls of the kernel each way, in the order of the row.
+    """Returns RESULTS of two shards in row order, computed by four kernel calls in each direction.
 
     Args:
-      dtype: of the operands; mask_name, packing: as in CASES.
+      dtype: dtype of the operands.
+      mask_name, packing: as in CASES.
 
     Returns:
       float64 by name: lse [1, H, LENGTH], the others [1, LENGTH, H, head_dim].
@@ -189,7 +192,7 @@ def attend(
 
 
 def errors(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns the error of each of RESULTS; NaN if a number is not finite or a row is wrong."""
+    """Returns the error of each of RESULTS; NaN for non-finite numbers and wrong empty rows."""
     empty = np.isneginf(expected["lse"])
     if (np.isneginf(got["lse"]) != empty).any():
         return {**dict.fromkeys(RESULTS, float("nan"))}
@@ -204,7 +207,7 @@ def errors(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[
 def compare(
     kernel: str, dtype: str, head_dim: int, case: str, measure: Callable[[], dict[str, float]]
 ) -> dict:
-    """Returns and prints a row: the errors returned by `measure`, or why it failed."""
+    """Prints and returns a row: the errors that `measure` returns, or why it failed."""
     row: dict[str, Any] = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "case": case}
     start, limits = time.perf_counter(), LIMITS[dtype]
     try:
@@ -228,7 +231,7 @@ def compare(
 
 
 def check(args: Options) -> list[dict]:
-    """Returns and prints a row for each kernel, dtype, head size and case."""
+    """Prints and returns a row for each kernel, dtype, head size and case."""
     print(
         f"{'kernel':8} {'dtype':9} {'D':>4} {'case':34}",
         *(f"{name:>8}" for name in RESULTS),
@@ -269,11 +272,11 @@ def case_errors(
 
 
 class LongRow(NamedTuple):
-    """A long row in a window, and a kernel's results.
+    """A long row with a window, and a kernel's results.
 
     Attributes:
       vectors: q, k, v and dout, [1, T, H, D].
-      results: by RESULTS, [1, T, H, D], lse [1, T, H, 1].
+      results: RESULTS by name, [1, T, H, D]; lse [1, T, H, 1].
     """
 
     vectors: list[jax.Array]
@@ -281,7 +284,7 @@ class LongRow(NamedTuple):
 
 
 def run_long(kernel_name: str, dtype: str, length: int) -> LongRow:
-    """Runs both passes of a kernel on `length` random tokens in a window of LONG_WINDOW."""
+    """Runs both passes of a kernel on `length` random tokens with a window of LONG_WINDOW."""
     kernel, options = (
         kernel_of(kernel_name),
         {"mask": Mask(window=LONG_WINDOW), "scale": LONG_HEAD_DIM**-0.5},
@@ -314,7 +317,7 @@ def long_errors(kernel_name: str, dtype: str, length: int) -> dict[str, float]:
     row, group = run_long(kernel_name, dtype, length), LONG_HEADS // LONG_KV_HEADS
     worst = dict.fromkeys(RESULTS, 0.0)
     for start in (0, length // 2, length - LONG_PART):
-        # The tokens that these see and are seen by, and all that those see.
+        # All tokens within two windows: those that see the compared tokens, and what these see.
         near = slice(
             max(start - 2 * LONG_WINDOW, 0), min(start + LONG_PART + 2 * LONG_WINDOW, length)
         )
@@ -354,11 +357,12 @@ class Options:
     """The command's options."""
 
     kernels: tuple[str, ...] = option(
-        "names of kernels; auto: the device's own; any_order: it with that backward pass", ("auto",)
+        "kernel names; auto: the device's default; any_order: the same with that backward pass",
+        ("auto",),
     )
-    dtypes: tuple[str, ...] = option("of the operands", tuple(LIMITS), choices=LIMITS)
+    dtypes: tuple[str, ...] = option("dtypes of the operands", tuple(LIMITS), choices=LIMITS)
     head_dims: tuple[int, ...] = option("head sizes", HEAD_DIMS, choices=HEAD_DIMS)
-    long: TokensOr0 = option("one long row, in a window, instead", 0, metavar="TOKENS")
+    long: TokensOr0 = option("instead, one row of this length with a window", 0, metavar="TOKENS")
     output: Path = option("folder for results", Path("runs/kernel_exactness"))
 
 

@@ -1,11 +1,12 @@
-"""Times the Mosaic kernels for Hopper GPUs separately: forward, dq, dk with dv, all three in one.
+"""Times the Mosaic kernels for Hopper GPUs separately: forward, dq, dk with dv, and all in one.
 
     python -m scripts.benchmarks.kernel_parts [--length 32768] [--head-dims 64 128] [--output DIR]
 
-bench_kernels' times include the work around a kernel, rounding and the search for intervals; these
-include only the search. Prints a line for each and writes kernel_parts.json. TFLOP/s count the
-kernel's products of visible pairs: two forward, three for dq, four for dk and dv, five in one
-kernel (`attention.backward: any_order`), for which dq starts from zeros that are written before it.
+bench_kernels' times include the work around a kernel, such as rounding and the search for
+intervals; these times include only the search. Prints a line for each kernel and writes
+kernel_parts.json. TFLOP/s count the kernel's products over visible pairs: two forward, three for
+dq, four for dk and dv, five in the combined kernel (`attention.backward: any_order`), whose dq
+starts from zeros written before it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ REPEATS = 5
 
 
 def run_kernel(kernel: str, q, k, v, saved: BackwardInputs, coords: TokenCoords):
-    """Returns the result of one kernel; `forward` leaves `saved` alone."""
+    """Returns the result of one kernel; `forward` does not use `saved`."""
     options = {"scale": q.shape[-1] ** -0.5, "interpret": None}
     seen = intervals(coords, coords, Mask(), transpose=kernel in ("dkv", "backward"))
     if kernel == "forward":
@@ -47,7 +48,7 @@ def run_kernel(kernel: str, q, k, v, saved: BackwardInputs, coords: TokenCoords)
 
 
 def measure(kernel: str, head_dim: int, length: int) -> dict:
-    """Returns and prints the least seconds of REPEATS runs after a first one, and the TFLOP/s."""
+    """Prints and returns the fastest of REPEATS runs after a warm-up, in seconds and TFLOP/s."""
     shapes = [(1, length, heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v, dout = (
         jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)

@@ -1,8 +1,8 @@
-"""bench_kernels' attention kernels, ours and others', behind one interface.
+"""The attention kernels that bench_kernels compares, ours and others, behind one interface.
 
 A peer is a function of a `Case` and its `Block` of arrays. It returns a function without arguments
-that runs one pass, waits for it and returns the results in the shapes of the arrays: out, or (out,
-(dq, dk, dv)). It raises `LeftOut` if it cannot.
+that runs one pass, waits for it and returns the results in the arrays' shapes: out, or (out, (dq,
+dk, dv)). It raises `LeftOut` if it does not support the case.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from .kernel_block import Block, Case, LeftOut, refuse_dense
 
-# Tokens, for a mask of a quarter of a GiB. At twice as many, packed rows of 32K with a mask took
-# most of a GPU's time.
+# Tokens: the mask takes a quarter of a GiB. With masks of twice as many, packed rows of 32K took
+# most of the GPU time.
 DENSE_MASK_LIMIT = 16384
 
 
@@ -30,7 +30,7 @@ def _jax_pass(
     """Compiles one pass of attention(q, k, v, *extra); `extra` cannot be constant-folded.
 
     Args:
-      program: identifies cases that share a compiled program; None if no other does.
+      program: identifies cases that share a compiled program; None if it is not shared.
     """
     import jax
     import jax.numpy as jnp
@@ -71,14 +71,14 @@ def ours(case: Case, block: Block) -> Callable:
         TokenCoords(jnp.asarray(index), jnp.asarray(block.segment_ids))
         for index in (block.q_index, block.kv_index)
     )
-    # One program serves all kinds of blocks, which differ by their coordinates.
+    # One program serves all kinds of blocks, which differ only in their coordinates.
     return _jax_pass(
         case, attention, block[:4], coords, program=dataclasses.replace(case, block="")
     )
 
 
 def ours_triton(case: Case, block: Block) -> Callable:
-    """Our Triton kernel for any NVIDIA GPU; on Hopper it serves 32-bit operands."""
+    """Our Triton kernel for any NVIDIA GPU; on Hopper `auto` takes it for 32-bit operands."""
     import jax
 
     if jax.default_backend() != "gpu":
@@ -87,7 +87,7 @@ def ours_triton(case: Case, block: Block) -> Callable:
 
 
 def ours_any_order(case: Case, block: Block) -> Callable:
-    """Our kernel for Hopper GPUs, with one backward kernel, whose order of dq's sums is open."""
+    """Our kernel for Hopper GPUs with one backward kernel, which sums dq in arbitrary order."""
     import jax
 
     _refuse_but_hopper("any_order", case, jax.devices()[0].device_kind)
@@ -95,7 +95,7 @@ def ours_any_order(case: Case, block: Block) -> Callable:
 
 
 def _refuse_but_hopper(peer: str, case: Case, device: str) -> None:
-    """Raises LeftOut unless operands have 16 bits on a Hopper GPU."""
+    """Raises LeftOut unless the operands have 16 bits and the device is a Hopper GPU."""
     from model.attention.choice import HOPPER
 
     if not any(name in device for name in HOPPER):
@@ -114,7 +114,7 @@ def torch_sdpa(case: Case, block: Block) -> Callable:
     options = {"enable_gqa": case.heads != case.kv_heads, "is_causal": case.block == "diagonal"}
     if case.block not in ("diagonal", "full"):
         if case.length > DENSE_MASK_LIMIT:
-            raise LeftOut(f"its dense mask is for {DENSE_MASK_LIMIT:,} tokens at most")
+            raise LeftOut(f"its dense mask is limited to {DENSE_MASK_LIMIT:,} tokens")
         options["attn_mask"] = torch.from_numpy(block.mask()).to(_torch_device())
 
     def attention(q, k, v):
@@ -151,8 +151,8 @@ def flash_attention_3(case: Case, block: Block) -> Callable:
                 q[0], k[0], v[0], starts, starts, longest, longest, causal=causal
             )
             return _only_out(out)[None]
-        # The causal mask is aligned at the last key: without it, a query sees the keys before its
-        # own.
+        # The causal mask is aligned at the last key: without that key, a query sees only earlier
+        # keys.
         last = -1 if case.block == "strict" else None
         return _only_out(
             flash_attn_interface.flash_attn_func(q, k[:, :last], v[:, :last], causal=causal)
@@ -162,7 +162,7 @@ def flash_attention_3(case: Case, block: Block) -> Callable:
 
 
 def _only_out(result):
-    """The output; earlier releases return it with lse."""
+    """The output alone; earlier releases also return lse."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -235,7 +235,7 @@ def jax_cudnn(case: Case, block: Block) -> Callable:
         raise LeftOut("cuDNN has no mask that hides everything")
     if case.block == "packed" and case.heads != case.kv_heads:
         raise LeftOut(
-            "JAX passes cuDNN the starts of documents in keys by the queries' number of heads"
+            "JAX computes the keys' document starts for cuDNN with the number of query heads"
         )
     lengths = case.document_lengths().astype(np.int32)[None]
     starts = np.concatenate([np.zeros((1, 1), np.int32), np.cumsum(lengths, 1, dtype=np.int32)], 1)
@@ -257,7 +257,7 @@ def jax_cudnn(case: Case, block: Block) -> Callable:
 
     def attention(q, k, v):
         if case.block == "strict":
-            # The mask is aligned at the first key, so every query but the first moves back by one.
+            # The mask is aligned at the first key, so all queries but the first move back by one.
             out = jax.nn.dot_product_attention(
                 q[:, 1:], k[:, :-1], v[:, :-1], is_causal=True, implementation="cudnn"
             )
@@ -277,7 +277,7 @@ def jax_cudnn(case: Case, block: Block) -> Callable:
 
 
 def splash(case: Case, block: Block, interpret: bool = False) -> Callable:
-    """JAX's TPU kernel splash attention. Its mask is static; its documents are an argument."""
+    """JAX's TPU kernel splash attention. Its mask is static; documents are an argument."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
         splash_attention_mask,

@@ -297,7 +297,8 @@ def summarize(figures: dict[Case, Figures]) -> dict[str, dict[str, str]]:
         text = (
             f"{figure.spilled} bytes spilled, {figure.products} "
             f"{product}{' (serialized)' if figure.serialized else ''}, "
-            f"{figure.copies} {copy}; {figure.shared / 1024:.0f} KiB shared, {figure.blocks} per core"
+            f"{figure.copies} {copy}; {figure.shared / 1024:.0f} KiB shared, "
+            f"{figure.blocks} per core"
         )
         rows["_".join(map(str, dataclasses.astuple(case)))] = row(
             f"{case.backend.capitalize()} kernel {case.kernel} on {case.chip.upper()}, head size "
@@ -326,7 +327,7 @@ def write() -> int:
 
 
 def worse(before: Figures, after: Figures) -> bool:
-    """Whether a kernel is worse: more registers, shared memory or spills, or serialized products."""
+    """Whether a kernel got worse in registers, shared memory, spills or serialized products."""
     more = any(
         new > WORSE * old
         for new, old in (

@@ -2,9 +2,9 @@
 
     python -m scripts.benchmarks.measured_steps [--output runs/measured_steps]
 
-Ours have the schedule and remat policy closest to theirs. The table of 8B models has our range at
-32K, 128K and 1M tokens, one row, on 8 H100 and on 64 v5p chips, and others' measurements at about
-that size.
+Our estimates use the schedule and remat policy closest to theirs. The table of 8B models has our
+range at 32K, 128K and 1M tokens, one row, on 8 H100 and on 64 v5p chips, and others' measurements
+at about that size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from scripts.benchmarks.commands import write_json
 from trainer.options import command, option
 
 LENGTHS = (32 * THOUSAND, 128 * THOUSAND, MILLION)
-# Machine -> our job's devices, its name in the cost model, and length -> a remat policy that fits.
+# Machine -> number of devices, its name in the cost model, and length -> a remat policy that fits.
 MACHINES = {
     "8 x H100": (8, "h100-infiniband", {MILLION: "offload_save_attention"}),
     "64 v5p": (64, "v5p", {}),
@@ -37,7 +37,7 @@ MACHINES = {
 
 
 def measured_rows() -> list[dict[str, Any]]:
-    """Returns the measured steps, each with our estimate, its relative error, and our range."""
+    """Returns the measured steps, each with our estimate, its relative error and our range."""
     rows = []
     for step in (*measured_steps(), *compared_steps()):
         seconds = time_range(step.job)
@@ -132,13 +132,13 @@ def work(args: Options) -> None:
     }
     for machines, content in worst.items():
         print(
-            f"{machines}: at most {content['factor']:.2f} times the step at full rate "
+            f"{machines}: at most {content['factor']:.2f} times the step's time at full rate "
             f"({content['step']})"
         )
     for row in held_out:
         print(
             f"{row['system']}: {row['within']} of {row['steps']} steps within ranges set by other "
-            f"systems' steps, the slowest {row['largest_over_high_end']:.2f} times its range's end"
+            f"systems' steps, the slowest {row['largest_over_high_end']:.2f} times the upper end"
         )
     for row in ours:
         print(

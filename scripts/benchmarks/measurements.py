@@ -1,8 +1,8 @@
 """The measurements of `make bench`: their commands, and the functions that turn their files into
 rows.
 
-To add a measurement, create its result file (see `results`), write a function that returns its rows,
-add a `Measurement` to MEASUREMENTS, and list the result in scripts/benchmarks/pages.toml.
+To add a measurement, create its result file (see `results`), write a function that returns its
+rows, add a `Measurement` to MEASUREMENTS, and list the result in scripts/benchmarks/pages.toml.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Measurement:
 
     Attributes:
       summarize: maps the folder {out} to the rows.
-      commands: commands of scripts.benchmarks, or Python's arguments (`-m MODULE`, `FILE.py`); {out}
-        stands for the measurement's folder, {models} for a shared folder, {conversations} for
+      commands: commands of scripts.benchmarks, or Python's arguments (`-m MODULE`, `FILE.py`);
+        {out} stands for the measurement's folder, {models} for a shared folder, {conversations} for
         CONVERSATIONS.
       needs_conversations: whether it is skipped without that file.
       takes_hours: whether it runs only with --only; also set if it needs an accelerator.

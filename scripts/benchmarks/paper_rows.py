@@ -11,7 +11,7 @@ _STRIPED, _RING, _DISTFLASH = _DATA["striped"], _DATA["ring"], _DATA["distflash"
 
 
 def _by_size(entries: list[list[Any]]) -> dict[tuple[int, int], tuple[float, float]]:
-    """Returns (nodes, thousand tokens): (seconds of the other system, of DistFlashAttn)."""
+    """Returns (nodes, thousand tokens) -> (seconds of the other system, of DistFlashAttn)."""
     return {(nodes, length): (theirs, ours) for nodes, length, theirs, ours in entries}
 
 

@@ -1,4 +1,4 @@
-"""Compares the papers' numbers with the cost model's; writes JSON.
+"""Compares the papers' numbers with the cost model's, and writes JSON.
 
 python -m scripts.benchmarks.papers [--only TEXT] [--output runs/papers]
 """
@@ -23,7 +23,7 @@ HEAD = f"  {'row':54} {'paper':>10} {'predicted':>10} {'error':>9} {'same':>4} n
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Returns one paper's rows in at most 100 columns, by table, with numbered notes below."""
+    """Returns one paper's rows, by table, in at most 100 columns, with numbered notes below."""
     notes = list(dict.fromkeys(row.note for row in rows if row.note))
     lines, current = [HEAD], None
     for row in rows:
@@ -45,7 +45,7 @@ def table(rows: Sequence[Row]) -> str:
     if afterwards := list(dict.fromkeys(row.afterwards for row in rows if row.afterwards)):
         lines.append(
             filled(
-                "* with constants that were set after the rows had been seen: "
+                "* with constants that were set after these rows had been seen: "
                 f"{'; '.join(afterwards)}"
             )
         )
@@ -53,12 +53,12 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def filled(text: str) -> str:
-    """Returns a paragraph in 100 columns."""
+    """Returns a paragraph wrapped at 100 columns."""
     return textwrap.fill(text, 100, subsequent_indent="    ")
 
 
 def summary(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
-    """Returns each paper's counts: rows with a number, within an error, claimed, reproduced."""
+    """Returns each paper's row counts: with a number, within each error, claimed, reproduced."""
     counts = {}
     for source in SOURCES:
         errors = [abs(row.error) for row in rows if row.source == source and row.error is not None]
@@ -81,9 +81,9 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
 def show(rows: Sequence[Row], only: str) -> None:
     """Prints the rows that contain `only`, a summary, and the predictions that are not numbers."""
     print(
-        "error: the cost model's number over the paper's, less one; same: whether a number that "
-        "the model\n"
-        "claims to reproduce comes out; without a mark nothing is claimed, and the note says why."
+        "error: the cost model's number over the paper's, minus one; same: whether a number that "
+        "the\n"
+        "model claims to reproduce is reproduced; without a mark nothing is claimed (see the note)."
     )
     for source in SOURCES:
         matches = [

@@ -1,8 +1,8 @@
 """The plans behind pages, results and calibration: docs/plans/plans.json, one per line.
 
-A recipe's plan is named by its path below configs/; other names give model, context and machine. A
-plan keeps what is read of it: the question, versions and flags of the compiler, memory by
-component, bytes by kind of transfer and the share hidden by compute, and estimated times.
+A recipe's plan is named by the recipe's path below configs/; other names give model, context and
+machine. Only the fields in use are stored: the planned job, the compiler's versions and flags,
+memory by component, bytes by kind of transfer and the share hidden by compute, and estimated times.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_plans(file: Path = FILE) -> dict[str, dict[str, Any]]:
 
 
 def write_plans(plans: dict[str, dict[str, Any]], file: Path = FILE) -> None:
-    """Stores the kept part of plans atomically, one per line."""
+    """Stores the kept fields of plans atomically, one plan per line."""
     lines = [
         f"{json.dumps(name)}: {json.dumps(kept(plan))}" for name, plan in sorted(plans.items())
     ]
@@ -63,7 +63,7 @@ def kept(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Returns a value without empty or false parts, and without the unused `times`."""
+    """Returns a value without empty or false parts and without the unused `times`."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):

@@ -174,8 +174,8 @@ def rows_and_facts(
             accuracy > ACCURACY,
         ),
         "words": row(
-            f"SmolLM2-135M by DPO: words per answer to {count} held-out prompts (at most {NEW_TOKENS} "
-            "tokens), before -> after",
+            f"SmolLM2-135M by DPO: words per answer to {count} held-out prompts (at most "
+            f"{NEW_TOKENS} tokens), before -> after",
             f"{lengths[0]:.1f} -> {lengths[1]:.1f}",
             "fewer",
             lengths[1] < lengths[0],

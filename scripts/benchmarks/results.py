@@ -245,7 +245,7 @@ def versions() -> dict[str, str]:
 
 
 def same_versions(result: Result, packages: Iterable[str]) -> bool:
-    """Returns whether a result was made by the installed versions; prints the first that differs."""
+    """Returns whether the installed versions made a result; prints the first that differs."""
     installed = versions()
     for package in packages:
         now, then = installed.get(package), result.versions.get(package)

@@ -165,8 +165,8 @@ def save_result(
     for old, new in zip(before, after, strict=True):
         assert (old.num_lines, old.cases) == (new.num_lines, new.cases)
         rows[f"lines_{old.num_lines}"] = row(
-            f"SmolLM2-135M: one line of {old.num_lines} found, {old.mean_prompt_tokens:,.0f} tokens, "
-            f"{old.family} cases, before -> after",
+            f"SmolLM2-135M: one line of {old.num_lines} found, {old.mean_prompt_tokens:,.0f} "
+            f"tokens, {old.family} cases, before -> after",
             f"{old.right} -> {new.right} of {new.cases}",
             GOAL,
             apart(old, new),

@@ -1,4 +1,4 @@
-"""Prints a preference step's savings if both completions of a pair share their prompt.
+"""Prints what a preference step saves if both completions of a pair share their prompt.
 
     python -m scripts.benchmarks.shared_prompts [--prompt 3072] [--completion 256] [--output FILE]
 
@@ -20,7 +20,7 @@ DEVICES = 4
 
 
 def flops(prompt: int, completion: int, shared: int) -> float:
-    """Returns the FLOPs of a step on one pair of documents that share so many tokens."""
+    """Returns the FLOPs of a step on one pair whose completions share `shared` prompt tokens."""
     import numpy as np
 
     from model.config import TransformerConfig
@@ -34,8 +34,8 @@ def flops(prompt: int, completion: int, shared: int) -> float:
 
 
 def compiled_bytes(tokens: int, share: bool) -> tuple[float, float]:
-    """Returns a device's bytes of temporaries and of received data in a DPO step on a row of so
-    many tokens."""
+    """Returns a device's bytes of temporaries and of received data in a DPO step on a row of
+    `tokens` tokens."""
     import jax
 
     from model.config import TransformerConfig
@@ -73,8 +73,8 @@ def compiled_bytes(tokens: int, share: bool) -> tuple[float, float]:
 
 
 def figures(prompt: int, completion: int) -> dict[str, tuple[float, float]]:
-    """Returns tokens, FLOPs, memory and received bytes of a pair with its prompt computed twice,
-    and once.
+    """Returns the tokens, FLOPs, memory and received bytes for a pair whose prompt is computed
+    twice, and once.
 
     Args:
       prompt: tokens of the prompt.
@@ -97,7 +97,7 @@ def figures(prompt: int, completion: int) -> dict[str, tuple[float, float]]:
 
 
 def table(prompt: int, completion: int, values: dict[str, tuple[float, float]]) -> list[str]:
-    """Returns the lines of a table of `figures` of such a pair."""
+    """Returns the lines of a table of the `figures` of a pair with these lengths."""
     head = f"a prompt of {prompt:,} tokens and two completions of {completion:,}"
     lines = [head, f"{'':22}{'twice':>12}{'shared':>12}{'saved':>9}"]
     for name, (twice, once) in values.items():

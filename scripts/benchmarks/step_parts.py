@@ -1,8 +1,8 @@
-"""Which part of a step a kernel belongs to, and the bytes a part has to move.
+"""The part of a step that a kernel belongs to, and the bytes that each part has to move.
 
-The compiled step's text tells it best: scopes (`attention`, `optimizer`), products inside fusions,
-fusions that only move. For a GPU's libraries, or without that text, only the kernels' names are
-known.
+The compiled step's text identifies parts best: by scopes (`attention`, `optimizer`), products
+inside fusions, and fusions that only move data. For a GPU's libraries, or without that text, only
+the kernels' names are known.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _COLLECTIVE = re.compile(
     r"|(?:send|recv)(?:[-_.]|$)|memcpyp2p",
     re.IGNORECASE,
 )
-# All our kernels of Mosaic's are attention's; JAX gives one of them another name.
+# All our Mosaic kernels are attention's; JAX gives one of them another name.
 _ATTENTION_NAME = re.compile(r"attention|flash|fmha|sdpa|splash|mosaic_gpu", re.IGNORECASE)
-# nvjet: cuBLAS on Hopper; ynn and onednn: XLA's libraries of products on CPUs.
+# nvjet: cuBLAS on Hopper; ynn and onednn: XLA's libraries for products on CPUs.
 _PRODUCT_NAME = re.compile(
     r"nvjet|gemm|cutlass|cublas|splitk|matmul|convolution|ynn|onednn|(?:^|[_.])dot(?:[_.]|$)",
     re.IGNORECASE,
 )
-# Words in XLA's names of fusions, from their opcodes.
+# Words in XLA's fusion names, which come from opcodes.
 _MOVES = {
     *("convert", "copy", "transpose", "broadcast", "slice", "dynamic", "update", "concatenate"),
     *("pad", "bitcast", "reshape", "reverse", "gather", "iota"),
@@ -41,7 +41,7 @@ _MOVING_OPCODES = {
     *("transpose", "broadcast", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate"),
     *("pad", "reshape", "reverse", "gather", "iota", "copy-start", "copy-done"),
 }
-# Opcodes that take no time themselves: views, and instructions that run others.
+# Opcodes that take no time themselves: views, and instructions that run other instructions.
 _NO_KERNEL = {
     *("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "while", "conditional"),
     *("call", "after-all", "partition-id", "opt-barrier"),
@@ -50,12 +50,12 @@ _DOTS = {"dot", "convolution", "ragged-dot"}
 
 
 def is_communication(kernel: str) -> bool:
-    """Returns whether a kernel's name is that of a collective or a transfer between devices."""
+    """Returns whether a kernel's name denotes a collective or a transfer between devices."""
     return bool(_COLLECTIVE.search(kernel))
 
 
 def part_of_name(kernel: str) -> str:
-    """Returns a kernel's part by its name alone; the optimizer's kernels count as elementwise."""
+    """Returns a kernel's part from its name alone; the optimizer's kernels count as elementwise."""
     if is_communication(kernel):
         return COMMUNICATION
     if _ATTENTION_NAME.search(kernel):
@@ -80,7 +80,7 @@ class CompiledParts:
 
     @functools.cached_property
     def instructions(self) -> dict[str, Instruction]:
-        """The instructions by kernel name: on a GPU, _ replaces . and -."""
+        """The instructions by kernel name; GPU kernel names have _ instead of . and -."""
         return {
             _kernel_name(instruction.name): instruction
             for name in self._running
@@ -100,12 +100,12 @@ class CompiledParts:
         return [name for name in self.module.computations if name not in fused]
 
     def part(self, kernel: str) -> str:
-        """Returns the part of a kernel of the trace."""
+        """Returns the part that a kernel of the trace belongs to."""
         instruction = self.instructions.get(_kernel_name(kernel))
         return part_of_name(kernel) if instruction is None else self._part(instruction)
 
     def _part(self, instruction: Instruction) -> str:
-        # A collective's fusion or start is named after it.
+        # A collective's fusion or start instruction is named after it.
         if is_communication(instruction.opcode) or is_communication(instruction.name):
             return COMMUNICATION
         scopes = _scopes(instruction)
@@ -120,7 +120,7 @@ class CompiledParts:
         return COPIES if opcodes <= _MOVING_OPCODES else ELEMENTWISE
 
     def _opcodes(self, instruction: Instruction) -> set[str]:
-        """The opcodes of an instruction, or of all in its fusion."""
+        """The opcodes of an instruction, or of all instructions in its fusion."""
         called = [name for name in instruction.called if name in self.module.computations]
         if instruction.opcode != "fusion" or not called:
             return {instruction.opcode}
@@ -131,8 +131,8 @@ class CompiledParts:
     def bytes_moved(self) -> dict[str, float]:
         """Returns the bytes that each part's instructions read and write in a step.
 
-        Each operand is read and each result written once. For an operand that is only sliced, the
-        slices count; for one that is updated in place, the update.
+        Each operand is read once and each result written once. For an operand that is only sliced,
+        the slices count; for one that is updated in place, the update.
         """
         total: dict[str, float] = collections.defaultdict(float)
         for name in self._running:
@@ -195,6 +195,6 @@ def _kernel_name(name: str) -> str:
 
 
 def _scopes(instruction: Instruction) -> set[str]:
-    """The names of jax.named_scope around an instruction; transforms are written around them."""
-    found = re.search(r'op_name="([^"]*)"', instruction.rest)
-    return set(re.split(r"[/();]+", found[1])) if found else set()
+    """The jax.named_scope names around an instruction, mixed with names of transformations."""
+    match = re.search(r'op_name="([^"]*)"', instruction.rest)
+    return set(re.split(r"[/();]+", match[1])) if match else set()

@@ -1,6 +1,6 @@
-"""Reads a trace of jax.profiler: a device's time by kernel, with each instant counted once.
+"""Reads a trace from jax.profiler: a device's time by kernel, with each instant counted once.
 
-Kernels of CPUs, GPUs and TPUs are in different places of a trace:
+CPU, GPU and TPU kernels are in different places of a trace:
 
     GPU   plane /device:GPU:n, lines "Stream #..."
     TPU   plane /device:TPU:n, lines "XLA Ops" and "Async XLA Ops"
@@ -20,12 +20,12 @@ from jax.profiler import ProfileData
 
 from data.errors import UserError
 
-# Instructions that run others, and so are not kernels.
+# Instructions that only run other instructions, and so are not kernels.
 CONTROL = re.compile(r"(while|conditional|call|async-(start|done|update))([.\d]*)$")
 
 
 class Event(NamedTuple):
-    """A kernel's run: its name, beginning and end in nanoseconds."""
+    """One run of a kernel: its name, start and end in nanoseconds."""
 
     name: str
     start: float
@@ -34,12 +34,12 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTrace:
-    """What one device did: its nanoseconds by kernel, the kernels' runs, and the traced span.
+    """A device's nanoseconds by kernel, its number of runs by kernel, and the traced span.
 
     Attributes:
-      nanoseconds: the sum over all kernels is the device's busy time. Concurrent kernels share the
-        instant; communication counts only while nothing else runs.
-      span: nanoseconds from the first kernel's beginning to the last one's end.
+      nanoseconds: sums to the device's busy time: concurrent kernels share their time equally, and
+        communication counts only while nothing else runs.
+      span: nanoseconds from the start of the first kernel to the end of the last.
     """
 
     nanoseconds: dict[str, float]
@@ -53,25 +53,25 @@ class DeviceTrace:
 
 
 def read_trace(folder: Path, is_communication: Callable[[str], bool]) -> dict[str, DeviceTrace]:
-    """Returns the devices of the newest trace in a folder, by name.
+    """Returns the device traces of the newest trace in a folder, by device name.
 
     Raises:
-      UserError: there is no trace, or no kernel in it.
+      UserError: there is no trace, or it contains no kernel.
     """
     paths = sorted(folder.glob("**/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not paths:
         raise UserError(
-            f"trace: no *.xplane.pb in {folder}; give a folder that jax.profiler wrote, such as "
+            f"trace: no *.xplane.pb in {folder}; pass a folder that jax.profiler wrote, such as "
             "RUN/profile of a run with logging.profile_steps"
         )
     devices = device_events(ProfileData.from_file(str(paths[-1])))
     if not devices:
-        raise UserError(f"trace: {paths[-1]} names no kernel of a device; trace a whole step")
+        raise UserError(f"trace: {paths[-1]} contains no kernel of a device; trace a full step")
     return {name: summarize(lines, is_communication) for name, lines in sorted(devices.items())}
 
 
 def device_events(profile: ProfileData) -> dict[str, list[list[Event]]]:
-    """Returns for each device its lines of kernels: streams, or threads of a CPU."""
+    """Returns each device's lines of kernels: streams, or a CPU's threads."""
     devices: dict[str, list[list[Event]]] = collections.defaultdict(list)
     for plane in profile.planes:
         accelerator = re.fullmatch(r"/device:((?:GPU|TPU):\d+)", plane.name)
@@ -81,13 +81,13 @@ def device_events(profile: ProfileData) -> dict[str, list[list[Event]]]:
             elif plane.name == "/host:CPU":
                 for device, events in _on_cpu(line.events).items():
                     devices[device].append(events)
-    found = {device: [line for line in lines if line] for device, lines in devices.items()}
-    on_accelerator = {name: lines for name, lines in found.items() if "CPU" not in name and lines}
-    return on_accelerator or {name: lines for name, lines in found.items() if lines}
+    busy = {device: [line for line in lines if line] for device, lines in devices.items()}
+    on_accelerator = {name: lines for name, lines in busy.items() if "CPU" not in name and lines}
+    return on_accelerator or {name: lines for name, lines in busy.items() if lines}
 
 
 def _event(event) -> Event:
-    # A TPU's events are named by the instruction's text, %fusion.1 = ...
+    # A TPU event's name is the instruction's text, %fusion.1 = ...
     name = event.name.split(" = ")[0].lstrip("%")
     return Event(name, event.start_ns, event.start_ns + event.duration_ns)
 
@@ -114,7 +114,7 @@ def summarize(lines: list[list[Event]], is_communication: Callable[[str], bool])
 
 
 def innermost(line: list[Event]) -> list[Event]:
-    """Returns the pieces of a line's events without other events of the line inside."""
+    """Returns the pieces of a line's events during which no nested event of the line runs."""
     pieces: list[Event] = []
     open_events: list[Event] = []
     now = 0.0
@@ -139,7 +139,8 @@ def innermost(line: list[Event]) -> list[Event]:
 
 
 def shared_time(pieces: list[Event], is_communication: Callable[[str], bool]) -> dict[str, float]:
-    """Returns nanoseconds by name: concurrent kernels share the instant; communication yields."""
+    """Returns nanoseconds by name: concurrent kernels share their time equally, and communication
+    counts only while nothing else runs."""
     changes = sorted(
         [(piece.start, 1, piece.name) for piece in pieces]
         + [(piece.end, -1, piece.name) for piece in pieces]

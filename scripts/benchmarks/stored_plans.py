@@ -117,8 +117,8 @@ def save_pods(stored: dict[str, dict[str, Any]]) -> None:
     for plan in sorted(plans.values(), key=lambda plan: plan["context"]):
         name = f"{plan['model']}_{plan['context']}_{plan['topology']}"
         rows[re.sub("[^a-z0-9]", "_", name)] = row(
-            f"{plan['model']}, {plan['context']:,} tokens, {plan['topology']}: GiB per chip; seconds "
-            "per step",
+            f"{plan['model']}, {plan['context']:,} tokens, {plan['topology']}: GiB per chip; "
+            "seconds per step",
             f"{memory_text(plan)}; {seconds_text(plan)}",
             "fits",
             plan["peak_gib"] <= plan["device_gib"],
@@ -133,8 +133,8 @@ def save_contexts(stored: dict[str, dict[str, Any]]) -> None:
     for name, (_, gpus, goal, words) in CONTEXTS.items():
         plan = plans[name]
         rows[name] = row(
-            f"longest context, LLaMA-3.1-8B on {gpus}, remat {policy(plan)}, {plan['host_gib']:.1f} "
-            "GiB of host memory per GPU",
+            f"longest context, LLaMA-3.1-8B on {gpus}, remat {policy(plan)}, "
+            f"{plan['host_gib']:.1f} GiB of host memory per GPU",
             f"{plan['context']:,}",
             words,
             plan["context"] >= goal,

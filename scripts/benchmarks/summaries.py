@@ -152,8 +152,8 @@ def balance_time(out: Path) -> Rows:
         share = entry["speedup"] / entry["bound"]
         of = f"{entry['speedup']:.3f} of {entry['bound']:.3f}"
         what = (
-            f"speed-up of the striped over the contiguous ring, 16K tokens, {tiles} x {tiles} tiles "
-            f"per block, relative to the bound ({of})"
+            f"speed-up of the striped over the contiguous ring, 16K tokens, {tiles} x {tiles} "
+            f"tiles per block, relative to the bound ({of})"
         )
         return row(what, f"{share:.1%}", "95%", share >= 0.95)
 
@@ -183,8 +183,8 @@ def bytes_received(out: Path) -> Rows:
         )
     return {
         identifier(name): row(
-            f"{name} on P = {', '.join(map(str, by_ranks))} ranks: received bytes, largest deviation "
-            "from the formula",
+            f"{name} on P = {', '.join(map(str, by_ranks))} ranks: received bytes, largest "
+            "deviation from the formula",
             f"{max(by_ranks.values()):.1%}",
             "2%",
             max(by_ranks.values()) <= 0.02,
@@ -227,8 +227,8 @@ def papers(out: Path) -> Rows:
         near = ", ".join(f"{counts[f'within {limit}%']} within {limit}%" for limit in (1, 10, 50))
         mark = " (some constants set after seeing them)" if source in set_later else ""
         rows[identifier(source)] = row(
-            f"{source}: numbers the cost model claims to reproduce; errors of all {printed} printed "
-            f"numbers{mark}",
+            f"{source}: numbers the cost model claims to reproduce; errors of all {printed} "
+            f"printed numbers{mark}",
             f"{claimed} claimed: {right} right, {claimed - right} wrong; {near}",
             "no claim wrong",
             right == claimed if claimed else None,

@@ -4,15 +4,15 @@
     python -m scripts.benchmarks.table3 --only llama-7b v5e ring     # cells with these words
     python -m scripts.benchmarks.table3 --show                       # compiles nothing
 
-Every cell is our training step: the longest context that compiled; its double was tried and does
+Every cell is our training step at the longest context that compiled; twice that was tried and does
 not fit. The columns are the paper's. `vanilla` keeps all scores (the dense kernel).
-`memory-efficient` has the blockwise kernel, and computes all else at once. `blockwise feed-forward`
-computes projections, feed-forward and loss in chunks. These three give each device a separate row;
-`ring` splits one row over all devices. Memory is the `device`'s alone, or `ours`: with the host's.
-On GPUs a third, `paper`, is like for like (section 5.1 and appendix A): one row for all devices,
-split by tensor parallelism (by the ring in its column), products in float32, and only device
-memory. Cells of machines without an installed compiler stay unchanged (TPUs:
-`libtpu`; A100: make install PLATFORM=cuda).
+`memory-efficient` uses the blockwise kernel and computes everything else at once. `blockwise
+feed-forward` computes projections, feed-forward and loss in chunks. These three give each device a
+separate row; `ring` splits one row over all devices. Memory is only the `device`'s, or `ours`: also
+the host's. On GPUs a third kind, `paper`, is like for like (section 5.1 and appendix A): one row
+for all devices, split by tensor parallelism (in the ring's column, by the ring), products in
+float32, and only device memory. Cells of machines without an installed compiler stay unchanged
+(TPUs: `libtpu`; A100: make install PLATFORM=cuda).
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ Outcome = dict[str, Any]
 
 
 def longest(fits: Callable[[int], bool], start: int) -> int:
-    """Returns the longest of `start` times powers of two that fits, LEAST to MOST; 0 if none does.
+    """Returns the longest context, `start` times a power of two from LEAST to MOST, that fits.
 
-    It and its double are both tried.
+    Returns 0 if none does. Both the context and its double are tried.
     """
     context = start
     if fits(context):
@@ -71,7 +71,7 @@ def longest(fits: Callable[[int], bool], start: int) -> int:
 
 
 class Compilations:
-    """Outcomes by cell, memory options and context, in a file so that a search can be resumed."""
+    """Outcomes by cell, memory options and context, kept in a file so that a search can resume."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -92,7 +92,7 @@ class Compilations:
 
 
 def compiled(job: Job) -> Outcome:
-    """Returns the job's plan, or its needs if it does not fit; `fits` says which."""
+    """Returns the job's plan, or the memory it needs if it does not fit; `fits` says which."""
     start = time.perf_counter()
     try:
         outcome = {"fits": True, **plan(job)}
@@ -119,8 +119,8 @@ def refusal(cell: Cell, outcome: Outcome) -> str:
 def search(cell: Cell, compilations: Compilations) -> dict[str, Any]:
     """Returns a cell's record: longest context, its plan, and why the double does not fit.
 
-    The search starts at the paper's context. A context fits if it does with one choice of memory
-    options.
+    The search starts at the paper's context. A context fits if it does with any of the cell's
+    memory options.
     """
     fitting: dict[int, tuple[dict[str, Any], Outcome]] = {}
     refusals: dict[int, list[str]] = {}
@@ -168,7 +168,7 @@ def search(cell: Cell, compilations: Compilations) -> dict[str, Any]:
 
 
 def _hours(cell: Cell, job: Job, outcome: Outcome) -> float:
-    """Returns the cost model's hours of a step that hides what the compiled one hides."""
+    """Returns the cost model's hours of a step that hides as much as the compiled step."""
     estimates = (
         job.estimate(causal=cell.column != "vanilla", overlap=overlap) for overlap in (True, False)
     )
@@ -190,12 +190,12 @@ class Longest:
         }
 
     def __call__(self, topology: str, model: str, column: str, *memories: str) -> list[int]:
-        """Returns a cell's longest context with each kind of memory; 0 where it is not known."""
+        """Returns a cell's longest context with each kind of memory; 0 if unknown."""
         cells = (self.stored.get((topology, model, column, memory)) for memory in memories)
         return [cell["longest"] if cell else 0 for cell in cells]
 
     def rows(self, *memories: str) -> Iterator[tuple[str, str, dict[str, tuple[list[int], int]]]]:
-        """Yields topology, model, and by column our contexts and the paper's."""
+        """Yields topology, model, and our contexts and the paper's by column."""
         for topology, model in table_rows():
             if any((topology, model, "ring", memory) in self.stored for memory in memories):
                 papers = RING_ATTENTION_CONTEXTS[topology][model]
@@ -218,21 +218,23 @@ def summarize(contents: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
         (device, ours), paper = columns.pop("ring")
         held.append(ours >= paper)
         twice.append(ours >= 2 * paper)
-        others[is_gpu(topology)] += [max(found) >= printed for found, printed in columns.values()]
+        others[is_gpu(topology)] += [
+            max(contexts) >= printed for contexts, printed in columns.values()
+        ]
         if ours:
             host = longest.stored[topology, model, "ring", "ours"]["plan"]["host_gib"]
             size = model.removeprefix("llama-")
             rings[f"{topology}_{size}".replace(":", "_")] = row(
-                f"longest context, {size.upper()} on {topology}, ring, {host:.0f} GiB of host memory "
-                f"per device (without: {tokens_text(device)})",
+                f"longest context, {size.upper()} on {topology}, ring, {host:.0f} GiB of host "
+                f"memory per device (without: {tokens_text(device)})",
                 tokens_text(ours),
                 f"the paper's {tokens_text(paper)}",
                 ours >= paper,
             )
     alike = [
-        found[0] >= printed
+        contexts[0] >= printed
         for _, _, columns in longest.rows(LIKE_FOR_LIKE)
-        for found, printed in columns.values()
+        for contexts, printed in columns.values()
     ]
     other = "Table 3: cells of the other columns with at least the paper's context"
     ring = "Table 3: rows of the ring column with at least"
@@ -244,8 +246,8 @@ def summarize(contents: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
     }
     if alike:
         rows["like_for_like"] = _share(
-            "Table 3 like for like on A100 (one row, tensor parallel, float32): cells with at least "
-            "the paper's context",
+            "Table 3 like for like on A100 (one row, tensor parallel, float32): cells with at "
+            "least the paper's context",
             alike,
         )
     return rows | rings
@@ -256,13 +258,13 @@ def _share(what: str, good: list[bool]) -> dict[str, str]:
 
 
 def show(contents: list[dict[str, Any]]) -> None:
-    """Prints our contexts (the paper's in parentheses), then those that are like for like."""
+    """Prints our contexts (the paper's in parentheses), then the like-for-like contexts."""
     for title, memories in (("contexts", MEMORIES), ("like for like", (LIKE_FOR_LIKE,))):
         lines = [
             [topology, model.removeprefix("llama-")]
             + [
-                f"{' / '.join(map(tokens_text, found))} ({tokens_text(printed)})"
-                for found, printed in columns.values()
+                f"{' / '.join(map(tokens_text, contexts))} ({tokens_text(printed)})"
+                for contexts, printed in columns.values()
             ]
             for topology, model, columns in Longest(contents).rows(*memories)
         ]
@@ -270,7 +272,7 @@ def show(contents: list[dict[str, Any]]) -> None:
 
 
 def work(args: Options) -> None:
-    """Fills the table with the installed compilers, and prints it."""
+    """Fills in the table with the installed compilers, and prints it."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -288,7 +290,7 @@ def work(args: Options) -> None:
             topology_devices(cell.topology)
         except ValueError as error:
             if cell.topology not in missing:
-                print(f"left out: {error}", file=sys.stderr)
+                print(f"skipped: {error}", file=sys.stderr)
             missing.add(cell.topology)
             continue
         try:
@@ -305,11 +307,13 @@ def work(args: Options) -> None:
 class Options:
     """The command's options."""
 
-    only: tuple[str, ...] = option("words of a cell's name: model, topology, column, memory", ())
-    show: bool = option("compile nothing")
-    output: Path = option("the table, read and then extended", FILE)
+    only: tuple[str, ...] = option(
+        "only cells whose names have these words: model, topology, column, memory", ()
+    )
+    show: bool = option("print the table and compile nothing")
+    output: Path = option("file of the table, read and then extended", FILE)
     compilations: Path = option(
-        "every compilation, so that a later start goes on", Path(".cache/table3.json")
+        "file of all compilations, so that a later start can resume", Path(".cache/table3.json")
     )
 
 

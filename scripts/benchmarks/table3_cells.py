@@ -23,7 +23,7 @@ from trainer.config.schema import MeshConfig
 FILE = ROOT / "docs" / "plans" / "table3.json"
 MEMORIES = ("device", "ours")
 LIKE_FOR_LIKE = "paper"
-# Chunk sizes for position-wise work on all of a device's tokens at once.
+# Chunk sizes with which position-wise work covers all of a device's tokens at once.
 ALL_AT_ONCE = {"projection_chunk": 0, "feed_forward_chunk": 0, "loss_chunk": 0}
 
 
@@ -58,13 +58,12 @@ class Cell:
         return gib
 
     def memory_options(self) -> list[dict[str, Any]]:
-        """Memory options to try, those without host memory last; one that fits is enough."""
+        """Memory options to try in order; one that fits is enough."""
         if self.memory == LIKE_FOR_LIKE:  # "full gradient checkpointing"
             return [{"remat": "nothing"}]
         config = TransformerConfig.preset(self.model)
         k = best_every_k(config.num_hidden_layers)
-        # Compared with scores of length x length the layers' inputs are small, so `vanilla` keeps
-        # them.
+        # Layer inputs are small compared with length x length scores, so `vanilla` keeps them.
         device: dict[str, Any] = (
             {"remat": "nothing"} if self.column == "vanilla" else {"remat": "every_k", "every_k": k}
         )
@@ -72,22 +71,22 @@ class Cell:
             {"remat": "offload"},
             {"remat": "offload_every_k", "every_k": k},
         ]
-        # Shared by hundreds of devices, parameters and moments are small.
+        # Sharded over hundreds of devices, parameters and moments are small.
         if self.memory == "ours" and self.devices < 64:
             on_host[0]["moments_on_host"] = on_host[1]["moments_on_host"] = on_host[1][
                 "parameters_on_host"
             ] = True
-        # One after the other.
+        # The ring computes one head group after another.
         heads = {"attention_groups": config.num_key_value_heads} if self.column == "ring" else {}
         return [options | heads for options in ([device] if self.memory == "device" else on_host)]
 
     def on_host_gib(self, context: int, options: dict[str, Any]) -> float:
-        """GiB per device on the host, known without compiling."""
+        """GiB of host memory per device, known without compiling."""
         job = self.job(context, options)
         return sum(host_parts_gib(job.run, job.model).values())
 
     def job(self, context: int, options: dict[str, Any]) -> Job:
-        """The column's configuration of our step."""
+        """Our step in the column's configuration."""
         if self.memory == LIKE_FOR_LIKE:
             # The authors' code splits activations between layers over its tensor axis, as sequence
             # parallelism does.
@@ -98,7 +97,7 @@ class Cell:
         return self._job(context, options, MeshConfig(fsdp=self.devices), rows=self.devices)
 
     def _job(self, context: int, options: dict[str, Any], mesh: MeshConfig, rows: int) -> Job:
-        """The column's step; columns other than the ring take this mesh and this many rows."""
+        """The column's step; columns other than the ring use `mesh` and `rows`."""
         if self.column == "ring":
             return Job.of(
                 self.model,
@@ -140,17 +139,17 @@ def cells(words=()) -> list[Cell]:
 
 
 def is_gpu(topology: str) -> bool:
-    """Returns whether a topology is one of GPUs, which the paper's experiments used in float32."""
+    """Returns whether a topology consists of GPUs, which the paper used in float32."""
     return not topology.startswith("v")
 
 
 def table_rows() -> list[tuple[str, str]]:
-    """Returns the topology and the model of each row of the paper's table."""
+    """Returns the topology and model of each row of the paper's table."""
     return [(topology, model) for topology, models in PAPER.items() for model in models]
 
 
 def read_cells(file: Path = FILE) -> list[dict[str, Any]]:
-    """Returns the stored cells: names, the longest context with its plan, why the double fails."""
+    """Returns the stored cells: names, longest context with its plan, why twice that fails."""
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
 
 

@@ -1,4 +1,4 @@
-"""bench_step's other side: a training step with transformers and torch, on CPU or GPU."""
+"""The step that bench_step compares with: transformers and torch, on a CPU or GPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from model.config import TransformerConfig
 
 @dataclasses.dataclass(frozen=True)
 class TorchOptions:
-    """How the step runs.
+    """Options of torch's step.
 
     Attributes:
       attention: transformers' attn_implementation: sdpa, flex_attention, ...
       recompute: whether layers are recomputed (gradient checkpointing).
       liger: whether Liger's kernels replace norms, rotary embedding, feed-forward and loss (the
         package liger-kernel).
-      compile: whether the model goes through torch.compile.
+      compile: whether the model is compiled with torch.compile.
       weights: `float32`, with products in bfloat16 on a GPU (autocast), or `bfloat16`: weights,
         moments and products.
     """
@@ -35,7 +35,7 @@ class TorchOptions:
 def torch_step(
     config: TransformerConfig, lengths: list[int], steps: int, options: TorchOptions
 ) -> dict:
-    """Times steps of forward, backward, clipping and AdamW on one row, random weights and tokens.
+    """Times steps (forward, backward, clipping, AdamW) on one row, with random weights and tokens.
 
     Args:
       config: the model's shape.
@@ -43,7 +43,7 @@ def torch_step(
       steps: steps after the first, which differs from the others.
 
     Returns:
-      `seconds` of each step, the last `loss`, the GPU's largest memory `device_gib` after the first
+      `seconds` of each step, the last `loss`, the GPU's peak memory `device_gib` after the first
       step (None on a CPU), `device`, and the packages' `versions`.
     """
     import torch
@@ -78,8 +78,8 @@ def torch_step(
 
 
 def torch_facts(*packages: str) -> dict:
-    """Returns the device's name, the most memory since its counter was reset (None on a CPU), and
-    the versions of torch, transformers and these packages."""
+    """Returns the device's name, its peak memory since the last reset (None on a CPU), and the
+    versions of torch, transformers and `packages`."""
     import torch
 
     on_gpu = torch.cuda.is_available()

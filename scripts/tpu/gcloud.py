@@ -1,4 +1,4 @@
-"""Calls gcloud without questions, and classifies its failures."""
+"""Calls gcloud without prompts, and classifies its failures."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def kind_of(message: str) -> Kind:
 
 
 class GcloudError(Exception):
-    """A failed gcloud call: its kind, and gcloud's last words."""
+    """A failed gcloud call: its kind, and the last line that gcloud printed."""
 
     def __init__(self, message: str) -> None:
         self.kind = kind_of(message)
         lines = [line.strip() for line in message.splitlines() if line.strip()]
         self.reason = next(
             (line for line in lines if line.startswith("ERROR")),
-            lines[-1] if lines else "it said nothing",
+            lines[-1] if lines else "it printed nothing",
         )
         super().__init__(f"{self.kind.value}: {self.reason}")
 
@@ -78,7 +78,7 @@ def split(text: str) -> list[str]:
 
 
 def say(text: str) -> None:
-    """Prints a line from the launcher."""
+    """Prints a line, marked as the launcher's."""
     print(f"launch_tpu: {text}", file=sys.stderr, flush=True)
 
 

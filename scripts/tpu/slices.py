@@ -1,8 +1,9 @@
-"""TPU slices of Google Cloud by either API; the Cloud TPU API now only gets fixes.
+"""TPU slices of Google Cloud, through either of its two APIs.
 
-`QueuedSlices` uses that API (queued resources; v2 to v6e), `GroupSlices` Compute Engine (an
-instance group for each slice, with a workload policy where it has several hosts; v5p, v6e and
-tpu7x): https://docs.cloud.google.com/compute/docs/tpus/create-tpu-mig-multi-host-slice
+`QueuedSlices` uses the Cloud TPU API, which now only gets fixes (queued resources; v2 to v6e).
+`GroupSlices` uses Compute Engine (an instance group for each slice, with a workload policy if the
+slice has several hosts; v5p, v6e and tpu7x):
+https://docs.cloud.google.com/compute/docs/tpus/create-tpu-mig-multi-host-slice
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Slices(abc.ABC):
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Raises Refused if the request lacks something for a creation."""
+        """Raises Refused if the request lacks something needed to create slices."""
 
     @abc.abstractmethod
     def state(self) -> State:
@@ -97,7 +98,7 @@ class Slices(abc.ABC):
         return {}
 
     def _unless_there(self, *words: str) -> None:
-        """Creates something, unless an earlier request whose answer was lost did."""
+        """Creates something, unless an earlier request, whose answer was lost, created it."""
         try:
             self.gcloud(*words)
         except GcloudError as error:
@@ -164,11 +165,13 @@ class QueuedSlices(Slices):
                 "requests it from Compute Engine"
             )
         if self.request.flex_start:
-            raise Refused("--flex-start is Compute Engine's: --machine-type and --topology")
+            raise Refused(
+                "--flex-start only applies to Compute Engine: pass --machine-type and --topology"
+            )
         if self.request.reservation:
             raise Refused(
-                "--reservation is Compute Engine's; the Cloud TPU API finds the project's own by "
-                "--create-options=--reserved"
+                "--reservation only applies to Compute Engine; with the Cloud TPU API, "
+                "--create-options=--reserved uses the project's reservation"
             )
 
     def state(self) -> State:
@@ -186,13 +189,13 @@ class QueuedSlices(Slices):
     def _nodes_state(self, absent: str) -> State:
         """Returns the state of the nodes; `absent` if one of them is missing."""
         for node in self.nodes:
-            found = self._tpus("tpu-vm", "describe", node)
-            if found is None:
-                return State(absent, f"the TPU VM {node} is not there")
-            if found.get("state") in ("CREATING", "STARTING", "RESTARTING", "REPAIRING"):
-                return State("WAITING", f"{node} is {found['state']}")
-            if found.get("state") != "READY":
-                return State("GONE", f"{node} is {found.get('state')}")
+            described = self._tpus("tpu-vm", "describe", node)
+            if described is None:
+                return State(absent, f"the TPU VM {node} does not exist")
+            if described.get("state") in ("CREATING", "STARTING", "RESTARTING", "REPAIRING"):
+                return State("WAITING", f"{node} is {described['state']}")
+            if described.get("state") != "READY":
+                return State("GONE", f"{node} is {described.get('state')}")
         return State("READY")
 
     def request_once(self) -> None:
@@ -234,7 +237,7 @@ class QueuedSlices(Slices):
                 deleted.append(f"TPU VM {node}")
         left = [node for node in self.nodes if self._tpus("tpu-vm", "describe", node) is not None]
         if left:
-            raise Refused(f"{', '.join(left)} is still there, and billed: delete it in the console")
+            raise Refused(f"{', '.join(left)} still exists and is billed: delete it in the console")
         return deleted
 
     def workers(self) -> list[Worker]:
@@ -288,18 +291,18 @@ class GroupSlices(Slices):
             r"-\d+t$", request.machine_type
         ):
             raise Refused(
-                f"--machine-type: found {request.machine_type}; needs one of Compute Engine's "
+                f"--machine-type: found {request.machine_type}; expected one of Compute Engine's "
                 "TPUs, such as ct5p-hightpu-4t, ct6e-standard-4t, tpu7x-standard-4t"
             )
         if request.topology and not re.fullmatch(r"\d+x\d+(x\d+)?", request.topology):
             raise Refused(
-                f"--topology: found {request.topology}; needs chips along each side, such as 4x4 "
-                "or 4x4x4"
+                f"--topology: found {request.topology}; expected the chips along each side, such "
+                "as 4x4 or 4x4x4"
             )
         if self._chips % self._chips_per_host:
             raise Refused(
-                f"--topology: {request.topology} has {self._chips} chips, which hosts of "
-                f"{self._chips_per_host} do not divide"
+                f"--topology: {request.topology} has {self._chips} chips, which is not a multiple "
+                f"of the {self._chips_per_host} on each host"
             )
         _check_one_way(request)
 
@@ -374,7 +377,7 @@ class GroupSlices(Slices):
         if not present:
             return State("ABSENT")
         if present < len(self.nodes):
-            return State("GONE", f"{present} of {len(self.nodes)} groups are there")
+            return State("GONE", f"only {present} of {len(self.nodes)} groups exist")
         return State("WAITING", waiting) if waiting else State("READY")
 
     def request_once(self) -> None:

@@ -1,8 +1,8 @@
 """The working tree, variables and shell commands that a slice's workers receive.
 
-On a worker the project is in ~/longstripe. One command at a time runs there, detached from the
-connection that started it; job.log, job.pid, job.code (its exit code, once it has ended) and
-job.command describe it.
+On a worker the project is in ~/longstripe. One command (the job) at a time runs there, detached
+from the connection that started it. The files job.log, job.pid, job.code (its exit code, once it
+has ended) and job.command describe it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def files_to_send(root: Path = ROOT) -> list[str]:
         )
         if done.returncode:
             raise Refused(
-                f"{root} is not a working tree of git, which tells what to send: "
+                f"{root} is not a git working tree, so it is unknown which files to send: "
                 f"{done.stderr.strip()}"
             )
         return [name for name in done.stdout.split("\0") if name]
@@ -46,7 +46,7 @@ def files_to_send(root: Path = ROOT) -> list[str]:
     for name in new:
         if (size := (root / name).lstat().st_size) > LARGEST_UNTRACKED:
             raise Refused(
-                f"{name} ({size / 2**20:.0f} MiB) would be sent to every worker: name it in "
+                f"{name} ({size / 2**20:.0f} MiB) would be sent to every worker: add it to "
                 ".gitignore, or git add it"
             )
     return sorted({name for name in [*listed("--cached"), *new] if os.path.lexists(root / name)})
@@ -61,9 +61,9 @@ def write_archive(path: Path, root: Path = ROOT) -> None:
 
 
 def check_recipe(command: Sequence[str], root: Path = ROOT) -> None:
-    """Raises Refused for a recipe that would not reach the workers, before paying for slices.
+    """Raises Refused for a recipe that would not reach the workers, before slices are paid for.
 
-    An absolute path or a bucket's is on the workers' side.
+    An absolute path, or one in a bucket, is read on the workers and not checked.
     """
     for index, word in enumerate(command):
         flag, _, recipe = word.partition("=")
@@ -90,8 +90,8 @@ def read_variables(given: Sequence[str]) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise Refused(
-                f"--env: found {word.partition('=')[0]}; needs NAME=VALUE, or NAME of a variable "
-                "that is set here"
+                f"--env: found {word.partition('=')[0]}; expected NAME=VALUE, or the NAME of a "
+                "variable that is set here"
             )
         if not equals and name not in os.environ:
             raise Refused(f"--env: {name} is not set here")
@@ -119,8 +119,9 @@ def words_to_run(command: Sequence[str]) -> list[str]:
     ):
         return words
     raise Refused(
-        "which command? After -- follow train.py's options, such as -- --config configs/NAME.yaml, "
-        "or a command of the project, such as -- python -m scripts.export_hf RUN HF_DIR"
+        "no command was given; after --, pass train.py's options, such as -- --config "
+        "configs/NAME.yaml, or a command of the project, such as -- python -m scripts.export_hf "
+        "RUN HF_DIR"
     )
 
 
@@ -129,8 +130,7 @@ def on_all_workers(words: Sequence[str]) -> bool:
     return words[0] == "train.py" or (words[0] == "-m" and words[1].startswith("eval."))
 
 
-# Files that only the last installation sent are removed first: Python would still find such a
-# module.
+# Files that only the previous installation sent are removed first: Python would still import them.
 INSTALL = """set -e
 mkdir -p longstripe
 tar -tzf longstripe.tar.gz | sort > longstripe.sent
@@ -146,7 +146,7 @@ lock=requirements-tpu.lock
 [ -e $lock ] || lock=requirements-tpu.txt
 ~/.local/bin/uv pip install --quiet -r $lock"""
 
-# setsid: only the leader of the job's process group may end it.
+# setsid: the job gets its own process group, so that only its own signals end it.
 _JOB = '.venv/bin/python "$@" >> job.log 2>&1; echo $? > job.code'
 
 
@@ -160,7 +160,7 @@ def start_command(words: Sequence[str], variables: Mapping[str, str]) -> str:
 cd longstripe
 if [ -e job.pid ] && [ ! -e job.code ] && kill -0 "$(cat job.pid)" 2> /dev/null; then
   [ "$(cat job.command)" = {shlex.quote(line)} ] && exit 0
-  echo "ERROR: another command runs there: $(cat job.command)" >&2; exit 3
+  echo "ERROR: another command is running there: $(cat job.command)" >&2; exit 3
 fi
 rm -f job.code
 flags=$(.venv/bin/python -m trainer.xla_flags tpu)

@@ -371,7 +371,7 @@ def test_a_run_finds_data_that_the_command_prepared_with_beam(small_recipe, tmp_
     assert main([*command, "--engine", "beam", "--runner", "direct", "--", "--workers=1"]) == 2
     assert "--workers=1 is unknown" in capsys.readouterr().err
     assert main([*command, "--runner", "dask"]) == 2
-    assert "--runner dask: is for --engine beam" in capsys.readouterr().err
+    assert "--runner dask: only applies to --engine beam" in capsys.readouterr().err
     assert main([*command, "--engine", "beam", "--", "--direct_num_workers=1"]) == 0
     output = capsys.readouterr().out
     assert main(command) == 0 and capsys.readouterr().out == output

@@ -464,7 +464,7 @@ def test_the_written_recipe_is_the_plan_that_compiled(monkeypatch, tmp_path, cap
         )
         == 1
     )
-    assert not recipe.exists() and "does not fit, says the compiler" in capsys.readouterr().err
+    assert not recipe.exists() and "does not fit, by the compiler" in capsys.readouterr().err
 
 
 def test_candidates_of_a_job_use_all_chips_and_come_fastest_first():

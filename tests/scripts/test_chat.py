@@ -69,7 +69,7 @@ def test_a_document_is_read_once(hf_model, tmp_path, capsys):
     )
     talk.forget()
     assert talk.ask("Who swam?") == first
-    with pytest.raises(UserError, match="tokens, and 695 fit; /new begins another"):
+    with pytest.raises(UserError, match="tokens, and 695 fit; /new starts a new one"):
         talk.ask("word " * 700)
     assert len(talk.turns) == 2 and "beyond the trained length" in capsys.readouterr().out
 

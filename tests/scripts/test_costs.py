@@ -73,11 +73,11 @@ def test_one_schedule_shows_its_rounds(capsys):
         (["--model", "llama-8b"], "llama-8b"),
         (
             ["--mesh", "sequence=8"],
-            "--mesh: a comparison of schedules does not read it; leave it out, and give axes as "
+            "--mesh: has no effect on a comparison of schedules; remove it, and pass axes as "
             "--data",
         ),
-        (["--host-gib", "12"], "--host-gib: a comparison"),
-        (["--moments-on-host"], "--moments-on-host: a comparison"),
+        (["--host-gib", "12"], "--host-gib: has no effect on a comparison"),
+        (["--moments-on-host"], "--moments-on-host: has no effect on a comparison"),
     ],
 )
 def test_errors_are_one_line(wrong, words, capsys):

@@ -54,7 +54,7 @@ def test_the_table_the_numbers_and_the_picture(folder, tmp_path, capsys):
     rows = [line.split() for line in printed.splitlines()]
     assert ["made", "4", "2.0", "3.5", "5.0", "6.5", "8.0", "5.0"] in rows
     assert ["all", "6", "2.0", "4.5", "7.0", "17.0", "40.0", "13.3"] in rows
-    assert "4 files left out:" in printed and len(result["left_out"]) == 4
+    assert "4 files skipped:" in printed and len(result["left_out"]) == 4
     for name, reason in (
         ("half_30_20", "damaged"),
         ("nan_31_20", "reward holds values that are not finite numbers"),

@@ -299,7 +299,9 @@ def test_the_shell_command_passes_its_arguments_on_from_any_folder(tmp_path):
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0 and done.stderr == "warning\nlaunch_tpu: stopped what ran on pod\n"
+    assert (
+        done.returncode == 0 and done.stderr == "warning\nlaunch_tpu: stopped the command on pod\n"
+    )
     assert done.stdout.startswith("compute tpus tpu-vm ssh pod --zone z-1-a --worker=all")
 
 
@@ -331,7 +333,7 @@ def test_delete_accepts_a_tpu_vm_without_a_queued_resource(launch):
 
 def test_resources_left_after_delete_are_an_error(launch):
     code, _, error = launch("delete", "pod", "--zone", "z-1-a", answers=rules([ABSENT], [node()]))
-    assert code == 2 and "pod is still there, and billed" in error
+    assert code == 2 and "pod still exists and is billed" in error
 
 
 def test_a_lost_network_is_waited_for_with_growing_pauses(launch):
@@ -739,14 +741,17 @@ def test_gcloud_accepts_every_option(launch):
         (["fly", "pod", "--zone", "z"], "unknown verb fly"),
         (["create", "pod", "--zone", "z"], "--type and --version"),
         (["run", "pod", "--zone", "z", "--config", "c"], "option --config"),
-        (["start", "pod", "--zone", "z"], "which command?"),
+        (["start", "pod", "--zone", "z"], "no command was given"),
         (["run", "pod", "--zone"], "--zone: expected one argument"),
-        (["start", "pod", "--zone", "z", "--", "make", "test"], "which command?"),
+        (["start", "pod", "--zone", "z", "--", "make", "test"], "no command was given"),
         (
             ["create", "pod", *GROUP, "--spot", "--flex-start", "4h"],
             "--spot and --flex-start exclude each other",
         ),
-        (["create", "pod", *QUEUED, "--flex-start", "4h"], "--flex-start is Compute Engine's"),
+        (
+            ["create", "pod", *QUEUED, "--flex-start", "4h"],
+            "--flex-start only applies to Compute Engine",
+        ),
         (
             ["create", "pod", "--zone", "z", "--machine-type", "n2-standard-4"],
             "found n2-standard-4",
@@ -944,7 +949,7 @@ def test_a_running_job_is_not_started_twice_and_stop_waits_until_it_has_saved(ho
     first = (home.folder / "job.pid").read_text()
     assert home.shell(start).returncode == 0 and (home.folder / "job.pid").read_text() == first
     other = home.shell(workers.start_command(["train.py", "b"], {}))
-    assert other.returncode == 3 and "another command runs there: train.py a" in other.stderr
+    assert other.returncode == 3 and "another command is running there: train.py a" in other.stderr
     assert [job.code for job in launch_tpu.parse_jobs(home.shell(workers.JOB).stdout)] == [None]
     home.shell(workers.STOP)
     assert (home.folder / "job.code").read_text() == "130\n" and (home.folder / "saved").exists()
@@ -957,8 +962,8 @@ def test_workers_install_with_uvs_python_and_no_tool_of_their_image(tmp_path):
     with tarfile.open(home / "longstripe.tar.gz", "w:gz") as archive:
         archive.add(REPOSITORY / "requirements-tpu.txt", "requirements-tpu.txt")
     (home / ".local/bin/uv").write_text("""#!/bin/bash
-        echo "$@" >> ~/called
-        if [ "$1" = venv ]; then mkdir -p .venv/bin; cp "$0" .venv/bin/python; else [ -e "${!#}" ]; fi""")
+        echo "$@" >> ~/called if [ "$1" = venv ]; then mkdir -p .venv/bin; cp "$0" .venv/bin/python;
+        else [ -e "${!#}" ]; fi""")
     (home / ".local/bin/uv").chmod(0o755)
     for tool in ("python3", "make", "curl"):
         (tmp_path / tool).write_text("#!/bin/bash\nexit 1\n")

@@ -64,13 +64,14 @@ def sbatch(tmp_path):
         tmp_path / "python",
         f"""#!/bin/bash
         case "$*" in
-          *xla_flags*) [ -z "$NO_FLAGS" ] && echo export FLAGS=1 || {{ echo 'error: no plan' >&2; exit 2; }} ;;
-          *run_status*) [ -z "$NO_STORE" ] || exit "$NO_STORE"; echo "$CHECKPOINT" ;;
+          *xla_flags*) [ -z "$NO_FLAGS" ] && echo export FLAGS=1 || {{ echo 'error: no plan' >&2;
+          exit 2; }} ;; *run_status*) [ -z "$NO_STORE" ] || exit "$NO_STORE"; echo "$CHECKPOINT" ;;
           *restarts*) PYTHONPATH={REPOSITORY} exec {sys.executable} -c 'import sys, time
 time.sleep = lambda seconds: print(f"slept {{seconds}}", file=sys.stderr)
 from scripts import restarts
 sys.exit(restarts.main(sys.argv[1:]))' "${{@:3}}" ;;
-          *) echo "rank $SLURM_PROCID" "$@" "$JAX_LOCAL_DEVICE_IDS" "$FLAGS" | tee -a {tmp_path}/ran ;;
+          *) echo "rank $SLURM_PROCID" "$@" "$JAX_LOCAL_DEVICE_IDS" "$FLAGS" | tee -a {tmp_path}/ran
+          ;;
         esac""",
     )
 
@@ -172,7 +173,7 @@ def test_slurm_survives_a_temporarily_unresponsive_controller_and_store(sbatch):
         scontrol_calls.unlink(missing_ok=True)
         done = sbatch("--config", "c", CODE="75", ANSWERS=answers, NO_STORE="75")
         assert done.returncode == 75 and len(scontrol_calls.read_text().splitlines()) == tries
-        assert ("error: could not be queued again" in done.stderr) is last
+        assert ("error: the job could not be queued again" in done.stderr) is last
     assert (sbatch.folder / "ran").read_text().count("rank 0") == 2, "it still trained"
     assert "2 starts" not in done.stderr and "start 2 since" in done.stderr, "counted"
 

@@ -172,7 +172,7 @@ def test_the_command_matches_transformers_losses(tmp_path, monkeypatch, capsys):
         [np.std(expected_gain[k], ddof=1) / len(expected_gain[k]) ** 0.5 for k in (4, 5)],
         rtol=1e-3,
     )
-    assert "What the earlier text gains" in output
+    assert "Gain from earlier text" in output
     assert loss_by_position.main([*common, "--skip", "4"]) == 2, "there is no fifth batch"
     assert (
         loss_by_position.main(

@@ -67,6 +67,6 @@ def test_the_same_book_gives_the_same_questions(book, tmp_path):
 
 def test_a_short_book_and_a_missing_one_are_named(book, tmp_path, capsys):
     assert make_short_tasks.main([str(book), "--count", "5000", "--output", str(tmp_path)]) != 0
-    assert "a longer book, or --count" in capsys.readouterr().err
+    assert "a longer book or --count" in capsys.readouterr().err
     assert make_short_tasks.main([str(tmp_path / "none.txt"), "--output", str(tmp_path)]) != 0
     assert "none.txt: cannot read the book (No such file" in capsys.readouterr().err

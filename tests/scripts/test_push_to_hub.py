@@ -134,8 +134,8 @@ def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(
     listed = capsys.readouterr().out
     assert hub.sent == [] and "model.safetensors  100 bytes" in listed
     assert (
-        "not sent, since an export has no such files: .env, .git, notes.safetensors, notes.txt, "
-        "optimizer.pt" in listed
+        "not uploaded, since they are not part of an export: .env, .git, notes.safetensors, "
+        "notes.txt, optimizer.pt" in listed
     )
     monkeypatch.undo()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
@@ -152,9 +152,9 @@ def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(
 @pytest.mark.parametrize(
     ("repository", "words"),
     [
-        ("mine", "mine: lacks its owner; OWNER/mine would work"),
-        ("me/a b", "is not the name of a repository"),
-        ("a/b/c", "is not the name of a repository"),
+        ("mine", "mine: lacks its owner; expected OWNER/mine"),
+        ("me/a b", "is not a repository name"),
+        ("a/b/c", "is not a repository name"),
     ],
 )
 def test_a_bad_name_is_refused_before_anything_is_sent(hub, exported, capsys, repository, words):
@@ -167,7 +167,7 @@ def test_a_missing_token_model_or_hub_is_one_line_with_a_remedy(
     hub, exported, tmp_path, capsys, monkeypatch
 ):
     assert push_to_hub.main([str(tmp_path), "me/mine"]) == 2
-    assert "holds no exported model" in capsys.readouterr().err and hub.sent == []
+    assert "contains no exported model" in capsys.readouterr().err and hub.sent == []
     hub.status = 403
     assert push_to_hub.main([str(exported), "me/mine"]) == 2
     error = capsys.readouterr().err
@@ -175,7 +175,7 @@ def test_a_missing_token_model_or_hub_is_one_line_with_a_remedy(
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     hub.sent.clear()
     assert push_to_hub.main([str(exported), "me/mine"]) == 2
-    assert "no token" in capsys.readouterr().err and hub.sent == []
+    assert "no Hugging Face hub token" in capsys.readouterr().err and hub.sent == []
 
 
 def test_a_card_describes_the_checkpoint_and_its_run(tmp_path):

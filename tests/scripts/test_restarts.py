@@ -105,7 +105,7 @@ def test_the_newest_checkpoint_of_a_run(run, tmp_path, capsys):
         == 0
     )
     assert capsys.readouterr().out == "30\n"
-    assert run_status.main([]) == 2 and "which run?" in capsys.readouterr().err
+    assert run_status.main([]) == 2 and "no run was named" in capsys.readouterr().err
 
 
 def test_a_run_in_s3_is_read_without_s3fs(s3, monkeypatch):

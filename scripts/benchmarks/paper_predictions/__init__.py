@@ -1,7 +1,7 @@
-"""Predicts every row of the papers by the cost model, planning.costs.
+"""Predicts every row of the papers with the cost model, planning.costs.
 
-Rows affected by a constant that was set after they had been seen name it (`Row.afterwards`). Misses
-are printed with their size and likely reason.
+Rows that depend on a constant set after they had been seen name it (`Row.afterwards`). Misses are
+printed with their size and likely reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scripts.benchmarks.paper_predictions.ring_attention import ring_attention
 from scripts.benchmarks.paper_predictions.row import Row
 from scripts.benchmarks.paper_predictions.striped_attention import striped_attention
 
-# Rows of DistFlashAttn that no job of `_distflash` predicts: counts, or only another system.
+# Rows of DistFlashAttn without a job of `_distflash`: counts, or only another system.
 _WITHOUT_PARTIALS = ("Appendix C", "Equation 2", "Section 3.3")
 
 
@@ -27,7 +27,7 @@ def every_row() -> tuple[Row, ...]:
 
 
 def _set_afterwards(row: Row) -> str:
-    """The constants that affect a row and were set after it had been seen, or ""."""
+    """Returns the constants that affect a row and were set after it had been seen, or ""."""
     if row.source == "Attention2D":
         return "flow and uplink of both Ethernets (planning/costs/hardware.py)"
     if (

@@ -1,4 +1,4 @@
-"""Attention2D: Figures 4 and 6, as far as they survive in words."""
+"""Attention2D: Figures 4 and 6, as far as the text describes them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from scripts.benchmarks.paper_predictions.row import PaperStep, Row
 
 _row = functools.partial(Row, "Attention2D")
 
-# The paper's lengths and batches are lost; these span what fits. A large batch makes the
+# The paper's lengths and batches are not available; these span what fits. A large batch makes the
 # parameters' transfers negligible.
 LENGTHS = tuple(2**power for power in range(13, 19))
 BATCHES = (1, 64)
 ATTENTION2D_MISS = (
-    "lengths, batches and the Ethernet's speed are lost: Azure's 80 and 40 Gbit/s assumed (a "
-    "faster card would help the collectives alone), and 1 row and 64 as batches (with 1 both sides "
-    "wait for weights)"
+    "lengths, batches and the Ethernet's speed are not available: assumes Azure's 80 and 40 Gbit/s "
+    "(a faster card would only help the collectives), and batches of 1 and 64 rows (with 1 row "
+    "both sides wait for weights)"
 )
 
 
@@ -37,9 +37,9 @@ def _gpt(model, hardware, ranks, length, batch, schedule, layout, overlap=True) 
     layers, heads, size, hidden = paper.ATTENTION2D_MODELS[model]
     sizes = Sizes(layers, 12 * hidden * hidden, 50257 * hidden, heads, heads, size, hidden)
     options = {"overlap": overlap} if schedule == "attention2d" else {}
-    # Transformer Engine's ring sends dK, dV in the keys' precision; Attention2D's code is not
-    # public, and taken to do likewise. Set after the paper's rows had been seen: the first choice
-    # was float32.
+    # Transformer Engine's ring sends dK and dV in the keys' precision; Attention2D's code is not
+    # public and is assumed to do the same. Set after the paper's rows had been seen: the first
+    # choice was float32.
     return PaperStep(
         sizes,
         HARDWARE[hardware],
@@ -54,7 +54,7 @@ def _gpt(model, hardware, ranks, length, batch, schedule, layout, overlap=True) 
 
 
 def attention2d() -> list[Row]:
-    """Returns the rows of Attention2D: Figures 4 and 6, as far as they survive in words."""
+    """Returns the rows of Attention2D: Figures 4 and 6, as far as the text describes them."""
     rows = []
     for figure, hardware, models in (
         ("Figure 4", "a100-ethernet", ("760M", "2.7B", "13B")),

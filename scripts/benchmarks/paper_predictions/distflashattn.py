@@ -25,20 +25,21 @@ VARIANTS = {
 }
 SLOWER_KERNELS = "real kernels are below the best published rates used here"
 RING_MISS = (
-    "products over a head's 128 as fast as others here; likely a float32 softmax, and dropout"
+    "the model's products over a head size of 128 run at full rate; their code probably has a "
+    "float32 softmax, and dropout"
 )
-BOTH_SIDES = "both sides' misses; the slower one's kernels miss more"
+BOTH_SIDES = "both sides miss; the slower system's kernels miss more"
 # Six gathers and four reduce-scatters of a layer's activations, and the forward's four again for
 # remat (Appendix C).
 MEGATRON_COLLECTIVES = 14
 # How often Ring Self-Attention's published code (ColossalAI, legacy/nn/layer/parallel_sequence)
-# reads or writes the array of scores, operation by operation as PyTorch runs them. Forward: a block
-# of the product, written, read, written into its place (3); scaled (2); masked (2); softmax, whose
-# fused kernel serves short rows only (2); the product with V (1). Backward: dV (1); the scores'
-# gradient, zeroed, and each block written, read and added (5); softmax (3), mask (2), scale (2); dK
-# and dQ (2). Remat runs the forward again. Set after the rows of DistFlashAttn's Table 3 had been
-# seen: the first count was that of FlashAttention's standard attention (arXiv 2205.14135, Algorithm
-# 0), 15 passes.
+# reads or writes the array of scores, operation by operation as PyTorch runs them. Forward: each
+# block of the product is written, read, and written into place (3); scale (2); mask (2); softmax,
+# whose fused kernel only supports short rows (2); the product with V (1). Backward: dV (1); the
+# scores' gradient is zeroed, and each block written, read and added (5); softmax (3), mask (2),
+# scale (2); dK and dQ (2). Remat runs the forward again. Set after the rows of DistFlashAttn's
+# Table 3 had been seen: the first count was that of FlashAttention's standard attention (arXiv
+# 2205.14135, Algorithm 0), 15 passes.
 SCORE_PASSES = 10 + 10 + 15
 
 
@@ -68,7 +69,7 @@ def _model(name: str) -> TransformerConfig:
 
 def _distflash(model: str, nodes: int, length: int, **changes) -> PaperStep:
     """Returns a step of DistFlashAttn; `changes` are other fields of `PaperStep`."""
-    # Partial results travel as the float16 in which its published code stores them (LightSeq,
+    # Partial results are sent as float16, as its published code stores them (LightSeq,
     # lightseq_async_attn.py). Set after the paper's rows had been seen: the first choice was
     # float32.
     return PaperStep(
@@ -82,7 +83,7 @@ def _distflash(model: str, nodes: int, length: int, **changes) -> PaperStep:
 
 def _distflash_figure_5() -> list[Row]:
     rows = []
-    # A diagonal block counts as a whole one, as in the paper.
+    # A diagonal block counts as a full one, as in the paper.
     counts = tile_counts(8, 1, 1, "contiguous")
     for schedule, (expected, measured) in paper.DISTFLASH_FIGURE_5.items():
         forward, _ = rounds(schedule, 8, "contiguous", Block(1, 1, 1, 1, 2), (1, 1))
@@ -96,9 +97,9 @@ def _distflash_figure_5() -> list[Row]:
         alone = dataclasses.replace(job, sequence=1)
         ratio = estimate(alone).attention_forward.seconds / estimate(job).attention_forward.seconds
         reason = (
-            "; the paper's own count allows 7.2: its one GPU was slow"
+            "; the paper's own count allows 7.2: its single-GPU time was slow"
             if measured > expected
-            else ", whole in the paper"
+            else ", full in the paper"
         )
         rows.append(
             _row(
@@ -106,7 +107,7 @@ def _distflash_figure_5() -> list[Row]:
                 f"{schedule}: measured speed-up at 256K",
                 measured,
                 ratio,
-                note=f"diagonal blocks at their real half{reason}",
+                note=f"diagonal blocks count as half here{reason}",
             )
         )
     return rows
@@ -174,8 +175,8 @@ def _distflash_overhead() -> list[Row]:
                         phase.exposed / phase.compute,
                         note=(
                             f"{slower.exposed / slower.compute:.2f} with kernels as slow as "
-                            "section 3.3's; of which "
-                            "part, and at which lengths 8% and 1%, is not said"
+                            "section 3.3's; the paper does not say relative to what, nor at "
+                            "which lengths it has 8% and 1%"
                         ),
                     )
                 )
@@ -189,7 +190,7 @@ def _distflash_overhead() -> list[Row]:
             "end-to-end speed-up by overlap, 128K on 2 x 8",
             paper.DISTFLASH_OVERLAP_SPEEDUP,
             apart / together,
-            note="the length is not said",
+            note="the paper does not give the length",
         )
     )
     return rows
@@ -198,8 +199,8 @@ def _distflash_overhead() -> list[Row]:
 def _distflash_volume() -> list[Row]:
     rows = []
     for ranks in (16, 256):
-        # The paper's own count: K and V of every earlier block, and in the backward dK and dV too;
-        # P large.
+        # The paper's count for large P: K and V of every earlier block, and in the backward pass
+        # also dK and dV.
         pairs = (tile_counts(ranks, 1, 1, "contiguous") > 0).sum() - ranks
         rows.append(
             _row(
@@ -222,8 +223,8 @@ def _distflash_volume() -> list[Row]:
                 paper.DISTFLASH_VOLUME["DistFlashAttn"],
                 volume / whole,
                 note=(
-                    "a helped block costs the backward q, dout and dQ, where K, V, dK, dV are four "
-                    "blocks of d; their code sends out too"
+                    "in the backward pass a helped block sends q, dout and dQ instead of the four "
+                    "blocks K, V, dK, dV; their code also sends out"
                 ),
             )
         )
@@ -282,11 +283,11 @@ def ring_self_attention_seconds(nodes: int, length: int) -> float:
 
 
 def _compared(table: str, system: str, label: str, printed, predicted, note: str) -> list[Row]:
-    """Returns the seconds of another system and of DistFlashAttn, and their ratio.
+    """Returns the rows for another system's seconds, DistFlashAttn's, and their ratio.
 
     Args:
       printed, predicted: (seconds of the other system, of DistFlashAttn).
-      note: the reason of the other system's miss.
+      note: the reason for the other system's miss.
     """
     (slow, fast), (their_seconds, our_seconds) = printed, predicted
     return [
@@ -363,9 +364,9 @@ def _distflash_remat() -> list[Row]:
                     speedup,
                     ratio,
                     note=(
-                        "the table's body, and with it the number of nodes, is lost; kernels alone "
-                        f"can give {(2 * forward + backward) / (forward + backward):.2f} at these "
-                        "rates, transfers more"
+                        "the table's body, with the number of nodes, is not available; kernels "
+                        f"alone can give {(2 * forward + backward) / (forward + backward):.2f} at "
+                        "these rates, transfers more"
                     ),
                 )
             )

@@ -21,7 +21,7 @@ def _ring_table_1() -> list[Row]:
     b, h, n, s, c = 1, 4096, 32, 65536, 1024  # the paper's letters; LLaMA-7B on 64 devices
     shape = "bytes a layer at b 1, h 4096, n 32, s 65536, c 1024"
     output = Block(b, s, n, n, h // n).queries  # s x h in bfloat16
-    # Six blocks of c x h: queries, keys and values, arriving keys and values, output.
+    # Six blocks of c x h: queries, keys and values, incoming keys and values, output.
     block = Block(b, c, n, n, h // n)
     ring = block.queries + 2 * block.keys + block.queries
     values = {
@@ -100,9 +100,9 @@ def _ring_appendix_c() -> list[Row]:
 
 
 def flops_ratio(name: str, longer: int, short: int = 4096) -> float:
-    """Returns the factor by which training FLOPs grow in sequences `longer` times as long.
+    """Returns the factor by which training FLOPs grow for sequences `longer` times as long.
 
-    It is Appendix C's: every pair of tokens counts, the head does not.
+    As in Appendix C, every pair of tokens counts and the output head does not.
     """
     hidden = paper.RING_FIGURE_5_HIDDEN[name]
     sizes = Sizes(1, 12 * hidden * hidden, 0, 1, 1, hidden, hidden)

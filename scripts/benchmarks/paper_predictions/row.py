@@ -14,37 +14,37 @@ class PaperStep(TrainingStep):
     """A step of a paper's system.
 
     Attributes:
-      partial: bytes per number of a partial result as sent.
+      partial: bytes per element of a partial result in transfers.
     """
 
     partial: int = 4
 
     @property
     def tile_backward_products(self) -> int:
-        """Of FlashAttention-2, which the papers' systems run: one backward kernel's."""
+        """As in FlashAttention-2, which the papers' systems run: one backward kernel."""
         return ONE_BACKWARD_KERNEL
 
     @property
     def block(self) -> Block:
-        """As TrainingStep's, with the system's bytes."""
+        """TrainingStep's block, with the system's bytes per partial result."""
         return dataclasses.replace(super().block, partial=self.partial)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One number of a paper and the model's.
+    """One number of a paper and the cost model's prediction.
 
     Attributes:
-      source, table: the paper, and its table, figure or section.
+      source: the paper.
+      table: its table, figure or section.
       label: what the number is.
-      paper: the paper's number; None if it is lost or was never given.
+      paper: the paper's number; None if it is not available.
       predicted: the model's number.
       digits, goal, between: what counts as reproduced: equal when rounded to `digits` decimals; a
         relative error of at most `goal`; within the paper's range. A row with none of them claims
         nothing.
-      note: the likely reason of a miss.
-      afterwards: the constants of the prediction that were set after the paper's number had been
-        seen.
+      note: the likely reason for a miss.
+      afterwards: constants of the prediction that were set after the paper's number had been seen.
     """
 
     source: str
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """The relative error of the prediction; None without a paper's number."""
+        """The relative error of the prediction; None if the paper's number is not available."""
         return float(self.predicted / self.paper - 1) if self.paper else None
 
     @property

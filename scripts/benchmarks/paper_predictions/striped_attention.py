@@ -1,4 +1,4 @@
-"""Striped Attention: theoretical maximum speed-ups, and what whole tiles allow."""
+"""Striped Attention: theoretical maximum speed-ups, and the bound with whole tiles."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from scripts.benchmarks.paper_predictions.row import Row
 
 _row = functools.partial(Row, "Striped Attention")
 
-# The cost of an attention FLOP in other FLOPs: on A100, attention in TF32 runs at half the rate of
-# bfloat16.
+# The cost of an attention FLOP relative to other FLOPs: on A100, attention in TF32 runs at half the
+# rate of bfloat16.
 STRIPED_ATTENTION_COST = {"A100": 2.0, "TPU v4": 1.0}
 STRIPED_MISS = (
-    "a bound: whole tiles, transfers hidden; the paper names exposed transfers and work "
-    "that is no matrix product"
+    "a bound: whole tiles, transfers hidden; the paper mentions exposed transfers and work other "
+    "than matrix products"
 )
 
 
 def striped_attention() -> list[Row]:
-    """Returns the theoretical speed-ups (TMS), and the measured ones with whole tiles' bound."""
+    """Returns the theoretical speed-ups (TMS), and the measured ones with the whole-tile bound."""
     bounds, measured = [], []
     for (table, device, model, tensor, shards), rows in paper.STRIPED_ATTENTION.items():
         cost, tile = STRIPED_ATTENTION_COST[device], paper.STRIPED_TILES[device]
@@ -61,11 +61,11 @@ def striped_attention() -> list[Row]:
 def striped_speedup(
     model: str, length: int, shards: int, attention_cost: float, tile: tuple[int, int] | None = None
 ) -> float:
-    """Returns the striped ring's speed-up over the contiguous one, by the busiest rank's FLOPs.
+    """Returns the striped ring's speed-up over the contiguous ring, by the busiest rank's FLOPs.
 
     Args:
-      attention_cost: the cost of an attention FLOP in other FLOPs.
-      tile: queries and keys of a tile that is computed whole; None for tiles of one token.
+      attention_cost: the cost of an attention FLOP relative to other FLOPs.
+      tile: queries and keys of a tile, which is computed as a whole; None for single pairs.
     """
     config = TransformerConfig.preset(model)
     hidden = config.hidden_size
