@@ -141,13 +141,14 @@ def _question(line: str) -> Question | None:
     """Returns the question in a line of JSON; None if the line has another form."""
     try:
         row = parse_json(line)
-        text, *lists = row["question"], row["answers"], row["documents"]
+        text, answers, documents = row["question"], row["answers"], row["documents"]
     except (ValueError, KeyError, TypeError):
         return None
-    if not (isinstance(text, str) and text and all(_is_list_of_texts(part) for part in lists)):
+    if not (isinstance(text, str) and text):
         return None
-    answers, documents = map(tuple, lists)
-    return Question(text, answers, documents)
+    if not (_is_list_of_texts(answers) and _is_list_of_texts(documents)):
+        return None
+    return Question(text, tuple(answers), tuple(documents))
 
 
 def _is_list_of_texts(value: object) -> bool:
