@@ -59,7 +59,7 @@ def test_the_most_documents_are_the_largest_int32():
 def test_too_many_documents_are_refused(chats, tmp_path, monkeypatch, capsys, engine):
     """By hand: 12 conversations, 2 of them repeated."""
     monkeypatch.setattr(prepared, "MOST_DOCUMENTS", 9)
-    with pytest.raises(UserError, match=r"found 10 documents, and a prepared .* at most 9 docu"):
+    with pytest.raises(UserError, match=r"found 10 documents, but a prepared .* at most 9 docu"):
         _prepare(chats, tmp_path / "made", engine)
     files = [path.name for path in (tmp_path / "made").rglob("*") if path.is_file()]
     assert not any("array_record" in name for name in files), "refused after writing shards"
