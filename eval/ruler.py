@@ -152,8 +152,9 @@ def _question(line: str) -> Question | None:
 
 
 def _is_list_of_texts(value: object) -> bool:
-    is_list = isinstance(value, list) and bool(value)
-    return is_list and all(isinstance(entry, str) for entry in value)
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(entry, str) for entry in value)
 
 
 def qa_cases(

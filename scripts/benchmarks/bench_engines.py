@@ -286,7 +286,7 @@ def _parsed(name: str) -> tuple[str, int]:
     """
     engine, _, cores = name.partition(":")
     if engine not in ENGINES or not cores.isdecimal():
-        raise UserError(f"--rows: found {name}; processes:2 would work")
+        raise UserError(f"--rows: found {name}; expected ENGINE:CORES, such as processes:2")
     return engine, int(cores)
 
 

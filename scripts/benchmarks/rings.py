@@ -48,7 +48,7 @@ def their_ring() -> Callable:
         from ringattention.ringattention_jax import ring_attention
     except ImportError as error:
         raise UserError(
-            f"{error}; pip install --no-deps ringattention==0.1.2 and pip install einops would work"
+            f"{error}; run pip install --no-deps ringattention==0.1.2 and pip install einops"
         ) from None
     options = {
         "causal_block_size": 1,

@@ -55,4 +55,7 @@ def test_a_row_is_measured_in_a_separate_process(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "the data are removed"
     capsys.readouterr()
     assert main(["--rows=fast:1", "--gigabytes=0.0002", f"--output={tmp_path / 'out'}"]) != 0
-    assert "--rows: found fast:1; processes:2 would work" in capsys.readouterr().err
+    assert (
+        "--rows: found fast:1; expected ENGINE:CORES, such as processes:2"
+        in capsys.readouterr().err
+    )

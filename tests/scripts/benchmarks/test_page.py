@@ -93,7 +93,7 @@ FIGURES = {
         "gpu.step_32k_save_attention": "| 32K, `save_attention` | {}",
         "gpu.step_32k_triton": "| 32K, `save_attention`, Triton's kernels | {}",
         "gpu.step_128k_save_attention": "| 128K, `save_attention`, the first step | {}",
-        "gpu.plans": "GiB more: {}",
+        "gpu.plans": "plus 0.17 GiB: {}",
     },
     "docs/preference.md": {
         "recipes.llama31_8b_128k_qlora": "compiler a step takes {}",
