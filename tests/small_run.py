@@ -19,9 +19,10 @@ XLA_FLAGS = ""  # for the processes that `start` starts; set by conftest
 
 # The kernel that compiles fastest.
 DENSE = ("--attention.kernel", "reference")
-# One device with it, for tests in which the mesh does not matter: the recipe's compiles for longer.
-ONE_DEVICE = (
-    *("--mesh.fsdp", "1", "--mesh.tensor", "1", "--mesh.sequence", "1", "--mesh.simulate", "1"),
+# A row on each device, for tests in which the mesh does not matter: the recipe's compiles for longer.
+DATA_PARALLEL = (
+    *("--mesh.data", "8", "--mesh.fsdp", "1", "--mesh.tensor", "1", "--mesh.sequence", "1"),
+    *("--train.batch_size", "8"),
     *DENSE,
 )
 

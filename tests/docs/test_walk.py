@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import train
+from model.attention.kernels import chosen
 from model.attention.kernels.xla import XlaKernel
 from tests.conftest import REPOSITORY
 from tests.fixtures.make_run import RECIPE
@@ -33,7 +34,7 @@ def listed() -> list[str]:
     return [name if name == "train.py" else f"{name.replace('.', '/')}.py" for name in names]
 
 
-def test_the_listed_calls_match_a_traced_step(tmp_path, monkeypatch):
+def test_the_listed_calls_match_a_traced_step(tmp_path, monkeypatch, request):
     """Every file of a traced step is listed in the order of the calls, except those in PASSED."""
     stack: list[str] = []
 
@@ -46,6 +47,9 @@ def test_the_listed_calls_match_a_traced_step(tmp_path, monkeypatch):
         )
         raise KernelCalledError
 
+    # Traced kernels are cached: this test must not reuse those of others, nor leave `stop` to them.
+    chosen._traced_once.cache_clear()
+    request.addfinalizer(chosen._traced_once.cache_clear)
     monkeypatch.setattr(XlaKernel, "forward", stop)
     monkeypatch.setattr(XlaKernel, "extend", stop)
     recipe = tmp_path / "recipe.yaml"

@@ -54,7 +54,7 @@ def test_a_non_finite_loss_names_step_and_records(refused, small_recipe, tmp_pat
     loss of every later step is not finite either."""
     flags = (
         *("--optimizer.learning_rate", "1e38", "--logging.console", "false"),
-        *small_run.ONE_DEVICE,
+        *small_run.DATA_PARALLEL,
     )
     message = refused(*flags)
     assert "step 2: loss_nats_per_target is nan" in message and "--train.non_finite skip" in message

@@ -49,7 +49,7 @@ def start(small_recipe, tmp_path, monkeypatch, capfd):
                 "constant",
                 "--checkpoint.best",
                 LOSS,
-                *small_run.ONE_DEVICE,
+                *small_run.DATA_PARALLEL,
                 *flags,
             ]
         )

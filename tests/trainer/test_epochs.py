@@ -54,12 +54,12 @@ def test_a_run_of_epochs_equals_the_run_of_its_steps_and_resumes(small_recipe, t
         "0",
         "--optimizer.schedule",
         "constant",
-        *small_run.ONE_DEVICE,
+        *small_run.DATA_PARALLEL,
     ]
     assert train.main([*words, "--train.epochs", "0.1"]) == 0
     first = small_run.rows(run / "metrics.jsonl")
-    rows = 4 / first[0]["epoch"]
-    assert rows == round(rows) and len(first) == math.ceil(0.1 * rows / 4)
+    rows = 8 / first[0]["epoch"]
+    assert rows == round(rows) and len(first) == math.ceil(0.1 * rows / 8)
     assert yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["train"][
         "steps"
     ] == len(first)
@@ -70,12 +70,12 @@ def test_a_run_of_epochs_equals_the_run_of_its_steps_and_resumes(small_recipe, t
     assert capfd.readouterr().err.count(f"already trained to step {len(first)}") == 2
     assert train.main([*words, "--train.epochs", "0.2"]) == 0
     whole = small_run.rows(run / "metrics.jsonl")
-    assert len(whole) == math.ceil(0.2 * rows / 4)
+    assert len(whole) == math.ceil(0.2 * rows / 8)
     for name in ("epoch", "tokens_seen", "wall_seconds"):
         values = [row[name] for row in whole]
         assert values == sorted(values) and len(set(values)) == len(values), name
     shares = [row["padding_share"] for row in whole]
-    assert whole[-1]["tokens_seen"] == round(sum((1 - share) * 4 * 128 for share in shares))
+    assert whole[-1]["tokens_seen"] == round(sum((1 - share) * 8 * 128 for share in shares))
 
 
 def test_stages_need_steps(small_recipe):

@@ -22,7 +22,7 @@ def command(small_recipe, run, *flags):
         str(run),
         "--train.evaluate_every",
         "0",
-        *small_run.ONE_DEVICE,
+        *small_run.DATA_PARALLEL,
         *flags,
     ]
 

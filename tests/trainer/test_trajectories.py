@@ -237,7 +237,7 @@ def test_stopping_and_resuming_gives_the_same_run(episodes, tmp_path):
     """Trained in one go, and resumed from the checkpoint of the second step."""
 
     def run(folder):
-        config = run_config(episodes, tmp_path, {"fsdp": 2})
+        config = run_config(episodes, tmp_path, {"fsdp": 4, "sequence": 2})
         config = dataclasses.replace(
             config, run_dir=str(folder), checkpoint=CheckpointConfig(every=1, keep=3)
         )

@@ -25,9 +25,9 @@ def run(tmp_path_factory, repository):
     folder = tmp_path_factory.mktemp("window")
     recipe = small_run.recipe(folder, repository, conversations=40)
     written = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    written["mesh"] = {"sequence": 2, "simulate": 2}
+    written["mesh"] = {"data": 4, "sequence": 2, "simulate": 8}
     written["attention"] |= {"window": MASK.window, "global_tokens": MASK.global_tokens}
-    written["train"] = {"steps": 3, "batch_size": 2}
+    written["train"] = {"steps": 3, "batch_size": 4}
     recipe.write_text(yaml.safe_dump(written, sort_keys=False), encoding="utf-8")
     command = ["--config", str(recipe), "--run_dir", str(folder / "run"), *small_run.DENSE]
     assert train.main(command) == 0

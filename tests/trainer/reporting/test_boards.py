@@ -65,7 +65,7 @@ def watched_run(tmp_path_factory, small_recipe):
         "2",
         "--samples.new_tokens",
         "3",
-        *small_run.ONE_DEVICE,
+        *small_run.DATA_PARALLEL,
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", wandb)
