@@ -147,13 +147,13 @@ def balance_time(out: Path) -> Rows:
         for entry in read_json(out / file)
     }
 
-    def of_bound(tiles: int) -> dict[str, str]:
+    def relative_to_bound(tiles: int) -> dict[str, str]:
         entry = measured["striped ring", 16384, tiles]
         share = entry["speedup"] / entry["bound"]
-        of = f"{entry['speedup']:.3f} of {entry['bound']:.3f}"
+        speedup_of_bound = f"{entry['speedup']:.3f} of {entry['bound']:.3f}"
         what = (
             f"speed-up of the striped over the contiguous ring, 16K tokens, {tiles} x {tiles} "
-            f"tiles per block, relative to the bound ({of})"
+            f"tiles per block, relative to the bound ({speedup_of_bound})"
         )
         return row(what, f"{share:.1%}", "95%", share >= 0.95)
 
@@ -166,8 +166,8 @@ def balance_time(out: Path) -> Rows:
         return row(what, f"{entry['speedup']:.3f}", str(goal), entry["speedup"] >= goal)
 
     return {
-        "striped_16384": of_bound(16),
-        "striped_32_tiles": of_bound(32),
+        "striped_16384": relative_to_bound(16),
+        "striped_32_tiles": relative_to_bound(32),
         "balanced_16384": speedup("balanced, split", 16, 1.3),
         "balanced_32_tiles": speedup("balanced, split", 32, 1.3),
     }
