@@ -270,7 +270,7 @@ def measured_steps(out: Path) -> Rows:
 
 # The tasks of `bench_data --baseline`, and the largest allowed ratio of CPU times.
 AGAINST_BASELINE = {
-    "dump": ("preparing the first 4 MiB of the dirty dump", 1.5),
+    "dump": ("preparing the first 4 MiB of a ShareGPT dump", 1.5),
     "fixtures": ("preparing the quickstart's data", 1.05),
     "import": ("python -c 'import train'", 1.05),
     "help": ("train.py --help", 1.05),
@@ -301,31 +301,31 @@ def dirty_data(out: Path) -> Rows:
     records, not_human = measured["complete_records"], measured["first_turn_is_not_human"]
     return {
         "records": row(
-            "dirty dump: complete records, all accounted for",
+            "ShareGPT dump: complete records, all accounted for",
             f"{records:,}",
             "17,671",
             records == 17_671 and measured["every_record_accounted_for"],
         ),
         "not_human": row(
-            "of these, records of two or more turns whose first is not human",
+            "ShareGPT dump: records of two or more turns whose first is not human",
             f"{not_human:,}",
             "6,258",
             not_human == 6_258,
         ),
         "speed": row(
-            "dirty dump: cleaning without a language filter, MB per CPU second",
+            "ShareGPT dump: cleaning without a language filter, MB per CPU second",
             f"{speed:.0f}",
             "20",
             speed >= 20,
         ),
         "memory": row(
-            "dirty dump: peak MiB while reading the first and the last tenth",
+            "ShareGPT dump: peak MiB while reading the first and the last tenth",
             f"{peaks[0]} and {peaks[-1]}",
             "flat",
             peaks[-1] <= 1.1 * peaks[0],
         ),
         "padding": row(
-            "dirty dump: padding in rows of 16,384 and of 131,072 tokens",
+            "ShareGPT dump: padding in rows of 16,384 and of 131,072 tokens",
             " and ".join(f"{share:.2f}%" for share in padding),
             "2%",
             max(padding) <= 2,
