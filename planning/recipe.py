@@ -207,7 +207,7 @@ def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | Non
     memory, figures = estimate_memory(job), time_figures(job)
     usable = "" if memory.device_gib is None else f" of {memory.device_gib:.1f}"
     seconds = (
-        "{:.3g} to {:.3g} s a step, estimated".format(*figures["seconds of a step"])
+        "{:.3g} to {:.3g} s per step, estimated".format(*figures["seconds of a step"])
         if figures
         else "not estimated; the cost model does not list this machine"
     )

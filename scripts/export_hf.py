@@ -29,8 +29,8 @@ def _check_flags(arguments: Options, checkpoint: Path, is_adapter: bool, has_exp
             f"found {printable(arguments.base)}, expected a hub name, OWNER/NAME"
         )
     if arguments.fuse_experts and not (has_experts and is_full):
-        found = "a model without experts" if is_full else "only adapters"
-        raise UserError(f"--fuse-experts: {checkpoint} holds {found}; leave it out")
+        content = "a model without experts" if is_full else "only adapters"
+        raise UserError(f"--fuse-experts: {checkpoint} holds {content}; leave it out")
     if arguments.verify and not is_full:
         raise UserError(
             "--verify: compares full models, found only adapters; add --merge, or leave it out"

@@ -296,8 +296,8 @@ class Launcher:
     def newest_checkpoint(self) -> int | None:
         """Returns the newest checkpoint's step; None if there is none or it is unknown."""
         with contextlib.suppress(GcloudError):
-            if found := re.search(r"^(\d+)\s*$", self._run_status("--checkpoint"), re.MULTILINE):
-                return int(found[1])
+            if match := re.search(r"^(\d+)\s*$", self._run_status("--checkpoint"), re.MULTILINE):
+                return int(match[1])
         return None
 
     def stop(self) -> int:

@@ -189,26 +189,26 @@ CLOSING = (
 )
 
 
-def chat_conversation(rng: random.Random, taken: set[str] | None) -> list[str]:
+def chat_conversation(rng: random.Random, training_texts: set[str] | None) -> list[str]:
     """Returns the turns of 1 to 4 exchanges.
 
     Args:
         rng: the random generator.
-        taken: for a held-out conversation, the texts of all training turns, which it must not
-          contain; None for training.
+        training_texts: for a held-out conversation, the texts of all training turns, which it must
+          not contain; None for training.
     """
-    turns = list(rng.choice(IDENTITY)) if taken is None and rng.random() < 0.3 else []
+    turns = list(rng.choice(IDENTITY)) if training_texts is None and rng.random() < 0.3 else []
     for _ in range(rng.randint(1, 4)):
         while True:
             question, answer = exchanges(rng)
             if (
                 question not in turns
                 and answer not in turns
-                and not (taken or set()) & {question, answer}
+                and not (training_texts or set()) & {question, answer}
             ):
                 break
         turns += [question, answer]
-    if taken is None and rng.random() < 0.2:
+    if training_texts is None and rng.random() < 0.2:
         turns += rng.choice(CLOSING)
     return turns
 
@@ -233,14 +233,14 @@ def conversations() -> tuple[list[dict], list[dict]]:
         conversation_record(f"chat_{i}", chat_conversation(rng, None)) for i in range(TRAIN_CHATS)
     ]
     rng.shuffle(train)
-    taken = {turn["value"] for entry in train for turn in entry["conversations"]}
+    training_texts = {turn["value"] for entry in train for turn in entry["conversations"]}
     rng = random.Random(SEED + 1)
     held_out = [
         conversation_record(f"held_lines_{i}", line_conversation(rng, True))
         for i in range(HELD_OUT_LINES)
     ]
     held_out += [
-        conversation_record(f"held_chat_{i}", chat_conversation(rng, taken))
+        conversation_record(f"held_chat_{i}", chat_conversation(rng, training_texts))
         for i in range(HELD_OUT_CHATS)
     ]
     return train, held_out

@@ -52,12 +52,12 @@ def read_status(run: str) -> Status:
     try:
         system, folder = fsspec.core.url_to_fs(run)
     except ImportError:  # s3:// without s3fs
-        return _of_stages(list(map(_without_times, [*_stages_in_bucket(run), run])))
+        return _last_stage(list(map(_without_times, [*_stages_in_bucket(run), run])))
     stages = f"{folder}/{EARLIER_STAGES}"
     names = system.ls(stages, detail=False) if system.isdir(stages) else []
     numbers = _numbers(name.rstrip("/").rpartition("/")[2] for name in names)
     folders = [*(f"{stages}/{number}" for number in numbers), folder]
-    return _of_stages([_status_in(system, path) for path in folders])
+    return _last_stage([_status_in(system, path) for path in folders])
 
 
 def _numbers(names: Iterable[str]) -> list[int]:
@@ -65,7 +65,7 @@ def _numbers(names: Iterable[str]) -> list[int]:
     return sorted({int(name) for name in names if re.fullmatch(r"\d+", name)})
 
 
-def _of_stages(stages: list[Status]) -> Status:
+def _last_stage(stages: list[Status]) -> Status:
     """Returns the status of a run's last stage that has begun."""
     begun = [i for i, stage in enumerate(stages) if stage.metrics or stage.reached is not None]
     if len(stages) == 1 or not begun:

@@ -147,13 +147,13 @@ def balance_time(out: Path) -> Rows:
         for entry in read_json(out / file)
     }
 
-    def of_bound(tiles: int) -> dict[str, str]:
+    def relative_to_bound(tiles: int) -> dict[str, str]:
         entry = measured["striped ring", 16384, tiles]
         share = entry["speedup"] / entry["bound"]
-        of = f"{entry['speedup']:.3f} of {entry['bound']:.3f}"
+        speedup_of_bound = f"{entry['speedup']:.3f} of {entry['bound']:.3f}"
         what = (
             f"speed-up of the striped over the contiguous ring, 16K tokens, {tiles} x {tiles} "
-            f"tiles per block, relative to the bound ({of})"
+            f"tiles per block, relative to the bound ({speedup_of_bound})"
         )
         return row(what, f"{share:.1%}", "95%", share >= 0.95)
 
@@ -166,8 +166,8 @@ def balance_time(out: Path) -> Rows:
         return row(what, f"{entry['speedup']:.3f}", str(goal), entry["speedup"] >= goal)
 
     return {
-        "striped_16384": of_bound(16),
-        "striped_32_tiles": of_bound(32),
+        "striped_16384": relative_to_bound(16),
+        "striped_32_tiles": relative_to_bound(32),
         "balanced_16384": speedup("balanced, split", 16, 1.3),
         "balanced_32_tiles": speedup("balanced, split", 32, 1.3),
     }
@@ -270,7 +270,7 @@ def measured_steps(out: Path) -> Rows:
 
 # The tasks of `bench_data --baseline`, and the largest allowed ratio of CPU times.
 AGAINST_BASELINE = {
-    "dump": ("preparing the first 4 MiB of the dirty dump", 1.5),
+    "dump": ("preparing the first 4 MiB of a ShareGPT dump", 1.5),
     "fixtures": ("preparing the quickstart's data", 1.05),
     "import": ("python -c 'import train'", 1.05),
     "help": ("train.py --help", 1.05),
@@ -301,31 +301,31 @@ def dirty_data(out: Path) -> Rows:
     records, not_human = measured["complete_records"], measured["first_turn_is_not_human"]
     return {
         "records": row(
-            "dirty dump: complete records, all accounted for",
+            "ShareGPT dump: complete records, all accounted for",
             f"{records:,}",
             "17,671",
             records == 17_671 and measured["every_record_accounted_for"],
         ),
         "not_human": row(
-            "of these, records of two or more turns whose first is not human",
+            "ShareGPT dump: records of two or more turns whose first is not human",
             f"{not_human:,}",
             "6,258",
             not_human == 6_258,
         ),
         "speed": row(
-            "dirty dump: cleaning without a language filter, MB per CPU second",
+            "ShareGPT dump: cleaning without a language filter, MB per CPU second",
             f"{speed:.0f}",
             "20",
             speed >= 20,
         ),
         "memory": row(
-            "dirty dump: peak MiB while reading the first and the last tenth",
+            "ShareGPT dump: peak MiB while reading the first and the last tenth",
             f"{peaks[0]} and {peaks[-1]}",
             "flat",
             peaks[-1] <= 1.1 * peaks[0],
         ),
         "padding": row(
-            "dirty dump: padding in rows of 16,384 and of 131,072 tokens",
+            "ShareGPT dump: padding in rows of 16,384 and of 131,072 tokens",
             " and ".join(f"{share:.2f}%" for share in padding),
             "2%",
             max(padding) <= 2,

@@ -26,8 +26,8 @@ def test_a_recipes_header_gives_the_figures_of_its_plan(recipe):
         (ROOT / "configs" / f"{recipe}.yaml").read_text(encoding="utf-8").split("\n\n")[0],
         PLANS[recipe],
     )
-    assert f"; {seconds_text(plan)} s a step, by the estimate" in head
-    assert f"; {memory_text(plan)} GiB on each " in head
+    assert f"; {seconds_text(plan)} s per step, by the estimate" in head
+    assert f"; {memory_text(plan)} GiB per " in head
 
 
 def test_a_policy_names_only_non_default_options():
