@@ -78,12 +78,20 @@ def open_objective(config: RunConfig) -> PreferenceObjective:
     return PreferenceObjective(config, mesh)
 
 
-def loss_and_gradient(objective, params, batch):
+def loss_and_gradient(objective, params, batch, model=None):
+    """The loss, its measures and the gradient.
+
+    Args:
+      model: has compiled log-likelihoods, which tests of several losses share; by default the
+        objective's model, compiled with the loss.
+    """
+
     def total(params):
-        sums = preference_loss(objective.model, objective.config.preference, params, batch)
+        sums = preference_loss(model or objective.model, objective.config.preference, params, batch)
         return sums.total / sums.weight, sums
 
-    (value, sums), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+    compute = jax.value_and_grad(total, has_aux=True)
+    (value, sums), gradient = (compute if model else jax.jit(compute))(params)
     measures = {name: float(x / sums.weight) for name, x in sums.measures.items()}
     return float(value), measures, gradient
 

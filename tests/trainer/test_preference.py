@@ -102,6 +102,19 @@ def models(folder, hf_model):
 
 
 @pytest.fixture(scope="module")
+def params(folder, models):
+    """The policy's parameters on the mesh; a loss without a reference computes none."""
+    return open_objective(make_config(folder, models[1], loss="orpo")).read_params()
+
+
+@pytest.fixture(scope="module")
+def compiled(folder, models):
+    """The model's log-likelihoods, whose passes are compiled once for all losses."""
+    model = open_objective(make_config(folder, models[0], loss="orpo")).model
+    return SimpleNamespace(document_sums=jax.jit(model.document_sums, static_argnums=2))
+
+
+@pytest.fixture(scope="module")
 def trl(folder, models):
     """Returns a function from a loss and pairs to TRL's loss, metrics and gradients of the policy,
     in float64."""
@@ -145,15 +158,14 @@ def trl(folder, models):
 
 
 @pytest.mark.parametrize("loss", TRL_LOSSES)
-def test_loss_metrics_and_gradients_match_trl(folder, models, trl, loss):
+def test_loss_metrics_and_gradients_match_trl(folder, models, params, compiled, trl, loss):
     smoothing = 0.1 if loss == "robust" else 0.0
     options = {"loss": loss, "beta": 0.3, "label_smoothing": smoothing}
     objective = open_objective(make_config(folder, models[0], **options))
-    params = open_objective(make_config(folder, models[1], loss="orpo")).read_params()
     batch = objective.to_device(next(objective.batches(0)))
     pairs = examples(objective)
     assert PAIRS >= len(pairs) > ROWS, "several pairs share a row"
-    value, measures, gradient = loss_and_gradient(objective, params, batch)
+    value, measures, gradient = loss_and_gradient(objective, params, batch, compiled)
     expected, metrics, gradients = trl(pairs, **options)
     same_number(value, expected, "loss")
     # Rewards are differences of log-likelihoods of about 130 nats in float32.
@@ -163,13 +175,12 @@ def test_loss_metrics_and_gradients_match_trl(folder, models, trl, loss):
     same_gradients(objective.model.config, gradient, gradients)
 
 
-def test_cross_entropies_of_chosen_completions_match_trl(folder, models, trl):
+def test_cross_entropies_of_chosen_completions_match_trl(folder, models, params, compiled, trl):
     """It is averaged over the batch's tokens, whatever the lengths of completions."""
     options = {"loss": "sigmoid", "beta": 0.3, "sft_weight": 0.7}
     objective = open_objective(make_config(folder, models[0], **options))
-    params = open_objective(make_config(folder, models[1], loss="orpo")).read_params()
     batch = objective.to_device(next(objective.batches(0)))
-    value, _, _ = loss_and_gradient(objective, params, batch)
+    value, _, _ = loss_and_gradient(objective, params, batch, compiled)
     expected, _, _ = trl(examples(objective), **options, label_smoothing=0.0)
     assert value == pytest.approx(expected, rel=1e-5)
 
@@ -370,7 +381,7 @@ def test_a_reference_with_another_tokenizer_is_named(folder, models, tmp_path):
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", pytest.param("kto", marks=pytest.mark.slow)])
-def test_shared_prompts_equal_unshared_ones(folder, models, loss):
+def test_shared_prompts_equal_unshared_ones(folder, models, params, loss):
     """Losses, rewards and gradients; a pair's prompt is in its row once, followed by both
     completions."""
     results = {}
@@ -382,7 +393,6 @@ def test_shared_prompts_equal_unshared_ones(folder, models, loss):
         data = dataclasses.replace(config.data, context_length=512, held_out_path=file)
         objective = open_objective(dataclasses.replace(config, data=data))
         (batch,) = (objective.to_device(x) for x in objective.held_out())
-        params = open_objective(make_config(folder, models[1], loss="orpo")).read_params()
         results[shares] = (objective, *loss_and_gradient(objective, params, batch))
     (sharing, *shared), (_, *unshared) = results[True], results[False]
     same_number(shared[0], unshared[0], "loss with shared prompts")
