@@ -4,7 +4,8 @@ For Python files the digest covers what is executed: it ignores comments, docstr
 imports and the words of messages, and replaces every name that the files define by its number in
 the statement. Library names are kept, since exp is not log. So results stay fresh when code is
 renamed or formatted, or when functions are moved or reordered. Splitting a function in two makes
-them stale, though it computes the same. For other files the digest covers their bytes.
+them stale, though it computes the same. For recipes and lists of requirements it covers what is
+read: values, or lines without comments. For other files it covers their bytes.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import ast
 import functools
 import hashlib
 import itertools
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import yaml
 
 # Fields of Python's syntax tree that do not affect what runs, or that only some versions of Python
 # have.
@@ -46,10 +51,20 @@ def digest(files: tuple[tuple[str, bytes], ...]) -> str:
         if path.endswith(".py"):
             trees.append(ast.parse(content))
         else:
-            others.append(f"{path} {hashlib.sha256(content).hexdigest()}")
+            others.append(f"{path} {hashlib.sha256(_without_comments(path, content)).hexdigest()}")
     defined = set(itertools.chain.from_iterable(_defined(tree) for tree in trees))
     programs = [_text(statement, defined, {}) for tree in trees for statement in _statements(tree)]
     return hashlib.sha256("\n".join([*sorted(others), *sorted(programs)]).encode()).hexdigest()[:16]
+
+
+def _without_comments(path: str, content: bytes) -> bytes:
+    """Returns the values of a recipe, the lines of a list of requirements, or any other content."""
+    if path.endswith(".yaml"):
+        return json.dumps([*yaml.safe_load_all(content)], sort_keys=True, default=str).encode()
+    if path.endswith(".txt"):
+        lines = (re.sub(rb"(^|\s)#.*", b"", line).strip() for line in content.splitlines())
+        return b"\n".join(filter(None, lines))
+    return content
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:

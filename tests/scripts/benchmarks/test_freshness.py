@@ -66,5 +66,19 @@ def test_functions_may_move_between_files():
     assert digest((("a.py", b"class Loss" + second), ("b.py", first))) == program_hash(PROGRAM)
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "same", "other"),
+    [
+        ("a.yaml", b"x: 1 # one\ny: [2]", b"# Two values.\ny:\n- 2\nx: 1", b"x: 1\ny: [3]"),
+        ("a.yaml", b"x: 'a # b'", b'x: "a # b"', b"x: 'a # c'"),
+        ("a.txt", b"# needs\njax==1  # why\n", b"\njax==1", b"jax==1\nflax"),
+        ("a.txt", b"-r b.txt#egg", b"-r b.txt#egg # more", b"-r b.txt#other"),
+    ],
+)
+def test_comments_in_recipes_and_requirements_keep_results_fresh(name, before, same, other):
+    assert digest(((name, before),)) == digest(((name, same),))
+    assert digest(((name, before),)) != digest(((name, other),))
+
+
 def test_other_files_are_compared_by_bytes():
-    assert digest((("a.yaml", b"x: 1"),)) != digest((("a.yaml", b"x:  1"),))
+    assert digest((("a.json", b"1"),)) != digest((("a.json", b" 1"),))
