@@ -399,7 +399,7 @@ SHAPES = (
     Shape(
         "ShareGPT, OpenAI",
         "a list in one of TURNS",
-        "a turn for each entry: ROLES with TEXTS",
+        "one turn per entry, from ROLES and TEXTS",
         _turn_list,
     ),
     Shape(
@@ -427,6 +427,9 @@ SHAPES = (
         _preferred,
     ),
     Shape(
-        "an exchange", "one of PAIRS", "a question and its answer, texts or lists of turns", _pair
+        "single exchange",
+        "one of PAIRS",
+        "a question and its answer, as texts or lists of turns",
+        _pair,
     ),
 )

@@ -129,4 +129,7 @@ def test_unusable_documents_are_refused(hf_model, tmp_path, capsys):
         )
     )
     assert chat.main(arguments(tmp_path / "plain", "--question", "Who?")) == 2
-    assert "its tokenizer has no chat template; --template" in capsys.readouterr().err
+    assert (
+        "its tokenizer has no chat template; pass the one it was trained with"
+        in capsys.readouterr().err
+    )

@@ -962,8 +962,8 @@ def test_workers_install_with_uvs_python_and_no_tool_of_their_image(tmp_path):
     with tarfile.open(home / "longstripe.tar.gz", "w:gz") as archive:
         archive.add(REPOSITORY / "requirements-tpu.txt", "requirements-tpu.txt")
     (home / ".local/bin/uv").write_text("""#!/bin/bash
-        echo "$@" >> ~/called if [ "$1" = venv ]; then mkdir -p .venv/bin; cp "$0" .venv/bin/python;
-        else [ -e "${!#}" ]; fi""")
+        echo "$@" >> ~/called
+        if [ "$1" = venv ]; then mkdir -p .venv/bin; cp "$0" .venv/bin/python; else [ -e "${!#}" ]; fi""")
     (home / ".local/bin/uv").chmod(0o755)
     for tool in ("python3", "make", "curl"):
         (tmp_path / tool).write_text("#!/bin/bash\nexit 1\n")

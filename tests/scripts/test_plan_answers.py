@@ -258,7 +258,7 @@ def test_every_stage_of_a_recipe_is_planned(repository, capsys):
         ),
         (
             ["--machine", "8xH100", "--context", "64K", "--compare", "--schedule", "{name: ring}"],
-            "expected one of ring, ",
+            "found {'name': 'ring'}; expected one of local, ring, ",
         ),
         (
             ["--machine", "8xH100", "--context", "64K", "--mesh", "sequence=4"],

@@ -27,7 +27,7 @@ def test_only_rows_up_to_the_trained_length_have_a_verdict(saved):
     curriculum.save_result(grown, alone, 600.0)
     assert [row["verdict"] for row in saved.values()] == ["held", "short", "no goal"]
     assert saved["lines_2700"]["what"] == "one line of 2,700 found, 16,368 tokens"
-    assert saved["lines_2700"]["found"] == "92 of 96 (trained at 16,384 tokens alone: 2)"
+    assert saved["lines_2700"]["found"] == "92 of 96 (trained only at 16,384 tokens: 2)"
 
 
 def test_the_comparison_trains_as_long_as_all_stages_together(monkeypatch, tmp_path):
