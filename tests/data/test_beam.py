@@ -297,28 +297,23 @@ def test_beam_reads_a_cached_data_set_of_the_hub(tokenizer, tmp_path, monkeypatc
     assert _contents(one.folder) == _contents(beam.folder)
 
 
-def test_one_and_two_dask_workers_write_the_files_of_one_process(
-    sources, tokenizer, tmp_path, monkeypatch
-):
+def test_two_dask_workers_write_the_files_of_one_process(sources, tokenizer, tmp_path, monkeypatch):
     distributed = pytest.importorskip("distributed")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     near = CleanConfig(**SETS["scraped"], near_duplicates=0.8)
     options = {"clean": near, "progress": False, "held_out_fraction": 0.2}
     one = prepare(sources, tokenizer, LENGTH, tmp_path / "one", **options)
-    for workers in (1, 2):
-        with (
-            distributed.LocalCluster(
-                n_workers=workers, threads_per_worker=1, dashboard_address=None
-            ) as cluster,
-            distributed.Client(cluster) as client,
-        ):
-            engine = Beam("dask", (f"--dask_client_address={client.scheduler.address}",))
-            target = tmp_path / f"dask-{workers}"
-            prepared = prepare(sources, tokenizer, LENGTH, target, engine=engine, **options)
-            assert _contents(prepared.folder) == _contents(one.folder)
-            if workers == 2:
-                engine.run([*range(8)], partial(_note_process, tmp_path))
-                assert len(list(tmp_path.glob("process-*"))) == 2, "only one worker works"
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        engine = Beam("dask", (f"--dask_client_address={client.scheduler.address}",))
+        prepared = prepare(sources, tokenizer, LENGTH, tmp_path / "dask", engine=engine, **options)
+        assert _contents(prepared.folder) == _contents(one.folder)
+        engine.run([*range(8)], partial(_note_process, tmp_path))
+        assert len(list(tmp_path.glob("process-*"))) == 2, "only one worker works"
 
 
 def _note_process(folder, number):

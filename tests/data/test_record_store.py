@@ -13,8 +13,8 @@ def test_records_beyond_the_librarys_buffer_are_written_without_keeping_them_in_
     tmp_path, monkeypatch
 ):
     """tensorflow-datasets buffers a gigabyte, and needs tensorflow to write more."""
-    monkeypatch.setattr(shuffle, "MAX_MEM_BUFFER_SIZE", 1 << 20)
-    count, length = 40, 1 << 16
+    monkeypatch.setattr(shuffle, "MAX_MEM_BUFFER_SIZE", 1 << 18)
+    count, length = 40, 1 << 14
 
     def records(count=count):
         for number in range(count):

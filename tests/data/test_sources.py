@@ -757,9 +757,9 @@ def _one_text_in_many_rows(texts, rows):
     [
         ("a.parquet", _one_text_in_many_rows(1, 20_000)),
         ("a.arrow", _one_text_in_many_rows(1, 20_000)),
-        ("a.parquet", pyarrow.array([[0] * 8_000_000], pyarrow.list_(pyarrow.int32()))),
+        ("a.parquet", pyarrow.array([[0] * 5_000_000], pyarrow.list_(pyarrow.int32()))),
         ("a.parquet", pyarrow.array(["a" * (1 << 25)])),
-        ("a.parquet", pyarrow.nulls(8_000_000, pyarrow.string())),
+        ("a.parquet", pyarrow.nulls(5_000_000, pyarrow.string())),
         ("a.arrow", pyarrow.array(["a" * (1 << 25)])),
     ],
     ids=["dictionary", "dictionary of Arrow", "list", "text", "rows without values", "packed"],
