@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.hub import no_downloads
 from data.signals import end_at_once
 from trainer import entry
 
@@ -152,6 +151,8 @@ def main(argv: list[str] | None = None) -> int:
         words = list(sys.argv[1:] if argv is None else argv)
         if "--no-download" in words:
             words.remove("--no-download")
+            from data.hub import no_downloads
+
             no_downloads()
         words, machine = take_flag(words, "--dry-run")
         words, memory = (words, None) if machine is None else take_flag(words, "--gpu-memory")

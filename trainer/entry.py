@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 from data.errors import UserError
 from data.folders import named_errors
-from data.hub import no_downloads
 from data.lengths import FORM, tokens_of
 from data.printable import printable_output
 from trainer.run.outcome import (
@@ -83,6 +82,8 @@ class NoDownload(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any
     ) -> None:
         """Takes effect at once."""
+        from data.hub import no_downloads  # here, since most commands start without it
+
         no_downloads()
         setattr(namespace, self.dest, True)
 
