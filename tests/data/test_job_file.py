@@ -23,6 +23,8 @@ def job() -> Job:
     """A job none of whose arguments is the default."""
     tokenizer = (
         Tokenizer.load(TOKENIZER)
+        .with_controls(["<think>"])
+        .with_text_tokens(["<think>"])
         .with_template_date(datetime(2026, 2, 3))
         .with_template_kwargs({"enable_thinking": False, "depth": [1, {"a": None}]})
     )
@@ -47,7 +49,7 @@ def test_a_job_is_read_as_it_was_written(job):
         assert getattr(read, name) == getattr(job, name), name
     for name in ("fingerprint", "text_tokens", "template_date", "template_kwargs"):
         assert getattr(read.tokenizer, name) == getattr(job.tokenizer, name), name
-    text = "café 123\n\ttwo  spaces"
+    text = "café 123\n\ttwo  <think>spaces"
     assert read.tokenizer.encode(text) == job.tokenizer.encode(text)
 
 

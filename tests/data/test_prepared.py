@@ -68,3 +68,13 @@ def test_too_many_documents_are_refused(chats, tmp_path, monkeypatch, capsys, en
     monkeypatch.setattr(prepared, "MOST_DOCUMENTS", 10)
     assert len(_prepare(chats, tmp_path / "made", engine).train) == 10
     assert not capsys.readouterr().err and len(list((tmp_path / "made").glob("[!.]*"))) == 1
+
+
+def test_a_named_folder_missing_in_a_store_is_not_prepared(chats):
+    """Another process has prepared it, so reading the sources again would hide that it is gone."""
+    tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
+    source, target = Source(str(chats), template="vicuna_v1.1"), "memory://bucket/prepared"
+    with pytest.raises(UserError, match="not found on this machine"):
+        prepare(
+            [source], tokenizer, 256, target, progress=False, engine=InParts(), key="0123456789"
+        )

@@ -286,6 +286,19 @@ def test_questions_about_documents(tmp_path):
         ruler.qa_cases(str(path), count, [300], 4, 0)
 
 
+def test_a_question_keeps_all_its_documents(tmp_path):
+    """A length at which only one of two documents fits is refused; at more, both are shown."""
+    path, documents = tmp_path / "qa.jsonl", ["Ann met Bob. ", "Bob met Cy. "]
+    row = {"question": "Who met Cy?", "answers": ["Bob"], "documents": documents}
+    path.write_text(json.dumps(row))
+    (case,) = ruler.qa_cases(str(path), count, [700], 1, 0)
+    assert all(document in case.prompt.text for document in documents)
+    needed = count(case.prompt) + ruler.QA_TOKENS
+    assert ruler.qa_cases(str(path), count, [needed], 1, 0)[0].prompt == case.prompt
+    with pytest.raises(UserError, match=f"takes {needed} tokens"):
+        ruler.qa_cases(str(path), count, [needed - 1], 1, 0)
+
+
 def test_questions_about_documents_need_lists(tmp_path):
     """A text in place of a list would be read as a list of its letters."""
     good = {"question": "Which city?", "answers": ["Paris"], "documents": ["The city is Paris."]}

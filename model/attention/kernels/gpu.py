@@ -395,7 +395,7 @@ class GpuKernel(Kernel):
         scale: float,
         tuning: Tuning,
     ) -> jax.Array:
-        """Returns dq of padded blocks."""
+        """Returns dq [B, Tq, Hq, D], float32, of blocks padded to `tuning`'s tiles."""
         (q, q_coords), (k, v, kv_coords) = queries, keys
         (batch, q_length, heads, head_dim), (_, kv_length, kv_heads, _) = q.shape, k.shape
         tile, step = tuning.tile, tuning.step
@@ -435,7 +435,7 @@ class GpuKernel(Kernel):
         scale: float,
         tuning: Tuning,
     ) -> list[jax.Array]:
-        """Returns dk and dv of padded blocks."""
+        """Returns dk and dv [B, Tk, Hkv, D], float32, of blocks padded to `tuning`'s tiles."""
         (q, q_coords), (k, v, kv_coords) = queries, keys
         (batch, q_length, heads, head_dim), (_, kv_length, kv_heads, _) = q.shape, k.shape
         group, tile, step = heads // kv_heads, tuning.tile, tuning.step

@@ -71,7 +71,7 @@ def test_functions_may_move_between_files():
     [
         ("a.yaml", b"x: 1 # one\ny: [2]", b"# Two values.\ny:\n- 2\nx: 1", b"x: 1\ny: [3]"),
         ("a.yaml", b"x: 'a # b'", b'x: "a # b"', b"x: 'a # c'"),
-        ("a.txt", b"# needs\njax==1  # why\n", b"\njax==1", b"jax==1\nflax"),
+        ("a.txt", b"# needs\njax==1  # why\n", b"jax==1\n\n", b"jax==1\nflax"),
         ("a.txt", b"-r b.txt#egg", b"-r b.txt#egg # more", b"-r b.txt#other"),
     ],
 )
