@@ -70,8 +70,9 @@ def test_too_many_documents_are_refused(chats, tmp_path, monkeypatch, capsys, en
     assert not capsys.readouterr().err and len(list((tmp_path / "made").glob("[!.]*"))) == 1
 
 
-def test_a_named_folder_missing_in_a_store_is_not_prepared(chats):
+def test_a_named_folder_missing_in_a_store_is_not_prepared(chats, tmp_path, monkeypatch):
     """Another process has prepared it, so reading the sources again would hide that it is gone."""
+    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
     tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
     source, target = Source(str(chats), template="vicuna_v1.1"), "memory://bucket/prepared"
     with pytest.raises(UserError, match="not found on this machine"):
