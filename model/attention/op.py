@@ -81,7 +81,9 @@ class AttentionOp:
         self, queries: Queries, keys: Keys, sinks: Float[Array, " Hq"] | None = None
     ) -> AttentionPartial:
         """Returns out in q's dtype and lse in float32; `sinks`, float32, as in `with_sinks`."""
-        partial = self.schedule.forward(self._kernel(queries), queries, keys, self._context)
+        # Sinks still scale the output, so it is rounded after them.
+        context = dataclasses.replace(self._context, rounded=sinks is None)
+        partial = self.schedule.forward(self._kernel(queries), queries, keys, context)
         return self._rounded(with_sinks(partial, sinks), queries)
 
     def backward(

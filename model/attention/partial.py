@@ -14,7 +14,8 @@ class AttentionPartial(NamedTuple):
     """Attention of queries over some of the keys.
 
     Attributes:
-      out: float32, normalised over these keys; 0 for a query that sees none.
+      out: normalised over these keys; 0 for a query that sees none. float32, unless it is complete
+        and already rounded to the dtype of the queries.
       lse: float32, natural logarithm of the sum of exponentiated scores; -inf for a query that sees
         none.
     """

@@ -39,7 +39,7 @@ def run_kernel(kernel: str, q, k, v, saved: BackwardInputs, coords: TokenCoords)
     options = {"scale": q.shape[-1] ** -0.5, "interpret": None}
     seen = intervals(coords, coords, Mask(), transpose=kernel in ("dkv", "backward"))
     if kernel == "forward":
-        return mosaic_forward.forward(None, q, (k, v), seen, **options)
+        return mosaic_forward.forward(None, q, (k, v), seen, rounded=True, **options)
     if kernel == "dq":
         return mosaic_backward.dq_pass(None, q, (k, v), saved, seen, **options)
     if kernel == "backward":

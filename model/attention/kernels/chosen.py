@@ -68,6 +68,11 @@ class ChosenKernel(Kernel):
     ) -> AttentionPartial:
         return self._call("forward", queries.q, queries, keys, mask=mask, scale=scale)
 
+    def rounded_forward(
+        self, queries: Queries, keys: Keys, *, mask: Mask, scale: float
+    ) -> AttentionPartial:
+        return self._call("rounded_forward", queries.q, queries, keys, mask=mask, scale=scale)
+
     def backward(
         self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float
     ) -> Gradients:

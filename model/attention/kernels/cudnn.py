@@ -15,6 +15,8 @@ cuDNN's backward computes delta from out and dout. Here delta comes from all blo
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -257,11 +259,30 @@ class CudnnKernel(Kernel):
     def forward(
         self, queries: Queries, keys: Keys, *, mask: Mask, scale: float
     ) -> AttentionPartial:
+        others = functools.partial(self.others.forward, mask=mask, scale=scale)
+        return self._forward(queries, keys, mask, scale, others, jnp.float32)
+
+    def rounded_forward(
+        self, queries: Queries, keys: Keys, *, mask: Mask, scale: float
+    ) -> AttentionPartial:
+        others = functools.partial(self.others.rounded_forward, mask=mask, scale=scale)
+        return self._forward(queries, keys, mask, scale, others, queries.q.dtype)
+
+    def _forward(
+        self,
+        queries: Queries,
+        keys: Keys,
+        mask: Mask,
+        scale: float,
+        others: Callable[..., AttentionPartial],
+        dtype: Any,
+    ) -> AttentionPartial:
+        """Returns attention with out in `dtype`; `others` serves the other forms."""
         form = block_form(queries.coords, keys.coords, mask)
         batch, length, heads, _ = queries.q.shape
 
         def nothing(queries, keys):
-            out = jnp.zeros(queries.q.shape, jnp.float32)
+            out = jnp.zeros(queries.q.shape, dtype)
             return AttentionPartial(out, jnp.full((batch, heads, length), -jnp.inf))
 
         def by_cudnn(kind):
@@ -274,18 +295,15 @@ class CudnnKernel(Kernel):
                     q, lengths, seeing = _shifted(form, kind, q)
                     out, lse = cudnn_forward(q, k, v, lengths, MASKS[kind], scale)
                     out, lse = (_back(form, kind, x, axis) for x, axis in ((out, 1), (lse, 2)))
-                out = out[..., : queries.q.shape[3]].astype(jnp.float32)
+                out = out[..., : queries.q.shape[3]].astype(dtype)
                 return AttentionPartial(
-                    jnp.where(seeing[:, :, None, None], out, 0.0),
+                    jnp.where(seeing[:, :, None, None], out, 0),
                     jnp.where(seeing[:, None], lse, -jnp.inf),
                 )
 
             return run
 
-        def other(queries, keys):
-            return self.others.forward(queries, keys, mask=mask, scale=scale)
-
-        return lax.switch(form.kind, [nothing, *map(by_cudnn, MASKS), other], queries, keys)
+        return lax.switch(form.kind, [nothing, *map(by_cudnn, MASKS), others], queries, keys)
 
     def backward(
         self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float

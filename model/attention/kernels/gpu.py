@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +132,7 @@ def _forward_kernel(
     )
     out, highest, total = _loop(ranges_ref, body, nothing)
     nonzero = jnp.where(total == 0, 1.0, total)
-    out_ref[...] = out / nonzero[:, None]
+    out_ref[...] = (out / nonzero[:, None]).astype(out_ref.dtype)
     lse_ref[...] = jnp.where(total == 0, -jnp.inf, (highest + jnp.log2(nonzero)) / LOG2E)
 
 
@@ -335,6 +335,17 @@ class GpuKernel(Kernel):
     def forward(
         self, queries: Queries, keys: Keys, *, mask: Mask, scale: float
     ) -> AttentionPartial:
+        return self._forward(queries, keys, mask, scale, jnp.float32)
+
+    def rounded_forward(
+        self, queries: Queries, keys: Keys, *, mask: Mask, scale: float
+    ) -> AttentionPartial:
+        return self._forward(queries, keys, mask, scale, queries.q.dtype)
+
+    def _forward(
+        self, queries: Queries, keys: Keys, mask: Mask, scale: float, dtype: Any
+    ) -> AttentionPartial:
+        """Returns attention over these keys, with out in `dtype`."""
         require("gpu", Request(global_tokens=mask.global_tokens))
         (q, q_coords), (k, v, kv_coords) = queries, keys
         length, size = q.shape[1], q.shape[3]
@@ -355,7 +366,7 @@ class GpuKernel(Kernel):
             (ranges, q, k, v, *q_coords[:2], *kv_coords[:2]),
             [_ranges(ranges), query, key, key, rows, rows, columns, columns],
             [
-                jax.ShapeDtypeStruct(q.shape, jnp.float32),
+                jax.ShapeDtypeStruct(q.shape, dtype),
                 jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32),
             ],
             [query, pl.BlockSpec((None, None, tile), lambda i, b, h: (b, h, i))],

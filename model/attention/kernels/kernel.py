@@ -23,9 +23,9 @@ class Kernel(abc.ABC):
     """Attention of one block of queries over one block of keys.
 
     Subclasses are frozen dataclasses: a kernel is a static argument of compiled functions, so it
-    must be hashable, and equal kernels must compute the same. All results are float32. In each
-    method `mask` and the coordinates decide which keys a query sees, and `scale` multiplies the
-    scores.
+    must be hashable, and equal kernels must compute the same. All results are float32, except the
+    output of `rounded_forward`. In each method `mask` and the coordinates decide which keys a query
+    sees, and `scale` multiplies the scores.
 
     Schedules with several rounds call `extend` and `gradients`, which accumulate over the rounds. A
     kernel that can accumulate in place (`AccumulatingKernel`) saves a pass over the results in
@@ -75,6 +75,14 @@ class Kernel(abc.ABC):
         self, queries: Queries, keys: Keys, *, mask: Mask, scale: float
     ) -> AttentionPartial:
         """Returns attention of the queries over these keys alone."""
+
+    def rounded_forward(
+        self, queries: Queries, keys: Keys, *, mask: Mask, scale: float
+    ) -> AttentionPartial:
+        """Returns `forward` with out rounded to the dtype of q, for callers that would round it
+        next."""
+        partial = self.forward(queries, keys, mask=mask, scale=scale)
+        return AttentionPartial(partial.out.astype(queries.q.dtype), partial.lse)
 
     @abc.abstractmethod
     def backward(

@@ -72,9 +72,12 @@ class MosaicKernel(AccumulatingKernel):
         mask: Mask,
         scale: float,
     ) -> AttentionPartial:
-        if self.rows_in_order:
-            queries = self._checked(queries, keys)
-        return self._call(self._extend, so_far, queries, keys, mask=mask, scale=scale)
+        return self._forward(so_far, queries, keys, rounded=False, mask=mask, scale=scale)
+
+    def rounded_forward(
+        self, queries: Queries, keys: Keys, *, mask: Mask, scale: float
+    ) -> AttentionPartial:
+        return self._forward(None, queries, keys, rounded=True, mask=mask, scale=scale)
 
     def gradients(
         self,
@@ -87,6 +90,21 @@ class MosaicKernel(AccumulatingKernel):
         scale: float,
     ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
         return self._call(self._gradients, so_far, queries, keys, saved, mask=mask, scale=scale)
+
+    def _forward(
+        self,
+        so_far: AttentionPartial | None,
+        queries: Queries,
+        keys: Keys | StackedKeys,
+        *,
+        rounded: bool,
+        mask: Mask,
+        scale: float,
+    ) -> AttentionPartial:
+        if self.rows_in_order:
+            queries = self._checked(queries, keys)
+        method = functools.partial(self._extend, rounded)
+        return self._call(method, so_far, queries, keys, mask=mask, scale=scale)
 
     def _call(
         self,
@@ -128,6 +146,7 @@ class MosaicKernel(AccumulatingKernel):
 
     def _extend(
         self,
+        rounded: bool,
         q_side: _Side,
         kv_side: _Side,
         mask: Mask,
@@ -147,6 +166,7 @@ class MosaicKernel(AccumulatingKernel):
             kv_side.arrays(keys),
             seen,
             scale=scale,
+            rounded=rounded,
             interpret=self.interpret,
         )
         return AttentionPartial(

@@ -43,6 +43,7 @@ def forward(
     seen: Intervals,
     *,
     scale: float,
+    rounded: bool,
     interpret: Any,
 ) -> AttentionPartial:
     """Returns attention over these keys and over those that `carry` covers.
@@ -52,6 +53,8 @@ def forward(
       q: the queries; Tq is a multiple of QUERY_TILE, and D in KEY_TILES.
       keys: K and V [B, Tk, Hkv, D], or both stacked in one array; Tk is a multiple of KEY_TILES[D].
       seen: the keys that each query sees.
+      rounded: whether out has the dtype of q, instead of float32. Half as many bytes are then
+        written, by TMA.
       interpret: parameters of Mosaic's interpreter; None to compile.
     """
     batch, length, heads, head_dim = q.shape
@@ -62,6 +65,9 @@ def forward(
     rows = (batch, length // ROWS, ROWS)
     out, lse = (*rows, heads, head_dim), (batch, heads, *rows[1:])
     carried = () if carry is None else (carry.out.reshape(out), carry.lse.reshape(lse))
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (out, lse)]
+    if rounded:
+        results[0] = jax.ShapeDtypeStruct(q.shape, q.dtype)
     body = functools.partial(
         _kernel,
         len(keys),
@@ -69,12 +75,13 @@ def forward(
         key_tile=key_tile,
         group=heads // kv_heads,
         scale=scale,
+        rounded=rounded,
         arithmetic=Arithmetic(interpret is not None),
     )
     tiles = functools.partial(shared_tiles, dtype=q.dtype)
     out, lse = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (out, lse)],
+        out_type=results,
         grid=(heads, length // QUERY_TILE, batch),
         grid_names=("head", "tile", "row"),
         num_threads=WARPGROUPS + 1,
@@ -119,6 +126,7 @@ def _kernel(
     key_tile: int,
     group: int,
     scale: float,
+    rounded: bool,
     arithmetic: Arithmetic,
 ) -> None:
     k_ref, v_ref = (refs[0].at[0], refs[0].at[1]) if key_arrays == 1 else refs[:2]
@@ -190,7 +198,16 @@ def _kernel(
         out, highest, total = visit(edge, body, (out, highest, total))
         pl.when(warpgroup == 0)(turns.end)
         nonzero = jnp.where(total == 0, 1.0, total)
-        out_ref[row, number, :, head] = out * across(1.0 / nonzero, out.shape)
+        out = out * across(1.0 / nonzero, out.shape)
+        if rounded:
+            q[...] = out.astype(q.dtype)  # the queries are no longer needed
+            plgpu.commit_smem()
+            queries = pl.ds(number * ROWS, ROWS)
+            plgpu.copy_smem_to_gmem(q, out_ref.at[row, queries, head])
+        else:
+            out_ref[row, number, :, head] = out
         lse_ref[row, head, number] = jnp.where(
             total == 0, -jnp.inf, highest * (1 / LOG2E) + jnp.log(nonzero)
         )
+        if rounded:
+            plgpu.wait_smem_to_gmem(0)

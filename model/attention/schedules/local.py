@@ -20,7 +20,8 @@ class Local(Schedule):
     def forward(
         self, kernel: Kernel, queries: Queries, keys: Keys, context: Context
     ) -> AttentionPartial:
-        return kernel.forward(queries, keys, **context.scores)
+        forward = kernel.rounded_forward if context.rounded else kernel.forward
+        return forward(queries, keys, **context.scores)
 
     def backward(
         self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context

@@ -37,11 +37,14 @@ class Context:
       ranks: the shards of the sequence.
       mask: which keys a query sees in its document.
       scale: multiplies the scores.
+      rounded: whether the caller rounds the output to the queries' dtype next, so that a schedule
+        may already return it rounded.
     """
 
     ranks: Ranks
     mask: Mask
     scale: float
+    rounded: bool = False
 
     @property
     def scores(self) -> dict[str, Any]:
@@ -91,7 +94,8 @@ class Schedule(abc.ABC):
     def forward(
         self, kernel: Kernel, queries: Queries, keys: Keys, context: Context
     ) -> AttentionPartial:
-        """Attention of this rank's queries over the keys of all ranks, float32."""
+        """Attention of this rank's queries over the keys of all ranks, float32 (see
+        `Context.rounded`)."""
 
     @abc.abstractmethod
     def backward(

@@ -94,7 +94,8 @@ def visible(q, k, lengths, mask):
 
 def scores_of(q, k, lengths, mask, scale):
     k_repeated = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k_repeated, precision="highest") * scale
+    dims, options = "bqhd,bkhd->bhqk", {"precision": "highest", "preferred_element_type": "float32"}
+    scores = jnp.einsum(dims, q, k_repeated, **options) * scale
     return jnp.where(visible(q, k, lengths, mask)[:, None], scores, -jnp.inf)
 
 
@@ -105,7 +106,7 @@ def stand_in_forward(q, k, v, lengths, mask, scale):
     weights = jnp.exp(scores - lse[..., None])
     v_repeated = jnp.repeat(v, q.shape[2] // k.shape[2], 2)
     out = jnp.einsum("bhqk,bkhd->bqhd", weights, v_repeated, precision="highest")
-    return out, jnp.where(jnp.isneginf(lse), jnp.nan, lse)
+    return out.astype(q.dtype), jnp.where(jnp.isneginf(lse), jnp.nan, lse)
 
 
 def stand_in_backward(q, k, v, lse, out, dout, lengths, mask, scale):
@@ -165,6 +166,20 @@ def test_a_ring_of_two_is_exact_with_cudnns_blocks(layout, kind, mask, monkeypat
         permuted = expected[..., order] if name == "lse" else expected[:, order]
         np.testing.assert_allclose(result, permuted, rtol=1e-4, atol=2e-4, err_msg=name)
     assert set(called) == set(cudnn.MASKS.values())
+
+
+@pytest.mark.parametrize("segments", [[1] * 48, [1] * 40 + [0] * 8, [1] * 20 + [2] * 28])
+def test_a_rounded_forward_is_the_forward_rounded(segments, monkeypatch):
+    """For a causal block, one with padding, and packed documents, which the other kernel serves."""
+    monkeypatch.setattr(cudnn, "cudnn_forward", stand_in_forward)
+    q, k, v, _ = (jnp.asarray(x, jnp.bfloat16) for x in inputs("4/1", 48, head_dim=12))
+    coords = TokenCoords(*(np.tile(np.int32(x), (2, 1)) for x in (range(48), segments)))
+    blocks, options = (Queries(q, coords), Keys(k, v, coords)), {"mask": CAUSAL_MASK, "scale": 0.25}
+    kernel = CudnnKernel(others=get_kernel("reference"))
+    rounded, exact = kernel.rounded_forward(*blocks, **options), kernel.forward(*blocks, **options)
+    assert rounded.out.dtype == jnp.bfloat16 and exact.out.dtype == jnp.float32
+    np.testing.assert_array_equal(rounded.out, exact.out.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(rounded.lse, exact.lse)
 
 
 def test_output_with_gives_an_output_of_the_requested_delta():

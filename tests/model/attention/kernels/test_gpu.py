@@ -13,7 +13,15 @@ from model.attention.coords import FULL, MASKED, SKIP, tile_bounds, tile_kind
 from model.attention.kernels import gpu
 from model.attention.kernels.gpu import GpuKernel, _tile_ranges
 
-from .test_tpu import EVERYTHING, MASKS, check_case, check_no_visible_keys, compiled, documents
+from .test_tpu import (
+    EVERYTHING,
+    MASKS,
+    check_case,
+    check_no_visible_keys,
+    check_rounded,
+    compiled,
+    documents,
+)
 
 KERNEL = GpuKernel(interpret=True)
 TABLES = ("HOPPER_TILES", "ANY", "FLOAT32")
@@ -47,6 +55,11 @@ def with_tables(cases):
 )
 def test_kernel_is_exact(tiles, head_dim, mask, layout, kind):
     check_case(head_dim, mask, layout, kind, KERNEL)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["32 bits", "16 bits"])
+def test_a_result_with_nothing_to_merge_has_the_queries_dtype(dtype):
+    check_rounded(KERNEL, dtype)
 
 
 @pytest.mark.slow

@@ -28,7 +28,15 @@ from tests.model.attention.dense import dense_attention
 from tests.model.attention.mosaic_interpreter import KERNEL, compile_once
 from tests.model.attention.test_exactness import check
 
-from .test_tpu import MASKS, SHAPES, check_case, check_no_visible_keys, documents, inputs
+from .test_tpu import (
+    MASKS,
+    SHAPES,
+    check_case,
+    check_no_visible_keys,
+    check_rounded,
+    documents,
+    inputs,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +64,11 @@ def test_kernel_is_exact(head_dim, mask, layout, kind):
 )
 def test_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
     check_case(head_dim, mask, layout, kind, KERNEL)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["32 bits", "16 bits"])
+def test_a_result_with_nothing_to_merge_has_the_queries_dtype(dtype):
+    check_rounded(KERNEL, dtype)
 
 
 def test_queries_that_see_no_key_are_zero():

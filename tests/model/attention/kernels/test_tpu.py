@@ -11,11 +11,20 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from model.attention import BackwardInputs, Keys, Mask, Queries, StackedKeys, TokenCoords
+from model.attention import (
+    AttentionOp,
+    BackwardInputs,
+    Keys,
+    Mask,
+    Queries,
+    StackedKeys,
+    TokenCoords,
+)
 from model.attention.kernels import tpu_options
 from model.attention.kernels.padding import tile_size
 from model.attention.kernels.tpu import TpuKernel
@@ -130,6 +139,27 @@ def check_case(head_dim, mask, layout, kind, kernel=KERNEL):
     order = permutation(length, 2, layout)
     coords = TokenCoords(*(x[:, order] for x in row_documents))
     check(attend(*(x[:, order] for x in arrays), coords, mask, kernel), expected, order)
+
+
+def check_rounded(kernel, dtype):
+    """Compares a single rank's attention, whose output is rounded by the kernel: two documents and
+    padding, which sees no key, in rows of several tiles."""
+    limit = 1e-5 if dtype == jnp.float32 else 5e-3
+    rng, length = np.random.default_rng(0), 256
+    q, k, v = (
+        np.asarray(jnp.asarray(rng.standard_normal((1, length, heads, 80)), dtype))
+        for heads in (2, 1, 1)
+    )
+    index = np.arange(length, dtype=np.int32)[None]
+    segments = np.repeat([1, 2, 0], [90, 150, 16]).astype(np.int32)[None]
+    expected_out, expected_lse, *_ = dense_attention(q, k, v, index, segments, q)
+    coords = TokenCoords(index, segments)
+    op = AttentionOp.create(80, schedule="ring", kernel=kernel, axis="sequence", size=1)
+    out, lse = jax.jit(op.forward)(Queries(q, coords), Keys(k, v, coords))
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    assert np.linalg.norm(out - expected_out) <= limit * np.linalg.norm(expected_out)
+    assert not np.asarray(out)[segments == 0].any()
+    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=limit)
 
 
 EVERYTHING = list(itertools.product(SHAPES, MASKS, ("contiguous", "striped"), ("one", "packed")))
