@@ -263,7 +263,8 @@ class Encoder:
         add_bos = self.add_bos[record.source] if self.add_bos else self.tokenizer.adds_bos
         prompt, spans = record.prompt, self.tokenizer.encode_spans(record.text)
         ids = [self.tokenizer.bos_id if add_bos else None, *spans.ids, self.tokenizer.eos_id]
-        mask = [not prompt, *(not prompt or end > prompt for _, end in spans.offsets), True]
+        trained = (end > prompt for _, end in spans.offsets) if prompt else [True] * len(spans.ids)
+        mask = [not prompt, *trained, True]
         pairs = [
             (token, train) for token, train in zip(ids, mask, strict=True) if token is not None
         ]

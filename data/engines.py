@@ -3,6 +3,7 @@
 import json
 import math
 import string
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -20,8 +21,32 @@ class Spans(NamedTuple):
     """The tokens of a text and their positions."""
 
     ids: list[int]
-    offsets: list[tuple[int, int]]
+    offsets: Sequence[tuple[int, int]]
     """(start, end) of each token, in characters of the text."""
+
+
+class Offsets(Sequence[tuple[int, int]]):
+    """The positions of the tokens of a library's encoding, from token `first` on, less `shift`.
+
+    Each is computed when it is read: a search reads a few, and a list of all would take a third of
+    the time of preparing a conversation.
+    """
+
+    def __init__(self, encoding: Any, first: int, shift: int):
+        self._encoding, self._first, self._shift = encoding, first, shift
+
+    def __len__(self) -> int:
+        return len(self._encoding) - self._first
+
+    def __getitem__(self, token: Any) -> Any:
+        if not 0 <= token < len(self):
+            raise IndexError(token)
+        start, end = self._encoding.token_to_chars(self._first + token)
+        return start - self._shift, end - self._shift
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for start, end in self._encoding.offsets[self._first :]:
+            yield start - self._shift, end - self._shift
 
 
 @dataclass(frozen=True)
@@ -142,12 +167,10 @@ class HuggingFace(Engine):
     def encode(self, text: str, beginning: bool) -> Spans:
         if beginning:
             encoding = _encoded(self._encoder, text, add_special_tokens=False)
-            ids, offsets = encoding.ids, encoding.offsets
+            ids, offsets = encoding.ids, Offsets(encoding, 0, 0)
         else:
             encoding = _encoded(self._encoder, GUARD + text, add_special_tokens=False)
-            shift = len(GUARD)
-            ids = encoding.ids[1:]
-            offsets = [(start - shift, end - shift) for start, end in encoding.offsets[1:]]
+            ids, offsets = encoding.ids[1:], Offsets(encoding, 1, len(GUARD))
         if self._original_ids:
             ids = [self._original_ids.get(token, token) for token in ids]
         _check_no_forbidden(ids, self._forbidden)
