@@ -400,7 +400,7 @@ def test_a_slow_store_delays_no_step(tmp_path, assets):
     with slow_store(tmp_path / "run", 0.02) as waits, CheckpointStore(tmp_path / "run") as saving:
         for step in (1, 2):
             saving.save(step, model={"a": jnp.ones(4)}, assets=assets, data={"step": step})
-    assert waits.main() == []
+    assert waits.main() == [] and saving.save_seconds >= 0.02
     assert sum("assets" in call or "data.json" in call for call in waits.others()) >= 6
 
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from model.attention import (
     AttentionOp,
+    BackwardInputs,
     Keys,
     Mask,
     Queries,
@@ -21,7 +22,7 @@ from model.attention import (
     get_kernel,
 )
 from model.attention.kernels import KERNELS, ReferenceKernel
-from model.attention.schedules import Attention2D, Ring, plan
+from model.attention.schedules import Attention2D, Context, Payload, Ranks, Ring, plan
 from model.attention.schedules.attention2d import fewest_bytes
 from model.memory.remat import scan_layers
 from tests.model.attention.cases import SCHEDULES, mesh_of
@@ -284,3 +285,39 @@ def test_save_attention_never_recomputes_attention(schedule):
     assert work("save_attention") == work("everything")
     recomputed = work("nothing")
     assert recomputed["exp"] > work("everything")["exp"]
+
+
+@pytest.mark.parametrize("window", [None, 8], ids=["no window", "a window of one shard"])
+def test_arrays_that_ride_along_reach_every_rank(window):
+    """Also where a window lets the ring skip ranks; by hand: rank r contributes r and 10 r + p."""
+    size, mask = 4, Mask(window=window)
+    context = Context(Ranks("sequence", size), mask, 1.0)
+    schedule, kernel = Ring(ordered=True), ReferenceKernel()
+    coords = TokenCoords(jnp.arange(32, dtype=jnp.int32)[None], jnp.ones((1, 32), jnp.int32))
+    x = jax.random.normal(jax.random.key(0), (1, 32, 1, DIM))
+
+    def run(x, coords, shard, shares):
+        queries, keys = Queries(x, coords), Keys(x, x, coords)
+        alone = schedule.forward(kernel, queries, keys, context)
+        partial, gathered = schedule.forward_and_gather(kernel, queries, keys, shard, context)
+        saved = BackwardInputs(x, alone.lse, jnp.zeros_like(alone.lse))
+        payload = Payload(shard, shares)
+        _, regathered, total = schedule.backward_and_exchange(
+            kernel, queries, keys, saved, payload, context
+        )
+        return jnp.abs(partial.out - alone.out).max()[None], gathered, regathered, total[None]
+
+    tokens, ranks = PartitionSpec(None, "sequence"), PartitionSpec("sequence")
+    run = jax.shard_map(
+        run,
+        mesh=mesh_of(size),
+        in_specs=(tokens, tokens, ranks, ranks),
+        out_specs=ranks,
+        check_vma=False,
+    )
+    shard, shares = jnp.arange(4.0), (10 * jnp.arange(4.0)[:, None] + jnp.arange(4.0)).reshape(-1)
+    difference, gathered, regathered, total = jax.jit(run)(x, coords, shard, shares)
+    assert difference.max() < 1e-6
+    for got in (gathered, regathered):
+        np.testing.assert_array_equal(np.reshape(got, (size, size)), np.tile(np.arange(4), (4, 1)))
+    np.testing.assert_array_equal(total, 60 + 4 * np.arange(4))
