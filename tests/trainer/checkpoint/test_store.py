@@ -134,6 +134,7 @@ def test_donated_while_saving(tmp_path, assets):
     jax.block_until_ready(model)
     store.wait()
     restored = restore_model(tmp_path / "run")
+    assert all(type(array) is np.ndarray for array in restored.values())
     assert same_bits({k: restored[k] for k in values()}, values())
     np.testing.assert_array_equal(restored["big"], np.arange(2**22, dtype=np.float32))
 
@@ -402,6 +403,19 @@ def test_a_slow_store_delays_no_step(tmp_path, assets):
             saving.save(step, model={"a": jnp.ones(4)}, assets=assets, data={"step": step})
     assert waits.main() == [] and saving.save_seconds >= 0.02
     assert sum("assets" in call or "data.json" in call for call in waits.others()) >= 6
+
+
+def test_a_wait_for_a_save_ends_with_it_or_after_the_given_seconds(tmp_path, assets):
+    written = threading.Event()
+    with CheckpointStore(tmp_path / "run") as store:
+        store.before = lambda: written.wait(60)
+        store.wait_at_most(60)
+        store.save(1, model={"a": jnp.ones(4)}, assets=assets)
+        store.wait_at_most(0.01)
+        assert store.steps() == []
+        threading.Timer(0.2, written.set).start()
+        store.wait_at_most(60)
+        assert store.steps() == [1]
 
 
 def test_a_failed_save_is_reported(tmp_path, assets, monkeypatch):
