@@ -301,11 +301,15 @@ def test_arrays_that_ride_along_reach_every_rank(window):
         alone = schedule.forward(kernel, queries, keys, context)
         partial, gathered = schedule.forward_and_gather(kernel, queries, keys, shard, context)
         saved = BackwardInputs(x, alone.lse, jnp.zeros_like(alone.lse))
-        payload = Payload(shard, shares)
         _, regathered, total = schedule.backward_and_exchange(
-            kernel, queries, keys, saved, payload, context
+            kernel, queries, keys, saved, Payload(shard, shares), context
         )
-        return jnp.abs(partial.out - alone.out).max()[None], gathered, regathered, total[None]
+        _, nothing, same_total = schedule.backward_and_exchange(
+            kernel, queries, keys, saved, Payload(None, shares), context
+        )
+        assert nothing is None
+        difference = jnp.abs(partial.out - alone.out).max() + jnp.abs(total - same_total)
+        return difference[None], gathered, regathered, total[None]
 
     tokens, ranks = PartitionSpec(None, "sequence"), PartitionSpec("sequence")
     run = jax.shard_map(
