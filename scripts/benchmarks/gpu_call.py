@@ -54,6 +54,12 @@ class Row(NamedTuple):
 
 _STEP, _KERNEL = "--model tiny --lengths 128 --dtype float32", "--lengths 64 --heads 2 --kv-heads 2"
 STEPS = (
+    Row(
+        "exactness_one_rank",
+        40,
+        "kernel_exactness --kernels auto --dtypes bfloat16 --long 32768",
+        "--kernels xla --long 1024",
+    ),
     Row("8b_32k_profile", 45, f"profile_step {EIGHT_B} --length 32K", "--model tiny --length 128"),
     Row("1b_32k", 60, f"{ONE_B} --lengths 32768", _STEP),
     Row("1b_8k", 60, f"{ONE_B} --lengths 8192", _STEP),

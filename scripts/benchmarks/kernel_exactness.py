@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -284,7 +285,8 @@ class LongRow(NamedTuple):
 
 
 def run_long(kernel_name: str, dtype: str, length: int) -> LongRow:
-    """Runs both passes of a kernel on `length` random tokens with a window of LONG_WINDOW."""
+    """Runs both passes of a kernel, as a model on one rank calls them, on `length` random tokens
+    with a window of LONG_WINDOW."""
     kernel, options = (
         kernel_of(kernel_name),
         {"mask": Mask(window=LONG_WINDOW), "scale": LONG_HEAD_DIM**-0.5},
@@ -300,10 +302,10 @@ def run_long(kernel_name: str, dtype: str, length: int) -> LongRow:
         jnp.arange(length, dtype=jnp.int32)[None], jnp.ones((1, length), jnp.int32)
     )
     blocks = Queries(q, coords), Keys(k, v, coords)
-    out, lse = jax.jit(functools.partial(kernel.forward, **options))(*blocks)
-    delta = jax.jit(lambda out, dout: (out * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2))(
-        out, dout
-    )
+    out, lse = jax.jit(functools.partial(kernel.rounded_forward, **options))(*blocks)
+    delta = jax.jit(
+        lambda *pair: math.prod(x.astype(jnp.float32) for x in pair).sum(-1).swapaxes(1, 2)
+    )(out, dout)
     gradients = jax.jit(functools.partial(kernel.backward, **options))(
         *blocks, BackwardInputs(dout, lse, delta)
     )

@@ -20,6 +20,7 @@ import functools
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -282,7 +283,7 @@ class Outcomes:
     def record(self) -> None:
         """Writes the outcomes to docs/results/mutants.json."""
         rows = {
-            file.replace("/", "_").removesuffix(".py"): row(
+            re.sub("[/ ]", "_", file.removesuffix(".py")): row(
                 f"faults in {file}: killed", f"{killed} of {count}", "90%", killed >= GOAL * count
             )
             for file, (killed, count) in {"all files": self.total, **self.by_file}.items()

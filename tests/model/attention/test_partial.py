@@ -5,8 +5,17 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from model.attention import AttentionPartial, merge
-from model.attention.partial import with_sinks
+from model.attention import (
+    AttentionOp,
+    AttentionPartial,
+    Keys,
+    Mask,
+    Queries,
+    TokenCoords,
+    get_kernel,
+    merge,
+    with_sinks,
+)
 
 from .cases import empty
 
@@ -72,3 +81,17 @@ def test_a_sink_is_an_extra_key_with_value_zero():
     expected = np.log(totals + np.exp(sinks)[:, None])
     np.testing.assert_allclose(got.lse[:, :, :3], expected[:, :, :3], rtol=1e-5)
     assert np.isneginf(got.lse[:, :, 3]).all() and (np.asarray(got.out)[:, 3] == 0).all()
+
+
+def test_sinks_scale_the_output_before_it_is_rounded():
+    """In bfloat16, so that rounding twice would show."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 32, 2, 16)), jnp.bfloat16) for _ in range(3))
+    sinks, kernel = jnp.asarray([0.5, 1.5]), get_kernel("reference")
+    coords = TokenCoords(jnp.arange(32, dtype=jnp.int32)[None], jnp.ones((1, 32), jnp.int32))
+    blocks = Queries(q, coords), Keys(k, v, coords)
+    op = AttentionOp.create(16, schedule="ring", kernel=kernel, axis="sequence", size=1)
+    exact = with_sinks(kernel.forward(*blocks, mask=Mask(), scale=0.25), sinks)
+    out, lse = op.forward(*blocks, sinks)
+    np.testing.assert_array_equal(out, exact.out.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(lse, exact.lse)

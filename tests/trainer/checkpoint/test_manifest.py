@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from data.errors import UserError
 from trainer.checkpoint import manifest as module
 from trainer.checkpoint.commit import Files
 from trainer.checkpoint.manifest import (
@@ -43,6 +44,25 @@ def test_it_lists_every_file_with_size_and_digest(folder):
     assert "shapes" not in json.loads(manifest([], {}))
     (folder / "a note").write_text("beside the checkpoint")
     verify(folder)
+
+
+def test_a_link_out_of_the_folder_is_refused(folder, tmp_path_factory):
+    (folder / "elsewhere").symlink_to(tmp_path_factory.mktemp("other"))
+    with pytest.raises(UserError, match="elsewhere"):
+        verify(folder)
+
+
+def test_a_file_missing_in_a_bucket_is_named_without_reading_any(s3, monkeypatch):
+    folder = "s3://bucket/checkpoint"
+    files, records = Files(folder), {name: {"size": 2, "sha256": ""} for name in CONTENTS}
+    for name, content in CONTENTS.items():
+        files.write(name, content)
+    files.write(MANIFEST, manifest(["model"], records))
+    monkeypatch.setattr(Files, "record", None)
+    assert len(verify(folder, digests=False)["files"]) == len(CONTENTS)
+    files.write(MANIFEST, manifest(["model"], {**records, "model/c": records["z"]}))
+    with pytest.raises(DamagedError, match="model/c is missing"):
+        verify(folder, digests=False)
 
 
 def test_fingerprints_distinguish_contents(folder):

@@ -331,6 +331,15 @@ def test_another_model_or_optimizer_is_named(run):
     assert "bfloat16" in message({**model, "norm.weight": jnp.zeros(5, jnp.bfloat16)})
     assert "optimizer state" in message(model, optax.sgd(0.1, momentum=0.9).init(model))
 
+    shardings = {name: array.sharding for name, array in model.items()}
+    with pytest.raises(ValueError, match="parameter extra is not in the checkpoint"):
+        restore_model(path, {**shardings, "extra": shardings["norm.weight"]})
+    del shardings["norm.weight"]
+    with pytest.raises(
+        ValueError, match=r"parameter norm\.weight is in the checkpoint, but not in"
+    ):
+        restore_model(path, shardings)
+
 
 def test_a_checkpoint_in_a_bucket_comes_back_bitwise(s3, assets):
     """Orbax cannot read there."""
