@@ -28,8 +28,8 @@ class Spans(NamedTuple):
 class Offsets(Sequence[tuple[int, int]]):
     """The positions of the tokens of a library's encoding, from token `first` on, less `shift`.
 
-    Each is computed when it is read, because a search reads a few, and a list of all makes a tuple
-    for every token of every text.
+    An element is (start, end) in characters. Each is computed when it is read, because a search
+    reads a few, and a list of all makes a tuple for every token of every text.
     """
 
     def __init__(self, encoding: Any, first: int, shift: int):

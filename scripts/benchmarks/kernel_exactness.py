@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -304,7 +303,7 @@ def run_long(kernel_name: str, dtype: str, length: int) -> LongRow:
     blocks = Queries(q, coords), Keys(k, v, coords)
     out, lse = jax.jit(functools.partial(kernel.rounded_forward, **options))(*blocks)
     delta = jax.jit(
-        lambda *pair: math.prod(x.astype(jnp.float32) for x in pair).sum(-1).swapaxes(1, 2)
+        lambda *pair: jnp.multiply(*(x.astype(jnp.float32) for x in pair)).sum(-1).swapaxes(1, 2)
     )(out, dout)
     gradients = jax.jit(functools.partial(kernel.backward, **options))(
         *blocks, BackwardInputs(dout, lse, delta)

@@ -209,5 +209,5 @@ def _kernel(
         lse_ref[row, head, number] = jnp.where(
             total == 0, -jnp.inf, highest * (1 / LOG2E) + jnp.log(nonzero)
         )
-        if rounded:
+        if rounded:  # the copy has overlapped with storing lse
             plgpu.wait_smem_to_gmem(0)

@@ -16,6 +16,7 @@ from model.attention import (
     merge,
     with_sinks,
 )
+from model.attention.kernels import ReferenceKernel
 
 from .cases import empty
 
@@ -81,6 +82,25 @@ def test_a_sink_is_an_extra_key_with_value_zero():
     expected = np.log(totals + np.exp(sinks)[:, None])
     np.testing.assert_allclose(got.lse[:, :, :3], expected[:, :, :3], rtol=1e-5)
     assert np.isneginf(got.lse[:, :, 3]).all() and (np.asarray(got.out)[:, 3] == 0).all()
+
+
+class RoundedOnly(ReferenceKernel):
+    """A kernel that cannot return its output in float32."""
+
+    def forward(self, queries, keys, **options):
+        raise AssertionError("called for an output in float32")
+
+    def rounded_forward(self, queries, keys, **options):
+        partial = super().forward(queries, keys, **options)
+        return AttentionPartial(partial.out.astype(queries.q.dtype), partial.lse)
+
+
+def test_the_kernel_rounds_where_there_is_one_rank_and_no_sink():
+    x = jnp.ones((1, 8, 1, 4), jnp.bfloat16)
+    coords = TokenCoords(jnp.arange(8, dtype=jnp.int32)[None], jnp.ones((1, 8), jnp.int32))
+    op = AttentionOp.create(4, schedule="ring", kernel=RoundedOnly(), axis="sequence", size=1)
+    out, _ = op.forward(Queries(x, coords), Keys(x, x, coords))
+    assert out.dtype == jnp.bfloat16 and (out == 1).all()
 
 
 def test_sinks_scale_the_output_before_it_is_rounded():

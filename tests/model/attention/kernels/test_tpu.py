@@ -155,7 +155,10 @@ def check_rounded(kernel, dtype):
     expected_out, expected_lse, *_ = dense_attention(q, k, v, index, segments, q)
     coords = TokenCoords(index, segments)
     op = AttentionOp.create(80, schedule="ring", kernel=kernel, axis="sequence", size=1)
-    out, lse = jax.jit(op.forward)(Queries(q, coords), Keys(k, v, coords))
+    blocks = Queries(q, coords), Keys(k, v, coords)
+    rounded = jax.eval_shape(lambda: kernel.rounded_forward(*blocks, mask=Mask(), scale=1.0))
+    assert rounded.out.dtype == dtype
+    out, lse = jax.jit(op.forward)(*blocks)
     assert out.dtype == dtype and lse.dtype == jnp.float32
     assert np.linalg.norm(out - expected_out) <= limit * np.linalg.norm(expected_out)
     assert not np.asarray(out)[segments == 0].any()
