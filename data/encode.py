@@ -275,8 +275,6 @@ class Encoder:
 def shared_tokens(*documents: TokenDocument) -> int:
     """Returns how many tokens two documents share at the beginning of their prompts, without the
     prompt's last token: each completion's first token is predicted from a separate copy.
-
-
     """
     prompt = min(int(document.loss_mask.argmax()) for document in documents) - 1
     first, second = (document.tokens[: max(prompt, 0)] for document in documents)

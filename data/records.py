@@ -111,8 +111,6 @@ class _MalformedJson(Exception):
     def is_cut_off(self, text: str) -> bool:
         """Returns whether the value is malformed only because the text ends within it: within a
         string, or at most an escape or a word such as `false` after the problem's offset.
-
-
         """
         longest_word = len("-Infinity")
         return self.problem.startswith("Unterminated string") or (

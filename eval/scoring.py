@@ -43,8 +43,6 @@ ENOUGH = 100  # fewest cases for calling a score above chance
 class Score:
     """The accuracy over one source's cases of equal line count, all within or all beyond the
     trained length.
-
-
     """
 
     source: str

@@ -99,8 +99,6 @@ def _mask(config: RunConfig, model_config: TransformerConfig) -> Mask:
 def run_notes(config: RunConfig, model_config: TransformerConfig) -> list[str]:
     """Returns lines on what the run's mesh, schedule and layout cost this model beyond its sizes:
     padded heads, replicated computation, and unused savings of a sliding window.
-
-
     """
     adapted = model_config.with_adapter(config.adapter)
     return [

@@ -28,8 +28,6 @@ from .streaming import in_host_memory
 def learning_rate(config: OptimizerConfig, steps: int, step: Int[Array, ""]) -> Float[Array, ""]:
     """Returns the learning rate of step `step` (from 0) of `steps`: a linear warm-up that does not
     begin at 0, then the schedule's decay.
-
-
     """
     rising = config.first_steps(steps)
     warmup = jnp.minimum((step + 1) / max(rising, 1), 1.0)

@@ -125,8 +125,6 @@ def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str
 def check_vocabulary(source: AdaptedSource, rows: int) -> None:
     """Refuses templates that would add vocabulary rows to the `rows` of an adapter's checkpoint,
     whose trained or drawn rows would not fit the larger vocabulary.
-
-
     """
     if isinstance(source.adapter, CheckpointAdapter) and source.config.vocab_size > rows:
         raise UserError(

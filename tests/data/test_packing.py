@@ -69,3 +69,8 @@ def test_weights_equal_the_average_number_of_visits():
         pieces = plan([10] * 120, 40, 7, epoch, weights).pieces
         visits += np.bincount(pieces[:, 0], minlength=120)
     assert np.allclose(visits.reshape(40, 3).mean(0) / 200, [0.5, 1.0, 2.25], atol=0.03)
+
+
+def test_a_row_holds_at_least_one_token():
+    with pytest.raises(ValueError, match="context_length 0 must be at least 1"):
+        plan([1, 2], 0, 0, 0)

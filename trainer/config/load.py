@@ -249,8 +249,6 @@ def _with_value(section: Any, names: list[str], value: Any) -> Any:
 def _begun(config: RunConfig) -> dict[str, Any]:
     """The configuration in a run's folder, or its first stage's; empty if unreadable, for which
     opening the run reports the reason.
-
-
     """
     names = ("stages/1/config.yaml", "config.yaml")
     if config.in_bucket:

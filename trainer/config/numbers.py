@@ -26,8 +26,6 @@ BELOW = {
 def refusal(config: Any) -> str | None:
     """Returns an error about the first number the devices cannot represent, with what would work;
     None if all can.
-
-
     """
     for field, number in _numbers(config, ""):
         needs = (

@@ -88,8 +88,6 @@ def meet(
 def bind_address(address: str) -> str:
     """Returns the HOST:PORT for JAX's coordinator to listen on: the named interface, or all
     interfaces if the name belongs to none of this machine's, as behind a load balancer.
-
-
     """
     host, port = _split(address)
     family, ip = _own_interface(host, port) or (socket.AF_INET6, "::")

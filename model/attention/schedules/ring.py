@@ -1,5 +1,5 @@
-"""Ring Attention (Algorithm 1) and Striped Attention: K and V of every rank go round the ring, P -
-1 hops in P rounds.
+"""Ring Attention (Algorithm 1) and Striped Attention: K and V of every rank go round the ring, in P
+rounds and P - 1 hops.
 
 Both papers have one algorithm (Striped Attention, Algorithm 1, with N devices). In round i, device
 j
@@ -7,12 +7,12 @@ j
 1. lets k = (j - i) mod N, the owner of the block of keys it currently has,
 2. takes GetMask(j, k), here `coords.visible` of the coordinates sent with the block,
 3. accumulates attention of its queries over that block (AccumulateAttentionFragment, here
-`kernel.extend`), and
+   `kernel.extend`), and
 4. sends the block to device j + 1 and receives the next one from device j - 1 (`ring_pass.py`,
-which overlaps it with 3).
+   which overlaps it with 3).
 
 Ring Attention and Striped Attention differ only in GetMask, since devices hold different tokens:
-  the layout `contiguous` gives the former, `striped` the latter.
+the layout `contiguous` gives the former, `striped` the latter.
 
 Traffic: each rank receives 2 T Hkv D numbers and 2 T coordinates per hop. The backward sends the
 same, plus dK and dV in float32 one hop behind, with one more hop to return home. Other arrays can
@@ -262,15 +262,14 @@ class Ring(Schedule):
 
 
 def _ring_pass(routes: _Routes, local: StackedKeys, visit, payload: Payload):
-    """The ring pass of this rank's block `own`; if other arrays ride along, the routes visit all
-    ranks.
+    """The ring pass of this rank's block; if other arrays ride along, the routes visit all ranks.
 
     Args:
       visit: as in `ring_pass`.
 
     Returns:
-      The last carry; what all ranks contributed for `own`; the shards of all ranks [P, ...]; the
-      sum of this rank's shares.
+      The last carry; what all ranks contributed for this block; the shards of all ranks [P, ...];
+      the sum of this rank's shares.
     """
     shard, shares = payload
     if shard is None and shares is None:

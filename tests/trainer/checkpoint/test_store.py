@@ -179,6 +179,22 @@ def test_a_damaged_moment_is_found_when_it_is_restored(run):
     assert restore_model(newest)
 
 
+def test_restore_compares_no_file_that_its_caller_has_compared(run, read):
+    newest, model = run / "checkpoints/20", placed((1, 2), values())
+    restore(newest, abstract(model), abstract(TX.init(model)), verified=True)
+    assert not read
+    restore(newest, abstract(model), abstract(TX.init(model)))
+    assert any(path.is_relative_to(newest / "optimizer") for path in read)
+
+
+def test_best_is_the_step_that_the_newest_checkpoint_names(run, assets):
+    with pytest.raises(ForeignError, match="best: this run has no best checkpoint"):
+        find_checkpoint(run / "best")
+    with CheckpointStore(run) as store:
+        store.save(30, model=placed((1, 2), values()), data={"best": {"step": 10}}, assets=assets)
+    assert find_checkpoint(run / "best") == run / "checkpoints/10"
+
+
 def test_every_file_and_folder_of_a_checkpoint_is_durable_before_it_counts(
     tmp_path, assets, monkeypatch
 ):
