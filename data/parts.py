@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,8 +124,12 @@ def _scan(job: Job, engine: Engine, work: str) -> list[Unit]:
     return [job.whole(unit.source) if unit.source in whole else unit for unit in units]
 
 
-def _digests(work: str, unit: Unit) -> Iterator[tuple[tuple[int, bytes], int]]:
-    """Yields ((source, hash), first file) for each conversation of a unit."""
+def _digests(work: str, unit: Unit) -> Iterator[tuple[tuple[int, int], tuple[int, bytes]]]:
+    """Yields ((source, first byte), (first file, hashes)) for the conversations of a unit, by the
+    first byte of their hashes.
+
+    One value for many hashes: Dask takes about two kilobytes for each value that it groups.
+    """
     job, seen = _load_job(work), set[bytes]()
     reader = job.reader(unit, seen)
     try:
@@ -138,21 +142,32 @@ def _digests(work: str, unit: Unit) -> Iterator[tuple[tuple[int, bytes], int]]:
     if reader.has_tree_rows:
         write_bytes(f"{work}/trees/{unit.source}", b"")
     write_bytes(f"{work}/read/{unit.name}", str(len(seen)).encode())
-    yield from (((unit.source, digest), unit.first) for digest in sorted(seen))
+    for first_byte, digests in groupby(sorted(seen), key=lambda digest: digest[0]):
+        yield (unit.source, first_byte), (unit.first, b"".join(digests))
 
 
 def _later_units(
-    group: tuple[tuple[int, bytes], Sequence[int]],
+    group: tuple[tuple[int, int], Sequence[tuple[int, bytes]]],
 ) -> Iterator[tuple[tuple[int, int], bytes]]:
-    """Yields ((source, first file), hash) for each unit with a conversation but the first."""
-    (source, digest), firsts = group
-    for first in sorted(set(firsts))[1:]:
-        yield (source, first), digest
+    """Yields ((source, first file), hashes) for each unit, of its conversations in earlier units;
+    the hashes are in order."""
+    (source, _), values = group
+    units, hashes = zip(*sorted(set(values)), strict=True)
+    digests = np.frombuffer(b"".join(hashes), ">u8").reshape(-1, _DIGEST // 8)
+    firsts = np.repeat(units, [len(each) // _DIGEST for each in hashes])
+    order = np.lexsort(digests.T[::-1])  # stable: equal hashes remain in the order of their units
+    digests, firsts = digests[order], firsts[order]
+    repeats = 1 + np.flatnonzero((digests[1:] == digests[:-1]).all(1))
+    repeats = repeats[np.argsort(firsts[repeats], kind="stable")]
+    later, starts = np.unique(firsts[repeats], return_index=True)
+    # Of no repeats, split makes one empty part.
+    for first, of_unit in zip(later, np.split(repeats, starts[1:]), strict=False):
+        yield (source, int(first)), digests[of_unit].tobytes()
 
 
 def _write_seen(work: str, group: tuple[tuple[int, int], Sequence[bytes]]) -> tuple[()]:
-    (source, first), digests = group
-    write_bytes(f"{work}/seen/{source}-{first}", b"".join(sorted(set(digests))))
+    (source, first), hashes = group
+    write_bytes(f"{work}/seen/{source}-{first}", b"".join(sorted(set(hashes))))
     return ()
 
 
