@@ -128,7 +128,7 @@ def _digests(work: str, unit: Unit) -> Iterator[tuple[tuple[int, int], tuple[int
     """Yields ((source, first byte), (first file, hashes)) for the conversations of a unit, by the
     first byte of their hashes.
 
-    One value for many hashes: Dask takes about two kilobytes for each value that it groups.
+    One value for many hashes: Dask takes about a kilobyte for each value that it groups.
     """
     job, seen = _load_job(work), set[bytes]()
     reader = job.reader(unit, seen)

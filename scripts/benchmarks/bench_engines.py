@@ -46,9 +46,10 @@ POOL_WORDS = 1 << 21
 LONGEST_TURN = 1 << 16  # characters
 REPEAT_EVERY = 50  # conversations
 CONTEXT_LENGTH = 8192  # tokens
-# Goals, set before anything was measured: the largest relative error of the scale-up rule, and the
-# size of the largest data set that each engine has prepared.
+# Goals, set before anything was measured: the largest relative error of the scale-up rule, "flat"
+# peak memory, and the size of the largest data set that each engine has prepared.
 LARGEST_RULE_ERROR = 0.2
+MOST_GROWTH = 1.1  # of peak memory, from the smallest to the largest data set
 SIZE_GOALS = {"processes": 10**10, "beam": 10**9}
 RESULTS_FILE = "engines.json"
 
@@ -208,6 +209,7 @@ def result_rows(rows: list[dict]) -> dict[str, dict[str, str]]:
                 abs(error) <= LARGEST_RULE_ERROR,
             )
     for engine, goal in SIZE_GOALS.items():
+        result.update(_memory_growth(rows, engine))
         largest = max((r["bytes"] for r in rows if r["engine"] == engine), default=0)
         result[f"{engine}_largest"] = row(
             f"preparing data with {engine}: largest data set",
@@ -228,6 +230,28 @@ def _described(measured: dict) -> str:
         f"{speed:.3g} MB/s a core ({cpu_speed:.3g} a CPU second), {measured['seconds']:,.0f} s; "
         f"peak {measured['peak_mib']:,.0f} MiB" + (f", workers {workers}" if workers else "")
     )
+
+
+def _memory_growth(rows: list[dict], engine: str) -> dict[str, dict[str, str]]:
+    """Returns the row that compares an engine's peak memory on its smallest and largest data set,
+    on as many cores as it had; {} if it had only one data set there."""
+    cores = max((r["cores"] for r in rows if r["engine"] == engine), default=0)
+    measured = sorted((r for r in rows if _is(r, engine, cores)), key=lambda r: r["bytes"])
+    if len(measured) < 2:
+        return {}
+    small, large = measured[0], measured[-1]
+    peaks = [(r["peak_mib"], max(r["worker_peak_mib"], default=0.0)) for r in (small, large)]
+    return {
+        f"{engine}_memory": row(
+            f"preparing {small['bytes'] / 1e9:g} and {large['bytes'] / 1e9:g} GB with {engine} on "
+            f"{cores} cores: peak MiB of the command; of the largest worker",
+            "; ".join(
+                f"{before:,.0f} -> {after:,.0f}" for before, after in zip(*peaks, strict=True)
+            ),
+            f"at most {MOST_GROWTH - 1:.0%} more",
+            all(after <= MOST_GROWTH * before for before, after in zip(*peaks, strict=True)),
+        )
+    }
 
 
 def _same_files(rows: list[dict]) -> dict[str, str]:

@@ -47,6 +47,20 @@ def test_the_rule_has_a_fixed_time_and_a_constant_speed_per_core():
     assert made["same"]["verdict"] == "short" and "beam_1_100mb_rule" not in made
 
 
+def test_peak_memory_of_the_command_and_of_its_workers_is_compared_between_sizes():
+    rows = [
+        _row("beam", 2, 10**8, 15.0),
+        _row("beam", 2, 10**9, 99.0),
+        _row("beam", 1, 10**9, 99.0),
+    ]
+    rows[0]["worker_peak_mib"], rows[1]["worker_peak_mib"] = [200.0, 180.0], [150.0, 219.0]
+    assert result_rows(rows)["beam_memory"]["verdict"] == "held"
+    rows[1]["peak_mib"] = 331.0
+    row = result_rows(rows)["beam_memory"]
+    assert row["verdict"] == "short" and row["found"] == "300 -> 331; 200 -> 219"
+    assert "beam_memory" not in result_rows(rows[1:])
+
+
 def test_a_row_is_measured_in_a_separate_process(tmp_path, capsys):
     words = ["--rows=processes:1", "--gigabytes=0.0002", f"--scratch={tmp_path}"]
     assert main([*words, f"--output={tmp_path / 'out'}"]) == 0
