@@ -115,9 +115,8 @@ def _fetch(url: str, part: Path, on_progress: Callable[[int, int | None], object
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and has:
             match = _CONTENT_RANGE.fullmatch(error.headers.get("Content-Range", ""))
-            if (
-                match and int(match.group(2)) == has
-            ):  # all bytes had arrived before the last interruption
+            # All bytes had arrived before the last interruption.
+            if match and int(match.group(2)) == has:
                 return
             part.unlink()
             raise _Interrupted("the file has become shorter on the server") from None

@@ -274,9 +274,8 @@ class Sentencepiece(Engine):
             if token_id in control_ids and piece.type == self._types.USER_DEFINED:
                 piece.type = self._types.UNUSED  # never matched; ids stay the same
             elif token_id not in control_ids and piece.type == self._types.CONTROL:
-                piece.type = (
-                    self._types.USER_DEFINED
-                )  # in Tokenizer.text_tokens: matched wherever it is typed
+                # In Tokenizer.text_tokens: matched wherever it is typed.
+                piece.type = self._types.USER_DEFINED
         self._encoder = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
         self._forbidden = control_ids - {self._full.unk_id()}
 
@@ -285,10 +284,11 @@ class Sentencepiece(Engine):
         # separately.
         del beginning
         pieces = self._encoder.encode(text, out_type="proto").pieces
+        # From the library's offsets in bytes of UTF-8 to offsets in characters.
         characters, size = (
             {0: 0},
             0,
-        )  # from the library's offsets in bytes of UTF-8 to offsets in characters
+        )
         for count, character in enumerate(text, 1):
             size += len(character.encode())
             characters[size] = count
@@ -343,9 +343,8 @@ def _hide_control_tokens(model: dict, control_ids: set[int]) -> None:
             model["merges"] = [
                 list(pair) for pair in pairs if not ({*pair, "".join(pair)} & hidden.keys())
             ]
-    elif isinstance(
-        vocabulary, list
-    ):  # a unigram model: [[piece, score], ...], in the order of the ids
+    elif isinstance(vocabulary, list):
+        # A unigram model: [[piece, score], ...], in the order of the ids.
         for token_id in control_ids:
             if token_id < len(vocabulary):
                 vocabulary[token_id] = [_hidden_name(token_id), vocabulary[token_id][1]]

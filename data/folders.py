@@ -23,9 +23,8 @@ _LOCK = "lock"
 _UNFINISHED = re.compile(r"\.(trajectories-)?[0-9a-f]{20}-\w+")
 _SCRATCH = "longstripe-scratch-"  # prefix of temporary folders' names
 _ABANDONED_SECONDS = 7 * 24 * 3600  # after which one without a lock is removed
-HASHED_AT_START = (
-    1 << 24
-)  # bytes; array_record has checksums, which are verified when a record is read
+# Bytes; array_record has checksums, which are verified when a record is read.
+HASHED_AT_START = 1 << 24
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

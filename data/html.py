@@ -36,9 +36,8 @@ def to_markdown(text: str) -> str:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # the parser warns programmers: "looks like XML", "looks like a URL"
+            # The parser warns programmers: "looks like XML", "looks like a URL".
+            warnings.simplefilter("ignore")
             markdown = _converter().convert(text)
     except (RecursionError, AssertionError, ValueError) as error:
         raise ValueError(f"HTML that cannot be read ({type(error).__name__})") from None

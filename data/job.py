@@ -29,9 +29,8 @@ from data.tokenizer import Tokenizer
 
 # Change with every change to the documents, so that existing folders are not reused.
 RULES = "prepare-11"
-WORTH_PROCESSES = (
-    1 << 23
-)  # bytes of a source above which several processes, slow to start, encode it
+# Bytes of a source above which several processes, slow to start, encode it.
+WORTH_PROCESSES = 1 << 23
 
 HASHED_AT_A_TIME = 8  # files
 

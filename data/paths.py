@@ -87,15 +87,13 @@ def _open_file_system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSys
       UserError: an access to a remote store within the context fails; the stores' libraries raise
         their own types for missing credentials or an unreachable network.
     """
-    if not is_remote(
-        path
-    ):  # not through url_to_fs, which would take :: for a chain of file systems
+    # Not through url_to_fs, which would take :: for a chain of file systems.
+    if not is_remote(path):
         yield fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
         return
     protocol = str(path).split("://", 1)[0]
-    if (
-        protocol not in STORES
-    ):  # fsspec has others, such as github:// and data:, which are not stores
+    # fsspec has others, such as github:// and data:, which are not stores.
+    if protocol not in STORES:
         raise UserError(f"{path}: {protocol}:// is not a supported store; {', '.join(STORES)} are")
     try:
         store = fsspec.get_filesystem_class(protocol)  # not through url_to_fs, as above

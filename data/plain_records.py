@@ -120,9 +120,8 @@ def _is_int32(array: np.ndarray, allow_bool: bool = False) -> bool:
     """Returns whether an array holds at least one number, and only 32-bit integers."""
     if array.ndim != 1 or not len(array) or array.dtype.kind not in ("iub" if allow_bool else "iu"):
         return False
-    return (
-        array.min() >= -(2**31) and array.max() < 2**31
-    )  # not abs(), whose value for the lowest int64 is negative
+    # Not abs(), whose value for the lowest int64 is negative.
+    return array.min() >= -(2**31) and array.max() < 2**31
 
 
 def _record_id(raw: object, content: bytes) -> str:

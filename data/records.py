@@ -277,9 +277,8 @@ def _decode(text: str, offset: int) -> tuple[object, int]:
         return _DECODER.raw_decode(text, offset)
     except json.JSONDecodeError:
         raise
-    except (
-        ValueError
-    ):  # an integer that is too long; reads the record again, without integers, to find its end
+    except ValueError:
+        # An integer that is too long; reads the record again, without integers, to find its end.
         _, end = _WITHOUT_INTEGERS.raw_decode(text, offset)
         return _LongNumber(), end
 
@@ -304,9 +303,8 @@ def _read_value(window: _Window, advance: bool = True) -> object:
             malformed = _MalformedJson(error.msg, error.pos)
         except RecursionError:
             malformed = _MalformedJson("nested too deeply", window.offset)
-        if malformed and not malformed.is_cut_off(
-            window.text
-        ):  # more of the file, which may be large, would not help
+        # More of the file, which may be large, would not help.
+        if malformed and not malformed.is_cut_off(window.text):
             raise malformed
         # A value that ends with the window may be a number that continues in the next chunk.
         if end == len(window.text) and window.grow(size):

@@ -107,10 +107,8 @@ def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
             f"{number(2**x if log else x)}</text>"
         )
     for index, (name, curve) in enumerate(series.items()):
-        color, dash = (
-            COLORS[index % 2],
-            ("", ' stroke-dasharray="6 4"', ' stroke-dasharray="2 3"')[index // 2 % 3],
-        )
+        color = COLORS[index % 2]
+        dash = ("", ' stroke-dasharray="6 4"', ' stroke-dasharray="2 3"')[index // 2 % 3]
         path = " ".join(place(x, y) for x, y in curve if _is_drawn(x, y, log))
         marks.append(
             f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}>'

@@ -248,10 +248,8 @@ def _map(scores: list[Score], title: str) -> str:
     """Returns a table of depths and lengths, with cells coloured from red (0) to green (1)."""
     if not scores:
         return ""
-    sizes, depths = (
-        sorted({score.size for score in scores}),
-        sorted({score.depth or 0.0 for score in scores}),
-    )
+    sizes = sorted({score.size for score in scores})
+    depths = sorted({score.depth or 0.0 for score in scores})
     cells = {(score.size, score.depth or 0.0): score for score in scores}
     rows = []
     for depth in depths:

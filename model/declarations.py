@@ -96,10 +96,8 @@ def declare(config: TransformerConfig, ends: EndsFactory = TokenEnds) -> dict[st
 
 def in_order(config: TransformerConfig) -> dict[str, Parameter]:
     """Returns every parameter of a language model, in order of use."""
-    declared, names = (
-        declare(config),
-        (_made_order(LAYER_MODULES[config.norms], config), _made_order(TokenEnds, config)),
-    )
+    declared = declare(config)
+    names = (_made_order(LAYER_MODULES[config.norms], config), _made_order(TokenEnds, config))
     (table, *others), layers = names[1], [LAYERS + name for name in names[0]]
     return {name: declared[name] for name in (table, *layers, *others)}
 

@@ -240,9 +240,8 @@ class Experts(nnx.Module):
     ) -> Float[Array, "T E"]:
         """Returns the summands of the experts from `first` on, `count` of them."""
         experts = routes.experts.reshape(-1) - first
-        experts = jnp.where(
-            (experts >= 0) & (experts < count), experts, count
-        )  # other experts' rows come last
+        # Other experts' rows come last.
+        experts = jnp.where((experts >= 0) & (experts < count), experts, count)
         order = jnp.argsort(experts, stable=True)
         places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
         sizes = jnp.bincount(experts, length=count + 1)[:count]

@@ -159,12 +159,10 @@ class Projection(nnx.Module):
         + s^2 b . (A^T A) b.
         """
         assert self.adapter is not None
-        w_axes, weight, a, b = (
-            letters(self.equation)[1],
-            self.weight.get_value(),
-            self.lora_A[...],
-            self.lora_B[...],
-        )
+        w_axes = letters(self.equation)[1]
+        weight = self.weight.get_value()
+        a = self.lora_A[...]
+        b = self.lora_B[...]
         w_in, w_out, scale = w_axes[: self.inputs], w_axes[self.inputs :], self.adapter.scale
         dense = weight.dequantize(dtype) if isinstance(weight, FrozenWeight) else weight
         # A product, not a sum of squares, which would be a float32 copy of the weight if not fused.

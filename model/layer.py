@@ -81,10 +81,8 @@ class ShardedLayer:
 
     def project(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Heads, Heads, Heads]:
         """Returns queries, keys and values, for the heads in the weights."""
-        project, weights = (
-            self._projection(_queries_keys_values),
-            read_by(self.config, (QUERIES, KEYS_VALUES), weights),
-        )
+        project = self._projection(_queries_keys_values)
+        weights = read_by(self.config, (QUERIES, KEYS_VALUES), weights)
         return self._position_wise(
             lambda *part: ({}, project(*part)), weights, x, labels, self.memory.projection_chunk
         )[1]

@@ -54,12 +54,10 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        hidden, size, std, bias = (
-            config.hidden_size,
-            config.head_dim,
-            config.initializer_range,
-            config.attention_bias,
-        )
+        hidden = config.hidden_size
+        size = config.head_dim
+        std = config.initializer_range
+        bias = config.attention_bias
 
         def heads_projection(name, heads, axis, stage):
             bias_declaration = ((heads, size), (axis, "head_dim")) if bias else ()

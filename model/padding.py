@@ -126,9 +126,10 @@ def _declared_axes() -> dict[str, tuple[str, ...]]:
             configs.append(dataclasses.replace(config, adapter=adapter))
         for config in configs:
             axes |= {parameter: declared.axes for parameter, declared in declare(config).items()}
+    # The same in all families.
     adapters = TransformerConfig(
         tie_word_embeddings=False, adapter=AdapterConfig(rank=1, use_dora=True)
-    )  # the same in all families
+    )
     axes |= {parameter: declared.axes for parameter, declared in declare(adapters).items()}
     return axes
 

@@ -72,9 +72,8 @@ class WeightGatherer:
     def gathered_layer(self, whole: dict[str, jax.Array]) -> dict[str, Weight]:
         """Returns a layer's weights from gathered arrays, without padding of the hidden axis, with
         frozen ones marked."""
-        quantized = tuple(
-            quantized_names(whole)
-        )  # in one order, so that each process compiles the same program
+        # In one order, so that each process compiles the same program.
+        quantized = tuple(quantized_names(whole))
         plain = {
             name: self._weight(LAYERS + name, array, self.parameters[LAYERS + name].axes[1:])
             for name, array in whole.items()
@@ -101,10 +100,8 @@ class WeightGatherer:
     def _quantized(self, name: str, whole: dict[str, jax.Array]) -> FrozenWeight:
         """A layer's quantized weight, from all of its gathered parts."""
         prefix = f"{name}."
-        own, parts = (
-            declare_layer(self.config)[name],
-            [key for key in whole if key.startswith(prefix)],
-        )
+        own = declare_layer(self.config)[name]
+        parts = [key for key in whole if key.startswith(prefix)]
         weight = assemble(
             name,
             {key.removeprefix(prefix): whole[key] for key in parts},

@@ -62,10 +62,8 @@ GPU_HARDWARE = {
 }
 # The variables of compiler flags, and the compilers' packages: libtpu; the CUDA plugin, and ptxas.
 VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
-TPU_COMPILER, GPU_COMPILER = (
-    ("libtpu",),
-    ("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc"),
-)
+TPU_COMPILER = ("libtpu",)
+GPU_COMPILER = ("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc")
 # A run with all defaults. For the checks a plan needs some path of a model and of data.
 DEFAULT_RECIPE = RunConfig(
     model=ModelConfig(path="-"), data=DataConfig(sources=(SourceConfig("-"),))

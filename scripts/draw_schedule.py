@@ -60,10 +60,8 @@ def kinds(layout: str, size: int) -> Int[np.ndarray, "query_tiles key_tiles"]:
     bounds = tile_bounds(
         TokenCoords(jnp.asarray(order[None]), jnp.ones((1, len(order)), jnp.int32)), TOKENS
     )
-    queries, keys = (
-        jax.tree.map(lambda x: x[0][:, None], bounds),
-        jax.tree.map(lambda x: x[0][None], bounds),
-    )
+    queries = jax.tree.map(lambda x: x[0][:, None], bounds)
+    keys = jax.tree.map(lambda x: x[0][None], bounds)
     return np.asarray(tile_kind(queries, keys, Mask()))
 
 

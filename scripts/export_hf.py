@@ -120,10 +120,8 @@ def work(arguments: Options) -> None:
 
     out = new_folder(arguments.hf_dir)  # before the slow verification of all checksums
     checkpoint = find_checkpoint(arguments.checkpoint, ["model", "assets"])
-    params, config = (
-        stored_parameters(checkpoint, verified=True),
-        TransformerConfig.from_hf(checkpoint / "assets"),
-    )
+    params = stored_parameters(checkpoint, verified=True)
+    config = TransformerConfig.from_hf(checkpoint / "assets")
     if arguments.average:
         params = {**params, **stored_average(checkpoint)}
     is_adapter = (checkpoint / "assets" / adapter_config.CONFIG).is_file()

@@ -125,10 +125,8 @@ def _placed(config: MeshConfig, order: tuple[str, ...], devices, walk: bool = Tr
 
     walk: place the sequence axis as a closed walk, see `placement`.
     """
-    tpu, slices = (
-        devices[0].platform == "tpu",
-        len({getattr(device, "slice_index", 0) for device in devices}),
-    )
+    tpu = devices[0].platform == "tpu"
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
     by_host = slices == 1 and not tpu
     count, kind = (
         (len({device.process_index for device in devices}), "hosts")
@@ -235,10 +233,8 @@ def place_batch(
         first_row, first_token = (
             axis.indices(size)[0] for axis, size in zip(index[:2], part.shape, strict=True)
         )
-        row, token = (
-            np.searchsorted(part.rows, first_row),
-            np.searchsorted(part.tokens, first_token),
-        )
+        row = np.searchsorted(part.rows, first_row)
+        token = np.searchsorted(part.tokens, first_token)
         rows, tokens = sharding.shard_shape(part.shape)
         return x[row : row + rows, token : token + tokens]
 

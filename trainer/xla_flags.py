@@ -127,17 +127,15 @@ FLAGS = {
 
 
 # PCI ids of Google's chips (nothing else distinguishes v5e and v5p hosts).
-_GOOGLE, _CHIPS = (
-    "0x1ae0",
-    {
-        "0x0027": "v3",
-        "0x005e": "v4",
-        "0x0062": "v5p",
-        "0x0063": "v5e",
-        "0x006f": "v6e",
-        "0x0076": "tpu7x",
-    },
-)
+_GOOGLE = "0x1ae0"
+_CHIPS = {
+    "0x0027": "v3",
+    "0x005e": "v4",
+    "0x0062": "v5p",
+    "0x0063": "v5e",
+    "0x006f": "v6e",
+    "0x0076": "tpu7x",
+}
 
 
 def generation(bus: Path = Path("/sys/bus/pci/devices")) -> str | None:

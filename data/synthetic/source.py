@@ -185,9 +185,8 @@ def write(path: str, context_length: int, count: Callable[[str], int], tokenizer
     if not file.exists():
         records = generate(path, context_length, count)
         folder.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(
-            f".{secrets.token_hex(4)}"
-        )  # hosts that share the cache may have equal process ids
+        # Hosts that share the cache may have equal process ids.
+        scratch = file.with_suffix(f".{secrets.token_hex(4)}")
         try:
             scratch.write_text(
                 "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"

@@ -446,9 +446,8 @@ def _represent(value: Any, parts: list[str]) -> None:
 
 def _like_repr(part: str, whole: str) -> str:
     """Returns a part of a text as it appears in the repr of the whole text."""
-    other = (
-        "'" if whole[0] == '"' else '"'
-    )  # makes repr choose the same quotes; comes first and is never escaped
+    # Makes repr choose the same quotes; comes first and is never escaped.
+    other = "'" if whole[0] == '"' else '"'
     return str.__repr__(other + part)[2:-1]
 
 

@@ -94,9 +94,8 @@ def read_episode(path: Path, task: Task) -> Episode:
                 f"{path}: {name} has shape {arrays[name].shape[1:]}; {task.domain}'s is {(size,)}"
             )
     for name, array in arrays.items():
-        first = (
-            1 if name in ("action", "reward", "discount") else 0
-        )  # those of the reset mean nothing
+        # Those of the reset mean nothing.
+        first = 1 if name in ("action", "reward", "discount") else 0
         if array.dtype.kind not in "fiu" or not np.isfinite(array[first:]).all():
             raise UserError(f"{path}: {name} holds values that are not finite numbers")
     return Episode(
@@ -110,9 +109,8 @@ def read_episode(path: Path, task: Task) -> Episode:
 def write_episode(folder: Path, name: str, index: int, episode: Episode) -> Path:
     """Writes {name}_{index}_{length}.npz atomically; returns its path."""
     path = folder / f"{name}_{index}_{len(episode.reward) - 1}.npz"
-    partial = (
-        folder / f".{path.name}.part"
-    )  # always the same name, so that a killed process's file is overwritten
+    # Always the same name, so that a killed process's file is overwritten.
+    partial = folder / f".{path.name}.part"
     with partial.open("wb") as file:
         np.savez_compressed(file, **episode._asdict())
         file.flush()

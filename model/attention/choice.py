@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 # Whether a backward pass adds in an order of its own, so that it gives the same bits each time.
 BACKWARDS = ("repeatable", "any_order")
+# Devices of compute capability 9.0, the only one with wgmma.
 HOPPER = (
     "H100",
     "H200",
     "H800",
     "H20",
-)  # devices of compute capability 9.0, the only one with wgmma
+)
 
 
 class Request(NamedTuple):

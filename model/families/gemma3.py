@@ -22,10 +22,8 @@ class Gemma3Family(Family):
         for name in ("hidden_act", "hidden_activation"):
             if config.pop(name, None) not in (None, ACTIVATION):
                 raise ValueError(f"{name}: only {ACTIVATION!r} is supported in {self.architecture}")
-        pattern, layers = (
-            config.pop("sliding_window_pattern", None) or 6,
-            config.get("num_hidden_layers", 26),
-        )
+        pattern = config.pop("sliding_window_pattern", None) or 6
+        layers = config.get("num_hidden_layers", 26)
         if config.get("layer_types") is None:
             config["layer_types"] = [
                 "sliding_attention" if (i + 1) % pattern else "full_attention"

@@ -22,10 +22,8 @@ class SmolLM3Family(WindowedFamily):
         has_window = (
             config.pop("use_sliding_window", False) and config.get("sliding_window") is not None
         )
-        interval, layers = (
-            config.pop("no_rope_layer_interval", None) or 4,
-            config.get("num_hidden_layers", _LAYERS),
-        )
+        interval = config.pop("no_rope_layer_interval", None) or 4
+        layers = config.get("num_hidden_layers", _LAYERS)
         config.pop("pretraining_tp", None)
         if config.get("no_rope_layers") is None:
             config["no_rope_layers"] = [int((i + 1) % interval != 0) for i in range(layers)]

@@ -114,11 +114,9 @@ class Network:
 
     def _node_seconds(self, sends: Sequence[Send | Collective], ranks: int) -> float:
         node = np.arange(ranks) // (self.node or ranks)
-        near_bytes, permuted_bytes, node_bytes = (
-            np.zeros(ranks),
-            np.zeros(ranks),
-            np.zeros(node[-1] + 1),
-        )
+        near_bytes = np.zeros(ranks)
+        permuted_bytes = np.zeros(ranks)
+        node_bytes = np.zeros(node[-1] + 1)
         collective_latency, permute_latency = 0.0, 0.0
         for send in sends:
             sources, targets, times, steps = _route(send)

@@ -298,11 +298,9 @@ def estimate(job: TrainingStep) -> Estimate:
 
     # Without weight gradients a backward pass is one product, not two.
     between = _between_products(job)
-    matrices, saved, scatters = (
-        functools.partial(_matrices, job),
-        int(job.frozen),
-        int(not job.frozen),
-    )
+    matrices = functools.partial(_matrices, job)
+    saved = int(job.frozen)
+    scatters = int(not job.frozen)
     of_layers = functools.partial(
         matrices,
         sizes.weights,

@@ -3,9 +3,10 @@
 For Python files the digest covers what is executed: it ignores comments, docstrings, annotations,
 imports and the words of messages, and replaces every name that the files define by its number in
 the statement. Library names are kept, since exp is not log. So results stay fresh when code is
-renamed or formatted, or when functions are moved or reordered. Splitting a function in two makes
-them stale, though it computes the same. For recipes and lists of requirements it covers what is
-read: values, or lines without comments. For other files it covers their bytes.
+renamed or formatted, when functions are moved or reordered, or when `a, b = 1, 2` becomes two
+statements. Splitting a function in two makes them stale, though it computes the same. For recipes
+and lists of requirements it covers what is read: values, or lines without comments. For other files
+it covers their bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def digest(files: tuple[tuple[str, bytes], ...]) -> str:
     others, trees = [], []
     for path, content in files:
         if path.endswith(".py"):
-            trees.append(ast.parse(content))
+            trees.append(_Separated().visit(ast.parse(content)))
         else:
             others.append(f"{path} {hashlib.sha256(_without_comments(path, content)).hexdigest()}")
     defined = set(itertools.chain.from_iterable(_defined(tree) for tree in trees))
@@ -65,6 +66,25 @@ def _without_comments(path: str, content: bytes) -> bytes:
         lines = (re.sub(rb"(^|\s)#.*", b"", line).strip() for line in content.splitlines())
         return b"\n".join(filter(None, lines))
     return content
+
+
+class _Separated(ast.NodeTransformer):
+    """Makes a statement of each assignment in `a, b = 1, 2`, unless a value reads an earlier
+    target."""
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign | list[ast.stmt]:
+        if not (isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)):
+            return node
+        targets, values, assigned = node.targets[0].elts, node.value.elts, set[str]()
+        for target, value in itertools.zip_longest(targets, values):
+            if not isinstance(target, ast.Name) or value is None or assigned & _names(value):
+                return node
+            assigned.add(target.id)
+        return [ast.Assign([target], value) for target, value in zip(targets, values, strict=True)]
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:

@@ -124,10 +124,8 @@ def _vectors(
 
 def refuse_dense(case: Case, copies: int) -> None:
     """Raises LeftOut if `copies` of T x T float32 scores would not fit in free host memory."""
-    needed, free = (
-        copies * 4 * case.heads * case.length**2,
-        os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-    )
+    needed = copies * 4 * case.heads * case.length**2
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # Linux: memory used by caches is available too.
     if MEMORY.exists() and (
         available := re.search(r"MemAvailable:\s+(\d+) kB", MEMORY.read_text())

@@ -137,10 +137,8 @@ def compile_ours(mesh, direction: str) -> None:
     def shape(*dims, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    kernel, options = (
-        get_kernel("tpu", query_tile=TILE, key_tile=TILE),
-        {"mask": Mask(), "scale": HEAD_DIM**-0.5},
-    )
+    kernel = get_kernel("tpu", query_tile=TILE, key_tile=TILE)
+    options = {"mask": Mask(), "scale": HEAD_DIM**-0.5}
     q, statistics = shape(1, TOKENS, HEADS, HEAD_DIM, dtype=jnp.bfloat16), shape(1, HEADS, TOKENS)
     coords = TokenCoords(*[shape(1, TOKENS, dtype=jnp.int32)] * 2)
     blocks = (
@@ -250,10 +248,8 @@ def summarize(lines: list[list]) -> dict[str, dict[str, str]]:
     rows = {}
     for generation, direction in itertools.product(GOALS, PASSES):
         full, one_document, several, _ = table[generation, direction, "ours"]
-        splash, share = (
-            table[generation, direction, "splash"][0],
-            1.05 if direction == "backward" else 1.0,
-        )
+        splash = table[generation, direction, "splash"][0]
+        share = 1.05 if direction == "backward" else 1.0
         goal = f"at most {share * splash:,.0f}, splash attention's" + (
             " plus 5%" if share > 1 else ""
         )

@@ -286,10 +286,8 @@ class LongRow(NamedTuple):
 def run_long(kernel_name: str, dtype: str, length: int) -> LongRow:
     """Runs both passes of a kernel, as a model on one rank calls them, on `length` random tokens
     with a window of LONG_WINDOW."""
-    kernel, options = (
-        kernel_of(kernel_name),
-        {"mask": Mask(window=LONG_WINDOW), "scale": LONG_HEAD_DIM**-0.5},
-    )
+    kernel = kernel_of(kernel_name)
+    options = {"mask": Mask(window=LONG_WINDOW), "scale": LONG_HEAD_DIM**-0.5}
     shapes = [
         (1, length, heads, LONG_HEAD_DIM)
         for heads in (LONG_HEADS, LONG_KV_HEADS, LONG_KV_HEADS, LONG_HEADS)

@@ -135,10 +135,8 @@ def compile_mosaic(mesh, case: Case) -> None:
     from model.attention.kernels import mosaic_backward, mosaic_forward, mosaic_one_pass
     from model.attention.kernels.intervals import Intervals
 
-    q, statistics = (
-        _shape(mesh, 1, TOKENS, HEADS, case.head_dim, dtype=jnp.bfloat16),
-        _shape(mesh, 1, HEADS, TOKENS),
-    )
+    q = _shape(mesh, 1, TOKENS, HEADS, case.head_dim, dtype=jnp.bfloat16)
+    statistics = _shape(mesh, 1, HEADS, TOKENS)
     keys = (_shape(mesh, 2, 1, TOKENS, KV_HEADS, case.head_dim, dtype=jnp.bfloat16),)
     carry, saved = _shape(mesh, *q.shape), BackwardInputs(q, statistics, statistics)
     seen = Intervals(*[_shape(mesh, 1, TOKENS, dtype=jnp.int32)] * 2)
@@ -163,20 +161,16 @@ def compile_triton(mesh, case: Case) -> None:
     from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, get_kernel
 
     kernel, options = get_kernel("gpu"), {"mask": Mask(), "scale": case.head_dim**-0.5}
-    q, statistics = (
-        _shape(mesh, 1, TOKENS, HEADS, case.head_dim, dtype=jnp.bfloat16),
-        _shape(mesh, 1, HEADS, TOKENS),
-    )
+    q = _shape(mesh, 1, TOKENS, HEADS, case.head_dim, dtype=jnp.bfloat16)
+    statistics = _shape(mesh, 1, HEADS, TOKENS)
     k = _shape(mesh, 1, TOKENS, KV_HEADS, case.head_dim, dtype=jnp.bfloat16)
     coords = TokenCoords(*[_shape(mesh, 1, TOKENS, dtype=jnp.int32)] * 2)
     blocks = Queries(q, coords), Keys(k, k, coords)
     if case.kernel == "forward":
         jax.jit(lambda *blocks: kernel.rounded_forward(*blocks, **options)).lower(*blocks).compile()
         return
-    part, saved = (
-        slice(0, 1) if case.kernel == "dq" else slice(1, 3),
-        BackwardInputs(q, statistics, statistics),
-    )
+    part = slice(0, 1) if case.kernel == "dq" else slice(1, 3)
+    saved = BackwardInputs(q, statistics, statistics)
     jax.jit(lambda *blocks: kernel.backward(*blocks, **options)[part]).lower(
         *blocks, saved
     ).compile()

@@ -138,9 +138,8 @@ class CompiledParts:
         for name in self._running:
             runs, types = self.module.runs[name], self._types(name)
             for instruction in self.module.computations[name]:
-                if (
-                    runs > 0 and instruction.opcode not in _NO_KERNEL
-                ):  # NaN: a loop of unknown length
+                # NaN runs: a loop of unknown length.
+                if runs > 0 and instruction.opcode not in _NO_KERNEL:
                     total[self._part(instruction)] += runs * self._bytes(instruction, types)
         return dict(total)
 

@@ -84,9 +84,8 @@ def test_a_full_disk_is_named(tmp_path):
         full.write("a")
     words = rf"^{tmp_path}: No space left on device while {NAME} was written"
     with pytest.raises(UserError, match=words), folders.building(tmp_path / NAME, is_whole):
-        raise RuntimeError(
-            "write() failed: No space left on device; writing a"
-        )  # array_record's wording
+        # array_record's wording.
+        raise RuntimeError("write() failed: No space left on device; writing a")
     with pytest.raises(FileNotFoundError), folders.named_errors(tmp_path):
         open(tmp_path / "none").close()
     assert not list(tmp_path.iterdir())

@@ -130,10 +130,8 @@ def test_an_array_in_a_store_stays_on_disk(store, tmp_path, monkeypatch):
 
 def test_data_in_a_store_are_prepared_once(store, tmp_path, monkeypatch):
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
-    tokenizer, records = (
-        Tokenizer.load(FIXTURES / "tiny_tokenizer"),
-        json.loads((FIXTURES / "conversations.json").read_text()),
-    )
+    tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
+    records = json.loads((FIXTURES / "conversations.json").read_text())
     put(store, "/in/talks.json", json.dumps(records[:5]).encode())
     sources = [Source("memory://in/talks.json")]
     prepared = prepare(sources, tokenizer, 128, "memory://out/prepared/", progress=False)

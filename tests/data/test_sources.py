@@ -133,9 +133,8 @@ def _ends(whole, record):
 
 
 def test_records_may_cross_chunks_in_lists_and_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "data.records.CHUNK", 37
-    )  # so small that every record and some characters cross chunks
+    # So small that every record and some characters cross chunks.
+    monkeypatch.setattr("data.records.CHUNK", 37)
     records = [
         {
             "id": i,

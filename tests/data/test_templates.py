@@ -309,10 +309,8 @@ def test_missing_control_tokens_are_refused_or_added(tmp_path, folder):
         for text in ("Who are you? 123 é 😀", "".join(tokens), f"a {tokens[0]}"):
             assert extended.encode(text) == bare.encode(text)  # typed control tokens stay text
         extended.save(tmp_path / template, jinja_template(template, extended))
-        again, theirs = (
-            Tokenizer.load(tmp_path / template),
-            AutoTokenizer.from_pretrained(tmp_path / template),
-        )
+        again = Tokenizer.load(tmp_path / template)
+        theirs = AutoTokenizer.from_pretrained(tmp_path / template)
         assert (again.bos_id, again.eos_id) == (bare.bos_id, bare.eos_id)
         assert again.controls == extended.controls
         assert [theirs.convert_tokens_to_ids(token) for token in tokens] == [
@@ -578,10 +576,8 @@ def test_transformers_loads_a_saved_folder_with_the_training_template(tmp_path, 
 
     tokenizer = Tokenizer.load(folder)
     tokenizer.save(tmp_path / "out", chat_template=jinja_template("vicuna_v1.1", tokenizer))
-    theirs, again = (
-        AutoTokenizer.from_pretrained(tmp_path / "out"),
-        Tokenizer.load(tmp_path / "out"),
-    )
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    again = Tokenizer.load(tmp_path / "out")
     assert again.chat_template == jinja_template("vicuna_v1.1", tokenizer)
     talk = [{"role": role, "content": content} for role, content in TALK]
     segments = render(_messages(TALK), "tokenizer", again)

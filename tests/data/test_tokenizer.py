@@ -200,10 +200,8 @@ def test_bos_is_added_as_by_transformers(tmp_path):
                 single="<s> $A", special_tokens=[("<s>", 1)]
             )
         library.save(str(tmp_path / name / "tokenizer.json"))
-        ours, theirs = (
-            Tokenizer.load(tmp_path / name),
-            AutoTokenizer.from_pretrained(tmp_path / name),
-        )
+        ours = Tokenizer.load(tmp_path / name)
+        theirs = AutoTokenizer.from_pretrained(tmp_path / name)
         assert ours.adds_bos == (theirs("a")["input_ids"][0] == theirs.bos_token_id)
         assert ours.adds_bos == added
     assert Tokenizer.load(MODEL).adds_bos

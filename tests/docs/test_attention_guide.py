@@ -36,11 +36,12 @@ def installed(tmp_path_factory) -> Path:
     """The folder that the attention package's wheel is unpacked into, as by `pip install .`."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "model" / "attention", folder / "source" / "model" / "attention")
+    # A build leaves its files next to them.
     for name in (
         "pyproject.toml",
         "LICENSE",
         "docs/attention.md",
-    ):  # a build leaves its files next to them
+    ):
         (folder / "source" / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / "source" / name)
     subprocess.run(

@@ -154,10 +154,8 @@ def test_loss_and_gradients_match_torch_with_the_same_masks(kind, hf_model):
         )
         theirs.set_submodule(f"model.layers.{layer}.{path}", adapters[layer, path])
     logits = theirs(torch.tensor(torch_batch["tokens"], dtype=torch.long)).logits
-    targets, weights = (
-        torch.tensor(torch_batch["targets"], dtype=torch.long),
-        torch.tensor(torch_batch["loss_weights"]),
-    )
+    targets = torch.tensor(torch_batch["targets"], dtype=torch.long)
+    weights = torch.tensor(torch_batch["loss_weights"])
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="none"
     )
@@ -166,10 +164,8 @@ def test_loss_and_gradients_match_torch_with_the_same_masks(kind, hf_model):
     assert abs(float(loss) - expected.item()) <= 1e-5 * expected.item()
     for (layer, path), torch_adapter in adapters.items():
         for part, parameter in (("A", torch_adapter.a), ("B", torch_adapter.b)):
-            gradient, expected_gradient = (
-                np.asarray(gradients[f"layers.{path}.lora_{part}"][layer]),
-                parameter.grad.numpy(),
-            )
+            gradient = np.asarray(gradients[f"layers.{path}.lora_{part}"][layer])
+            expected_gradient = parameter.grad.numpy()
             assert (
                 np.abs(gradient.reshape(expected_gradient.shape) - expected_gradient).max()
                 <= 1e-5 * np.abs(expected_gradient).max()
@@ -195,11 +191,9 @@ def curve(step_builder, layout):
     params = model.init(0)
     trained = {name: params[name] for name in step_builder.trainable}
     frozen = {name: x for name, x in params.items() if name not in trained}
-    state, step, losses = (
-        step_builder.init_optimizer(trained),
-        step_builder.lower_train().compile(),
-        [],
-    )
+    state = step_builder.init_optimizer(trained)
+    step = step_builder.lower_train().compile()
+    losses = []
     for number in range(STEPS):
         batch, _ = permuted(packed_batch(model.config, ROWS, LENGTH, seed=number), model, layout)
         trained, state, metrics = step(

@@ -310,10 +310,8 @@ def steps(mesh, parts, memory=(), count=20):
         model.memory,
     )
     params = model.init(0)
-    state, placed = (
-        builder.init_optimizer(params),
-        place_batch(permuted(batch, model)[0], model.mesh),
-    )
+    state = builder.init_optimizer(params)
+    placed = place_batch(permuted(batch, model)[0], model.mesh)
     step, losses = builder.lower_train().compile(), []
     for i in range(count):
         params, state, metrics = step(params, {}, state, placed, np.int32(i))

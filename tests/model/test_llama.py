@@ -4,6 +4,7 @@ gradients."""
 import functools
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -160,10 +161,10 @@ def text(tokenizer, length=8192) -> np.ndarray:
 
 
 def rescaled(folder, to, rope):
-    """Links the same weights next to a config with another RoPE rule, made for 2048 positions."""
+    """Copies the weights next to a config with another RoPE rule, made for 2048 positions."""
     for path in folder.iterdir():
         if path.name != "config.json":
-            (to / path.name).symlink_to(path)
+            shutil.copyfile(path, to / path.name)
     config = json.loads((folder / "config.json").read_text())
     changed = {
         "rope_scaling": rope,

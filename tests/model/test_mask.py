@@ -107,10 +107,8 @@ def test_decoding_uses_the_mask_of_training(model_of, mask):
     answers = Generator(model, rows=3, capacity=64, new_tokens=12, stop_ids=(), chunk=16)(
         params, prompts
     )
-    rows, index = (
-        np.zeros((3, 64), np.int32),
-        np.broadcast_to(np.arange(64, dtype=np.int32), (3, 64)),
-    )
+    rows = np.zeros((3, 64), np.int32)
+    index = np.broadcast_to(np.arange(64, dtype=np.int32), (3, 64))
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         rows[row, : len(prompt) + 12] = prompt + answer
     batch = {"tokens": rows, "index": index, "positions": index, "segment_ids": np.ones_like(rows)}

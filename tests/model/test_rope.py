@@ -120,10 +120,8 @@ def test_every_rule_matches_transformers(rule, spelling):
         cos, sin = reference(
             torch.tensor(x), torch.tensor(positions)
         )  # recomputes the dynamic frequencies for this length
-        frequencies, scaling = (
-            inverse_frequencies(config.rope, config.head_dim, length),
-            attention_scaling(config.rope),
-        )
+        frequencies = inverse_frequencies(config.rope, config.head_dim, length)
+        scaling = attention_scaling(config.rope)
         assert frequencies.dtype == np.float32
         # Bitwise equal, except that torch's float32 power is not always correctly rounded.
         tolerance = 6e-7 if rule in ("dynamic", "yarn over 1M") else 0
@@ -287,10 +285,8 @@ def test_far_positions_are_exact(rule):
     config = TransformerConfig.from_hf_dict(
         BASE | ({} if rule == "default" else {"rope_scaling": dict(RULES[rule])})
     )
-    frequencies, scaling = (
-        inverse_frequencies(config.rope, config.head_dim, LONGEST),
-        attention_scaling(config.rope),
-    )
+    frequencies = inverse_frequencies(config.rope, config.head_dim, LONGEST)
+    scaling = attention_scaling(config.rope)
     rng = np.random.default_rng(0)
     near = [2**n + step for n in range(17, 27) for step in (-1, 0, 1)]
     positions = np.array(

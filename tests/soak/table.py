@@ -58,10 +58,8 @@ def record(folder: pathlib.Path) -> None:
 def _row(name: str, parts: list[dict[str, Any]]) -> dict[str, str]:
     """Returns the row of a class from the counts of its parts, with the current commit."""
     tried, held = (sum(part[key] for part in parts) for key in ("tried", "held"))
-    about, more = (
-        ABOUT[name],
-        {"slowest": f"{max(part['slowest'] for part in parts):.1f}", "commit": commit()},
-    )
+    about = ABOUT[name]
+    more = {"slowest": f"{max(part['slowest'] for part in parts):.1f}", "commit": commit()}
     if name == "kills":
         outcomes: collections.Counter[str] = collections.Counter()
         for part in parts:

@@ -175,10 +175,8 @@ def test_the_run_its_export_and_the_merged_model_agree(run, hf_model, tmp_path):
     assert (named["base_model_name_or_path"], named["revision"]) == ("org/base", "v1")
     assert "base_model: org/base\n" in (tmp_path / "named/README.md").read_text()
     assert export_hf.main([str(run), str(tmp_path / "whole"), "--merge"]) == 0
-    ours, through_peft = (
-        parameters(open_model(str(run))),
-        parameters(open_adapter(str(tmp_path / "peft"), str(hf_model))),
-    )
+    ours = parameters(open_model(str(run)))
+    through_peft = parameters(open_adapter(str(tmp_path / "peft"), str(hf_model)))
     assert ours.keys() == through_peft.keys()
     for name, x in ours.items():
         assert np.array_equal(x, through_peft[name]), name

@@ -23,10 +23,8 @@ DECAY = 0.3
 @pytest.mark.parametrize("fields", [{}, {"moment_dtype": "bfloat16"}, {"name": "lion"}])
 def test_it_matches_numpys_average_of_the_parameters_after_each_step(fields):
     config = OptimizerConfig(learning_rate=0.1, average_decay=DECAY, **fields)
-    optimizer, plain = (
-        make_optimizer(config, 20),
-        make_optimizer(OptimizerConfig(learning_rate=0.1, **fields), 20),
-    )
+    optimizer = make_optimizer(config, 20)
+    plain = make_optimizer(OptimizerConfig(learning_rate=0.1, **fields), 20)
     random = np.random.default_rng(0)
     params = {
         "norm.weight": jnp.ones(5),

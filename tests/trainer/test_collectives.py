@@ -123,10 +123,8 @@ def test_nothing_else_is_gathered(step, parameters):
     assert {dtype for collective in gathers for dtype, _ in collective.results} == {"bf16"}, (
         "in the compute dtype"
     )
-    outside, others = (
-        sizes(of_kind(gathers, "all-gather", loops=0)),
-        Counter(parameters[1].values()),
-    )
+    outside = sizes(of_kind(gathers, "all-gather", loops=0))
+    others = Counter(parameters[1].values())
     assert others.keys() == outside.keys() and all(
         count <= 2 * others[size] for size, count in outside.items()
     )

@@ -249,10 +249,8 @@ def test_doras_magnitudes_are_not_treated_as_matrices(name):
     config = OptimizerConfig(
         name=name, learning_rate=0.1, weight_decay=0.1, schedule="constant", clip_norm=0.0
     )
-    optimizer, lengths = (
-        make_optimizer(config, STEPS),
-        "layers.self_attn.o_proj.lora_magnitude_vector",
-    )
+    optimizer = make_optimizer(config, STEPS)
+    lengths = "layers.self_attn.o_proj.lora_magnitude_vector"
     params = {lengths: jnp.full((2, 128), 3.0)}
     updates, _ = optimizer.update(
         {lengths: jnp.zeros((2, 128)).at[0].set(1.0)}, optimizer.init(params), params

@@ -141,10 +141,8 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_resumes_it(
         small_run.STEPS - 7: ("stopped (Ctrl-C)", signal.SIGINT, 130),
     }
     assert all(step % small_run.SAVE_EVERY for step in stops)
-    check, handlers = (
-        FiniteSteps._is_finite,
-        [signal.getsignal(number) for _, number, _ in stops.values()],
-    )
+    check = FiniteSteps._is_finite
+    handlers = [signal.getsignal(number) for _, number, _ in stops.values()]
 
     def interrupt(steps, finished, metrics):  # while that step is counted
         is_finite = check(steps, finished, metrics)

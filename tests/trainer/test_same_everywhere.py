@@ -129,11 +129,9 @@ def test_the_mask_exposes_a_mean_of_means():
     """Over the 4 parts of 'accumulation 4' a mean of means is off by far more than the tolerance;
     ours is not (above)."""
     model, _, _ = compiled(PLAIN[0], *PLAIN[2:])
-    batch, params, loss = (
-        packed_batch(model.config, ROWS, LENGTH),
-        model.init(0),
-        jax.jit(mean_loss(model)),
-    )
+    batch = packed_batch(model.config, ROWS, LENGTH)
+    params = model.init(0)
+    loss = jax.jit(mean_loss(model))
     parts = [
         loss(params, {name: x[start : start + 8] for name, x in batch.items()})
         for start in range(0, ROWS, 8)

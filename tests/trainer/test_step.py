@@ -300,10 +300,8 @@ def test_state_on_the_host_trains_as_on_the_devices(tmp_path, memory):
     The two compiled programs agree bitwise with jax 0.10; with 0.12 some numbers differ in the last
     bit. Clipping, which needs the global norm, takes effect.
     """
-    batch, optimizer = (
-        packed_batch(tiny(), ROWS, LENGTH),
-        dataclasses.replace(OPTIMIZER, clip_norm=0.5, weight_decay=0.1),
-    )
+    batch = packed_batch(tiny(), ROWS, LENGTH)
+    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=0.5, weight_decay=0.1)
     model, builder, step = built("fsdp 8", optimizer=optimizer, memory=memory)
     _, on_device, state, metrics = one_step(*built("fsdp 8", optimizer=optimizer), batch)
     _, on_host, host_state, host_metrics = one_step(model, builder, step, batch)
@@ -370,10 +368,8 @@ SMOLLM = tiny(family="smollm3", num_hidden_layers=4, no_rope_layers=(1, 0, 1, 0)
 def test_two_kinds_of_layers_on_the_host(config, memory):
     """Gradients equal those of the model kept on the devices, whose layers also have a period of
     2."""
-    batch, optimizer = (
-        packed_batch(config, ROWS, LENGTH),
-        dataclasses.replace(OPTIMIZER, clip_norm=0.5),
-    )
+    batch = packed_batch(config, ROWS, LENGTH)
+    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=0.5)
     on_host = MemoryConfig(**memory, moments_on_host=True, parameters_on_host=True)
     expected = one_step(*built("fsdp 8", optimizer=optimizer, config=config), batch)
     _, trained, state, metrics = one_step(

@@ -148,10 +148,8 @@ def _of_experts(
     beside = PARAMETERS["gate_up_proj"]
     together = beside if projection in beside else (projection,)
     place, rank = together.index(projection), config.adapter.rank
-    outputs, interleaved = (
-        config.projection_sizes(projection)[1],
-        FAMILIES[config.family].interleaved,
-    )
+    outputs = config.projection_sizes(projection)[1]
+    interleaved = FAMILIES[config.family].interleaved
     fields |= {
         "first_row": place if interleaved else place * outputs,
         "file_rows": len(together) * outputs,

@@ -49,10 +49,8 @@ def _lock(file: TextIO) -> None:
     deadline = None
     while not _try_lock(file):
         file.seek(0)
-        folder, holder = (
-            pathlib.Path(file.name).parent,
-            file.read() or "another process is training there",
-        )
+        folder = pathlib.Path(file.name).parent
+        holder = file.read() or "another process is training there"
         if f" on {socket.gethostname()} " in holder:
             raise TransientError(
                 f"{folder}: {holder}; wait for its end, stop it, or give another --run_dir"

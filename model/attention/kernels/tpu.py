@@ -101,17 +101,13 @@ class TpuKernel(AccumulatingKernel):
     def _options(self, q, kv, mask: Mask, scale: float) -> TileOptions:
         require("tpu", Request(global_tokens=mask.global_tokens))
         float32_operands = _device_kind() == V3
-        vmem, itemsize = (
-            VMEM.get(_device_kind(), DEFAULT_VMEM),
-            4 if float32_operands else q.dtype.itemsize,
-        )
+        vmem = VMEM.get(_device_kind(), DEFAULT_VMEM)
+        itemsize = 4 if float32_operands else q.dtype.itemsize
         query_tile, key_tile = tiles_that_fit(
             self.query_tile, self.key_tile, q.shape[3], itemsize, vmem
         )
-        q_tile, kv_tile = (
-            tile_size(q.shape[1], query_tile, LANES),
-            tile_size(kv[0].shape[1], key_tile, LANES),
-        )
+        q_tile = tile_size(q.shape[1], query_tile, LANES)
+        kv_tile = tile_size(kv[0].shape[1], key_tile, LANES)
         return TileOptions(
             mask, scale, q_tile, kv_tile, float32_operands, self.interpret, self.softcap, vmem
         )

@@ -120,10 +120,8 @@ class XlaKernel(Kernel):
     def _padded(self, queries: Queries, keys: Keys) -> tuple[Queries, Keys, int, int]:
         """Returns the blocks padded to whole tiles, and the tile sizes."""
         (q, q_coords), (k, v, kv_coords) = queries, keys
-        query_tile, key_tile = (
-            tile_size(q.shape[1], self.query_tile),
-            tile_size(k.shape[1], self.key_tile),
-        )
+        query_tile = tile_size(q.shape[1], self.query_tile)
+        key_tile = tile_size(k.shape[1], self.key_tile)
         q, k, v = pad(q, query_tile, 1), pad(k, key_tile, 1), pad(v, key_tile, 1)
         return (
             Queries(q, padded(q_coords, query_tile)),
@@ -204,11 +202,9 @@ class XlaKernel(Kernel):
         kv_length, kv_heads = keys.k.shape[1:3]
         (q, q_coords), (k, v, kv_coords), query_tile, key_tile = self._padded(queries, keys)
         dout, lse, delta = saved
-        dout, lse, delta = (
-            pad(dout.astype(q.dtype), query_tile, 1),
-            pad(lse, query_tile, 2),
-            pad(delta, query_tile, 2),
-        )
+        dout = pad(dout.astype(q.dtype), query_tile, 1)
+        lse = pad(lse, query_tile, 2)
+        delta = pad(delta, query_tile, 2)
         kinds = _tile_kinds(q_coords, kv_coords, query_tile, key_tile, mask)
         lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
         query_tiles = (

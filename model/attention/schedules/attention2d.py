@@ -381,9 +381,8 @@ def _concatenate(blocks: StackedKeys) -> StackedKeys:
     """Blocks of keys stacked on a leading axis [R, ...], as one block of all their tokens."""
 
     def concatenate(x):
-        axis = (
-            1 if x.ndim == 3 else 2
-        )  # of tokens: coordinates are [R, B, T], K and V [R, 2, B, T, Hkv, D]
+        # The axis of tokens: coordinates are [R, B, T], K and V [R, 2, B, T, Hkv, D].
+        axis = 1 if x.ndim == 3 else 2
         x = jnp.moveaxis(x, 0, axis)
         return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 

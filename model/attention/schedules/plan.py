@@ -18,13 +18,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-PERMUTE, GATHER, SCATTER, EXCHANGE, REDUCE = (
-    "collective-permute",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "all-reduce",
-)
+PERMUTE = "collective-permute"
+GATHER = "all-gather"
+SCATTER = "reduce-scatter"
+EXCHANGE = "all-to-all"
+REDUCE = "all-reduce"
 Pairs = tuple[tuple[int, int], ...]
 
 

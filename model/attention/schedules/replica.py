@@ -73,10 +73,8 @@ class Replica:
             index - check_starts(starts, self.mask) < self.mask.global_tokens
         )
         coords = TokenCoords(index, jnp.where(is_global, segments, 0), starts)
-        kv, coords = (
-            self.ranks.gather(self._cut(local.kv, first, 1), 2),
-            self.ranks.gather(coords, 1),
-        )
+        kv = self.ranks.gather(self._cut(local.kv, first, 1), 2)
+        coords = self.ranks.gather(coords, 1)
         owners = jnp.repeat(jnp.arange(self.ranks.size), self.slots)
         hops = jnp.stack(
             [(self.ranks.index() - owners) * step % self.ranks.size for step in self.directions]

@@ -125,9 +125,8 @@ class Ulysses(Schedule):
         )
         dq = line.exchange(dq, 1, 2)[:, :, : heads.query_heads]
         dkv = line.exchange(jnp.stack([dk, dv]), 2, 3)
-        if (
-            heads.key_heads.size != kv_heads
-        ):  # sums of slices: a scatter-add would stay a scatter on TPUs
+        # Sums of slices: a scatter-add would stay a scatter on TPUs.
+        if heads.key_heads.size != kv_heads:
             ends = np.searchsorted(heads.key_heads, np.arange(kv_heads + 1))
             dkv = jnp.stack([dkv[:, :, :, i:j].sum(3) for i, j in itertools.pairwise(ends)], 3)
         return Gradients(dq, *dkv)

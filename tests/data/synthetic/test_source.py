@@ -121,9 +121,8 @@ def test_short_contexts_have_several_lines_and_room_for_the_template(repository,
         ]
         lengths.append(sum(len(segment.ids) for segment in render(messages, template, tokenizer)))
     assert max(lengths) <= 128
-    assert (
-        max(record["conversations"][0]["value"].count("line ") for record in records) > 2
-    )  # the question contains it once
+    # The question contains it once.
+    assert max(record["conversations"][0]["value"].count("line ") for record in records) > 2
 
 
 def test_files_are_cached_by_everything_that_changes_them(tmp_path, monkeypatch):

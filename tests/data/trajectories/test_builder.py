@@ -149,9 +149,8 @@ def test_rewards_are_recomputed_unless_collected_for_the_task(tmp_path):
     assert physics_state(environment).shape == (4,)
     np.savez(buffer / "made_1_20.npz", **upright._asdict())
     prepared = prepare_trajectories(buffer, TASK.name, tmp_path / "prepared")
-    np.testing.assert_allclose(
-        prepared.returns, [20.0]
-    )  # an upright pole at rest in the middle: 1 per step
+    # An upright pole at rest in the middle: 1 per step.
+    np.testing.assert_allclose(prepared.returns, [20.0])
 
 
 def test_no_usable_episode_is_an_error(tmp_path):

@@ -20,11 +20,9 @@ def played(task, steps, seed=3):
     environment, generator = make_environment(task, seed), np.random.default_rng(seed)
     time_step = environment.reset()
     assert flatten_observation(time_step.observation).shape == (task.observation_size,)
-    physics, actions, rewards = (
-        [physics_state(environment)],
-        [np.zeros(task.action_size, np.float32)],
-        [0.0],
-    )
+    physics = [physics_state(environment)]
+    actions = [np.zeros(task.action_size, np.float32)]
+    rewards = [0.0]
     for step in range(steps):
         if step % 5 == 0:
             action = generator.uniform(-1, 1, task.action_size).astype(np.float32)

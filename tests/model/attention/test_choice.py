@@ -80,10 +80,8 @@ def test_every_name_creates_a_different_kernel():
 
 def test_under_a_mesh_only_the_kernel_of_its_platform_is_traced():
     """Tracing the other platforms' kernels took half of the tracing time of a small step."""
-    q, coords = (
-        jnp.zeros((1, 16, 2, 8)),
-        TokenCoords(jnp.zeros((1, 16), int), jnp.ones((1, 16), int)),
-    )
+    q = jnp.zeros((1, 16, 2, 8))
+    coords = TokenCoords(jnp.zeros((1, 16), int), jnp.ones((1, 16), int))
 
     def forward(q):
         queries, keys = Queries(q, coords), Keys(q, q, coords)

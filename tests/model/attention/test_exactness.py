@@ -297,10 +297,8 @@ def test_bfloat16_error_does_not_grow_with_the_ring():
 
 @pytest.mark.parametrize("kernel", ["xla", "reference"])
 def test_results_are_float32_where_jax_defaults_to_float64(kernel):
-    vectors, rows = (
-        jax.ShapeDtypeStruct((1, 24, 2, 4), jnp.bfloat16),
-        jax.ShapeDtypeStruct((1, 2, 24), jnp.float32),
-    )
+    vectors = jax.ShapeDtypeStruct((1, 24, 2, 4), jnp.bfloat16)
+    rows = jax.ShapeDtypeStruct((1, 2, 24), jnp.float32)
     coords = TokenCoords(*[jax.ShapeDtypeStruct((1, 24), jnp.int32)] * 2)
     kernel, options = get_kernel(kernel), {"mask": Mask(window=5), "scale": 1.0}
     with jax.enable_x64(True):

@@ -31,14 +31,10 @@ def value(chunk, weights, arrays, labels, shares):
 @pytest.fixture
 def inputs():
     rng = np.random.default_rng(0)
-    weights, x = (
-        {"w": rng.normal(size=(6, 6)).astype(np.float32)},
-        rng.normal(size=(2, LENGTH, 6)).astype(np.float32),
-    )
-    labels, shares = (
-        {"n": rng.integers(0, 3, (2, LENGTH), np.int32)},
-        rng.random((2, LENGTH), np.float32),
-    )
+    weights = {"w": rng.normal(size=(6, 6)).astype(np.float32)}
+    x = rng.normal(size=(2, LENGTH, 6)).astype(np.float32)
+    labels = {"n": rng.integers(0, 3, (2, LENGTH), np.int32)}
+    shares = rng.random((2, LENGTH), np.float32)
     return weights, {"x": x}, labels, shares
 
 

@@ -47,10 +47,8 @@ def test_tile_counts_match_attentions_own_rule(layout, ranks, query_tiles, key_t
     tokens = 6 * math.lcm(query_tiles, key_tiles)
     index = jnp.asarray(permutation(ranks * tokens, ranks, layout), jnp.int32)[None]
     coords = TokenCoords(index, jnp.ones_like(index))
-    queries, keys = (
-        tile_bounds(coords, tokens // query_tiles),
-        tile_bounds(coords, tokens // key_tiles),
-    )
+    queries = tile_bounds(coords, tokens // query_tiles)
+    keys = tile_bounds(coords, tokens // key_tiles)
     kinds = tile_kind(
         jax.tree.map(lambda x: x[0][:, None], queries),
         jax.tree.map(lambda x: x[0][None], keys),

@@ -255,10 +255,8 @@ def test_a_gpu_peer_is_called_for_the_same_attention(peer, kind, kv_heads, on_a_
     ("peer", "name"), [("jax-cudnn", "cuDNN"), ("flash-attn-3", "FlashAttention-3")]
 )
 def test_a_gpu_peer_is_left_out_where_it_lacks_a_feature(peer, name, on_a_gpu, monkeypatch):
-    empty, single = (
-        Case(peer, "empty", LENGTH, backward=False, dtype="float16"),
-        Case(peer, "full", LENGTH, backward=False),
-    )
+    empty = Case(peer, "empty", LENGTH, backward=False, dtype="float16")
+    single = Case(peer, "full", LENGTH, backward=False)
     with pytest.raises(LeftOut, match=f"{name} has no mask that hides everything"):
         PEERS[peer](empty, make_block(empty))
     with pytest.raises(LeftOut, match=f"{name}.* has no float32"):

@@ -21,7 +21,8 @@ class Loss:
     name: str = "mean"
 
     def __call__(self, x):
-        return weighted(x, self.name)
+        values, weights = x, self.name
+        return weighted(values, weights)
 '''
 SAME = {
     "comments and format": PROGRAM.replace(
@@ -35,6 +36,9 @@ SAME = {
         b"def weighted(values, weights)", b"def weighted(values: int, weights: int) -> int"
     ),
     "messages": PROGRAM.replace(b"no values, {weights} alone", b"not one value"),
+    "two assignments": PROGRAM.replace(
+        b"values, weights = x, self.name", b"values = x\n        weights = self.name"
+    ),
     "imports": PROGRAM.replace(b"import jax.numpy as jnp", b"from jax import numpy as jnp"),
 }
 CHANGED = {
@@ -43,6 +47,7 @@ CHANGED = {
     "the order of arguments": (b"values - weights", b"weights - values"),
     "a number": (b"SCALE = 2", b"SCALE = 3"),
     "a keyword": (b'"mean"', b'"total"'),
+    "assigned values": (b"weights = x, self.name", b"weights = self.name, x"),
     "a condition": (b"if not len", b"if len"),
 }
 
@@ -59,6 +64,11 @@ def test_equivalent_code_keeps_results_fresh(program):
 @pytest.mark.parametrize(("old", "new"), CHANGED.values(), ids=CHANGED)
 def test_a_changed_program_makes_a_result_stale(old, new):
     assert program_hash(PROGRAM.replace(old, new)) != program_hash(PROGRAM)
+
+
+def test_an_exchange_is_not_two_assignments():
+    exchange, assignments = b"a, b = b, a", b"a = b\nb = a"
+    assert program_hash(exchange) != program_hash(assignments)
 
 
 def test_functions_may_move_between_files():

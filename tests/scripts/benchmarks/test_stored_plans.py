@@ -22,10 +22,8 @@ PLANS = recipe_plans(STORED)
 
 @pytest.mark.parametrize("recipe", PLANS)
 def test_a_recipes_header_gives_the_figures_of_its_plan(recipe):
-    head, plan = (
-        (ROOT / "configs" / f"{recipe}.yaml").read_text(encoding="utf-8").split("\n\n")[0],
-        PLANS[recipe],
-    )
+    head = (ROOT / "configs" / f"{recipe}.yaml").read_text(encoding="utf-8").split("\n\n")[0]
+    plan = PLANS[recipe]
     assert f"; {seconds_text(plan)} s per step, by the estimate" in head
     assert f"; {memory_text(plan)} GiB per " in head
 

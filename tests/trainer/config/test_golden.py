@@ -55,10 +55,8 @@ def test_every_recipe_resolves(name):
 @pytest.mark.parametrize("name", PLANS)
 def test_a_recipes_stored_plan_matches_the_recipe(name):
     """The plan was made for the recipe's current context, mesh and memory options, and it fits."""
-    config, plan = (
-        load(["--config", str(RECIPES[name]), "--model.path", "x", "--data.path", "x"]),
-        PLANS[name],
-    )
+    config = load(["--config", str(RECIPES[name]), "--model.path", "x", "--data.path", "x"])
+    plan = PLANS[name]
     assert (
         plan["context"] == config.data.context_length and plan["batch"] == config.train.batch_size
     )

@@ -160,10 +160,8 @@ def test_the_index_decides_which_shard_a_tensor_comes_from(tmp_path):
     config = make_model(tmp_path, torch.float32)
     weights = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
-    names, norm = (
-        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
-        "model.norm.weight",
-    )
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    norm = "model.norm.weight"
     save_file(
         {**weights, norm: torch.full((32,), 1.0)}, tmp_path / names[0], metadata={"format": "pt"}
     )

@@ -105,10 +105,8 @@ def test_the_profile_holds_the_chosen_steps(tmp_path, small_recipe):
 
 def test_every_source_is_logged_and_their_losses_bracket_the_total(watched_run):
     folder, _ = watched_run
-    rows, held_out = (
-        small_run.rows(folder / "metrics.jsonl"),
-        small_run.rows(folder / "held_out.jsonl"),
-    )
+    rows = small_run.rows(folder / "metrics.jsonl")
+    held_out = small_run.rows(folder / "held_out.jsonl")
     for row in rows:
         parts = [row[f"loss_by_source/{name}"] for name in ("chats", "more")]
         assert min(parts) <= row["loss_nats_per_target"] <= max(parts) and parts[0] != parts[1]

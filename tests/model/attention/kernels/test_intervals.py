@@ -72,10 +72,8 @@ def test_intervals_match_the_dense_mask_and_their_tiles_the_tile_rule(layout, ma
         and edges.min() >= 0
         and edges.max() <= len(number)
     )
-    visited, full = (
-        (number >= first) & (number < last),
-        (number >= first_full) & (number < last_full),
-    )
+    visited = (number >= first) & (number < last)
+    full = (number >= first_full) & (number < last_full)
     assert (visited | ~tiles.any((2, 4))).all()
     assert (tiles.all((2, 4)) | ~full).all()
 
@@ -91,10 +89,8 @@ def test_intervals_match_the_dense_mask_and_their_tiles_the_tile_rule(layout, ma
 
 
 def test_row_order_sorts_gathered_shards_into_their_row():
-    index, segments = (
-        np.arange(48, dtype=np.int32)[None],
-        np.repeat([1, 2, 0], (20, 17, 11))[None].astype(np.int32),
-    )
+    index = np.arange(48, dtype=np.int32)[None]
+    segments = np.repeat([1, 2, 0], (20, 17, 11))[None].astype(np.int32)
     order = permutation(48, 4, "striped")
     back = np.asarray(row_order(TokenCoords(index[:, order], segments[:, order])))
     assert (np.take_along_axis(index[:, order], back, 1) == index).all()

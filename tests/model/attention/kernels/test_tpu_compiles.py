@@ -47,14 +47,10 @@ def lower_both(topology, dtype, head_dim, mask=Mask(), kv_heads=2, softcap=None)
     def shape(*dims, dtype):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    kernel, options = (
-        get_kernel("tpu").with_softcap(softcap),
-        {"mask": mask, "scale": head_dim**-0.5},
-    )
-    q, kv = (
-        shape(1, TOKENS, 4, head_dim, dtype=dtype),
-        shape(2, 1, TOKENS, kv_heads, head_dim, dtype=dtype),
-    )
+    kernel = get_kernel("tpu").with_softcap(softcap)
+    options = {"mask": mask, "scale": head_dim**-0.5}
+    q = shape(1, TOKENS, 4, head_dim, dtype=dtype)
+    kv = shape(2, 1, TOKENS, kv_heads, head_dim, dtype=dtype)
     coords = TokenCoords(*[shape(1, TOKENS, dtype=jnp.int32)] * 2)
     rows, float32 = shape(1, 4, TOKENS, dtype=jnp.float32), shape(*q.shape, dtype=jnp.float32)
     blocks = Queries(q, coords), StackedKeys(kv, coords)

@@ -120,10 +120,8 @@ def test_global_tokens_are_gathered_besides_a_windowed_ring(causal):
     """Blocks visit the ranks in reach, and all ranks gather the few global tokens: the plan's
     bytes."""
     mask, slots, ways = Mask(causal, TOKENS, 3), 3, 1 if causal else 2
-    x, coords = (
-        jnp.zeros((1, LENGTH, HEADS, DIM)),
-        TokenCoords(*(jnp.zeros((1, LENGTH), jnp.int32),) * 3),
-    )
+    x = jnp.zeros((1, LENGTH, HEADS, DIM))
+    coords = TokenCoords(*(jnp.zeros((1, LENGTH), jnp.int32),) * 3)
     block = plan.Block(1, TOKENS, HEADS, HEADS, DIM, itemsize=4, coordinates=3)
     run = functools.partial(
         attention,
