@@ -35,6 +35,7 @@ from data.reasons import (
     Drop,
 )
 from data.scraped import before_rate_limit, from_html
+from data.seen import Seen
 from data.tool_calls import parse_tools
 from data.turns import (
     Findings,
@@ -127,14 +128,14 @@ class Cleaned(NamedTuple):
 
 @dataclass
 class Cleaner:
-    """Cleans the records of one source, in order; keeps 16 bytes of each to find duplicates."""
+    """Cleans the records of one source, in order."""
 
     config: CleanConfig = CleanConfig()
     order: Order = "any"
     """The order of turns that the template requires."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Maps the records' field names to those that are read, see `data.fields.FieldMap`."""
-    seen: set[bytes] = field(default_factory=set)
+    seen: Seen = field(default_factory=set[bytes])
     """Hashes of conversations read before; repetitions are dropped."""
 
     def __post_init__(self):

@@ -285,10 +285,8 @@ class Sentencepiece(Engine):
         del beginning
         pieces = self._encoder.encode(text, out_type="proto").pieces
         # From the library's offsets in bytes of UTF-8 to offsets in characters.
-        characters, size = (
-            {0: 0},
-            0,
-        )
+        characters = {0: 0}
+        size = 0
         for count, character in enumerate(text, 1):
             size += len(character.encode())
             characters[size] = count

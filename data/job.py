@@ -10,17 +10,19 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, cast
 
-from data import near_duplicates, paths, prepared, tables
+from data import near_duplicates, paths, tables
 from data import sources as source_readers
 from data.clean import CleanConfig
 from data.conversation import Order, Record, Tokens
 from data.encode import Encoded, Encoder, encode_all
 from data.errors import TransientError, UserError
+from data.index import NewIndex
 from data.mismatched import with_mismatched
 from data.near_duplicates import NEAR_DUPLICATE, NOTHING_DROPPED, Dropped
 from data.paths import File
 from data.records import Advance
 from data.report import Report, SourceReport
+from data.seen import Seen
 from data.sources import FileReader, Source
 from data.templates import jinja_template
 from data.templates.alternation import order_of
@@ -147,7 +149,7 @@ class Job:
             ]
         return units
 
-    def reader(self, unit: Unit, seen: set[bytes]) -> FileReader:
+    def reader(self, unit: Unit, seen: Seen) -> FileReader:
         """Returns a reader of a unit's records; `seen` has hashes of earlier records."""
         number = unit.source
         return FileReader(
@@ -164,9 +166,7 @@ class Job:
         wanted = bool(self.clean.near_duplicates)
         return [unit for unit in units if wanted and self.sources[unit.source].format != "tokens"]
 
-    def sign(
-        self, unit: Unit, seen: set[bytes], work: str, advance: Advance | None = None
-    ) -> tuple[()]:
+    def sign(self, unit: Unit, seen: Seen, work: str, advance: Advance | None = None) -> tuple[()]:
         """Writes a unit's near-duplicate signatures, see `data.near_duplicates.sign`."""
 
         def records() -> Iterator[Record]:
@@ -196,8 +196,8 @@ class Job:
         self,
         unit: Unit,
         report: SourceReport,
-        index: prepared.Index,
-        seen: set[bytes],
+        index: NewIndex,
+        seen: Seen,
         advance: Advance | None = None,
         processes: int = 1,
         near: Dropped = NOTHING_DROPPED,

@@ -6,9 +6,12 @@ as similar as the threshold.
 
 Three steps, for any engine; units and bands are independent of each other. In the work folder:
 
-    near/UNIT/shingles, keys, records each record's signature, from `sign` near/pairs/... the
-    similar pairs of one band of keys near/UNIT/dropped.json which records of a unit are dropped,
-    and for which
+    near/UNIT/shingles, keys, records
+        each record's signature, from `sign`
+    near/pairs/...
+        the similar pairs of one band of keys
+    near/UNIT/dropped.json
+        which records of a unit are dropped, and for which
 """
 
 from __future__ import annotations

@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int64
 
 from data import near_duplicates, paths, prepared, record_store
 from data.engine import GROUP, Engine
 from data.errors import TransientError, UserError
 from data.folders import file_hash
+from data.index import NewIndex, check_count
 from data.job import Job, Unit
 from data.job_file import job_bytes, read_job
 from data.paths import File
@@ -79,9 +80,9 @@ def build_in_parts(
     engine.run(units, partial(_make_part, work))
     parts = [_Part.read(work, unit) for unit in units]
     report = _merged_report(job, units, parts)
-    prepared.check_count(sum(part.documents for part in parts))  # before merging and copying
-    arrays = _merged_index(work, units)
-    job.check_split(bool(arrays["held_out"].all()), report)
+    check_count(sum(part.documents for part in parts))  # before merging and copying
+    index = _merged_index(work, units, folder)
+    job.check_split(index.all_held_out, report)
     shards = _shards(work, units, parts)
     target = f"{store or work}/{prepared.DOCUMENTS}"
     engine.run(shards, partial(_make_shard, work, target))
@@ -94,7 +95,7 @@ def build_in_parts(
     with (folder / prepared.DROPPED).open("w", encoding="ascii") as dropped:
         dropped.writelines(_dropped_lines(work, units, parts))
     files = {f"{prepared.DOCUMENTS}/{state['name']}": state["file"] for state in states}
-    prepared.write_index(folder, arrays, report, files)
+    prepared.write_index(folder, index, report, files)
     paths.remove_tree(work)
 
 
@@ -184,7 +185,7 @@ def _warn_of_too_many(work: str, units: Sequence[Unit]) -> None:
         repeated = len(read_bytes(f"{work}/seen/{unit.name}") or b"") // _DIGEST
         count += int(read_bytes(f"{work}/read/{unit.name}") or 0) - repeated
     try:
-        prepared.check_count(count, "conversations")
+        check_count(count, "conversations")
     except UserError as error:
         print(f"warning: {error}. It is an error if that many are left", file=sys.stderr)
 
@@ -218,10 +219,11 @@ def _make_part(work: str, unit: Unit) -> tuple[()]:
     target = f"{work}/parts/{unit.name}"
     if read_json(f"{target}/{_PART}") is not None:
         return ()
-    job, problem, index = _load_job(work), None, prepared.Index()
+    job, problem = _load_job(work), None
     report = SourceReport("", source=unit.source, most_names=sys.maxsize)
     seen = _read_seen(work, unit)
     with worker_scratch("part") as scratch:
+        index = NewIndex(scratch)
         try:
             with dropped_file(scratch / prepared.DROPPED) as report.on_drop:
                 serialized = record_store.serialize(
@@ -235,13 +237,12 @@ def _make_part(work: str, unit: Unit) -> tuple[()]:
             raise
         except UserError as error:
             problem = str(error)
-        arrays = index.arrays()
-        np.savez(scratch / prepared.INDEX, **arrays)  # type: ignore[arg-type]  # numpy's own types
+        index.write(scratch / prepared.INDEX)
         for file in (prepared.DOCUMENTS, _SIZES, prepared.INDEX, prepared.DROPPED):
             paths.put_file(scratch / file, f"{target}/{file}")
     state = {
         "report": report.to_dict(),
-        "documents": len(arrays["length"]),
+        "documents": len(index),
         "problem": problem,
     }
     write_bytes(f"{target}/{_PART}", json.dumps(state).encode())
@@ -328,15 +329,15 @@ def _merged_report(job: Job, units: Sequence[Unit], parts: Sequence[_Part]) -> R
     return report
 
 
-def _merged_index(work: str, units: Sequence[Unit]) -> dict[str, Int32[np.ndarray, " D"]]:
-    indices = []
-    with tempfile.TemporaryDirectory(prefix="longstripe-index-") as folder:
-        local = Path(folder) / prepared.INDEX
+def _merged_index(work: str, units: Sequence[Unit], folder: Path) -> NewIndex:
+    """Returns the index of all parts, with its temporary file in `folder`."""
+    index = NewIndex(folder)
+    with tempfile.TemporaryDirectory(prefix="longstripe-index-") as scratch:
+        local = Path(scratch) / prepared.INDEX
         for unit in units:
             paths.get_file(f"{work}/parts/{unit.name}/{prepared.INDEX}", local)
-            with np.load(local) as stored:
-                indices.append({name: stored[name] for name in stored.files})
-    return {name: np.concatenate([index[name] for index in indices]) for name in indices[0]}
+            index.extend(local)
+    return index
 
 
 def _dropped_lines(work: str, units: Sequence[Unit], parts: Sequence[_Part]) -> Iterator[str]:

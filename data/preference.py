@@ -18,6 +18,7 @@ from data.clean import TEMPLATE_KWARGS, CleanConfig, Cleaned, Cleaner, own_id
 from data.conversation import Conversation, Labelled, Message, Order, Preference
 from data.fields import first_present, renamed, shown_fields, unread_of
 from data.reasons import DUPLICATE, NOT_A_RECORD, Drop
+from data.seen import Seen
 from data.turns import role_of
 
 CHOSEN = ("chosen", "chosen_response")
@@ -43,16 +44,16 @@ class PreferenceReader:
     """Reads the preference records of one source, in order.
 
     Attributes:
-        clean: the cleaning rules, which both conversations of a record pass.
-        order: see `data.clean.Cleaner`.
-        fields: maps the records' field names to TARGETS.
+      clean: the cleaning rules, which both conversations of a record pass.
+      order: see `data.clean.Cleaner`.
+      fields: maps the records' field names to TARGETS.
       seen: hashes of records read before; repetitions are dropped.
     """
 
     clean: CleanConfig = CleanConfig()
     order: Order = "any"
     fields: Mapping[str, str] = field(default_factory=dict)
-    seen: set[bytes] = field(default_factory=set)
+    seen: Seen = field(default_factory=set[bytes])
 
     def read(self, raw: object) -> tuple[Preference | Labelled, set[str], set[str]]:
         """Returns a record, its changes, and its unread fields with a value.

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from data.clean import CleanConfig
 from data.engine import PROCESSES, Engine
 from data.errors import UserError
 from data.folders import building
-from data.job import Job, check_arrays, processes_for, template_text
+from data.index import NewIndex
+from data.job import Job, Unit, check_arrays, processes_for, template_text
 from data.parts import build_in_parts
 from data.prepared import Prepared
 from data.progress import ProgressBar
 from data.record_store import write_records
 from data.report import Report, dropped_file
+from data.seen import SeenOnDisk
 from data.shard_cache import ShardCache
 from data.sources import Source
 from data.tokenizer import Tokenizer
@@ -179,32 +182,34 @@ def _build(job: Job, folder: Path, progress: bool, engine: Engine) -> None:
 
 def _build_in_one_pass(job: Job, folder: Path, progress: bool) -> None:
     """Writes the documents while reading the sources, one after another."""
-    index, report = prepared.Index(), Report()
+    index, report = NewIndex(folder), Report()
     size = sum(file.size() for source in job.sources for file in source.files())
     work = str(folder / "near-duplicates")
     units = [job.whole(number) for number in range(len(job.sources))]
     if job.compared(units):
         with ProgressBar("comparing records", size, "B", progress) as bar:
+
+            def sign(unit: Unit) -> tuple[()]:
+                with closing(SeenOnDisk(folder / "seen")) as seen:
+                    return job.sign(unit, seen, work, bar.advance)
+
             near_duplicates.find(
-                job.compared(units),
-                job.clean.near_duplicates,
-                PROCESSES,
-                work,
-                lambda unit: job.sign(unit, set(), work, bar.advance),
+                job.compared(units), job.clean.near_duplicates, PROCESSES, work, sign
             )
 
     def documents() -> Iterator[dict]:
         for number, source in enumerate(job.sources):
             source_report = report.add_source(str(source.path))
-            yield from job.documents(
-                units[number],
-                source_report,
-                index,
-                set(),
-                progress_bar.advance,
-                processes_for(source),
-                job.near_duplicates(work, units[number]),
-            )
+            with closing(SeenOnDisk(folder / "seen")) as seen:
+                yield from job.documents(
+                    units[number],
+                    source_report,
+                    index,
+                    seen,
+                    progress_bar.advance,
+                    processes_for(source),
+                    job.near_duplicates(work, units[number]),
+                )
             job.finish_source(number, source_report)
 
     with (
@@ -213,9 +218,8 @@ def _build_in_one_pass(job: Job, folder: Path, progress: bool) -> None:
     ):
         write_records(folder, prepared.DOCUMENTS, prepared.document_features, documents)
     paths.remove_tree(work)
-    arrays = index.arrays()
-    job.check_split(bool(arrays["held_out"].all()), report)
-    prepared.write_index(folder, arrays, report)
+    job.check_split(index.all_held_out, report)
+    prepared.write_index(folder, index, report)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 import json
 import sys
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +15,7 @@ from jaxtyping import Bool, Float64, Int, Int32, Int64
 from data import paths
 from data.errors import UserError, first_line
 from data.folders import check_files, record_files
+from data.index import NewIndex, StoredIndex
 from data.record_store import StoreRecords, open_records, readable
 from data.report import Report, SourceReport
 from data.shard_cache import ShardCache
@@ -27,7 +27,6 @@ REPORT = "report.json"
 DOCUMENTS = "documents"
 SHARD = ".array_record-"  # occurs only in the names of shards
 INDEX = "index.npz"  # written last: a folder with an index is complete
-MOST_DOCUMENTS = 2**31 - 1  # in a folder: document numbers have 32 bits
 
 
 @dataclass(frozen=True)
@@ -190,56 +189,9 @@ def counts(documents: Documents) -> SplitCounts:
     return SplitCounts(len(documents), int(documents.lengths.sum()), int(documents.trained.sum()))
 
 
-def check_count(count: int, what: str = "documents") -> None:
-    """Checks that a folder can number its documents.
-
-    Raises:
-      UserError: there are more than MOST_DOCUMENTS.
-    """
-    if count > MOST_DOCUMENTS:
-        raise UserError(
-            f"data.sources: found {count:,} {what}, but a prepared folder holds at most "
-            f"{MOST_DOCUMENTS:,} documents; several recipes, each with some of the files, would "
-            "work"
-        )
-
-
-class Index:
-    """The index of a folder: numbers about each document that are needed without reading it."""
-
-    def __init__(self) -> None:
-        names = ("length", "trained", "source", "held_out")
-        pair_names = ("chosen", "chosen_trained", "label", "shared")
-        # Not lists, whose integers would take 120 bytes per document.
-        self._columns = {name: array("i") for name in (*names, *pair_names)}
-
-    def add(self, *values: int) -> int:
-        """Adds a document; returns its number.
-
-        Args:
-          values: its length, trained tokens, source, whether it is held out, and, if it is a pair
-            of completions, the length, trained tokens and label of the first, and how many tokens
-            they share.
-
-        Raises:
-          UserError: there are too many; see `check_count`.
-        """
-        check_count(len(self) + 1)
-        for column, value in zip(self._columns.values(), values, strict=True):
-            column.append(value)
-        return len(self) - 1
-
-    def __len__(self) -> int:
-        return len(self._columns["length"])
-
-    def arrays(self) -> dict[str, Int32[np.ndarray, " D"]]:
-        """Returns the columns of the index, each with one element per document."""
-        return {name: np.array(column, np.int32) for name, column in self._columns.items()}
-
-
 def write_index(
     folder: Path,
-    arrays: dict[str, Int32[np.ndarray, " D"]],
+    index: NewIndex,
     report: Report,
     shards: Mapping[str, Sequence[int | str]] | None = None,
 ) -> None:
@@ -247,7 +199,7 @@ def write_index(
 
     Args:
       folder: the prepared folder.
-      arrays: the columns of the index.
+      index: the index.
       report: the report.
       shards: size and sha256 of the shards by name, if known; the shards may be elsewhere.
     """
@@ -258,8 +210,7 @@ def write_index(
         names = [path.name for path in sorted((folder / DOCUMENTS).iterdir())]
         names = [REPORT, *(f"{DOCUMENTS}/{name}" for name in names if SHARD not in name)]
         files = {**json.loads(record_files(folder, names)), **shards}
-    columns = {**arrays, "files": np.array(json.dumps(files))}
-    np.savez(folder / INDEX, **columns)  # type: ignore[arg-type]  # numpy's own types
+    index.write(folder / INDEX, json.dumps(files))
 
 
 def document_features(tfds: ModuleType) -> dict[str, Any]:
@@ -270,29 +221,6 @@ def document_features(tfds: ModuleType) -> dict[str, Any]:
         "source": np.int32,
         "record_id": tfds.features.Text(),
     }
-
-
-class StoredIndex(Mapping[str, Int32[np.ndarray, " D"]]):
-    """The columns of an index, read from the file at each access."""
-
-    def __init__(self, file: Path):
-        """Reads the names, and every column once to check that it is complete."""
-        self._file = file
-        with np.load(file) as stored:
-            self._names = tuple(stored.files)
-            self.files = str(stored["files"])
-            for name in self._names:
-                stored[name]
-
-    def __getitem__(self, name: str) -> Int32[np.ndarray, " D"]:
-        with np.load(self._file) as stored:
-            return stored[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 class Stored(NamedTuple):

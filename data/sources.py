@@ -27,6 +27,7 @@ from data.printable import printable
 from data.reasons import NO_SHAPE, TREE_MESSAGE, Drop
 from data.records import MAX_BYTES, Advance, read_records, would_fit
 from data.report import Report, SourceReport
+from data.seen import Seen
 from data.templates.alternation import order_of
 from data.trees import Forest, is_row
 
@@ -211,7 +212,7 @@ class FileReader:
     """See `read`."""
     among_others: bool | None = None
     """Whether the source has several files; by default whether several are read."""
-    seen: set[bytes] = field(default_factory=set)
+    seen: Seen = field(default_factory=set[bytes])
     """Hashes of records in earlier files; those of the records read are added."""
     has_tree_rows: bool = False
     """Whether rows of trees of messages were among the records; they need all files at once."""
@@ -380,7 +381,7 @@ def _read_text(file: File, source: Source) -> str:
 
 
 def _parser(
-    source: Source, clean: CleanConfig, order: Order, report: SourceReport, seen: set[bytes]
+    source: Source, clean: CleanConfig, order: Order, report: SourceReport, seen: Seen
 ) -> Parse:
     """Returns a parser of a source's records, which counts changes and unread fields.
 

@@ -9,6 +9,8 @@ OUTPUT/engines.json immediately; a repeated row replaces the old one. --write ma
 docs/results/engines.json from all rows saved there.
 
 Data of one size are the same on every machine. Every fiftieth conversation repeats an earlier one.
+With --short, conversations are a twentieth as long, to show how peak memory grows with their
+number; the files are then named engine_memory.json.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import resource
 import sys
@@ -36,7 +39,7 @@ from data.sources import Source
 from data.tokenizer import Tokenizer
 from scripts.benchmarks.bench_data import peak_mib
 from scripts.benchmarks.commands import in_own_process, read_json, write_json
-from scripts.benchmarks.results import ROOT, Result, load, renew, row
+from scripts.benchmarks.results import ROOT, Result, renew, row
 from trainer.options import command, option
 
 WORDS = ROOT / "data/fixtures/conversations.json"
@@ -44,22 +47,25 @@ ENGINES = ("processes", "beam")
 FILE_BYTES = 1 << 24  # so that each of two workers has several files
 POOL_WORDS = 1 << 21
 LONGEST_TURN = 1 << 16  # characters
+SHORTER = 20  # times, with --short
 REPEAT_EVERY = 50  # conversations
 CONTEXT_LENGTH = 8192  # tokens
 # Goals, set before anything was measured: the largest relative error of the scale-up rule, and the
 # size of the largest data set that each engine has prepared; and peak memory that is flat. That
-# flat means 10% was decided after the measurement, which misses it.
+# flat means 10% was decided after the first measurement, which missed it.
 LARGEST_RULE_ERROR = 0.2
 MOST_GROWTH = 1.1  # of peak memory, from the smallest to the largest data set
 SIZE_GOALS = {"processes": 10**10, "beam": 10**9}
-RESULTS_FILE = "engines.json"
+RESULTS_FILE, SHORT_RESULTS_FILE = "engines.json", "engine_memory.json"
 
 
 class Conversations:
     """Generated conversations, each a function of its number: the words of our fixtures in random
     order, every thirtieth replaced by a random hexadecimal number."""
 
-    def __init__(self) -> None:
+    def __init__(self, shorter: int = 1) -> None:
+        """Prepares the words of conversations that are `shorter` times as short."""
+        self._log_length = 6.5 - math.log(shorter)
         rng = np.random.default_rng(0)
         records = json.loads(WORDS.read_text(encoding="utf-8"))
         words = np.array(
@@ -75,7 +81,7 @@ class Conversations:
         # About halfway back; a multiple of REPEAT_EVERY is never itself a repeat.
         original = number // 2 // REPEAT_EVERY * REPEAT_EVERY if is_repeat else number
         rng = np.random.default_rng(original)
-        lengths = np.clip(rng.lognormal(6.5, 1.0, 4), 8, LONGEST_TURN).astype(int)
+        lengths = np.clip(rng.lognormal(self._log_length, 1.0, 4), 8, LONGEST_TURN).astype(int)
         starts = rng.integers(0, len(self._pool) - LONGEST_TURN, 4)
         turns = [
             {"from": ("human", "gpt")[place % 2], "value": self._pool[start : start + length]}
@@ -84,15 +90,16 @@ class Conversations:
         return json.dumps({"id": f"{number}", "conversations": turns})
 
 
-def write_conversations(folder: Path, size: int) -> int:
+def write_conversations(folder: Path, size: int, shorter: int = 1) -> int:
     """Writes `size` bytes of conversations to files in a new folder; returns their number."""
-    conversations, count, written = Conversations(), 0, 0
+    conversations, count, written = Conversations(shorter), 0, 0
+    file_bytes = FILE_BYTES // shorter
     folder.mkdir()
     while written < size:
         file_start = written
-        path = folder / f"{file_start // FILE_BYTES:05d}.jsonl"
+        path = folder / f"{file_start // file_bytes:05d}.jsonl"
         with path.open("w", encoding="ascii") as file:
-            while written < size and written - file_start < FILE_BYTES:
+            while written < size and written - file_start < file_bytes:
                 written += file.write(conversations[count] + "\n")
                 count += 1
     return count
@@ -210,7 +217,6 @@ def result_rows(rows: list[dict]) -> dict[str, dict[str, str]]:
                 abs(error) <= LARGEST_RULE_ERROR,
             )
     for engine, goal in SIZE_GOALS.items():
-        result.update(_memory_growth(rows, engine))
         largest = max((r["bytes"] for r in rows if r["engine"] == engine), default=0)
         result[f"{engine}_largest"] = row(
             f"preparing data with {engine}: largest data set",
@@ -220,6 +226,13 @@ def result_rows(rows: list[dict]) -> dict[str, dict[str, str]]:
         )
     result["same"] = _same_files(rows)
     return result
+
+
+def memory_rows(rows: list[dict]) -> dict[str, dict[str, str]]:
+    """Returns the rows of docs/results/engine_memory.json."""
+    return {
+        name: growth for engine in ENGINES for name, growth in _memory_growth(rows, engine).items()
+    }
 
 
 def _described(measured: dict) -> str:
@@ -244,8 +257,8 @@ def _memory_growth(rows: list[dict], engine: str) -> dict[str, dict[str, str]]:
     peaks = [(r["peak_mib"], max(r["worker_peak_mib"], default=0.0)) for r in (small, large)]
     return {
         f"{engine}_memory": row(
-            f"preparing {small['bytes'] / 1e9:g} and {large['bytes'] / 1e9:g} GB with {engine} on "
-            f"{cores} cores: peak MiB of the command; of the largest worker",
+            f"preparing {small['records']:,} and {large['records']:,} conversations with {engine} "
+            f"on {cores} cores: peak MiB of the command; of the largest worker",
             "; ".join(
                 f"{before:,.0f} -> {after:,.0f}" for before, after in zip(*peaks, strict=True)
             ),
@@ -283,13 +296,15 @@ def work(options: Options) -> Result | None:
             measured = measure(engine, cores, options.sources, options.tokenizer, Path(target))
         print(json.dumps(measured))
         return None
-    output_files(options.output, {RESULTS_FILE: b'"sha256"'})
-    path = options.output / RESULTS_FILE
+    name_of_results = SHORT_RESULTS_FILE if options.short else RESULTS_FILE
+    output_files(options.output, {name_of_results: b'"sha256"'})
+    path = options.output / name_of_results
     rows = read_json(path) if path.exists() else []
     for gigabytes in options.gigabytes:
         size = round(gigabytes * 1e9)
         with tempfile.TemporaryDirectory(dir=options.scratch, prefix="engines-") as folder:
-            records = write_conversations(Path(folder) / "in", size)
+            shorter = SHORTER if options.short else 1
+            records = write_conversations(Path(folder) / "in", size, shorter)
             for name in options.rows:
                 measured = _measured_apart(name, size, records, Path(folder), options.tokenizer)
                 key = ("engine", "cores", "bytes")
@@ -300,7 +315,9 @@ def work(options: Options) -> Result | None:
         return None
     command_line = "python -m scripts.benchmarks.bench_engines --gigabytes "
     command_line += " ".join(f"{size / 1e9:g}" for size in sorted({r["bytes"] for r in rows}))
-    return renew("engines", result_rows(rows), command=command_line, facts=load("engines").facts)
+    if options.short:
+        return renew("engine_memory", memory_rows(rows), command=f"{command_line} --short")
+    return renew("engines", result_rows(rows), command=command_line)
 
 
 def _parsed(name: str) -> tuple[str, int]:
@@ -354,7 +371,8 @@ class Options:
         "rows to measure, ENGINE:CORES", ("processes:1", "processes:2", "beam:1", "beam:2")
     )
     gigabytes: tuple[float, ...] = option("sizes of the data, 10^9 bytes", (0.25, 0.5, 1.0))
-    write: bool = option("make docs/results/engines.json from the rows measured so far")
+    short: bool = option("conversations of 0.35 KB instead of 4.6")
+    write: bool = option("make the file in docs/results from the rows measured so far")
     scratch: Path = option(
         "folder for the generated data, which are removed", Path(tempfile.gettempdir())
     )

@@ -1,13 +1,11 @@
 """More documents than a prepared folder can number are refused instead of wrapping around."""
 
 import json
-from array import array
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 
-from data import prepared
+from data import index
 from data.engine import PROCESSES, Processes
 from data.errors import UserError
 from data.prepare import prepare
@@ -45,27 +43,17 @@ def chats(tmp_path):
     return folder
 
 
-def test_the_most_documents_are_the_largest_int32():
-    assert np.iinfo(np.int32).max == prepared.MOST_DOCUMENTS
-    index = prepared.Index()
-    index._columns = {name: array("i", [5]) for name in index._columns}
-    assert index.add(*range(8)) == 1 and len(index) == 2
-    prepared.check_count(2_147_483_647)
-    with pytest.raises(UserError, match=r"found 2,147,483,648 documents, .*; several recipes"):
-        prepared.check_count(2_147_483_648)
-
-
 @pytest.mark.parametrize("engine", [PROCESSES, InParts()])
 def test_too_many_documents_are_refused(chats, tmp_path, monkeypatch, capsys, engine):
     """By hand: 12 conversations, 2 of them repeated."""
-    monkeypatch.setattr(prepared, "MOST_DOCUMENTS", 9)
+    monkeypatch.setattr(index, "MOST_DOCUMENTS", 9)
     with pytest.raises(UserError, match=r"found 10 documents, but a prepared .* at most 9 docu"):
         _prepare(chats, tmp_path / "made", engine)
     files = [path.name for path in (tmp_path / "made").rglob("*") if path.is_file()]
     assert not any("array_record" in name for name in files), "refused after writing shards"
     errors = capsys.readouterr().err
     assert ("warning: data.sources: found 10 conversations" in errors) == engine.in_parts
-    monkeypatch.setattr(prepared, "MOST_DOCUMENTS", 10)
+    monkeypatch.setattr(index, "MOST_DOCUMENTS", 10)
     assert len(_prepare(chats, tmp_path / "made", engine).train) == 10
     assert not capsys.readouterr().err and len(list((tmp_path / "made").glob("[!.]*"))) == 1
 

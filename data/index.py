@@ -1,0 +1,129 @@
+"""The index of a prepared folder: numbers about documents, needed without reading them."""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int32
+
+from data.errors import UserError
+
+MOST_DOCUMENTS = 2**31 - 1  # in a folder: document numbers have 32 bits
+FILES = "files"
+_COLUMNS = (
+    "length",
+    "trained",
+    "source",
+    "held_out",
+    "chosen",
+    "chosen_trained",
+    "label",
+    "shared",
+)
+_ROW = struct.Struct(f"={len(_COLUMNS)}i")
+_ROWS_AT_A_TIME = 1 << 16
+
+
+def check_count(count: int, what: str = "documents") -> None:
+    """Checks that a folder can number its documents.
+
+    Raises:
+      UserError: there are more than MOST_DOCUMENTS.
+    """
+    if count > MOST_DOCUMENTS:
+        raise UserError(
+            f"data.sources: found {count:,} {what}, but a prepared folder holds at most "
+            f"{MOST_DOCUMENTS:,} documents; several recipes, each with some of the files, would "
+            "work"
+        )
+
+
+class NewIndex:
+    """An index to be written. Its numbers are in a temporary file, not in memory."""
+
+    def __init__(self, folder: Path):
+        """Creates the temporary file in a folder."""
+        self._rows = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - as long as the index
+        self._count = 0
+        self.all_held_out = True
+        """Whether no document is in the split train."""
+
+    def add(self, *values: int) -> int:
+        """Adds a document; returns its number.
+
+        Args:
+          values: its length, trained tokens, source, whether it is held out, and, if it is a pair
+            of completions, the length, trained tokens and label of the first, and how many tokens
+            they share.
+
+        Raises:
+          UserError: there are too many; see `check_count`.
+        """
+        check_count(self._count + 1)
+        self._rows.write(_ROW.pack(*values))
+        self.all_held_out &= bool(values[_COLUMNS.index("held_out")])
+        self._count += 1
+        return self._count - 1
+
+    def extend(self, file: Path) -> None:
+        """Adds the documents of another index, in a file."""
+        with np.load(file) as stored:
+            rows = np.stack([stored[name] for name in _COLUMNS], axis=1)
+            self.all_held_out &= bool(stored["held_out"].all())
+        self._rows.write(rows.astype("=i4").tobytes())
+        self._count += len(rows)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def write(self, file: Path, files: str | None = None) -> None:
+        """Writes the index, as `numpy.savez` would.
+
+        Args:
+          file: where to.
+          files: size and sha256 of the folder's other files, as JSON.
+        """
+        header = {"descr": "<i4", "fortran_order": False, "shape": (self._count,)}
+        with zipfile.ZipFile(file, "w") as archive:
+            for number, name in enumerate(_COLUMNS):
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as column:
+                    np.lib.format.write_array_header_1_0(column, header)
+                    for rows in self._blocks():
+                        column.write(rows[:, number].astype("<i4").tobytes())
+            if files is not None:
+                with archive.open(f"{FILES}.npy", "w", force_zip64=True) as column:
+                    np.lib.format.write_array(column, np.array(files), allow_pickle=False)
+
+    def _blocks(self) -> Iterator[Int32[np.ndarray, "n C"]]:
+        """Yields the numbers of some documents after another."""
+        self._rows.seek(0)
+        while content := self._rows.read(_ROWS_AT_A_TIME * _ROW.size):
+            yield np.frombuffer(content, "=i4").reshape(-1, len(_COLUMNS))
+
+
+class StoredIndex(Mapping[str, Int32[np.ndarray, " D"]]):
+    """The columns of an index, read from the file at each access."""
+
+    def __init__(self, file: Path):
+        """Reads the names, and every column once to check that it is complete."""
+        self._file = file
+        with np.load(file) as stored:
+            self._names = tuple(stored.files)
+            self.files = str(stored[FILES])
+            for name in self._names:
+                stored[name]
+
+    def __getitem__(self, name: str) -> Int32[np.ndarray, " D"]:
+        with np.load(self._file) as stored:
+            return stored[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

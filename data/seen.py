@@ -1,0 +1,62 @@
+"""Sets of hashes that find repeated records."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from pathlib import Path
+from typing import Protocol
+
+_CACHE_KIB = 16 << 10
+
+
+class Seen(Protocol):
+    """A set of hashes; a `set[bytes]` is one."""
+
+    def __contains__(self, digest: bytes, /) -> bool: ...
+
+    def add(self, digest: bytes, /) -> None:
+        """Adds a hash, which may be in the set."""
+
+
+class SeenOnDisk:
+    """A set of hashes in a file, of which at most 16 MiB are in memory.
+
+    A `set` takes a hundred bytes per hash, the file some 30.
+    """
+
+    def __init__(self, path: Path):
+        """Creates the file."""
+        self._path = path
+        self._database = sqlite3.connect(path, isolation_level=None)
+        for statement in (
+            "PRAGMA journal_mode = OFF",  # after a failure the file is not read again
+            "PRAGMA locking_mode = EXCLUSIVE",
+            f"PRAGMA cache_size = -{_CACHE_KIB}",
+            "CREATE TABLE seen (digest BLOB PRIMARY KEY) WITHOUT ROWID",
+            "BEGIN",
+        ):
+            self._database.execute(statement)
+
+    def __contains__(self, digest: bytes) -> bool:
+        found = self._database.execute("SELECT 1 FROM seen WHERE digest = ?", (digest,))
+        return found.fetchone() is not None
+
+    def add(self, digest: bytes) -> None:
+        """Adds a hash, which may be in the set.
+
+        Raises:
+          OSError: the disk is full.
+        """
+        try:
+            self._database.execute("INSERT OR IGNORE INTO seen VALUES (?)", (digest,))
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                raise
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path)) from error
+
+    def close(self) -> None:
+        """Removes the file."""
+        self._database.close()
+        self._path.unlink(missing_ok=True)

@@ -1,0 +1,31 @@
+import errno
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.seen import SeenOnDisk
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30))))
+def test_a_set_on_disk_holds_what_a_set_holds(tmp_path_factory, steps):
+    path = tmp_path_factory.mktemp("seen") / "seen"
+    seen, expected = SeenOnDisk(path), set()
+    for adds, number in steps:
+        digest = bytes([number, 0]) * 8
+        assert (digest in seen) == (digest in expected)
+        if adds:
+            seen.add(digest)
+            expected.add(digest)
+    seen.close()
+    assert not path.exists()
+
+
+def test_a_full_disk_is_an_error_of_the_file_system(tmp_path):
+    """SQLite's limit of pages makes the same error as a full disk."""
+    seen = SeenOnDisk(tmp_path / "seen")
+    seen._database.execute("PRAGMA max_page_count = 3")
+    with pytest.raises(OSError, match=r"No space left on device.*seen") as error:
+        for number in range(10_000):
+            seen.add(number.to_bytes(16, "big"))
+    assert error.value.errno == errno.ENOSPC
