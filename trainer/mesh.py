@@ -126,30 +126,25 @@ def _placed(config: MeshConfig, order: tuple[str, ...], devices, walk: bool = Tr
     walk: place the sequence axis as a closed walk, see `placement`.
     """
     tpu = devices[0].platform == "tpu"
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
-    by_host = slices == 1 and not tpu
-    count, kind = (
-        (len({device.process_index for device in devices}), "hosts")
-        if by_host
-        else (slices, "slices")
-    )
+    slices = [getattr(device, "slice_index", 0) for device in devices]
+    # A slow network connects TPU slices, and the hosts of other devices.
+    by_host = len(set(slices)) == 1 and not tpu
+    groups: dict[int, list[jax.Device]] = {}
+    for device, slice_index in zip(devices, slices, strict=True):
+        groups.setdefault(device.process_index if by_host else slice_index, []).append(device)
     factors = [config.dcn.get(axis, 1) for axis in order]
     sizes = [getattr(config, axis) for axis in order]
-    no_slow_network = not config.dcn and (slices == 1 or not tpu)
-    # One process that simulates its devices.
-    if no_slow_network or (config.simulate and count == 1):
+    no_slow_network = not config.dcn and (len(set(slices)) == 1 or not tpu)
+    simulated_in_one_process = config.simulate and len(groups) == 1
+    if no_slow_network or simulated_in_one_process:
         return _placed_near(sizes, order, devices, walk)
-    if math.prod(factors) != count:
+    if math.prod(factors) != len(groups):
         raise UserError(
-            f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {count} {kind}; factors "
-            f"whose product is {count} would work, such as {{data: {count}}}"
+            f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {len(groups)} "
+            f"{'hosts' if by_host else 'slices'}; factors whose product is {len(groups)} would "
+            f"work, such as {{data: {len(groups)}}}"
         )
     sizes_inside = [size // factor for size, factor in zip(sizes, factors, strict=True)]
-    groups: dict[int, list[jax.Device]] = {}
-    for device in devices:
-        groups.setdefault(device.process_index if by_host else device.slice_index, []).append(
-            device
-        )
     placed = np.array(
         [_placed_near(sizes_inside, order, groups[number], walk) for number in sorted(groups)]
     )

@@ -133,12 +133,10 @@ class _Borders:
     ):
         self._text = rendered.text
         self._controls = controls
-        self._messages, self._template, self._tokenizer, self._tools = (
-            messages,
-            template,
-            tokenizer,
-            tools,
-        )
+        self._messages = messages
+        self._template = template
+        self._tokenizer = tokenizer
+        self._tools = tools
         self._before: Sequence[Message] = ()
         self._prompt: Rendered | None = None
         """The template's text before the first answer, with the generation prompt."""

@@ -109,11 +109,8 @@ def compile_pass(
     def array(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    batch, length, dtype = (
-        rows * block.batch,
-        size * block.tokens,
-        {2: jnp.bfloat16, 4: jnp.float32}[block.itemsize],
-    )
+    batch, length = rows * block.batch, size * block.tokens
+    dtype = {2: jnp.bfloat16, 4: jnp.float32}[block.itemsize]
     q = array((batch, length, block.query_heads, block.head_dim), dtype, tokens)
     k = array((batch, length, block.kv_heads, block.head_dim), dtype, tokens)
     coords = array((batch, length), jnp.int32, tokens)

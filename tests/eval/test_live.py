@@ -76,10 +76,9 @@ def test_answers_match_the_same_parameters_on_one_device(recipe, monkeypatch):
     ]
     lines = evaluations[1]
     assert lines.respondent.template == "tokenizer" and lines.respondent.rows == 2
+    # Short prompts, so that it takes seconds.
     prompts = [
-        dataclasses.replace(
-            case.prompt, text=case.prompt.text[-60 * (number + 1) :]
-        )  # short, so that it takes seconds
+        dataclasses.replace(case.prompt, text=case.prompt.text[-60 * (number + 1) :])
         for number, case in enumerate(lines.cases)
     ]
     one_device = dataclasses.replace(

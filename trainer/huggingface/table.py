@@ -182,10 +182,9 @@ class HFEntry:
             finer += [slice(None), *(slice(*bound) for bound in bounds[first + 1 : axis])]
         rows, *columns = reversed(file_index) if self.transpose else file_index
         tensor = files[name].get_slice(name)
-        *axes, last = (
-            _shifted(rows, self.first_row),
-            *(_shifted(part, self.first_column) for part in columns),
-        )
+        parts = [_shifted(rows, self.first_row)]
+        parts += [_shifted(part, self.first_column) for part in columns]
+        *axes, last = parts
         value = tensor[*within, *axes, slice(last.start * self.step, last.stop * self.step)]
         value = value[..., self.first :: self.step]
         check_numbers(name, value)

@@ -409,10 +409,8 @@ class ProgressBar:
         if not self._live and (
             step >= min(self._steps, self._next_step) or self._clock() >= self._next_time
         ):
-            self._next_step, self._next_time = (
-                step + max(1, self._steps // 20),
-                self._clock() + LINE_SECONDS,
-            )
+            self._next_step = step + max(1, self._steps // 20)
+            self._next_time = self._clock() + LINE_SECONDS
             self.say(f"step {step}/{self._steps}  {text}")
 
     def say(self, text: str) -> None:

@@ -138,13 +138,11 @@ class _Gathering:
         seconds: float,
         token: str,
     ) -> None:
-        self.address, self.processes, self.deadline, self.seconds, self.token = (
-            address,
-            processes,
-            deadline,
-            seconds,
-            token,
-        )
+        self.address = address
+        self.processes = processes
+        self.deadline = deadline
+        self.seconds = seconds
+        self.token = token
         self.host, self.port = coordinator
         self.arrived: dict[int, socket.socket] = {}
         self.refused: list[socket.socket] = []
