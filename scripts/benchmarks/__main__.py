@@ -4,6 +4,7 @@
     python -m scripts.benchmarks --only step kernels   # these, fresh or not
     python -m scripts.benchmarks --stale               # lists stale results, measures nothing
     python -m scripts.benchmarks --fresh step          # fails if one of these is stale
+    python -m scripts.benchmarks --draw 10             # a reviewer's sample of figures to remake
 
 A result is fresh while the programs it depends on are unchanged since its measurement: see
 `freshness`. For results carried over from the previous page, the commit that recorded them counts.
@@ -12,6 +13,7 @@ A result is fresh while the programs it depends on are unchanged since its measu
 from __future__ import annotations
 
 import dataclasses
+import random
 import shutil
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from data.outputs import check_own, new_folder
 from scripts.benchmarks import page
 from scripts.benchmarks.commands import read_json, write_json
 from scripts.benchmarks.measurements import CONVERSATIONS, MEASUREMENTS, words
-from scripts.benchmarks.results import Result, changed, fingerprint, load, load_all, renew
+from scripts.benchmarks.results import Result, changed, commit, fingerprint, load, load_all, renew
 from trainer.options import command, option
 
 
@@ -47,6 +49,17 @@ def report_stale() -> None:
             else f"measured by {result.command or 'hand'}"
         )
         print(f"{name}: {origin}{took}; {how}\n    changed: {', '.join(patterns)}")
+
+
+def report_drawn(count: int, of_commit: str) -> None:
+    """Prints figures drawn by a commit's id, so that nobody chooses them, with their commands."""
+    rows = [
+        (f"{name}.{row_id}", row, row.get("command", result.command))
+        for name, result in load_all().items()
+        for row_id, row in result.rows.items()
+    ]
+    for name, row, how in random.Random(of_commit).sample(rows, min(count, len(rows))):
+        print(f"{name}: {row['what']}: {row['found']}\n    {how}")
 
 
 def report_fresh(names: tuple[str, ...]) -> int:
@@ -127,6 +140,7 @@ class Options:
     fresh: tuple[str, ...] = option(
         "only print whether these are fresh; exit with 1 if one is not", (), metavar="NAME"
     )
+    draw: int = option("only print this many figures, drawn by the checked-out commit's id", 0)
     conversations: Path = option("identity conversations", CONVERSATIONS)
     output: Path = option("folder for the commands' output", Path("runs/bench"))
 
@@ -137,6 +151,9 @@ def work(args: Options) -> int:
         return report_fresh(args.fresh)
     if args.stale:
         report_stale()
+        return 0
+    if args.draw:
+        report_drawn(args.draw, commit().removesuffix("+changes"))
         return 0
     stale, known, failed = stale_results(), load_all(), []
     for name in args.only or (

@@ -260,6 +260,26 @@ def test_needed_flops_match_the_metrics():
     )
 
 
+def test_tokens_per_second_and_mfu_count_all_rows_and_devices():
+    """By hand: 6 rows on 16 devices; causal attention needs half of all pairs."""
+    length = 1 << 15
+    estimated = estimate(TrainingStep(SMALL, CHIP, length, sequence=8, fsdp=2, batch=6))
+    assert estimated.tokens_per_second * estimated.seconds == pytest.approx(6 * length)
+    flops = SMALL.needed_flops(6 * length, 6 * length * (length + 1) / 2)
+    assert estimated.mfu * estimated.seconds * 16 * CHIP.peak == pytest.approx(flops)
+
+
+def test_the_optimizer_reads_four_float32_numbers_for_each_weight_and_writes_three():
+    slow = dataclasses.replace(CHIP.device, memory_bandwidth=1.0)
+    chip = dataclasses.replace(CHIP, device=slow)
+    trained, frozen = (
+        estimate(TrainingStep(SMALL, chip, 1 << 14, sequence=4, fsdp=2, batch=2, frozen=frozen))
+        for frozen in (False, True)
+    )
+    seconds = trained.seconds - frozen.seconds
+    assert seconds == pytest.approx((4 + 3) * 4 * SMALL.parameters / 8, rel=1e-6)
+
+
 def test_keeping_less_takes_longer():
     times = [
         estimate(TrainingStep(SMALL, CHIP, 1 << 17, sequence=8, remat=remat)).seconds

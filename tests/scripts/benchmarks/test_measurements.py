@@ -42,6 +42,24 @@ def workspace(monkeypatch, tmp_path):
     return folder
 
 
+def test_the_commit_draws_the_figures_that_a_reviewer_remakes(monkeypatch, capfd):
+    def drawn(commit, count=10):
+        monkeypatch.setattr(bench, "commit", lambda: commit)
+        assert bench.main(["--draw", str(count)]) == 0
+        return capfd.readouterr().out.splitlines()
+
+    lines = drawn("0123456")
+    assert lines == drawn("0123456+changes") and lines != drawn("0123457")
+    assert len(lines) == 20 and len(set(lines[::2])) == 10
+    for figure, how in zip(lines[::2], lines[1::2], strict=True):
+        name, row_id = figure.split(":")[0].split(".")
+        result = load(name)
+        assert figure.endswith(result.rows[row_id]["found"])
+        assert how.strip() in (result.command, result.rows[row_id].get("command"))
+    every = {f"{name}.{row_id}" for name, result in load_all().items() for row_id in result.rows}
+    assert {line.split(":")[0] for line in drawn("0123456", 10_000)[::2]} == every
+
+
 def test_only_measurements_of_changed_files_run_again(workspace, tmp_path, capfd):
     assert bench.main(["--output", "out"]) == 0
     first = load("size")
