@@ -8,8 +8,6 @@ import sqlite3
 from pathlib import Path
 from typing import Protocol
 
-_CACHE_KIB = 16 << 10
-
 
 class Seen(Protocol):
     """A set of hashes; a `set[bytes]` is one."""
@@ -21,10 +19,7 @@ class Seen(Protocol):
 
 
 class SeenOnDisk:
-    """A set of hashes in a file, of which at most 16 MiB are in memory.
-
-    A `set` takes a hundred bytes per hash, the file some 30.
-    """
+    """A set of hashes in a file; 2 MB of it are in memory. A `set` takes 100 bytes per hash."""
 
     def __init__(self, path: Path):
         """Creates the file."""
@@ -33,7 +28,6 @@ class SeenOnDisk:
         for statement in (
             "PRAGMA journal_mode = OFF",  # after a failure the file is not read again
             "PRAGMA locking_mode = EXCLUSIVE",
-            f"PRAGMA cache_size = -{_CACHE_KIB}",
             "CREATE TABLE seen (digest BLOB PRIMARY KEY) WITHOUT ROWID",
             "BEGIN",
         ):

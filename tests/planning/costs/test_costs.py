@@ -255,9 +255,7 @@ def test_peak_flops_match_the_metrics(name, kind):
 
 def test_needed_flops_match_the_metrics():
     config = TransformerConfig.preset("llama-7b", num_key_value_heads=8)
-    assert Sizes.of(config).needed_flops(1000, 4567) == pytest.approx(
-        flops_per_step(config, 1000, 4567)
-    )
+    assert Sizes.of(config).needed_flops(1000, 4567) == flops_per_step(config, 1000, 4567)
 
 
 def test_tokens_per_second_and_mfu_count_all_rows_and_devices():
@@ -340,7 +338,7 @@ def test_a_layer_sums_five_bfloat16_hidden_states_over_tensor():
     job = TrainingStep(SMALL, dataclasses.replace(CHIP, network=SLOW_BOX), tokens, tensor=ranks)
     states = tokens * SMALL.hidden * 2 * (ranks - 1) / ranks
     assert estimate(job).seconds == pytest.approx(
-        (5 * SMALL.layers + 2) * 2 * states / 1e6, rel=0.01
+        (5 * SMALL.layers + 2) * 2 * states / 1e6, rel=0.002
     )
 
 
@@ -356,9 +354,8 @@ def test_weights_are_gathered_twice_in_bfloat16_and_gradients_scattered_in_float
 def test_the_head_runs_forward_once_under_every_remat_policy(remat, frozen):
     """Logits, dx, and dW unless frozen: the products that tests/model/test_head.py counts in a
     training step."""
-    device = dataclasses.replace(
-        CHIP.device, memory_bandwidth=math.inf
-    )  # makes the optimizer's update free
+    # The optimizer's update is free.
+    device = dataclasses.replace(CHIP.device, memory_bandwidth=math.inf)
     chip = dataclasses.replace(CHIP, device=device)
     heads = [dataclasses.replace(SMALL, head_weights=weights) for weights in (1 << 20, 1 << 21)]
     small, large = (

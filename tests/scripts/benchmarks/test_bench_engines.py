@@ -2,6 +2,8 @@
 rule."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -93,3 +95,11 @@ def test_a_row_is_measured_in_a_separate_process(tmp_path, capsys):
         "--rows: found fast:1; expected ENGINE:CORES, such as processes:2"
         in capsys.readouterr().err
     )
+
+
+def test_peak_memory_does_not_include_that_of_the_parent_process():
+    """Linux gives a process that a large one starts the large one's `ru_maxrss`."""
+    large = bytearray(1 << 29)
+    program = "from scripts.benchmarks.bench_data import peak_mib; print(peak_mib())"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert 10 < float(result.stdout) < len(large) / 2**20
