@@ -326,4 +326,4 @@ def open_folder(
 
 
 def _numbers(selected: Bool[np.ndarray, " D"]) -> Int32[np.ndarray, " N"]:
-    return np.flatnonzero(selected).astype(np.int32)
+    return np.arange(len(selected), dtype=np.int32)[selected]

@@ -1,16 +1,14 @@
 """Measures the speed and peak memory of the engines that prepare data, on generated conversations.
 
     python -m scripts.benchmarks.bench_engines --tokenizer DIR [--rows processes:1 beam:2 ...] \\
-        [--gigabytes 0.25 0.5 1] [--write]
+        [--gigabytes 0.25 0.5 1] [--write engines]
 
 A row is ENGINE:CORES: `processes` on that many cores, or `beam` on Dask with one worker process per
 core (in the environment of `make beam`). Each row is measured in a separate process and saved to
 OUTPUT/engines.json immediately; a repeated row replaces the old one. --write makes
-docs/results/engines.json from all rows saved there.
+docs/results/engines.json, or engine_memory.json, from all rows saved there.
 
 Data of one size are the same on every machine. Every fiftieth conversation repeats an earlier one.
-With --short, conversations are a twentieth as long, to show how peak memory grows with their
-number; the files are then named engine_memory.json.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import resource
 import sys
@@ -47,7 +44,6 @@ ENGINES = ("processes", "beam")
 FILE_BYTES = 1 << 24  # so that each of two workers has several files
 POOL_WORDS = 1 << 21
 LONGEST_TURN = 1 << 16  # characters
-SHORTER = 20  # times, with --short
 REPEAT_EVERY = 50  # conversations
 CONTEXT_LENGTH = 8192  # tokens
 # Goals, set before anything was measured: the largest relative error of the scale-up rule, and the
@@ -56,16 +52,14 @@ CONTEXT_LENGTH = 8192  # tokens
 LARGEST_RULE_ERROR = 0.2
 MOST_GROWTH = 1.1  # of peak memory, from the smallest to the largest data set
 SIZE_GOALS = {"processes": 10**10, "beam": 10**9}
-RESULTS_FILE, SHORT_RESULTS_FILE = "engines.json", "engine_memory.json"
+RESULTS_FILE = "engines.json"
 
 
 class Conversations:
     """Generated conversations, each a function of its number: the words of our fixtures in random
     order, every thirtieth replaced by a random hexadecimal number."""
 
-    def __init__(self, shorter: int = 1) -> None:
-        """Prepares the words of conversations that are `shorter` times as short."""
-        self._log_length = 6.5 - math.log(shorter)
+    def __init__(self) -> None:
         rng = np.random.default_rng(0)
         records = json.loads(WORDS.read_text(encoding="utf-8"))
         words = np.array(
@@ -81,7 +75,7 @@ class Conversations:
         # About halfway back; a multiple of REPEAT_EVERY is never itself a repeat.
         original = number // 2 // REPEAT_EVERY * REPEAT_EVERY if is_repeat else number
         rng = np.random.default_rng(original)
-        lengths = np.clip(rng.lognormal(self._log_length, 1.0, 4), 8, LONGEST_TURN).astype(int)
+        lengths = np.clip(rng.lognormal(6.5, 1.0, 4), 8, LONGEST_TURN).astype(int)
         starts = rng.integers(0, len(self._pool) - LONGEST_TURN, 4)
         turns = [
             {"from": ("human", "gpt")[place % 2], "value": self._pool[start : start + length]}
@@ -90,16 +84,15 @@ class Conversations:
         return json.dumps({"id": f"{number}", "conversations": turns})
 
 
-def write_conversations(folder: Path, size: int, shorter: int = 1) -> int:
+def write_conversations(folder: Path, size: int) -> int:
     """Writes `size` bytes of conversations to files in a new folder; returns their number."""
-    conversations, count, written = Conversations(shorter), 0, 0
-    file_bytes = FILE_BYTES // shorter
+    conversations, count, written = Conversations(), 0, 0
     folder.mkdir()
     while written < size:
         file_start = written
-        path = folder / f"{file_start // file_bytes:05d}.jsonl"
+        path = folder / f"{file_start // FILE_BYTES:05d}.jsonl"
         with path.open("w", encoding="ascii") as file:
-            while written < size and written - file_start < file_bytes:
+            while written < size and written - file_start < FILE_BYTES:
                 written += file.write(conversations[count] + "\n")
                 count += 1
     return count
@@ -109,8 +102,8 @@ def measure(engine: str, cores: int, sources: Path, tokenizer: Path, target: Pat
     """Prepares data in this process and its workers, on `cores` cores.
 
     Returns:
-      Wall and CPU seconds, peak memory in MiB of this process and of each worker (for `processes`,
-      of the largest), and what `_prepared` returns.
+      What `_prepared` returns, CPU seconds, and the peak memory in MiB of each worker (for
+      `processes`, of the largest).
 
     Raises:
       UserError: this machine has too few cores.
@@ -138,14 +131,13 @@ def measure(engine: str, cores: int, sources: Path, tokenizer: Path, target: Pat
     return {
         **result,
         "cpu_seconds": round(sum(cpu_seconds), 1),
-        "peak_mib": peak_mib(),
         "worker_peak_mib": sorted(worker_peaks),
     }
 
 
 def _prepared(engine: Engine, sources: Path, tokenizer: Path, target: Path) -> dict[str, Any]:
-    """Prepares data; returns the seconds, the machine's load before, counts, and a hash of all
-    files written."""
+    """Prepares data; returns the seconds, the machine's load before, this process's peak memory in
+    MiB, counts, and a hash of all files written."""
     started, load_before = time.monotonic(), os.getloadavg()[0]
     made = prepare(
         [Source(str(sources), template="tokenizer")],
@@ -156,10 +148,12 @@ def _prepared(engine: Engine, sources: Path, tokenizer: Path, target: Path) -> d
         engine=engine,
     )
     seconds = time.monotonic() - started
+    peak = peak_mib()  # before the files are read for their hash
     report = made.report.sources[0]
     return {
         "seconds": round(seconds, 1),
         "load_before": round(load_before, 2),
+        "peak_mib": peak,
         "records": report.records,
         "duplicates": report.dropped["duplicate"],
         "documents": len(made.train),
@@ -257,8 +251,8 @@ def _memory_growth(rows: list[dict], engine: str) -> dict[str, dict[str, str]]:
     peaks = [(r["peak_mib"], max(r["worker_peak_mib"], default=0.0)) for r in (small, large)]
     return {
         f"{engine}_memory": row(
-            f"preparing {small['records']:,} and {large['records']:,} conversations with {engine} "
-            f"on {cores} cores: peak MiB of the command; of the largest worker",
+            f"preparing {small['bytes'] / 1e9:g} and {large['bytes'] / 1e9:g} GB with {engine} on "
+            f"{cores} cores: peak MiB of the command; of the largest worker",
             "; ".join(
                 f"{before:,.0f} -> {after:,.0f}" for before, after in zip(*peaks, strict=True)
             ),
@@ -296,15 +290,13 @@ def work(options: Options) -> Result | None:
             measured = measure(engine, cores, options.sources, options.tokenizer, Path(target))
         print(json.dumps(measured))
         return None
-    name_of_results = SHORT_RESULTS_FILE if options.short else RESULTS_FILE
-    output_files(options.output, {name_of_results: b'"sha256"'})
-    path = options.output / name_of_results
+    output_files(options.output, {RESULTS_FILE: b'"sha256"'})
+    path = options.output / RESULTS_FILE
     rows = read_json(path) if path.exists() else []
     for gigabytes in options.gigabytes:
         size = round(gigabytes * 1e9)
         with tempfile.TemporaryDirectory(dir=options.scratch, prefix="engines-") as folder:
-            shorter = SHORTER if options.short else 1
-            records = write_conversations(Path(folder) / "in", size, shorter)
+            records = write_conversations(Path(folder) / "in", size)
             for name in options.rows:
                 measured = _measured_apart(name, size, records, Path(folder), options.tokenizer)
                 key = ("engine", "cores", "bytes")
@@ -315,9 +307,8 @@ def work(options: Options) -> Result | None:
         return None
     command_line = "python -m scripts.benchmarks.bench_engines --gigabytes "
     command_line += " ".join(f"{size / 1e9:g}" for size in sorted({r["bytes"] for r in rows}))
-    if options.short:
-        return renew("engine_memory", memory_rows(rows), command=f"{command_line} --short")
-    return renew("engines", result_rows(rows), command=command_line)
+    made = memory_rows(rows) if options.write == "engine_memory" else result_rows(rows)
+    return renew(options.write, made, command=command_line)
 
 
 def _parsed(name: str) -> tuple[str, int]:
@@ -371,8 +362,11 @@ class Options:
         "rows to measure, ENGINE:CORES", ("processes:1", "processes:2", "beam:1", "beam:2")
     )
     gigabytes: tuple[float, ...] = option("sizes of the data, 10^9 bytes", (0.25, 0.5, 1.0))
-    short: bool = option("conversations of 0.35 KB instead of 4.6")
-    write: bool = option("make the file in docs/results from the rows measured so far")
+    write: str | None = option(
+        "make this file in docs/results from the rows measured so far",
+        None,
+        choices=("engines", "engine_memory"),
+    )
     scratch: Path = option(
         "folder for the generated data, which are removed", Path(tempfile.gettempdir())
     )
