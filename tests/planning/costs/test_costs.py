@@ -278,6 +278,37 @@ def test_the_optimizer_reads_four_float32_numbers_for_each_weight_and_writes_thr
     assert seconds == pytest.approx((4 + 3) * 4 * SMALL.parameters / 8, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("remat", "again", "attention_again"),
+    [("everything", 0, 0), ("save_attention", 1, 0), ("nothing", 1, 1), ("every_k", 2, 2)],
+)
+def test_a_layer_recomputes_what_a_policy_does_not_keep(remat, again, attention_again):
+    """By hand, on one device: a product forward, two backward, and those that are recomputed; a
+    frozen quantized layer has one backward, and is dequantized in each pass."""
+    tokens = 1 << 16
+    job = TrainingStep(SMALL, CHIP, tokens, remat=remat)
+    result = estimate(job)
+    product = 2 * SMALL.weights * tokens / (CHIP.peak * CHIP.matmul)
+    between = CHIP.between_products * tokens * SMALL.hidden / CHIP.memory_bandwidth
+    attention, attention_backward = (
+        phase.compute for phase in (result.attention_forward, result.attention_backward)
+    )
+    assert result.layer_forward.compute == pytest.approx(product + between + attention)
+    backward = (2 + again) * (product + between) + attention_again * attention + attention_backward
+    assert result.layer_backward.compute == pytest.approx(backward)
+    assert result.layer_forward.exposed == result.layer_backward.exposed == 0
+
+    frozen = dataclasses.replace(job, frozen=True)
+    quantized = dataclasses.replace(frozen, weight_bytes=0.5, dequantizations=3)
+    plain, packed = estimate(frozen), estimate(quantized)
+    assert plain.layer_backward.compute == pytest.approx(backward - product)
+    moved = 3 * SMALL.weights * (0.5 + 2) / CHIP.memory_bandwidth
+    extra = packed.layer_forward.compute - plain.layer_forward.compute
+    assert extra == pytest.approx(moved)
+    extra = packed.layer_backward.compute - plain.layer_backward.compute
+    assert extra == pytest.approx((1 + again) * moved)
+
+
 def test_keeping_less_takes_longer():
     times = [
         estimate(TrainingStep(SMALL, CHIP, 1 << 17, sequence=8, remat=remat)).seconds
