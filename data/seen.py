@@ -24,10 +24,11 @@ class SeenOnDisk:
     def __init__(self, path: Path):
         """Creates the file."""
         self._path = path
-        self._database = sqlite3.connect(path, isolation_level=None)
+        # No other process uses the file, and some file systems of clusters cannot lock.
+        uri = f"{path.absolute().as_uri()}?nolock=1"
+        self._database = sqlite3.connect(uri, uri=True, isolation_level=None)
         for statement in (
             "PRAGMA journal_mode = OFF",  # after a failure the file is not read again
-            "PRAGMA locking_mode = EXCLUSIVE",
             "CREATE TABLE seen (digest BLOB PRIMARY KEY) WITHOUT ROWID",
             "BEGIN",
         ):
@@ -41,14 +42,13 @@ class SeenOnDisk:
         """Adds a hash, which may be in the set.
 
         Raises:
-          OSError: the disk is full.
+          OSError: the disk is full or broken.
         """
         try:
             self._database.execute("INSERT OR IGNORE INTO seen VALUES (?)", (digest,))
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
-                raise
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path)) from error
+            code = errno.ENOSPC if error.sqlite_errorcode == sqlite3.SQLITE_FULL else errno.EIO
+            raise OSError(code, os.strerror(code), str(self._path)) from error
 
     def close(self) -> None:
         """Removes the file."""

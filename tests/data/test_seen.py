@@ -9,7 +9,7 @@ from data.seen import SeenOnDisk
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30))))
 def test_a_set_on_disk_holds_what_a_set_holds(tmp_path_factory, steps):
-    path = tmp_path_factory.mktemp("seen") / "seen"
+    path = tmp_path_factory.mktemp("a folder?x=1 #%41") / "seen"
     seen, expected = SeenOnDisk(path), set()
     for adds, number in steps:
         digest = bytes([number, 0]) * 8
