@@ -35,17 +35,19 @@ class SeenOnDisk:
             self._database.execute(statement)
 
     def __contains__(self, digest: bytes) -> bool:
-        found = self._database.execute("SELECT 1 FROM seen WHERE digest = ?", (digest,))
-        return found.fetchone() is not None
+        return self._run("SELECT 1 FROM seen WHERE digest = ?", digest).fetchone() is not None
 
     def add(self, digest: bytes) -> None:
         """Adds a hash, which may be in the set.
 
         Raises:
-          OSError: the disk is full or broken.
+          OSError: the disk is full or broken; so does `in`, which may have to make room in memory.
         """
+        self._run("INSERT OR IGNORE INTO seen VALUES (?)", digest)
+
+    def _run(self, statement: str, digest: bytes) -> sqlite3.Cursor:
         try:
-            self._database.execute("INSERT OR IGNORE INTO seen VALUES (?)", (digest,))
+            return self._database.execute(statement, (digest,))
         except sqlite3.OperationalError as error:
             code = errno.ENOSPC if error.sqlite_errorcode == sqlite3.SQLITE_FULL else errno.EIO
             raise OSError(code, os.strerror(code), str(self._path)) from error
