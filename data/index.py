@@ -14,7 +14,7 @@ from jaxtyping import Int32
 from data.errors import UserError
 
 MOST_DOCUMENTS = 2**31 - 1  # in a folder: document numbers have 32 bits
-FILES = "files"
+FILES = "files"  # in an index: size and sha256 of the other files, as JSON
 _COLUMNS = (
     "length",
     "trained",
@@ -44,7 +44,7 @@ def check_count(count: int, what: str = "documents") -> None:
 
 
 class NewIndex:
-    """An index to be written. Its numbers are in a temporary file, not in memory."""
+    """An index to be written; its numbers, int32, are in a temporary file, not in memory."""
 
     def __init__(self, folder: Path):
         """Creates the temporary file in a folder."""
@@ -70,9 +70,9 @@ class NewIndex:
         self._count += 1
         return self._count - 1
 
-    def extend(self, file: Path) -> None:
-        """Adds the documents of another index, in a file."""
-        with np.load(file) as stored:
+    def extend(self, path: Path) -> None:
+        """Adds the documents of another index, which `write` wrote to `path`."""
+        with np.load(path) as stored:
             rows = np.stack([stored[name] for name in _COLUMNS], axis=1)
             self.all_held_out &= bool(stored["held_out"].all())
         self._rows.write(rows.astype("=i4").tobytes())
@@ -81,26 +81,26 @@ class NewIndex:
     def __len__(self) -> int:
         return self._count
 
-    def write(self, file: Path, files: str | None = None) -> None:
-        """Writes the index, as `numpy.savez` would.
+    def write(self, path: Path, other_files: str | None = None) -> None:
+        """Writes the index to `path`, as `numpy.savez` would.
 
         Args:
-          file: where to.
-          files: size and sha256 of the folder's other files, as JSON.
+          path: an .npz file.
+          other_files: size and sha256 of the folder's other files, as JSON.
         """
         header = {"descr": "<i4", "fortran_order": False, "shape": (self._count,)}
-        with zipfile.ZipFile(file, "w") as archive:
+        with zipfile.ZipFile(path, "w") as archive:
             for number, name in enumerate(_COLUMNS):
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as column:
                     np.lib.format.write_array_header_1_0(column, header)
                     for rows in self._blocks():
                         column.write(rows[:, number].astype("<i4").tobytes())
-            if files is not None:
+            if other_files is not None:
                 with archive.open(f"{FILES}.npy", "w", force_zip64=True) as column:
-                    np.lib.format.write_array(column, np.array(files), allow_pickle=False)
+                    np.lib.format.write_array(column, np.array(other_files), allow_pickle=False)
 
     def _blocks(self) -> Iterator[Int32[np.ndarray, "n C"]]:
-        """Yields the numbers of some documents after another."""
+        """Yields the numbers of all documents, some rows at a time."""
         self._rows.seek(0)
         while content := self._rows.read(_ROWS_AT_A_TIME * _ROW.size):
             yield np.frombuffer(content, "=i4").reshape(-1, len(_COLUMNS))

@@ -51,15 +51,15 @@ def report_stale() -> None:
         print(f"{name}: {origin}{took}; {how}\n    changed: {', '.join(patterns)}")
 
 
-def report_drawn(count: int, of_commit: str) -> None:
-    """Prints figures drawn by a commit's id, so that nobody chooses them, with their commands."""
+def report_drawn(count: int, commit_id: str) -> None:
+    """Prints `count` figures with their commands, drawn by a commit's id so that nobody chooses."""
     rows = [
         (f"{name}.{row_id}", row, row.get("command", result.command))
         for name, result in load_all().items()
         for row_id, row in result.rows.items()
     ]
-    for name, row, how in random.Random(of_commit).sample(rows, min(count, len(rows))):
-        print(f"{name}: {row['what']}: {row['found']}\n    {how}")
+    for name, row, command_text in random.Random(commit_id).sample(rows, min(count, len(rows))):
+        print(f"{name}: {row['what']}: {row['found']}\n    {command_text}")
 
 
 def report_fresh(names: tuple[str, ...]) -> int:

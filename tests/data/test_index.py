@@ -12,16 +12,7 @@ from data import index
 from data.errors import UserError
 from data.index import NewIndex, StoredIndex, check_count
 
-NAMES = (
-    "length",
-    "trained",
-    "source",
-    "held_out",
-    "chosen",
-    "chosen_trained",
-    "label",
-    "shared",
-)
+NAMES = ["length", "trained", "source", "held_out", "chosen", "chosen_trained", "label", "shared"]
 ROW = st.tuples(*[st.integers(-(2**31), 2**31 - 1)] * len(NAMES))
 
 

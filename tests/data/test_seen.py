@@ -1,4 +1,5 @@
 import errno
+import sqlite3
 
 import pytest
 from hypothesis import given
@@ -29,3 +30,18 @@ def test_a_full_disk_is_an_error_of_the_file_system(tmp_path):
         for number in range(10_000):
             seen.add(number.to_bytes(16, "big"))
     assert error.value.errno == errno.ENOSPC
+
+
+def test_a_broken_disk_is_named_whether_a_hash_is_looked_up_or_added(tmp_path):
+    class BrokenDisk:
+        def execute(self, *_):
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+            raise error
+
+    seen = SeenOnDisk(tmp_path / "seen")
+    seen._database = BrokenDisk()
+    for use in (seen.add, seen.__contains__):
+        with pytest.raises(OSError, match=r"Input/output error.*seen") as error:
+            use(bytes(16))
+        assert error.value.errno == errno.EIO

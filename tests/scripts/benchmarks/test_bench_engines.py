@@ -86,7 +86,7 @@ def test_a_row_is_measured_in_a_separate_process(tmp_path, capsys):
 
 def test_peak_memory_does_not_include_that_of_the_parent_process():
     """Linux gives a process that a large one starts the large one's `ru_maxrss`."""
-    large = bytearray(1 << 29)
+    large = b"x" * (1 << 29)  # written, so that it is resident
     program = "from scripts.benchmarks.bench_data import peak_mib; print(peak_mib())"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert 10 < float(result.stdout) < len(large) / 2**20
