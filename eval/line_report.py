@@ -232,8 +232,9 @@ def plot(
             color = colors.setdefault((name, family), f"C{len(colors)}")
             _plot_curve(axes, curve, ": ".join(filter(None, (name, family))), color, beyond)
     chances = {item.num_lines: item.chance for item in every}
+    # With markers: a line of one number of lines would not be visible.
     axes.plot(
-        *zip(*sorted(chances.items()), strict=True) if chances else ([], []), "k:", label="chance"
+        *zip(*sorted(chances.items()), strict=True) if chances else ([], []), "k_:", label="chance"
     )
     _label_lines(axes, every)
     axes.set(ylabel="accuracy (95% Wilson interval)", ylim=(-0.03, 1.03))

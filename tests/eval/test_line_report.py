@@ -112,8 +112,9 @@ def test_plot_shows_scores_chance_and_tokens(tmp_path, monkeypatch, lengths):
     scores = score(outcome(LineCase("", 7, n, "line"), "7", n * 24, 8192, 100) for n in lengths)
     plot({"before": scores, "after": scores}, tmp_path / "plot.png")
     (axes,) = drawn[0].axes
-    points = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-    assert points["chance"] == [1 / n for n in lengths]
+    lines = {line.get_label(): line for line in axes.lines}
+    assert list(lines["chance"].get_ydata()) == [1 / n for n in lengths]
+    assert lines["chance"].get_marker() != "None"  # one point alone is visible
     curves = [container.lines[0] for container in axes.containers]
     assert [list(curve.get_ydata()) for curve in curves] == [[1.0] * len(lengths)] * 2
     assert len({curve.get_color() for curve in curves}) == 2
