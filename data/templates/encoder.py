@@ -64,14 +64,8 @@ def find_controls(rendered: Rendered, tokenizer: Tokenizer) -> Controls:
     for number, (start, end) in enumerate(found):
         token = tokenizer.controls[text[start:end]]
         limit = found[number + 1][0] if number + 1 < len(found) else len(text)
-        first = (
-            start - (len(text[previous:start]) - len(text[previous:start].rstrip()))
-            if token.strips[0]
-            else start
-        )
-        last = (
-            end + (len(text[end:limit]) - len(text[end:limit].lstrip())) if token.strips[1] else end
-        )
+        first = previous + len(text[previous:start].rstrip()) if token.strips[0] else start
+        last = limit - len(text[end:limit].lstrip()) if token.strips[1] else end
         controls.append(Control(first, last, start, end, token.id))
         previous = last
     return Controls(controls, frozenset(typed))

@@ -1,9 +1,11 @@
 """Ranges and segments of a rendered conversation, against checking every character and token."""
 
+import json
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,8 +16,10 @@ from data.templates.encoder import (
     _overlapping,
     _segments,
     encode,
+    find_controls,
 )
 from data.tokenizer import Tokenizer
+from tests.data.test_tokenizer import with_added
 
 TEXT = "abc de fgh the end of it all  and more words come here"
 
@@ -78,3 +82,40 @@ def test_a_token_is_trained_on_if_any_of_its_characters_are(tokenizer, trained, 
             places = (start + a, start + max(b, a + 1))
             expected.append((token, any(overlap(t, places) and t[0] < end for t in trained)))
     assert [(token, s.train) for s in segments for token in s.ids] == expected
+
+
+# Added tokens by whether they remove the white space to their left and right, as Phi-3's roles do.
+STRIPPING = {
+    "<none>": (False, False),
+    "<left>": (True, False),
+    "<right>": (False, True),
+    "<both>": (True, True),
+}
+
+
+# Marks spaces, also one that it puts before the text's first word, as LLaMA's tokenizers do.
+MARKING = {"type": "Metaspace", "replacement": "Z", "prepend_scheme": "first", "split": False}
+
+
+@pytest.fixture(scope="module", params=[None, MARKING], ids=["bytes", "marks"])
+def stripping(request, tmp_path_factory):
+    """A tokenizer with these tokens, and the tokenizers library's of the same file."""
+    folder = with_added(tmp_path_factory.mktemp("stripping") / "in", STRIPPING)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    for token in spec["added_tokens"]:
+        token["lstrip"], token["rstrip"] = STRIPPING.get(token["content"], (False, False))
+    spec["pre_tokenizer"] = request.param or spec["pre_tokenizer"]
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return Tokenizer.load(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(["a", "be", " ", "\n", "  ", *STRIPPING]), max_size=8))
+def test_tokens_that_strip_white_space_match_tokenizers(stripping, pieces):
+    """The ids of a template's text are those that the tokenizers library gives it."""
+    tokenizer, library = stripping
+    text = "".join(pieces)
+    rendered = SimpleNamespace(text=text, runs=[(len(text), None, None)], needles=frozenset())
+    segments = encode(rendered, find_controls(rendered, tokenizer).controls, [], tokenizer)
+    expected = library.encode(text, add_special_tokens=False).ids
+    assert [token for segment in segments for token in segment.ids] == expected
