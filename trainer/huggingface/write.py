@@ -206,7 +206,7 @@ class _Planned:
             if layers[0][0].step == 1:
                 yield from parts
             else:  # their numbers alternate
-                yield np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
+                yield np.stack(parts, -1)
 
 
 class _PlannedCodes(_Planned):

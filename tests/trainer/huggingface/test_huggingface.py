@@ -74,6 +74,13 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def generation_config(folder: Path) -> dict[str, object]:
+    """Returns what transformers or we have written, without the version that wrote it."""
+    written = json.loads((folder / "generation_config.json").read_text())
+    written.pop("transformers_version", None)
+    return written
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize(
     "fields",
@@ -102,6 +109,8 @@ def test_import_then_export_gives_the_same_bytes(tmp_path, dtype, fields):
     assert loaded.dtype == dtype
     assert TransformerConfig.from_hf(tmp_path / "out") == config
     assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
+    written, original = (generation_config(tmp_path / part) for part in ("out", "in"))
+    assert written.items() <= original.items()
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (3, 5, 7)
 
