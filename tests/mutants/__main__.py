@@ -70,7 +70,7 @@ class Place:
         return f"{self.file}:{self.line}: {self.what} in {self.code}"
 
 
-# File -> its tests.
+# File -> its tests: files, or single tests of slow ones.
 TESTS = {
     "model/attention/coords.py": (
         "tests/model/attention/test_coords.py",
@@ -104,7 +104,11 @@ TESTS = {
         "tests/trainer/checkpoint/test_manifest.py",
         "tests/trainer/checkpoint/test_store.py",
     ),
-    "trainer/huggingface/write.py": ("tests/trainer/huggingface/test_huggingface.py",),
+    "trainer/huggingface/write.py": (
+        "tests/trainer/huggingface/test_huggingface.py",
+        "tests/model/families/test_families.py"
+        "::test_exporting_an_imported_model_gives_the_same_tensors",
+    ),
     "trainer/huggingface/merge.py": ("tests/trainer/huggingface/test_peft.py",),
     "data/packing.py": ("tests/data/test_packing.py", "tests/data/test_loader.py"),
     "data/encode.py": ("tests/data/test_encode.py", "tests/data/test_turns.py"),
