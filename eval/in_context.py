@@ -48,6 +48,11 @@ class Options:
     first_seed: int = option("seed of the first environment", 1000)
     target: float | None = option("requested return (default: the best in the data)", None)
     output: str = option("folder for results.json and in_context.png")
+    attention: int = option(
+        "environments, from the first, for which to print how much attention the last episode's "
+        "states pay to each episode of their context",
+        0,
+    )
     video: bool = option("also record the last episode of the first environment, as a GIF")
     fsdp: AtLeastOne = option("number of devices along fsdp; divides --seeds", 1)
     sequence: AtLeastOne = option("number of devices along sequence", 1)
@@ -58,8 +63,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
     parser = parser_of(Options)
     args = parser.parse_args(argv)
-    if args.seeds % args.fsdp:
-        parser.error(f"--seeds: {args.seeds} is not a multiple of --fsdp {args.fsdp}")
+    for name in ("seeds", "attention"):
+        if (count := getattr(args, name)) % args.fsdp:
+            parser.error(f"--{name}: {count} is not a multiple of --fsdp {args.fsdp}")
+    if not 0 <= args.attention <= args.seeds:
+        parser.error(f"--attention: found {args.attention}; at most --seeds, {args.seeds}, works")
     return args
 
 
@@ -136,6 +144,7 @@ class Agent:
         """Forgets everything."""
         self.cache = self.cached.empty()
         self.length = 0
+        self.seen: list[tuple[Float32[np.ndarray, "B n W"], list[int]]] = []  # tokens and kinds
         self.last: dict[int, Float[np.ndarray, "B n"]] = {}
 
     def act(
@@ -157,6 +166,8 @@ class Agent:
             if kind in numbers:
                 values[:, i, : numbers[kind].shape[1]] = numbers[kind]
                 is_kept[i] = 1
+        kept = np.flatnonzero(is_kept)
+        self.seen.append((values[:, kept], [self.kinds[i] for i in kept]))
         index = self.length - 1 + np.cumsum(is_kept)
         self.length += int(is_kept.sum())
 
@@ -216,6 +227,37 @@ def play(
         if on_step is not None:
             on_step()
     return returns
+
+
+def attention_by_episode(
+    agent: Agent, rows: int, decisions: int
+) -> Float[np.ndarray, "layers episodes"]:
+    """Returns the share of attention that the states of the context's last episode pay to each
+    episode, the mean over heads and the first `rows` environments."""
+    from model.attention_mass import attention_mass
+
+    kinds = np.array([kind for _, kinds in agent.seen for kind in kinds], np.int32)
+    episode = np.arange(len(kinds)) // (decisions * len(agent.kinds))
+    model = agent.cached.model
+    padding = -len(kinds) % model.mesh.shape["sequence"]
+
+    def row(x: Any, fill: int) -> np.ndarray:
+        return np.tile(np.pad(x, (0, padding), constant_values=fill), (rows, 1))
+
+    values = np.concatenate([values[:rows] for values, _ in agent.seen], 1)
+    index = np.arange(len(kinds), dtype=np.int32)
+    batch = {
+        "values": np.pad(values, ((0, 0), (0, padding), (0, 0))),
+        "kinds": row(kinds, STATE),
+        "index": np.tile(np.arange(len(kinds) + padding, dtype=np.int32), (rows, 1)),
+        "positions": row(index, 0),
+        "segment_ids": row(np.ones_like(kinds), 0),
+    }
+    asked = row((kinds == STATE) & (episode == episode[-1]), 0)
+    group = row(episode.astype(np.int32), -1)
+    return np.asarray(
+        attention_mass(model, agent.params, batch, group, int(episode[-1]) + 1, asked)
+    )
 
 
 def summary(returns: Float[np.ndarray, "seeds episodes"]) -> dict[str, dict[str, Any]]:
@@ -285,6 +327,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "returns": returns.tolist(),
         "scores": summary(returns),
     }
+    if args.attention:
+        results["attention"] = attention_by_episode(agent, args.attention, decisions).tolist()
     write(results, Path(args.output))
     if args.video:
         record(agent, environments, target, decisions, Path(args.output))
@@ -315,7 +359,28 @@ def write(results: dict[str, Any], folder: Path) -> None:
     table.add_row("best in the data", f"{results['data_best']:.1f}", "")
     table.add_row("mean of the data", f"{results['data_mean']:.1f}", "")
     printable.console().print(table)
+    if "attention" in results:
+        print_attention(np.array(results["attention"]))
     print(f"wrote {folder}/results.json and in_context.png")
+
+
+def print_attention(shares: Float[np.ndarray, "layers episodes"]) -> None:
+    """Prints the attention that a context's last episode pays to each episode."""
+    from rich.table import Table
+
+    table = Table(
+        title="attention of the context's last episode, by episode, %",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
+    for name in ("episode", *(f"layer {number + 1}" for number in range(len(shares))), "mean"):
+        table.add_column(name, justify="right")
+    for number, of_layers in enumerate(shares.T, 1):
+        numbers = (*of_layers, of_layers.mean())
+        table.add_row(str(number), *(f"{100 * share:.1f}" for share in numbers))
+    printable.console().print(table)
 
 
 def plot(results: dict[str, Any], path: Path) -> None:

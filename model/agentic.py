@@ -204,7 +204,7 @@ class AgenticTransformer(Transformer):
         def local(params, batch):
             return global_sums(self.local_losses(params, batch), batch["loss_weights"], None, 0)
 
-        return self._sharded(local, PartitionSpec())(params, batch)
+        return self.sharded(local, PartitionSpec())(params, batch)
 
     def actions(self, params: Shards, batch: Batch) -> Float[Array, "B L A"]:
         """Returns the float32 action predicted at every token; meaningful at states."""
@@ -212,7 +212,7 @@ class AgenticTransformer(Transformer):
         def local(params, batch):
             return self.local_actions(params, self.local_hidden(params, batch))
 
-        return self._sharded(local, PartitionSpec(*TOKENS, None))(params, batch)
+        return self.sharded(local, PartitionSpec(*TOKENS, None))(params, batch)
 
 
 def _embed(

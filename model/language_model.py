@@ -80,7 +80,7 @@ class LanguageModel(Transformer):
                 sources,
             )
 
-        return self._sharded(local, PartitionSpec())(params, batch)
+        return self.sharded(local, PartitionSpec())(params, batch)
 
     def document_sums(
         self, params: Shards, batch: Batch, documents: int
@@ -110,11 +110,11 @@ class LanguageModel(Transformer):
             return by_document(-losses * weights), by_document(weights)
 
         rows = PartitionSpec(BATCH_AXES)
-        return self._sharded(local, (rows, rows))(params, batch)
+        return self.sharded(local, (rows, rows))(params, batch)
 
     def token_losses(self, params: Shards, batch: Batch) -> Float[Array, "B L"]:
         """Returns -log p(target) of every token, float32."""
-        return self._sharded(lambda params, batch: self.local_losses(params, batch).tokens, TOKENS)(
+        return self.sharded(lambda params, batch: self.local_losses(params, batch).tokens, TOKENS)(
             params, batch
         )
 
@@ -124,4 +124,4 @@ class LanguageModel(Transformer):
         def local(params, batch):
             return self.local_logits(params, self.local_hidden(params, batch))
 
-        return self._sharded(local, PartitionSpec(*TOKENS, None))(params, batch)
+        return self.sharded(local, PartitionSpec(*TOKENS, None))(params, batch)

@@ -226,9 +226,11 @@ class Transformer(ModelParameters):
         def local(params, batch):
             return self._router_totals(self.local_layers(params, batch).auxiliary, batch)
 
-        return self._sharded(local, PartitionSpec())(params, batch)
+        return self.sharded(local, PartitionSpec())(params, batch)
 
-    def _sharded(self, fn: Callable, out_specs: Any) -> Callable:
+    def sharded(self, fn: Callable, out_specs: Any) -> Callable:
+        """Returns a function of parameters and a batch, from one of a device's parts of them."""
+
         def run(params, batch):
             specs = {name: PartitionSpec() if name == ROUTER_TOTALS else TOKENS for name in batch}
             return jax.shard_map(

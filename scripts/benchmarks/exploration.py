@@ -5,8 +5,9 @@
 A cell is a task, a protocol, a method and a training seed. Cells that are finished, or that another
 such command is working on, are skipped, and interrupted cells continue, so any number of these
 commands can share a folder, for example one per core. A task waits until its domain has 1,000
-episodes. Writes docs/results/exploration.json after each cell, even if the table is incomplete;
-cells already in it, from any machine, are not measured again.
+episodes. Writes docs/results/exploration.json after each cell, even if the table is incomplete, and
+at the end docs/exploration.png; cells already in the result, from any machine, are not measured
+again.
 
 Everything below was chosen before any result was seen. CPU hours per cell, estimated from short
 runs of cartpole on one busy core of an AMD EPYC: BC-10% 0.2, DT 0.5, AT N = 4 0.4, N = 16 0.6, N =
@@ -28,6 +29,7 @@ from data.trajectories.tasks import TASKS, Task, get_task
 from data.within import read_json
 from scripts.benchmarks.commands import python, write_json
 from scripts.benchmarks.exploration_cells import (
+    ATTENDING,
     EPISODES,
     EVALUATION_SEEDS,
     PAPER_RETURNS,
@@ -39,7 +41,7 @@ from scripts.benchmarks.exploration_cells import (
     Training,
     cells,
 )
-from scripts.benchmarks.exploration_table import Answer, is_stored, save_result
+from scripts.benchmarks.exploration_table import Answer, draw_result, is_stored, save_result
 from trainer import entry
 from trainer.options import AtLeastOne, command, option
 
@@ -154,11 +156,13 @@ def evaluate(cell: Cell, number: int, args: Options) -> None:
     answer = folder / f"in_context_{number}"
     if (answer / "cpu.json").exists():
         return
-    target = f" --target {PAPER_RETURNS[cell.task]}" if number else ""
+    more = f" --target {PAPER_RETURNS[cell.task]}" if number else ""
+    if TRAININGS[cell.method].in_context > 1:
+        more += f" --attention {ATTENDING}"
     seconds = timed(
         answer,
         "-m eval.in_context --checkpoint {run} --output {output} "
-        f"--seeds {args.seeds} --episodes {args.episodes}" + target,
+        f"--seeds {args.seeds} --episodes {args.episodes}" + more,
         run=folder.resolve(),
         output=answer.resolve(),
     )
@@ -203,6 +207,7 @@ def work(args: Options) -> None:
                 }
                 with exclusive(Path(args.output) / "result.lock", "writes the result"):
                     save_result(finished, text)
+    draw_result()
     left = len(unmeasured(args))
     print(
         f"{left} cells are left: they wait for {EPISODES} episodes of their domain, or another "

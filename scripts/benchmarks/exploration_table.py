@@ -20,6 +20,7 @@ from scripts.benchmarks.exploration_cells import (
     SHORTEST,
     Cell,
 )
+from scripts.benchmarks.exploration_figure import curves, draw
 from scripts.benchmarks.results import Result, load, renew, row, save
 
 NAME = "exploration"
@@ -28,6 +29,7 @@ CELLS = "returns of the cells by evaluation seed, and of each episode"
 SCORES = "returns, mean over seeds and 95% bootstrap intervals over training and evaluation seeds"
 CELL = ("task", "protocol", "method", "training seed", "requested return")
 VALUES = ("last", "best", "mean")
+BY_EPISODE = ("episodes", "deviations of episodes", "attention by episode, %")
 FACTS = [
     "Episodes of scripts.collect_trajectories --explorer, collected with dm_control: not ExoRL's.",
     "Our protocol: a mixture of eight actions, no action tokens, loss on a context's last episode. "
@@ -70,6 +72,8 @@ def _line(cell: Cell, answer: Answer) -> list[str]:
         *(cell.task, cell.protocol, cell.method, str(cell.seed), answer.requested),
         *(_numbers(result["scores"][name]["by_seed"]) for name in VALUES),
         _numbers(np.mean(result["returns"], axis=0)),
+        _numbers(np.std(result["returns"], axis=0)),
+        _numbers(100 * np.mean(result["attention"], axis=0)) if "attention" in result else "",
         *(f"{result[name]:.1f}" for name in ("data_best", "data_mean")),
         f"{answer.cpu_hours:.2f}",
     ]
@@ -142,7 +146,7 @@ def save_result(answers: Mapping[Cell, Sequence[Answer]], text: str) -> None:
         ]
         for key, summary in summaries.items()
     ]
-    columns = [*CELL, *VALUES, "episodes", "best in data", "mean of data", "CPU hours"]
+    columns = [*CELL, *VALUES, *BY_EPISODE, "best in data", "mean of data", "CPU hours"]
     titles = [name for name in CELL if name != "training seed"]
     about = [f"{name} of {PLAYED}" for name in VALUES]
     tables = {
@@ -155,6 +159,13 @@ def save_result(answers: Mapping[Cell, Sequence[Answer]], text: str) -> None:
     hours = sum(float(line[-1]) for line in lines)
     facts = [*FACTS, f"{len(lines)} evaluations are measured, in {hours:.1f} CPU hours."]
     renew(NAME, dict(_rows(summaries)), command=text, facts=facts, tables=tables)
+
+
+def draw_result() -> None:
+    """Draws the result's figure, if there is a result."""
+    if lines := stored_lines():
+        found = curves(load(NAME).tables[CELLS]["columns"], lines)
+        draw(found, results.FOLDER.parent / f"{NAME}.png")
 
 
 def _order(line: list[str]) -> tuple[int, ...]:

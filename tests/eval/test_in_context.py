@@ -132,6 +132,22 @@ def test_a_policy_replayed_from_its_seed_gives_the_same_return():
     )
 
 
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "sequence": 4}])
+def test_attention_by_episode_is_uniform_without_queries(axes, capsys):
+    """With queries of 0, a state attends equally to all tokens up to its own. The first of the two
+    episodes has 16 of them, and the states of the second come at the 18th, 22nd, ... token."""
+    agent, environments = agent_of(axes), [Environment(seed) for seed in range(2)]
+    agent.params["layers.self_attn.q_proj.weight"] *= 0
+    for _ in range(EPISODES):
+        play(agent, environments, TARGET, DECISIONS)
+    shares = in_context.attention_by_episode(agent, 2, DECISIONS)
+    first = np.mean([16 / tokens for tokens in (18, 22, 26, 30)])
+    np.testing.assert_allclose(shares, [[first, 1 - first]] * 2, atol=1e-6)
+    in_context.print_attention(shares)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["1", *["69.1"] * 3] in lines and ["2", *["30.9"] * 3] in lines
+
+
 def test_every_episode_has_a_column_and_new_contexts_start_empty(tmp_path, monkeypatch):
     """The command with a player of made-up returns: seed s earns 10 e + s in episode e; a context
     holds two episodes."""
@@ -222,7 +238,15 @@ def test_another_models_checkpoint_is_named(tmp_path):
         Inputs.read(tmp_path / "assets")
 
 
-def test_seeds_not_divisible_by_fsdp_are_named(capsys):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--seeds 5 --fsdp 2", "--seeds: 5 is not a multiple of --fsdp 2"),
+        ("--seeds 4 --fsdp 2 --attention 1", "--attention: 1 is not a multiple of --fsdp 2"),
+        ("--seeds 4 --attention 5", "--attention: found 5; at most --seeds, 4, works"),
+    ],
+)
+def test_numbers_of_environments_that_cannot_be_split_are_named(options, message, capsys):
     with pytest.raises(SystemExit):
-        parse(["--checkpoint", "x", "--output", "y", "--seeds", "5", "--fsdp", "2"])
-    assert "--seeds: 5 is not a multiple of --fsdp 2" in capsys.readouterr().err
+        parse(["--checkpoint", "x", "--output", "y", *options.split()])
+    assert message in capsys.readouterr().err

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from scripts.benchmarks import exploration, exploration_table, results
+from scripts.benchmarks import exploration, exploration_figure, exploration_table, results
 from scripts.benchmarks.exploration_cells import TASKS, TRAININGS, Cell, cells
 from scripts.benchmarks.exploration_table import CELLS, NAME, SCORES, Answer, nested_bootstrap
 from trainer.config.load import load
@@ -89,6 +89,7 @@ def test_every_cell_is_trained_after_the_one_it_starts_from(commands_run, stored
     assert len(lines) == 2 * (5 + 2 * 3 + 5 + 1), (
         "the paper's N = 4 is evaluated at two target returns"
     )
+    assert (tmp_path / "exploration.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_only_the_failed_evaluation_is_retried(commands_run, stored, tmp_path, monkeypatch):
@@ -169,3 +170,38 @@ def test_cells_are_ordered_by_priority():
     assert len(order) == len(set(order)) == 6 * (5 + 2 * 3 + 5)
     assert {cell.seed for cell in order[:30]} == {0} and order[0].task == next(iter(TASKS))
     assert all(TRAININGS[cell.method].in_context <= 4 for cell in order if cell.seed)
+
+
+def test_the_figure_shows_each_episodes_mean_and_interval(monkeypatch, tmp_path):
+    """Two training seeds, in an episode 10 and 14 on average with deviations of 2 and 4."""
+    from matplotlib.figure import Figure
+
+    columns = ["task", "protocol", "method", "episodes", "deviations of episodes", "best in data"]
+    lines = [
+        ["walker_run", "ours", "DT", "10.0 20.0", "2.0 0.0", "90.0"],
+        ["walker_run", "ours", "DT", "14.0 20.0", "4.0 0.0", "90.0"],
+        ["walker_run", "the paper's", "DT", "1.0 1.0", "1.0 1.0", "90.0"],
+    ]
+    found = exploration_figure.curves(columns, lines)
+    (curve,) = found["walker_run"].values()
+    # Between the seeds 8 with one degree of freedom, within them (4 + 16) / 2 = 10.
+    np.testing.assert_allclose(curve.mean, [12.0, 20.0])
+    np.testing.assert_allclose(curve.margin, [1.96 * np.sqrt((8 + 10 / 20) / 2), 0.0])
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    exploration_figure.draw(found, tmp_path / "figure.png")
+    panels = {axes.get_title(): axes for axes in drawn[0].axes}
+    assert panels.keys() == TASKS.keys()
+    assert [text.get_text() for text in panels["cheetah_run"].texts] == ["not measured"]
+    assert list(panels["walker_run"].lines[0].get_ydata()) == [12.0, 20.0]
+    (legend,) = drawn[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["DT", "best in the data"]
+
+
+def test_attention_by_episode_is_stored(stored):
+    cell = Cell("walker_walk", "ours", "AT, N = 4", 0)
+    result = {**episode_returns(10.0), "attention": [[0.1, 0.2, 0.3, 0.4], [0.3, 0.2, 0.1, 0.4]]}
+    exploration_table.save_result({cell: [Answer("best in the data", result, 0.5)]}, "command")
+    table = stored().tables[CELLS]
+    (line,) = table["rows"]
+    assert line[table["columns"].index("attention by episode, %")] == "20.0 20.0 20.0 40.0"
