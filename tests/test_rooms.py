@@ -57,7 +57,7 @@ LAYERS = (
     ("layer",),
     ("memory",),  # the runners
     ("transformer",),
-    ("agentic", "cache", "language_model"),
+    ("agentic", "attention_mass", "cache", "language_model"),
     ("decode",),
 )
 # Third-party module -> the only files of ours that import it, so that its changes affect one place.
