@@ -389,6 +389,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     returns = np.array(results["returns"])
     episodes = np.arange(1, returns.shape[1] + 1)
@@ -408,8 +409,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
         xlabel="episode",
         ylabel="return",
         title=f"{results['task']}, {results['in_context']} episodes in a context",
-        xticks=episodes,
     )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # all numbers of 32 would overlap
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=120, metadata=PICTURE_METADATA)
     plt.close(figure)
