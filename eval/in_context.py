@@ -67,7 +67,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if (count := getattr(args, name)) % args.fsdp:
             parser.error(f"--{name}: {count} is not a multiple of --fsdp {args.fsdp}")
     if not 0 <= args.attention <= args.seeds:
-        parser.error(f"--attention: found {args.attention}; at most --seeds, {args.seeds}, works")
+        parser.error(f"--attention: found {args.attention}; 0 to --seeds, {args.seeds}, works")
     return args
 
 
@@ -237,27 +237,26 @@ def attention_by_episode(
     from model.attention_mass import attention_mass
 
     kinds = np.array([kind for _, kinds in agent.seen for kind in kinds], np.int32)
-    episode = np.arange(len(kinds)) // (decisions * len(agent.kinds))
+    values = np.concatenate([values[:rows] for values, _ in agent.seen], 1)
+    index = np.arange(len(kinds), dtype=np.int32)
+    episode = index // (decisions * len(agent.kinds))
     model = agent.cached.model
     padding = -len(kinds) % model.mesh.shape["sequence"]
 
-    def row(x: Any, fill: int) -> np.ndarray:
+    def padded_rows(x: np.ndarray, fill: int) -> np.ndarray:
         return np.tile(np.pad(x, (0, padding), constant_values=fill), (rows, 1))
 
-    values = np.concatenate([values[:rows] for values, _ in agent.seen], 1)
-    index = np.arange(len(kinds), dtype=np.int32)
     batch = {
         "values": np.pad(values, ((0, 0), (0, padding), (0, 0))),
-        "kinds": row(kinds, STATE),
+        "kinds": padded_rows(kinds, STATE),
         "index": np.tile(np.arange(len(kinds) + padding, dtype=np.int32), (rows, 1)),
-        "positions": row(index, 0),
-        "segment_ids": row(np.ones_like(kinds), 0),
+        "positions": padded_rows(index, 0),
+        "segment_ids": padded_rows(np.ones_like(kinds), 0),
     }
-    asked = row((kinds == STATE) & (episode == episode[-1]), 0)
-    group = row(episode.astype(np.int32), -1)
-    return np.asarray(
-        attention_mass(model, agent.params, batch, group, int(episode[-1]) + 1, asked)
-    )
+    group = padded_rows(episode, -1)
+    asked = padded_rows((kinds == STATE) & (episode == episode[-1]), 0)
+    shares = attention_mass(model, agent.params, batch, group, int(episode[-1]) + 1, asked)
+    return np.asarray(shares)
 
 
 def summary(returns: Float[np.ndarray, "seeds episodes"]) -> dict[str, dict[str, Any]]:

@@ -229,7 +229,8 @@ class Transformer(ModelParameters):
         return self.sharded(local, PartitionSpec())(params, batch)
 
     def sharded(self, fn: Callable, out_specs: Any) -> Callable:
-        """Returns a function of parameters and a batch, from one of a device's parts of them."""
+        """Returns fn, which takes a device's shards and part of a batch, as a function of global
+        parameters and a global batch."""
 
         def run(params, batch):
             specs = {name: PartitionSpec() if name == ROUTER_TOTALS else TOKENS for name in batch}

@@ -15,7 +15,7 @@ EPISODES = 1000  # per domain, before its tasks are trained on
 EVALUATION_SEEDS = 20
 PLAYED = 32  # consecutive episodes of an evaluation
 TRAINING_SEEDS = 3
-ATTENDING = 2  # environments whose attention by episode is measured
+ATTENDING = 2  # environments whose attention by episode is measured; added after the first cell
 
 
 @dataclasses.dataclass(frozen=True)

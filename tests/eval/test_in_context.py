@@ -243,7 +243,7 @@ def test_another_models_checkpoint_is_named(tmp_path):
     [
         ("--seeds 5 --fsdp 2", "--seeds: 5 is not a multiple of --fsdp 2"),
         ("--seeds 4 --fsdp 2 --attention 1", "--attention: 1 is not a multiple of --fsdp 2"),
-        ("--seeds 4 --attention 5", "--attention: found 5; at most --seeds, 4, works"),
+        ("--seeds 4 --attention 5", "--attention: found 5; 0 to --seeds, 4, works"),
     ],
 )
 def test_numbers_of_environments_that_cannot_be_split_are_named(options, message, capsys):
