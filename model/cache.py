@@ -35,6 +35,8 @@ from .transformer import TOKENS, Batch, Transformer
 from .weights import Shards
 
 ROWS = PartitionSpec(BATCH_AXES)
+# `extend` reads a multiple of this number of a device's slots: it compiles a program for each.
+READ_AT_ONCE = 1024
 
 
 def merge_over(partial: AttentionPartial, axis: str, scatter: bool = False) -> AttentionPartial:
@@ -180,6 +182,8 @@ class CachedModel:
         """Appends n tokens to each row, computed by every device. The old cache's memory is reused:
         do not read it again.
 
+        Only the slots up to the last new token are read.
+
         Args:
           batch: the model's inputs, and `index` and `segment_ids` [B, n]: a token's index in its
             row, at which it is kept, and 1, or 0 for padding, which is not kept.
@@ -187,12 +191,18 @@ class CachedModel:
         Returns:
           The cache with the new tokens, and the head's results for them.
         """
-        return self._extend(params, cache, batch)
+        tokens = int(np.max(batch["index"], initial=-1, where=batch["segment_ids"] > 0)) + 1
+        parts = -(-tokens // (self.ranks * READ_AT_ONCE))
+        return self._extend(max(1, parts) * READ_AT_ONCE)(params, cache, batch)
 
     @functools.cached_property
     def _extend(self) -> Callable:
+        return functools.cache(self._extend_reading)
+
+    def _extend_reading(self, slots: int) -> Callable:
+        """Compiles `extend` for queries that attend to each device's first slots."""
         extend = jax.shard_map(
-            self.local_extend,
+            functools.partial(self.local_extend, slots=slots),
             mesh=self.model.mesh,
             in_specs=(self.model.specs, SPECS, ROWS),
             out_specs=(SPECS, ROWS),
@@ -235,10 +245,14 @@ class CachedModel:
     # On a device, inside `shard_map`
 
     def local_extend(
-        self, params: Shards, cache: Cache, batch: Batch
+        self, params: Shards, cache: Cache, batch: Batch, slots: int | None = None
     ) -> tuple[Cache, Float[Array, "B n ..."]]:
-        """`extend` on this device's shards."""
-        cache, x = self._run(params, cache, batch, self._attend_whole)
+        """`extend` on this device's shards.
+
+        Args:
+          slots: the device's first slots, which hold all tokens up to the new ones; all if None.
+        """
+        cache, x = self._run(params, cache, batch, self._attend_whole, slots)
         return cache, self.head(self._model, params, x)
 
     def local_run(
@@ -272,7 +286,12 @@ class CachedModel:
         return merge(op.forward(queries, new), past)
 
     def _run(
-        self, params: Shards, cache: Cache, batch: Batch, attend: Callable
+        self,
+        params: Shards,
+        cache: Cache,
+        batch: Batch,
+        attend: Callable,
+        read: int | None = None,
     ) -> tuple[Cache, Float[Array, "B n E"]]:
         """Runs the layers on new tokens and keeps their keys and values.
 
@@ -280,6 +299,7 @@ class CachedModel:
           attend: from a layer's operation, the new tokens' queries and keys, all keys that this
             device then has, and coordinates that exclude the new ones among these, to attention's
             result.
+          read: how many of this device's first slots attention gets; all if None.
         """
         model, index, segment_ids = self._model, batch["index"], batch["segment_ids"]
         write, write_heads = self._writers(cache, index, segment_ids)
@@ -288,6 +308,7 @@ class CachedModel:
         slots = TokenCoords(
             write(cache.index, index), write(cache.segment_ids, segment_ids), before.start
         )
+        read_slots, read_before = jax.tree.map(lambda x: x[:, :read], (slots, before))
         coords = TokenCoords(index, segment_ids, jnp.zeros_like(index))
         # The same length for all tokens, so that cached keys stay valid under the RoPE rules
         # `dynamic` and `longrope`.
@@ -301,9 +322,13 @@ class CachedModel:
             weights = model.weights.layer(shards)
             q, new_k, new_v = layer.project(weights, x, labels)
             k, v = (write_heads(old, new, number) for old, new in ((k, new_k), (v, new_v)))
-            cached = Keys(jnp.swapaxes(k[number], 1, 2), jnp.swapaxes(v[number], 1, 2), slots)
+            cached = (jnp.swapaxes(x[number, :, :, :read], 1, 2) for x in (k, v))
             attended = attend(
-                layer.attention, Queries(q, coords), Keys(new_k, new_v, coords), cached, before
+                layer.attention,
+                Queries(q, coords),
+                Keys(new_k, new_v, coords),
+                Keys(*cached, read_slots),
+                read_before,
             )
             attended = with_sinks(attended, layer.sinks(weights)).out.astype(x.dtype)
             return (layer.finish(weights, x, attended, labels).hidden, k, v), None

@@ -20,8 +20,11 @@ def pieces(length, sizes):
         first, number = first + size, number + 1
 
 
+@pytest.mark.parametrize("read_at_once", [3, 1024])
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "sequence": 4}])
-def test_cached_actions_match_the_whole_row(axes):
+def test_cached_actions_match_the_whole_row(axes, read_at_once, monkeypatch):
+    """With few slots read at once, empty ones at the end are not read."""
+    monkeypatch.setattr("model.cache.READ_AT_ONCE", read_at_once)
     batch, one_device = batch_of(), model_on()
     params = one_device.init(0)
     expected = np.asarray(jax.jit(one_device.actions)(params, batch))
@@ -42,6 +45,8 @@ def test_cached_actions_match_the_whole_row(axes):
         results.append(np.asarray(actions))
     actual, kept = np.concatenate(results, 1), batch["segment_ids"] > 0
     np.testing.assert_allclose(actual[kept], expected[kept], atol=1e-5)
+    programs = cached._extend.cache_info().currsize
+    assert programs == 1 if read_at_once == 1024 else programs > 1
     assert int(jnp.sum(cache.segment_ids)) == kept.sum()
 
 
