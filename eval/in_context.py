@@ -233,7 +233,13 @@ def attention_by_episode(
     agent: Agent, rows: int, decisions: int
 ) -> Float[np.ndarray, "layers episodes"]:
     """Returns the share of attention that the states of the context's last episode pay to each
-    episode, the mean over heads and the first `rows` environments."""
+    episode, float32: the mean over heads and the first `rows` environments. Each layer's sum to 1.
+
+    Args:
+      agent: after its last complete episode.
+      rows: a multiple of the mesh's data x fsdp.
+      decisions: per episode.
+    """
     from model.attention_mass import attention_mass
 
     kinds = np.array([kind for _, kinds in agent.seen for kind in kinds], np.int32)

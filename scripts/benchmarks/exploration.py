@@ -156,13 +156,13 @@ def evaluate(cell: Cell, number: int, args: Options) -> None:
     answer = folder / f"in_context_{number}"
     if (answer / "cpu.json").exists():
         return
-    more = f" --target {PAPER_RETURNS[cell.task]}" if number else ""
+    options = f" --target {PAPER_RETURNS[cell.task]}" if number else ""
     if TRAININGS[cell.method].in_context > 1:
-        more += f" --attention {ATTENDING}"
+        options += f" --attention {ATTENDING}"
     seconds = timed(
         answer,
         "-m eval.in_context --checkpoint {run} --output {output} "
-        f"--seeds {args.seeds} --episodes {args.episodes}" + more,
+        f"--seeds {args.seeds} --episodes {args.episodes}" + options,
         run=folder.resolve(),
         output=answer.resolve(),
     )

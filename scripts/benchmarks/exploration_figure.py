@@ -34,7 +34,7 @@ def curves(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> dict[str, 
         cell = dict(zip(columns, line, strict=True))
         if cell["protocol"] == "ours":
             cells.setdefault((cell["task"], cell["method"]), []).append(cell)
-    found: dict[str, dict[str, Curve]] = {}
+    by_task: dict[str, dict[str, Curve]] = {}
     for (task, method), group in cells.items():
         means, deviations = (
             np.array([[float(x) for x in cell[name].split()] for cell in group])
@@ -45,12 +45,17 @@ def curves(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> dict[str, 
         within = np.square(deviations).mean(0) / EVALUATION_SEEDS
         margin = 1.96 * np.sqrt((between + within) / seeds)
         best = float(group[0]["best in data"])
-        found.setdefault(task, {})[method] = Curve(means.mean(0), margin, best)
-    return found
+        by_task.setdefault(task, {})[method] = Curve(means.mean(0), margin, best)
+    return by_task
 
 
-def draw(found: dict[str, dict[str, Curve]], path: Path) -> None:
-    """Draws the curves of each task; a task without any says so."""
+def draw(by_task: dict[str, dict[str, Curve]], path: Path) -> None:
+    """Draws a panel per task with a curve per method; a task without curves says so.
+
+    Args:
+      by_task: task -> method -> curve, as from `curves`.
+      path: of the picture, a PNG.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -60,17 +65,17 @@ def draw(found: dict[str, dict[str, Curve]], path: Path) -> None:
     labels: dict[str, Any] = {}
     for task, axes in zip(TASKS, panels, strict=True):
         axes.set_title(task)
-        if task not in found:
+        if task not in by_task:
             axes.text(0.5, 0.5, "not measured", ha="center", va="center", color="0.5")
             axes.set(xticks=[], yticks=[])
             continue
-        for method, curve in found[task].items():
+        for method, curve in by_task[task].items():
             episodes = np.arange(1, len(curve.mean) + 1)
             color = f"C{METHODS.index(method)}"
             (labels[method],) = axes.plot(episodes, curve.mean, color=color, linewidth=1.2)
             low, high = curve.mean - curve.margin, curve.mean + curve.margin
             axes.fill_between(episodes, low, high, color=color, alpha=0.2, linewidth=0)
-        best = next(iter(found[task].values())).best_in_data
+        best = next(iter(by_task[task].values())).best_in_data
         labels["best in the data"] = axes.axhline(best, color="0.3", linestyle="--", linewidth=1)
         axes.set(xlabel="episode", ylabel="return", ylim=(0, None))
         axes.grid(alpha=0.3)

@@ -162,10 +162,11 @@ def save_result(answers: Mapping[Cell, Sequence[Answer]], text: str) -> None:
 
 
 def draw_result() -> None:
-    """Draws the result's figure, if there is a result."""
+    """Draws the stored result next to docs/results, as docs/exploration.png; nothing if there is
+    none."""
     if lines := stored_lines():
-        found = curves(load(NAME).tables[CELLS]["columns"], lines)
-        draw(found, results.FOLDER.parent / f"{NAME}.png")
+        by_task = curves(load(NAME).tables[CELLS]["columns"], lines)
+        draw(by_task, results.FOLDER.parent / f"{NAME}.png")
 
 
 def _order(line: list[str]) -> tuple[int, ...]:
