@@ -102,7 +102,8 @@ def in_order(config: TransformerConfig) -> dict[str, Parameter]:
     return {name: declared[name] for name in (table, *layers, *others)}
 
 
-def _made_order(module: Callable[..., nnx.Module], config: TransformerConfig) -> list[str]:
+@functools.cache
+def _made_order(module: Callable[..., nnx.Module], config: TransformerConfig) -> tuple[str, ...]:
     """Returns the names of a module's parameters in order of creation."""
     names: list[str] = []
 
@@ -119,7 +120,7 @@ def _made_order(module: Callable[..., nnx.Module], config: TransformerConfig) ->
         return made
 
     nnx.eval_shape(make)
-    return names
+    return tuple(names)
 
 
 def own_shapes(

@@ -287,15 +287,16 @@ def layout_of(files: Iterable[str], config: TransformerConfig) -> list[HFEntry]:
     Args:
       files: names of the folder's tensors, such as `model.layers.0.mlp.experts.gate_up_proj`.
     """
+    published = hf_layout(config)
+    if not config.num_experts:
+        return published
     family = FAMILIES[config.family]
     known = {name for name in family.stacked.values() if name not in family.tensors.values()}
-    is_stacked = any(name.endswith(tuple(known - set(_as_published(config)))) for name in files)
-    return hf_layout(config, stacked=bool(config.num_experts) and is_stacked)
-
-
-def _as_published(config: TransformerConfig) -> Iterable[str]:
-    """The names of a layer's tensors in published files, without the layer."""
-    return (entry.hf_name.removeprefix("model.layers.{i}.") for entry in hf_layout(config))
+    only_stacked = tuple(
+        known - {entry.hf_name.removeprefix("model.layers.{i}.") for entry in published}
+    )
+    is_stacked = any(name.endswith(only_stacked) for name in files)
+    return hf_layout(config, stacked=True) if is_stacked else published
 
 
 def _shared(entries: list[HFEntry], interleaved: bool) -> list[HFEntry]:
