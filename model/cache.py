@@ -35,8 +35,11 @@ from .transformer import TOKENS, Batch, Transformer
 from .weights import Shards
 
 ROWS = PartitionSpec(BATCH_AXES)
-# `extend` reads a multiple of this number of a device's slots: it compiles a program for each.
-READ_AT_ONCE = 1024
+# `extend` reads this many bytes of a layer's keys at once, and as many of its values. They are
+# copied out of the array of all layers: on a CPU, into its cache; elsewhere an iteration costs
+# more, so it reads more at once.
+READ_AT_ONCE = {"cpu": 1 << 20}
+READ_AT_ONCE_ELSEWHERE = 1 << 25
 
 
 def merge_over(partial: AttentionPartial, axis: str, scatter: bool = False) -> AttentionPartial:
@@ -65,7 +68,7 @@ def merge_over(partial: AttentionPartial, axis: str, scatter: bool = False) -> A
 
 
 def _over_cache(op: AttentionOp, queries: Queries, keys: Keys, dense: int) -> AttentionPartial:
-    """Returns attention over this device's part of the cache.
+    """Returns attention over slots of this device's part of the cache.
 
     Args:
       dense: the most new tokens whose scores are all in memory at once.
@@ -93,6 +96,42 @@ class Cache(NamedTuple):
     v: Float[Array, "N B H C D"]
     index: Int[Array, "B C"]  # type: ignore[assignment]  # hides tuple.index, which nothing calls
     segment_ids: Int[Array, "B C"]
+
+
+class _LayerCache(NamedTuple):
+    """A layer's slots on this device, including the new tokens.
+
+    Attributes:
+      k, v: of all layers; layer: this one's number.
+      coords: of the slots, [B, C].
+      before: the same without the new tokens.
+    """
+
+    k: Float[Array, "N B H C D"]
+    v: Float[Array, "N B H C D"]
+    layer: Int[Array, ""]
+    coords: TokenCoords
+    before: TokenCoords
+
+    def keys(self) -> Keys:
+        """Returns the keys in all slots."""
+        k, v = (jnp.swapaxes(x[self.layer], 1, 2) for x in (self.k, self.v))
+        return Keys(k, v, self.coords)
+
+    def keys_from(self, first: Int[Array, ""], size: int) -> Keys:
+        """Returns the keys in slots `first` .. `first` + `size`; towards the end, the last `size`
+        slots, of which those before `first` seem empty."""
+        _, rows, heads, slots, head_dim = self.k.shape
+        start = jnp.minimum(first, slots - size)
+
+        def part(x: Float[Array, "N B H C D"]) -> Float[Array, "B c H D"]:
+            sizes = (1, rows, heads, size, head_dim)
+            return jnp.swapaxes(lax.dynamic_slice(x, (self.layer, 0, 0, start, 0), sizes)[0], 1, 2)
+
+        coords = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, 1), self.coords)
+        is_new = start + jnp.arange(size) >= first
+        coords = coords._replace(segment_ids=jnp.where(is_new, coords.segment_ids, 0))
+        return Keys(part(self.k), part(self.v), coords)
 
 
 _KV = PartitionSpec(None, BATCH_AXES, "tensor", "sequence", None)
@@ -182,7 +221,7 @@ class CachedModel:
         """Appends n tokens to each row, computed by every device. The old cache's memory is reused:
         do not read it again.
 
-        Only the slots up to the last new token are read.
+        Only the slots up to the rows' last tokens are read.
 
         Args:
           batch: the model's inputs, and `index` and `segment_ids` [B, n]: a token's index in its
@@ -191,18 +230,12 @@ class CachedModel:
         Returns:
           The cache with the new tokens, and the head's results for them.
         """
-        tokens = int(np.max(batch["index"], initial=-1, where=batch["segment_ids"] > 0)) + 1
-        parts = -(-tokens // (self.ranks * READ_AT_ONCE))
-        return self._extend(max(1, parts) * READ_AT_ONCE)(params, cache, batch)
+        return self._extend(params, cache, batch)
 
     @functools.cached_property
-    def _extend(self) -> Callable:
-        return functools.cache(self._extend_reading)
-
-    def _extend_reading(self, slots: int) -> Callable:
-        """Compiles `extend` for queries that attend to each device's first slots."""
+    def _extend(self) -> Any:
         extend = jax.shard_map(
-            functools.partial(self.local_extend, slots=slots),
+            self.local_extend,
             mesh=self.model.mesh,
             in_specs=(self.model.specs, SPECS, ROWS),
             out_specs=(SPECS, ROWS),
@@ -245,14 +278,10 @@ class CachedModel:
     # On a device, inside `shard_map`
 
     def local_extend(
-        self, params: Shards, cache: Cache, batch: Batch, slots: int | None = None
+        self, params: Shards, cache: Cache, batch: Batch
     ) -> tuple[Cache, Float[Array, "B n ..."]]:
-        """`extend` on this device's shards.
-
-        Args:
-          slots: the device's first slots, which hold all tokens up to the new ones; all if None.
-        """
-        cache, x = self._run(params, cache, batch, self._attend_whole, slots)
+        """`extend` on this device's shards."""
+        cache, x = self._run(params, cache, batch, self._attend_whole)
         return cache, self.head(self._model, params, x)
 
     def local_run(
@@ -270,19 +299,37 @@ class CachedModel:
         )
 
     def _attend_whole(
-        self, op: AttentionOp, queries: Queries, new: Keys, cached: Keys, before: TokenCoords
+        self, op: AttentionOp, queries: Queries, new: Keys, cached: _LayerCache
     ) -> AttentionPartial:
-        return merge_over(_over_cache(op, queries, cached, self.dense), "sequence")
+        rows, length, heads, head_dim = queries.q.shape
+        size, coords = self._slots_at_once, cached.coords
+        used = 1 + jnp.max(jnp.where(coords.segment_ids > 0, coords.index, -1)) // self.ranks
+
+        def add(number, so_far):
+            keys = cached.keys_from(number * size, size)
+            return merge(so_far, _over_cache(op, queries, keys, self.dense))
+
+        nothing = AttentionPartial(
+            jnp.zeros((rows, length, heads, head_dim), jnp.float32),
+            jnp.full((rows, heads, length), -jnp.inf, jnp.float32),
+        )
+        return merge_over(lax.fori_loop(0, -(-used // size), add, nothing), "sequence")
+
+    @property
+    def _slots_at_once(self) -> int:
+        """How many slots of a device's cache are read at once: a multiple of 128, or all."""
+        _, rows, heads, slots, head_dim = self.shardings.k.shard_shape(self.shapes.k.shape)
+        platform = self.model.mesh.devices.flat[0].platform
+        at_once = READ_AT_ONCE.get(platform, READ_AT_ONCE_ELSEWHERE)
+        fitting = at_once // (rows * heads * head_dim * self.shapes.k.dtype.itemsize)
+        return min(max(128, fitting // 128 * 128), slots)
 
     def _attend_split(
-        self, op: AttentionOp, queries: Queries, new: Keys, cached: Keys, before: TokenCoords
+        self, op: AttentionOp, queries: Queries, new: Keys, cached: _LayerCache
     ) -> AttentionPartial:
         every = jax.tree.map(lambda x: lax.all_gather(x, "sequence", axis=1, tiled=True), queries)
-        past = merge_over(
-            _over_cache(op, every, cached._replace(coords=before), self.dense),
-            "sequence",
-            scatter=True,
-        )
+        keys = cached.keys()._replace(coords=cached.before)
+        past = merge_over(_over_cache(op, every, keys, self.dense), "sequence", scatter=True)
         return merge(op.forward(queries, new), past)
 
     def _run(
@@ -290,16 +337,13 @@ class CachedModel:
         params: Shards,
         cache: Cache,
         batch: Batch,
-        attend: Callable,
-        read: int | None = None,
+        attend: Callable[[AttentionOp, Queries, Keys, _LayerCache], AttentionPartial],
     ) -> tuple[Cache, Float[Array, "B n E"]]:
         """Runs the layers on new tokens and keeps their keys and values.
 
         Args:
-          attend: from a layer's operation, the new tokens' queries and keys, all keys that this
-            device then has, and coordinates that exclude the new ones among these, to attention's
-            result.
-          read: how many of this device's first slots attention gets; all if None.
+          attend: from a layer's operation, the new tokens' queries and keys, and the layer's cache
+            with them, to attention's result.
         """
         model, index, segment_ids = self._model, batch["index"], batch["segment_ids"]
         write, write_heads = self._writers(cache, index, segment_ids)
@@ -308,7 +352,6 @@ class CachedModel:
         slots = TokenCoords(
             write(cache.index, index), write(cache.segment_ids, segment_ids), before.start
         )
-        read_slots, read_before = jax.tree.map(lambda x: x[:, :read], (slots, before))
         coords = TokenCoords(index, segment_ids, jnp.zeros_like(index))
         # The same length for all tokens, so that cached keys stay valid under the RoPE rules
         # `dynamic` and `longrope`.
@@ -322,13 +365,11 @@ class CachedModel:
             weights = model.weights.layer(shards)
             q, new_k, new_v = layer.project(weights, x, labels)
             k, v = (write_heads(old, new, number) for old, new in ((k, new_k), (v, new_v)))
-            cached = (jnp.swapaxes(x[number, :, :, :read], 1, 2) for x in (k, v))
             attended = attend(
                 layer.attention,
                 Queries(q, coords),
                 Keys(new_k, new_v, coords),
-                Keys(*cached, read_slots),
-                read_before,
+                _LayerCache(k, v, number, slots, before),
             )
             attended = with_sinks(attended, layer.sinks(weights)).out.astype(x.dtype)
             return (layer.finish(weights, x, attended, labels).hidden, k, v), None
