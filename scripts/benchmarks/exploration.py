@@ -9,9 +9,10 @@ episodes. Writes docs/results/exploration.json after each cell, even if the tabl
 at the end docs/exploration.png; cells already in the result, from any machine, are not measured
 again.
 
-Everything below was chosen before any result was seen. CPU hours per cell, estimated from short
-runs of cartpole on one busy core of an AMD EPYC: BC-10% 0.2, DT 0.5, AT N = 4 0.4, N = 16 0.6, N =
-32 1.1; all cells together 32, two cores for 16 hours. The result has the measured hours.
+Everything below was chosen before any result was seen. CPU hours per cell, measured with cartpole
+on one busy core of an AMD EPYC: BC-10% 0.3, DT 0.3, AT N = 4 0.4, N = 16 0.7, N = 32 0.6 (evaluated
+by a later, faster program); all cells about 40, if the other tasks take as long. The result has
+each cell's hours.
 """
 
 from __future__ import annotations
