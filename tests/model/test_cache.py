@@ -90,11 +90,11 @@ def test_cached_logits_of_rows_of_different_lengths_match_each_row_alone(axes):
 
 
 def test_slots_after_the_last_token_are_not_read(monkeypatch):
-    """A product with them would be NaN, even with weights of 0."""
+    """A dense product with them would be NaN, even with weights of 0."""
     monkeypatch.setattr(CachedModel, "_slots_at_once", 8)
     model = model_on()
     batch, params = batch_of(), model.init(0)
-    cached = CachedModel(model, AgenticTransformer.local_actions, rows=2, capacity=64)
+    cached = CachedModel(model, AgenticTransformer.local_actions, rows=2, capacity=64, dense=4)
     cache = cached.empty()
     unread = jnp.where(jnp.arange(64)[:, None] < 16, 0.0, jnp.nan)
     cache = cache._replace(k=cache.k + unread, v=cache.v + unread)
