@@ -35,11 +35,10 @@ from .transformer import TOKENS, Batch, Transformer
 from .weights import Shards
 
 ROWS = PartitionSpec(BATCH_AXES)
-# `extend` reads this many bytes of a layer's keys at once, and as many of its values. They are
-# copied out of the array of all layers: on a CPU, into its cache; elsewhere an iteration costs
-# more, so it reads more at once.
-READ_AT_ONCE = {"cpu": 1 << 20}
-READ_AT_ONCE_ELSEWHERE = 1 << 25
+# Bytes of a layer's keys that `extend` reads at once, and of its values. They are copied out of the
+# array of all layers: on a CPU, into its cache; on other platforms an iteration costs more.
+CPU_BYTES_AT_ONCE = 1 << 20
+BYTES_AT_ONCE = 1 << 25
 
 
 def merge_over(partial: AttentionPartial, axis: str, scatter: bool = False) -> AttentionPartial:
@@ -102,9 +101,10 @@ class _LayerCache(NamedTuple):
     """A layer's slots on this device, including the new tokens.
 
     Attributes:
-      k, v: of all layers; layer: this one's number.
+      k, v: of all layers; layer: this one's number, from 0.
       coords: of the slots, [B, C].
       before: the same without the new tokens.
+      used: number of slots up to the last token of any row.
     """
 
     k: Float[Array, "N B H C D"]
@@ -112,15 +112,20 @@ class _LayerCache(NamedTuple):
     layer: Int[Array, ""]
     coords: TokenCoords
     before: TokenCoords
+    used: Int[Array, ""]
 
     def keys(self) -> Keys:
-        """Returns the keys in all slots."""
+        """Returns the keys in all C slots."""
         k, v = (jnp.swapaxes(x[self.layer], 1, 2) for x in (self.k, self.v))
         return Keys(k, v, self.coords)
 
     def keys_from(self, first: Int[Array, ""], size: int) -> Keys:
-        """Returns the keys in slots `first` .. `first` + `size`; towards the end, the last `size`
-        slots, of which those before `first` seem empty."""
+        """Returns `size` slots, from slot `first` on. Near the end these are the last `size` slots,
+        with those before `first` marked as empty.
+
+        Args:
+          size: at most C.
+        """
         _, rows, heads, slots, head_dim = self.k.shape
         start = jnp.minimum(first, slots - size)
 
@@ -129,8 +134,8 @@ class _LayerCache(NamedTuple):
             return jnp.swapaxes(lax.dynamic_slice(x, (self.layer, 0, 0, start, 0), sizes)[0], 1, 2)
 
         coords = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, 1), self.coords)
-        is_new = start + jnp.arange(size) >= first
-        coords = coords._replace(segment_ids=jnp.where(is_new, coords.segment_ids, 0))
+        is_requested = start + jnp.arange(size) >= first
+        coords = coords._replace(segment_ids=jnp.where(is_requested, coords.segment_ids, 0))
         return Keys(part(self.k), part(self.v), coords)
 
 
@@ -302,26 +307,26 @@ class CachedModel:
         self, op: AttentionOp, queries: Queries, new: Keys, cached: _LayerCache
     ) -> AttentionPartial:
         rows, length, heads, head_dim = queries.q.shape
-        size, coords = self._slots_at_once, cached.coords
-        used = 1 + jnp.max(jnp.where(coords.segment_ids > 0, coords.index, -1)) // self.ranks
+        size = self._slots_at_once
 
-        def add(number, so_far):
-            keys = cached.keys_from(number * size, size)
+        def attend_part(part, so_far):
+            keys = cached.keys_from(part * size, size)
             return merge(so_far, _over_cache(op, queries, keys, self.dense))
 
-        nothing = AttentionPartial(
+        no_keys = AttentionPartial(
             jnp.zeros((rows, length, heads, head_dim), jnp.float32),
             jnp.full((rows, heads, length), -jnp.inf, jnp.float32),
         )
-        return merge_over(lax.fori_loop(0, -(-used // size), add, nothing), "sequence")
+        parts = -(-cached.used // size)
+        return merge_over(lax.fori_loop(0, parts, attend_part, no_keys), "sequence")
 
     @property
     def _slots_at_once(self) -> int:
         """How many slots of a device's cache are read at once: a multiple of 128, or all."""
         _, rows, heads, slots, head_dim = self.shardings.k.shard_shape(self.shapes.k.shape)
-        platform = self.model.mesh.devices.flat[0].platform
-        at_once = READ_AT_ONCE.get(platform, READ_AT_ONCE_ELSEWHERE)
-        fitting = at_once // (rows * heads * head_dim * self.shapes.k.dtype.itemsize)
+        is_cpu = self.model.mesh.devices.flat[0].platform == "cpu"
+        bytes_at_once = CPU_BYTES_AT_ONCE if is_cpu else BYTES_AT_ONCE
+        fitting = bytes_at_once // (rows * heads * head_dim * self.shapes.k.dtype.itemsize)
         return min(max(128, fitting // 128 * 128), slots)
 
     def _attend_split(
@@ -352,6 +357,8 @@ class CachedModel:
         slots = TokenCoords(
             write(cache.index, index), write(cache.segment_ids, segment_ids), before.start
         )
+        last = jnp.max(jnp.where(slots.segment_ids > 0, slots.index, -1))
+        used = 1 + last // self.ranks
         coords = TokenCoords(index, segment_ids, jnp.zeros_like(index))
         # The same length for all tokens, so that cached keys stay valid under the RoPE rules
         # `dynamic` and `longrope`.
@@ -369,7 +376,7 @@ class CachedModel:
                 layer.attention,
                 Queries(q, coords),
                 Keys(new_k, new_v, coords),
-                _LayerCache(k, v, number, slots, before),
+                _LayerCache(k, v, number, slots, before, used),
             )
             attended = with_sinks(attended, layer.sinks(weights)).out.astype(x.dtype)
             return (layer.finish(weights, x, attended, labels).hidden, k, v), None
