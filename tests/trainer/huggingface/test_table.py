@@ -31,3 +31,20 @@ def test_a_folder_of_many_tensors_is_laid_out_at_once(monkeypatch):
     table.layout_of(names, config)
     assert len(names) > 900
     assert len(calls) <= 2
+
+
+def test_parameters_are_in_order_of_use():
+    layer = [
+        "input_layernorm",
+        *(f"self_attn.{name}_proj" for name in "qkvo"),
+        "post_attention_layernorm",
+        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    ]
+    names = [
+        "model.embed_tokens",
+        *(f"model.layers.{{i}}.{name}" for name in layer),
+        "model.norm",
+        "lm_head",
+    ]
+    layout = table.hf_layout(TransformerConfig.preset("llama-3.1-8b"))
+    assert [entry.hf_name for entry in layout] == [f"{name}.weight" for name in names]
