@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
@@ -185,6 +185,11 @@ class PreferenceObjective(TextObjective):
             )
         self.sources = ()
         super()._open_data()
+        loaders = [x for x in (self.loader, self._held_out_loader) if isinstance(x, PairLoader)]
+        # Both splits have the same places, since they share a compiled program.
+        places = max(loader.places for loader in loaders)
+        for loader in loaders:
+            loader.places = places
         options = self.config.preference
         if options.share_prompts and not self.loader.shares:
             note = "preference.share_prompts: the model has a window, so prompts are computed twice"
@@ -193,10 +198,8 @@ class PreferenceObjective(TextObjective):
                 print(f"warning: {note}", file=sys.stderr, flush=True)
         # Without devices, as in a dry run, nothing is computed.
         if options.needs_reference and not is_abstract(self.mesh):
-            loaders = [x for x in (self.loader, self._held_out_loader) if isinstance(x, PairLoader)]
-            places = max(loader.places for loader in loaders)
             # The model is loaded once for both splits, and only if a file lacks something.
-            load = functools.cache(functools.partial(self._log_likelihoods, places))
+            load = functools.cache(self._log_likelihoods)
             for loader in loaders:
                 loader.references = self._references(loader.documents, load)
 
@@ -242,8 +245,7 @@ class PreferenceObjective(TextObjective):
             raise UserError(
                 f"preference.ref_model: {path} has a tokenizer other than the trained model's, so "
                 "its log-likelihoods would be of other texts; a model with the same tokenizer "
-                "would "
-                "work"
+                "would work"
             )
         if self.loader.shares and not shares_prompts(config, source.config):
             raise UserError(
@@ -271,14 +273,12 @@ class PreferenceObjective(TextObjective):
             f"preference.ref_model: {ref}" if ref else f"model.path: {self.config.model.path}",
         )
 
-    def _log_likelihoods(self, places: int) -> LogLikelihoods:
-        """Returns a function that computes a batch's document log-likelihoods under the reference.
-
-        Args:
-          places: the most pairs in a row.
-        """
+    def _log_likelihoods(self) -> LogLikelihoods:
+        """Returns a function that computes a batch's document log-likelihoods under the
+        reference."""
         model, source = self._reference
         params = source.read(model, self.config.model.seed)
+        places = self.loader.places
         if self.config.memory.parameters_on_host:
             shardings = {name: in_host_memory(x) for name, x in model.shardings.items()}
             params = {name: jax.device_put(x, shardings[name]) for name, x in params.items()}
@@ -326,14 +326,6 @@ class PreferenceObjective(TextObjective):
         places, shares = self.loader.places, self.loader.shares
         return preference_batch(rows, length, self.mesh, places, self.config.preference, shares)
 
-    def held_out(self) -> Iterator[HostBatch]:
-        """Yields the held-out batches, with as many places for pairs as training batches."""
-        for batch in super().held_out():
-            yield {
-                name: _resized(x, self.loader.places) if name in PAIR_ARRAYS else x
-                for name, x in batch.items()
-            }
-
     def _permuted(self, batch: Batch) -> HostBatch:
         tokens, pairs = _split(cast(HostBatch, batch))
         return {**cast(HostBatch, permute(cast(Batch, tokens), self.order)), **pairs}
@@ -361,12 +353,6 @@ def _split(batch: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
         {name: x for name, x in batch.items() if name not in others},
         {name: x for name, x in batch.items() if name in PAIR_ARRAYS},
     )
-
-
-def _resized(x: np.ndarray, places: int) -> np.ndarray:
-    """Returns an array [B, P, ...] with another P that fits the pairs of each row."""
-    x = x[:, :places]
-    return np.pad(x, [(0, 0), (0, places - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
 
 
 def _place_rows(x: np.ndarray, mesh: Mesh, part: LocalPart) -> jax.Array:

@@ -440,6 +440,36 @@ def test_pairs_longer_than_a_row(folder, models, tmp_path, long_pairs):
     assert longest_document(prepared) == longer, "the length that an export may claim"
 
 
+@pytest.mark.parametrize("words_held_out", [1, 16])
+def test_every_held_out_pair_counts_however_many_fit_a_row(
+    folder, models, tmp_path, words_held_out
+):
+    def write(name, count):
+        records = [
+            {
+                "prompt": f"{number} {words(count, number)}",
+                "chosen": f"old {words(count, 20 + number)}",
+                "rejected": words(count, 40 + number),
+            }
+            for number in range(12)
+        ]
+        (tmp_path / name).write_text(json.dumps(records), encoding="utf-8")
+
+    write("pairs.json", 17 - words_held_out)
+    write("held_out.json", words_held_out)
+    config = make_config(tmp_path, models[0], loss="simpo")
+    data = dataclasses.replace(
+        config.data, held_out_path=str(tmp_path / "held_out.json"), held_out_fraction=0.0
+    )
+    objective = open_objective(dataclasses.replace(config, data=data))
+    assert len(objective.prepared.held_out) == 12
+    batches = list(objective.held_out())
+    assert sum(batch["pairs"].sum() for batch in batches) == 12
+    assert {batch["pairs"].shape for batch in batches} == {
+        objective.abstract_batch()["pairs"].shape
+    }
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
