@@ -86,7 +86,7 @@ def router_sums(logits: Float[Array, "T E"], routes: Routes, real: Bool[Array, "
 
 def zeros(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
     """Returns a part of an adapter; `parameters.draw_adapters` draws A."""
-    return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes, stages=(OUTPUT,))
+    return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes, inputs=1, stages=(OUTPUT,))
 
 
 class Router(nnx.Module):

@@ -93,11 +93,13 @@ class Projection(nnx.Module):
             self.lora_A = nnx.Param(
                 jnp.zeros((*shape[:inputs], adapter.rank), jnp.float32),
                 axes=(*axes[:inputs], "rank"),
+                inputs=inputs,
                 stages=stages,
             )
             self.lora_B = nnx.Param(
                 jnp.zeros((adapter.rank, *shape[inputs:]), jnp.float32),
                 axes=("rank", *axes[inputs:]),
+                inputs=1,
                 stages=stages,
             )
             if adapter.use_dora:  # `ModelParameters.init_magnitudes` sets them

@@ -71,9 +71,10 @@ class Parameter:
     frozen: whether it has no gradient in any run of the model; `trainable` may freeze others.
     granularity: along each axis, how many elements stay on one device; () for 1 along all.
     stages: of a layer, those that read it (`modules.STAGES`).
-    constant: whether no run trains it; it is frozen, and keeps its dtype everywhere. inputs: how
-    many of a matrix's axes, after the layers' axis, are a product's inputs; 0 for a table of rows;
-    None for vectors. hf_name: of Hugging Face's tensors, with {i} for the layer.
+    constant: whether no run trains it; it is frozen, and keeps its dtype everywhere.
+    inputs: how many of a matrix's axes, after those of layers and experts, are a product's inputs;
+        0 for a table of rows; None for vectors.
+    hf_name: of Hugging Face's tensors, with {i} for the layer.
     """
 
     shape: tuple[int, ...]
@@ -85,6 +86,16 @@ class Parameter:
     stages: tuple[str, ...] = ()
     inputs: int | None = None
     hf_name: str = ""
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether this is a matrix, or a stack of them, rather than vectors."""
+        return self.inputs is not None
+
+    @property
+    def stacked(self) -> int:
+        """How many leading axes number the layers, and a layer's experts."""
+        return sum(axis in ("layers", "experts") for axis in self.axes)
 
 
 @dataclasses.dataclass(frozen=True)

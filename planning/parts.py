@@ -115,8 +115,8 @@ def state_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, float]
         return frozen_bytes if declared[name].frozen else 4
 
     def moment_bytes(name: str) -> float:
-        bits = moment_bits(run.optimizer, name, declared[name].shape)
-        return moment_count(run.optimizer, name) * bits / 8
+        parameter = declared[name]
+        return moment_count(run.optimizer, parameter) * moment_bits(run.optimizer, parameter) / 8
 
     parameter_bytes = per_device(declared, number_bytes)
     average_bytes = 4 * per_device(trained) if run.optimizer.average_decay else 0

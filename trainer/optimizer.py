@@ -6,7 +6,7 @@ import collections
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from data.errors import UserError
-from model.adapter import MAGNITUDE
-from model.quantized_weights import is_of_experts
+from model.sharding import Parameter
 
 from . import rounding
 from .config.schema import OptimizerConfig
@@ -51,14 +50,26 @@ def clipping(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig,
+    steps: int,
+    parameters: Mapping[str, Parameter],
+    own_shapes: Mapping[str, tuple[int, ...]],
+) -> optax.GradientTransformation:
     """Returns clipping, then the optimizer, then an optional average of the weights.
 
-    Weight decay applies to matrices, not to norms, biases and DoRA's magnitudes.
+    Weight decay applies to matrices, not to vectors such as norms, biases, attention sinks and
+    DoRA's magnitudes.
+
+    Args:
+      parameters: all that may be trained, by name.
+      own_shapes: their shapes without the padding that a mesh may add in memory, which must not
+        change a step.
     """
-    optimizer = _optimizer(config, lambda step: learning_rate(config, steps, step))
+    model = _Declared(parameters, own_shapes)
+    optimizer = _optimizer(config, lambda step: learning_rate(config, steps, step), model)
     if config.moment_dtype == "8bit":
-        optimizer = _with_moments_in_8_bits(optimizer)
+        optimizer = _with_moments_in_8_bits(optimizer, parameters)
     elif config.moment_dtype != "float32":
         optimizer = _with_moments_in(jnp.dtype(config.moment_dtype), optimizer)
     return optax.chain(
@@ -101,42 +112,136 @@ def _averaging(decay: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _optimizer(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
-    def is_matrix(params):
-        return {name: _is_matrix(name) for name in params}
+class _Declared(NamedTuple):
+    """What an optimizer needs to know about parameters; see `make_optimizer`."""
 
+    parameters: Mapping[str, Parameter]
+    own_shapes: Mapping[str, tuple[int, ...]]
+
+    def matrices(self, params: Iterable[str]) -> dict[str, bool]:
+        """Returns which parameters are matrices, or stacks of them."""
+        return {name: self.parameters[name].is_matrix for name in params}
+
+    def sizes(self, name: str) -> tuple[int, int]:
+        """Returns the numbers of inputs and outputs of a matrix, without padding."""
+        parameter, shape = self.parameters[name], self.own_shapes[name]
+        assert parameter.inputs is not None
+        first = parameter.stacked + parameter.inputs
+        return math.prod(shape[parameter.stacked : first]), math.prod(shape[first:])
+
+
+def _optimizer(
+    config: OptimizerConfig, rate: optax.Schedule, model: _Declared
+) -> optax.GradientTransformation:
     if config.name == "lion":
         return optax.lion(
-            rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=is_matrix
+            rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=model.matrices
         )
     if config.name == "adafactor":
-        return _on_matrices(
-            optax.chain(
-                optax.scale_by_factored_rms(decay_rate=0.8, epsilon=1e-30),
-                optax.clip_by_block_rms(1.0),
-                optax.add_decayed_weights(config.weight_decay, mask=is_matrix),
-                optax.scale_by_learning_rate(rate),
-            )
-        )
+        return _adafactor(config, rate, model)
     if config.name == "muon":
-        return optax.contrib.muon(
-            rate,
-            weight_decay=config.weight_decay,
-            weight_decay_mask=is_matrix,
-            adam_b1=config.beta1,
-            adam_b2=config.beta2,
-            eps=config.epsilon,
-            muon_weight_dimension_numbers=_dimension_numbers,
-            consistent_rms=0.2,
-        )
+        return _muon(config, rate, model)
     return optax.adamw(
         rate,
         config.beta1,
         config.beta2,
         config.epsilon,
         weight_decay=config.weight_decay,
-        mask=is_matrix,
+        mask=model.matrices,
     )
+
+
+def _adafactor(
+    config: OptimizerConfig, rate: optax.Schedule, model: _Declared
+) -> optax.GradientTransformation:
+    """Returns Adafactor (Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear
+    Memory Cost): each layer's weight, and each expert's, has its own factors and clipping."""
+
+    def matrices(tree):
+        """Returns layer weights as [N, inputs, outputs], or [N, X, inputs, outputs]."""
+        return {
+            name: _as_matrices(x, model.parameters[name])
+            if _is_layers_matrix(model.parameters[name])
+            else x
+            for name, x in tree.items()
+        }
+
+    def clipped(updates, _):
+        """Clips the root mean square of each layer's weight to 1 (section 6 of the paper)."""
+
+        def clip(name, x):
+            stacked = model.parameters[name].stacked
+            size = math.prod(model.own_shapes[name][stacked:])
+            squares = jnp.sum(jnp.square(x), tuple(range(stacked, x.ndim)), keepdims=True)
+            return x / jnp.maximum(1.0, jnp.sqrt(squares / size))
+
+        return {name: clip(name, x) for name, x in updates.items()}
+
+    optimizer = optax.chain(
+        optax.scale_by_factored_rms(decay_rate=0.8, epsilon=1e-30),
+        optax.stateless(clipped),
+        optax.add_decayed_weights(config.weight_decay, mask=model.matrices),
+        optax.scale_by_learning_rate(rate),
+    )
+
+    def update(gradient, state, params=None):
+        updates, state = optimizer.update(matrices(gradient), state, matrices(params))
+        return {name: x.reshape(gradient[name].shape) for name, x in updates.items()}, state
+
+    return optax.GradientTransformation(lambda params: optimizer.init(matrices(params)), update)
+
+
+def _as_matrices(x: jax.Array, parameter: Parameter) -> jax.Array:
+    """Returns a parameter's array with one axis of inputs and one of outputs."""
+    first = parameter.stacked
+    inputs = math.prod(x.shape[first : first + (parameter.inputs or 0)])
+    return x.reshape(*x.shape[:first], inputs, -1)
+
+
+def _muon(
+    config: OptimizerConfig, rate: optax.Schedule, model: _Declared
+) -> optax.GradientTransformation:
+    """Returns `optax.contrib.muon` for layer weights, with updates as large as AdamW's (Liu et al.,
+    Muon is Scalable for LLM Training, section 2.2), and AdamW without decay for the others.
+
+    Composed here, since optax takes the sizes that scale an update from the padded arrays.
+    """
+
+    def labels(params):
+        return {
+            name: "muon" if _is_layers_matrix(model.parameters[name]) else "adam" for name in params
+        }
+
+    def of_matrices(tree, of: Callable[[str, Any], Any]):
+        """Maps a tree in which the other parameters are masked."""
+        return {
+            name: x if isinstance(x, optax.MaskedNode) else of(name, x) for name, x in tree.items()
+        }
+
+    def axes(name, x):
+        parameter = model.parameters[name]
+        first = parameter.stacked + parameter.inputs
+        return optax.contrib.MuonDimensionNumbers(
+            tuple(range(parameter.stacked, first)), tuple(range(first, x.ndim))
+        )
+
+    muon = optax.chain(
+        optax.contrib.scale_by_muon(
+            eps=config.epsilon, weight_dimension_numbers=lambda params: of_matrices(params, axes)
+        ),
+        optax.stateless(
+            lambda updates, _: of_matrices(
+                updates, lambda name, x: 0.2 * math.sqrt(max(model.sizes(name))) * x
+            )
+        ),
+        # Every parameter here is a matrix: the mask keeps the state as `optax.contrib.muon` has it.
+        optax.add_decayed_weights(config.weight_decay, mask=model.matrices),
+        optax.scale_by_learning_rate(rate),
+    )
+    adam = optax.adamw(
+        rate, config.beta1, config.beta2, config.epsilon, weight_decay=0.0, nesterov=True
+    )
+    return optax.partition({"muon": muon, "adam": adam}, labels)
 
 
 def apply_updates(
@@ -157,69 +262,28 @@ def apply_updates(
     return {name: updated(name, x) for name, x in params.items()}
 
 
-def moment_bits(config: OptimizerConfig, name: str, shape: tuple[int, ...]) -> float:
+def moment_bits(config: OptimizerConfig, parameter: Parameter) -> float:
     """Returns the bits of each number of a parameter's moments, their scales included."""
-    if config.moment_dtype == "8bit" and _takes_8_bits(name, shape):
-        return 8 + 32 * -(-shape[-1] // rounding.BLOCK) / shape[-1]
+    size = parameter.shape[-1]
+    if config.moment_dtype == "8bit" and _takes_8_bits(parameter, parameter.shape):
+        return 8 + 32 * -(-size // rounding.BLOCK) / size
     return 16 if config.moment_dtype == "bfloat16" else 32
 
 
-def _takes_8_bits(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter's moments may be in 8 bits; the others are few, and have short blocks."""
-    return _is_matrix(name) and shape[-1] >= rounding.BLOCK // 2
+def _takes_8_bits(parameter: Parameter, shape: tuple[int, ...]) -> bool:
+    """Whether moments of this shape may be in 8 bits; the others are few, and have short blocks."""
+    return parameter.is_matrix and shape[-1] >= rounding.BLOCK // 2
 
 
-def moment_count(config: OptimizerConfig, name: str) -> int:
+def moment_count(config: OptimizerConfig, parameter: Parameter) -> int:
     """Returns how many moments have this parameter's size; Adafactor's factors do not."""
     if config.name == "muon":
-        return 1 if _is_layers_matrix(name) else 2
+        return 1 if _is_layers_matrix(parameter) else 2
     return {"adamw": 2, "lion": 1, "adafactor": 0}[config.name]
 
 
-def _is_matrix(name: str) -> bool:
-    return not name.endswith(("norm.weight", ".bias", MAGNITUDE))
-
-
-def _inputs(name: str) -> tuple[int, ...]:
-    """Returns the contracted axes of a stacked matrix [N, ...], or [N, X, ...] for experts; later
-    ones are outputs."""
-    if is_of_experts(name):
-        return (2,)
-    return (1, 2) if ".o_proj." in name and not name.endswith("lora_B") else (1,)
-
-
-def _is_layers_matrix(name: str) -> bool:
-    return name.startswith("layers.") and _is_matrix(name)
-
-
-def _dimension_numbers(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the axes that form a matrix, per layer weight; None for other parameters."""
-
-    def numbers(name):
-        inputs = _inputs(name)
-        outputs = tuple(range(inputs[-1] + 1, len(params[name].shape)))
-        return optax.contrib.MuonDimensionNumbers(inputs, outputs)
-
-    return {name: numbers(name) if _is_layers_matrix(name) else None for name in params}
-
-
-def _on_matrices(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Applies an optimizer to each layer weight as stacked matrices [N, inputs, outputs], or [N, X,
-    inputs, outputs] for experts."""
-
-    def matrix(name, x):
-        inputs = _inputs(name)
-        size = math.prod(x.shape[axis] for axis in inputs)
-        return x.reshape(*x.shape[: inputs[0]], size, -1)
-
-    def matrices(tree):
-        return {name: matrix(name, x) if _is_layers_matrix(name) else x for name, x in tree.items()}
-
-    def update(gradient, state, params=None):
-        updates, state = optimizer.update(matrices(gradient), state, matrices(params))
-        return {name: x.reshape(gradient[name].shape) for name, x in updates.items()}, state
-
-    return optax.GradientTransformation(lambda params: optimizer.init(matrices(params)), update)
+def _is_layers_matrix(parameter: Parameter) -> bool:
+    return parameter.is_matrix and "layers" in parameter.axes
 
 
 def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -270,7 +334,7 @@ class EightBitMoments(NamedTuple):
 
 
 def _with_moments_in_8_bits(
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation, parameters: Mapping[str, Parameter]
 ) -> optax.GradientTransformation:
     """Stores the matrices' moments in 8 bits between steps and computes with them in float32."""
 
@@ -288,7 +352,7 @@ def _with_moments_in_8_bits(
             if not (
                 jnp.issubdtype(x.dtype, jnp.floating)
                 and isinstance(path[-1], jax.tree_util.DictKey)
-                and _takes_8_bits(path[-1].key, x.shape)
+                and _takes_8_bits(parameters[path[-1].key], x.shape)
             ):
                 return x
             within, name = place(path)

@@ -122,7 +122,11 @@ class StepBuilder:
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """Clipping, the configured optimizer, and an optional average of the weights."""
-        return make_optimizer(self.optimizer_config, self.train_config.steps)
+        return self._make_optimizer(self.optimizer_config)
+
+    def _make_optimizer(self, config: OptimizerConfig) -> optax.GradientTransformation:
+        model = self.model
+        return make_optimizer(config, self.train_config.steps, model.parameters, model.own_shapes)
 
     @functools.cached_property
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -301,7 +305,7 @@ class StepBuilder:
         if self.memory_config.moments_on_host or self.memory_config.parameters_on_host:
             clipped, _ = clipping(self.optimizer_config).update(gradient, optax.EmptyState())
             without_clipping = dataclasses.replace(self.optimizer_config, clip_norm=0)
-            elementwise = make_optimizer(without_clipping, self.train_config.steps)
+            elementwise = self._make_optimizer(without_clipping)
             return streamed_update(elementwise, clipped, state, trainable, finite)
         updates, new_state = self.optimizer.update(gradient, state, trainable)
         return keep_unless_finite(

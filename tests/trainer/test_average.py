@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from model.config import TransformerConfig
+from model.sharding import Parameter
 from planning.parts import parts_gib
 from scripts import export_hf
 from trainer.config.load import load
@@ -18,17 +19,22 @@ from trainer.optimizer import make_optimizer
 from trainer.streaming import streamed_update
 
 DECAY = 0.3
+SHAPES = {"norm.weight": (5,), "layers.mlp.up_proj.weight": (3, 3, 4)}
+PARAMETERS = {
+    "norm.weight": Parameter((5,), ("norm",)),
+    "layers.mlp.up_proj.weight": Parameter((3, 3, 4), ("layers", "embed", "mlp"), inputs=1),
+}
 
 
 @pytest.mark.parametrize("fields", [{}, {"moment_dtype": "bfloat16"}, {"name": "lion"}])
 def test_it_matches_numpys_average_of_the_parameters_after_each_step(fields):
     config = OptimizerConfig(learning_rate=0.1, average_decay=DECAY, **fields)
-    optimizer = make_optimizer(config, 20)
-    plain = make_optimizer(OptimizerConfig(learning_rate=0.1, **fields), 20)
+    optimizer = make_optimizer(config, 20, PARAMETERS, SHAPES)
+    plain = make_optimizer(OptimizerConfig(learning_rate=0.1, **fields), 20, PARAMETERS, SHAPES)
     random = np.random.default_rng(0)
     params = {
         "norm.weight": jnp.ones(5),
-        "layers.mlp.up_proj.weight": jnp.asarray(random.normal(size=(2, 3, 4)), jnp.float32),
+        "layers.mlp.up_proj.weight": jnp.asarray(random.normal(size=(3, 3, 4)), jnp.float32),
     }
     expected = {name: np.asarray(x, np.float64) for name, x in params.items()}
     state, plain_state = optimizer.init(params), plain.init(params)
@@ -55,7 +61,10 @@ def test_streaming_moments_from_the_host_per_layer_does_not_change_it():
     """The update of `memory.moments_on_host` against that of all parameters at once, up to
     rounding."""
     optimizer = make_optimizer(
-        OptimizerConfig(learning_rate=0.1, average_decay=DECAY, clip_norm=0.0), 20
+        OptimizerConfig(learning_rate=0.1, average_decay=DECAY, clip_norm=0.0),
+        20,
+        PARAMETERS,
+        SHAPES,
     )
     random = np.random.default_rng(1)
     params = {

@@ -1,5 +1,7 @@
 """Optimizers and learning-rate schedules against optax and explicit formulas, sharded and not."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +10,17 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from data.errors import UserError
+from model.adapter import AdapterConfig
+from model.config import TransformerConfig
+from model.declarations import declare
+from model.families import FAMILIES
+from model.sharding import Parameter
 from planning.parts import parts_gib
 from tests.model.build import mesh_of, tiny
 from trainer.config.checks import check
 from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.schema import MemoryConfig, ModelConfig, OptimizerConfig, RunConfig
+from trainer.huggingface.table import hf_layout
 from trainer.optimizer import (
     EightBitMoments,
     abstract_state,
@@ -32,13 +40,24 @@ SPECS = {
     "layers.input_layernorm.weight": PartitionSpec(None, ("fsdp", "sequence")),
     "embed_tokens.weight": PartitionSpec("tensor", ("fsdp", "sequence")),
 }
-SHAPES = {
-    "layers.self_attn.q_proj.weight": (2, 256, 4, 64),
-    "layers.self_attn.o_proj.weight": (2, 4, 64, 256),
-    "layers.input_layernorm.weight": (2, 256),
-    "embed_tokens.weight": (512, 256),
+PARAMETERS = {
+    "layers.self_attn.q_proj.weight": Parameter(
+        (2, 256, 4, 64), ("layers", "embed", "heads", "head_dim"), inputs=1
+    ),
+    "layers.self_attn.o_proj.weight": Parameter(
+        (2, 4, 64, 256), ("layers", "heads", "head_dim", "embed"), inputs=2
+    ),
+    "layers.input_layernorm.weight": Parameter((2, 256), ("layers", "norm")),
+    "embed_tokens.weight": Parameter((512, 256), ("vocab", "embed"), inputs=0),
 }
+SHAPES = {name: parameter.shape for name, parameter in PARAMETERS.items()}
+MATRIX = {"w.weight": Parameter((64, 128), ("embed", "mlp"), inputs=1)}
 NAMES = ("adamw", "lion", "adafactor", "muon")
+
+
+def optimizer_of(config, parameters=PARAMETERS, own_shapes=None):
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    return make_optimizer(config, STEPS, parameters, own_shapes or shapes)
 
 
 def rates(schedule, **fields):
@@ -101,7 +120,7 @@ def trained(config, mesh):
         name: jax.device_put(random.normal(size=x.shape).astype(np.float32), x.sharding)
         for name, x in abstract.items()
     }
-    optimizer = make_optimizer(config, STEPS)
+    optimizer = optimizer_of(config)
     states = abstract_state(optimizer, abstract, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, states)
     state = jax.jit(optimizer.init, out_shardings=shardings)(params)
@@ -165,7 +184,7 @@ def test_bfloat16_weights_move_by_steps_below_their_resolution():
 def test_a_non_finite_step_leaves_8_bit_moments_unchanged():
     """Codes are integers, as counters are, but must be restored."""
     config = OptimizerConfig(moment_dtype="8bit", schedule="constant")
-    optimizer = make_optimizer(config, STEPS)
+    optimizer = optimizer_of(config, MATRIX)
     params = {"w.weight": jnp.ones((8, 128))}
     old = optimizer.init(params)
     gradient = {"w.weight": jax.random.normal(jax.random.key(0), (8, 128))}
@@ -188,12 +207,15 @@ def test_planned_bytes_of_moments_match_the_state(moments):
     }
     held = sum(
         x.size * x.dtype.itemsize
-        for x in jax.tree.leaves(abstract_state(make_optimizer(config, STEPS), abstract, mesh))
+        for x in jax.tree.leaves(abstract_state(optimizer_of(config), abstract, mesh))
         if x.ndim
     )
     planned = sum(
-        moment_count(config, name) * np.prod(shape) * moment_bits(config, name, shape) / 8
-        for name, shape in SHAPES.items()
+        moment_count(config, parameter)
+        * np.prod(parameter.shape)
+        * moment_bits(config, parameter)
+        / 8
+        for parameter in PARAMETERS.values()
     )
     assert held == planned
 
@@ -202,7 +224,7 @@ def test_lions_update_is_the_sign_of_its_interpolated_moment():
     config = OptimizerConfig(
         name="lion", learning_rate=0.1, beta1=0.9, beta2=0.99, schedule="constant", clip_norm=0.0
     )
-    optimizer, params = make_optimizer(config, STEPS), {"w.weight": jnp.array([1.0, 2.0])}
+    optimizer, params = optimizer_of(config, MATRIX), {"w.weight": jnp.array([1.0, 2.0])}
     state, moment, value = optimizer.init(params), np.zeros(2), np.array([1.0, 2.0])
     for gradient in (np.array([1.0, -1.0]), np.array([-3.0, 0.5])):
         updates, state = optimizer.update({"w.weight": jnp.asarray(gradient)}, state, params)
@@ -216,7 +238,7 @@ def test_muons_update_of_a_layers_matrix_is_orthogonal():
     """All singular values are about equal, for inputs [E] and outputs [H, D], and for inputs [H, D]
     and outputs [E]."""
     config = OptimizerConfig(name="muon", learning_rate=1.0, schedule="constant", clip_norm=0.0)
-    optimizer = make_optimizer(config, STEPS)
+    optimizer = optimizer_of(config)
     params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
     gradient = {name: jax.random.normal(jax.random.key(0), shape) for name, shape in SHAPES.items()}
     updates, _ = optimizer.update(gradient, optimizer.init(params), params)
@@ -233,30 +255,132 @@ def test_muons_update_of_a_layers_matrix_is_orthogonal():
 
 def test_muons_update_of_each_experts_matrix_is_orthogonal():
     config = OptimizerConfig(name="muon", learning_rate=1.0, schedule="constant", clip_norm=0.0)
-    optimizer, name = make_optimizer(config, STEPS), "layers.mlp.experts.up_proj.weight"
-    params = {name: jnp.zeros((2, 3, 64, 96))}
-    gradient = {name: jax.random.normal(jax.random.key(0), (2, 3, 64, 96))}
+    name, shape = "layers.mlp.experts.up_proj.weight", (2, 3, 64, 96)
+    declared = {name: Parameter(shape, ("layers", "experts", "embed", "mlp"), inputs=1)}
+    optimizer, params = optimizer_of(config, declared), {name: jnp.zeros(shape)}
+    gradient = {name: jax.random.normal(jax.random.key(0), shape)}
     updates, _ = optimizer.update(gradient, optimizer.init(params), params)
     for matrix in np.asarray(updates[name]).reshape(-1, 64, 96):
         values = np.linalg.svd(matrix, compute_uv=False)
         assert values.max() < 2 * values.min()
 
 
+def test_muon_takes_optaxs_steps():
+    """With several axes of inputs or outputs merged; also the same tree of states, which saved
+    checkpoints hold."""
+    config = OptimizerConfig(
+        name="muon", learning_rate=0.1, schedule="constant", clip_norm=0.0, weight_decay=0.1
+    )
+    merged = {
+        "layers.self_attn.q_proj.weight": ((1,), (2, 3)),
+        "layers.self_attn.o_proj.weight": ((1, 2), (3,)),
+        "layers.input_layernorm.weight": None,
+        "embed_tokens.weight": None,
+    }
+    reference = optax.contrib.muon(
+        0.1,
+        weight_decay=0.1,
+        adam_b1=config.beta1,
+        adam_b2=config.beta2,
+        eps=config.epsilon,
+        consistent_rms=0.2,
+        weight_decay_mask=lambda params: dict.fromkeys(params, True),
+        muon_weight_dimension_numbers={
+            name: axes and optax.contrib.MuonDimensionNumbers(*axes)
+            for name, axes in merged.items()
+        },
+    )
+    optimizer = optimizer_of(config)
+    random = np.random.default_rng(0)
+    params = {name: jnp.asarray(random.normal(size=shape)) for name, shape in SHAPES.items()}
+    state, expected_state = optimizer.init(params), reference.init(params)
+    for _ in range(2):
+        gradient = {name: jnp.asarray(random.normal(size=shape)) for name, shape in SHAPES.items()}
+        updates, state = optimizer.update(gradient, state, params)
+        expected, expected_state = reference.update(gradient, expected_state, params)
+        for name, x in expected.items():
+            np.testing.assert_allclose(updates[name], x, rtol=1e-5, err_msg=name)
+    leaves, expected_leaves = jax.tree.leaves(state), jax.tree.leaves(expected_state)
+    assert [x.shape for x in leaves if x.ndim] == [x.shape for x in expected_leaves if x.ndim]
+
+
+def padded_step(name, own, padded, parameter, layers_gradient):
+    """The update of one parameter whose array is larger than it, without the padding; the second
+    step's, whose gradient is three times the first's, so that Adafactor clips it."""
+    config = OptimizerConfig(name=name, learning_rate=1.0, schedule="constant", clip_norm=0.0)
+    declared = {"w": dataclasses.replace(parameter, shape=padded)}
+    optimizer = optimizer_of(config, declared, {"w": own})
+    extra = [(0, after - before) for before, after in zip(own, padded, strict=True)]
+    params = {"w": jnp.zeros(padded)}
+    state = optimizer.init(params)
+    for scale in (1, 3):
+        gradient = jnp.pad(scale * jnp.asarray(layers_gradient, jnp.float32), extra)
+        updates, state = optimizer.update({"w": gradient}, state, params)
+    assert not np.any(np.asarray(updates["w"])[:, :, own[2] :]), "the padding stays zero"
+    return np.asarray(updates["w"])[tuple(map(slice, own))]
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_doras_magnitudes_are_not_treated_as_matrices(name):
+def test_heads_padded_in_memory_do_not_change_a_step(name):
+    """Muon's update and Adafactor's clipping depend on a matrix's size, of which padding is no
+    part."""
+    own, parameter = (2, 256, 6, 64), PARAMETERS["layers.self_attn.q_proj.weight"]
+    gradient = np.random.default_rng(0).normal(size=own)
+    alone = padded_step(name, own, own, parameter, gradient)
+    padded = padded_step(name, own, (2, 256, 8, 64), parameter, gradient)
+    np.testing.assert_allclose(padded, alone, rtol=1e-4, atol=1e-6)
+
+
+def test_adafactor_clips_each_layers_weight_alone():
+    """As optax does with the one weight, whatever the gradients of other layers."""
+    own, parameter = (2, 256, 4, 64), PARAMETERS["layers.self_attn.q_proj.weight"]
+    gradient = np.random.default_rng(0).normal(size=own)
+    gradient[1] *= np.linspace(0.1, 30, 256)[:, None, None]
+    ours = padded_step("adafactor", own, own, parameter, gradient)
+    for layer in range(2):
+        reference = optax.chain(
+            optax.scale_by_factored_rms(decay_rate=0.8, epsilon=1e-30),
+            optax.clip_by_block_rms(1.0),
+        )
+        weight = jnp.zeros((256, 256))
+        state = reference.init(weight)
+        for scale in (1, 3):
+            one = jnp.asarray(scale * gradient[layer].reshape(256, 256), jnp.float32)
+            update, state = reference.update(one, state, weight)
+        assert np.sqrt(np.mean(np.square(update))) == pytest.approx(1), "it is clipped"
+        np.testing.assert_allclose(-ours[layer].reshape(256, 256), update, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["self_attn.o_proj.lora_magnitude_vector", "self_attn.sinks"])
+@pytest.mark.parametrize("name", NAMES)
+def test_vectors_of_layers_are_not_treated_as_matrices(name, kind):
     """They are neither decayed nor orthogonalized by Muon: a gradient in one layer leaves the other
-    layer's magnitudes as they are."""
+    layer's numbers as they are."""
     config = OptimizerConfig(
         name=name, learning_rate=0.1, weight_decay=0.1, schedule="constant", clip_norm=0.0
     )
-    optimizer = make_optimizer(config, STEPS)
-    lengths = "layers.self_attn.o_proj.lora_magnitude_vector"
-    params = {lengths: jnp.full((2, 128), 3.0)}
+    with_dora = tiny(adapter=AdapterConfig(rank=2, use_dora=True))
+    declared = declare(with_dora) | declare(TransformerConfig.preset("gpt-oss-20b"))
+    vectors, shape = f"layers.{kind}", declared[f"layers.{kind}"].shape
+    optimizer = optimizer_of(config, declared)
+    params = {vectors: jnp.full(shape, 3.0)}
     updates, _ = optimizer.update(
-        {lengths: jnp.zeros((2, 128)).at[0].set(1.0)}, optimizer.init(params), params
+        {vectors: jnp.zeros(shape).at[0].set(1.0)}, optimizer.init(params), params
     )
-    assert not np.any(updates[lengths][1])
-    assert np.ptp(updates[lengths][0]) < 1e-6 and np.all(updates[lengths][0] < 0)
+    assert not np.any(updates[vectors][1])
+    assert np.ptp(updates[vectors][0]) < 1e-6 and np.all(updates[vectors][0] < 0)
+
+
+def test_matrices_are_those_of_two_axes_in_hugging_faces_files():
+    """In every preset, for each expert alone: what transformers' trainers decay."""
+    presets = [name for family in FAMILIES.values() for name in family.presets]
+    assert len(presets) > 20
+    for preset in presets:
+        config = TransformerConfig.preset(preset)
+        declared = declare(config)
+        for entry in hf_layout(config):
+            expected = len(entry.hf_shape) == 2
+            assert declared[entry.name].is_matrix == expected, (preset, entry.name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -269,11 +393,11 @@ def test_planned_moments_match_the_state(name):
         for parameter, shape in SHAPES.items()
     }
     held = sum(
-        x.size
-        for x in jax.tree.leaves(abstract_state(make_optimizer(config, STEPS), abstract, mesh))
+        x.size for x in jax.tree.leaves(abstract_state(optimizer_of(config), abstract, mesh))
     )
     planned = sum(
-        moment_count(config, parameter) * np.prod(shape) for parameter, shape in SHAPES.items()
+        moment_count(config, parameter) * np.prod(parameter.shape)
+        for parameter in PARAMETERS.values()
     )
     assert held == pytest.approx(
         planned, abs=0.02 * sum(np.prod(shape) for shape in SHAPES.values())
@@ -305,8 +429,13 @@ def test_matrices_decay_and_norms_and_biases_do_not():
     config = OptimizerConfig(
         learning_rate=1.0, weight_decay=0.1, schedule="constant", warmup_steps=0
     )
-    optimizer = make_optimizer(config, 10)
     names = ("a.weight", "layers.input_layernorm.weight", "layers.q_proj.bias")
+    parameters = {
+        names[0]: Parameter((2, 2), ("embed", "mlp"), inputs=1),
+        names[1]: Parameter((2, 2), ("layers", "norm")),
+        names[2]: Parameter((2, 2), ("layers", "head_dim")),
+    }
+    optimizer = optimizer_of(config, parameters)
     params = {name: jnp.full((2, 2), 3.0) for name in names}
     zeros = {name: jnp.zeros((2, 2)) for name in names}
     updates, _ = optimizer.update(zeros, optimizer.init(params), params)
