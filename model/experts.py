@@ -380,29 +380,32 @@ def router_losses(
 
 
 def router_measures(
-    totals: RouterTotals, entropy: Float[Array, ""], config: TransformerConfig
+    part: RouterTotals, whole: RouterTotals, entropy: Float[Array, ""], config: TransformerConfig
 ) -> dict[str, Float[Array, ""]]:
-    """Returns the routers' metrics, multiplied by the weight that they will be divided by.
+    """Returns the routers' metrics of a part of a batch, such that their sums over all parts,
+    divided by the whole batch's loss weights, are those of the batch.
 
     They are each expert's load, 1 for an equal share, averaged over the layers; the highest and
     lowest load in any layer; the share of dropped assignments, which is 0 unless something is
     wrong; and the mean entropy of a token's probabilities, in nats.
 
     Args:
-      entropy: the sum over all tokens and layers.
+      part, whole: of the part, and of the batch; the highest load is no mean of the parts' loads.
+      entropy: the sum over the part's tokens and all layers.
     """
     assert config.num_experts_per_tok is not None
-    share = totals.real * config.num_experts_per_tok / config.num_experts
-    loads = totals.tokens / jnp.maximum(share, 1)
+    share = whole.real * config.num_experts_per_tok / config.num_experts
+    loads = whole.tokens / jnp.maximum(share, 1)
     digits = len(str(config.num_experts - 1))
     measures = {
         f"router/load/{expert:0{digits}}": load for expert, load in enumerate(loads.mean(0))
     }
     measures |= {"router/load_max": loads.max(), "router/load_min": loads.min()}
-    routed = jnp.maximum(totals.real * config.num_hidden_layers, 1)
-    measures["router/entropy"] = entropy / routed
+    measures = {name: part.weight * load for name, load in measures.items()}
+    of_token = whole.weight / jnp.maximum(whole.real * config.num_hidden_layers, 1)
+    measures["router/entropy"] = of_token * entropy
     # Counts are exact in float32, and their sums over experts in int32.
-    got = totals.tokens.astype(jnp.int32).sum(-1)
-    missing = totals.real.astype(jnp.int32) * config.num_experts_per_tok - got
-    measures["router/dropped"] = missing.sum() / (routed * config.num_experts_per_tok)
-    return {name: totals.weight * value for name, value in measures.items()}
+    got = part.tokens.astype(jnp.int32).sum(-1)
+    missing = part.real.astype(jnp.int32) * config.num_experts_per_tok - got
+    measures["router/dropped"] = of_token * missing.sum() / config.num_experts_per_tok
+    return measures

@@ -203,18 +203,21 @@ class Transformer(ModelParameters):
         return router_losses(sums, self._router_totals(sums, batch), self.config)
 
     def measures(self, sums: Auxiliary, batch: Batch) -> dict[str, Float[Array, ""]]:
-        """Returns a batch's other metrics, over all devices, multiplied by the sum of its loss
-        weights; none for dense layers. Arguments as in `auxiliary_losses`."""
+        """Returns a batch's other metrics, over all devices; see `experts.router_measures`. None for
+        dense layers. Arguments as in `auxiliary_losses`."""
         if not self.config.num_experts:
             return {}
         entropy = lax.psum(sums["entropy"].sum(), EVERY_TOKEN)
-        part = {name: x for name, x in batch.items() if name != ROUTER_TOTALS}
-        return router_measures(self._router_totals(sums, part), entropy, self.config)
+        part = self._own_router_totals(sums, batch)
+        return router_measures(part, batch.get(ROUTER_TOTALS, part), entropy, self.config)
 
     def _router_totals(self, sums: Auxiliary, batch: Batch) -> RouterTotals:
         """Returns the totals stored in a part of a larger batch, or else the batch's own."""
         if ROUTER_TOTALS in batch:
             return batch[ROUTER_TOTALS]
+        return self._own_router_totals(sums, batch)
+
+    def _own_router_totals(self, sums: Auxiliary, batch: Batch) -> RouterTotals:
         real = jnp.sum(batch["segment_ids"] > 0, dtype=jnp.float32)
         own = lax.stop_gradient(sums["tokens"]), real, jnp.sum(batch["loss_weights"])
         return RouterTotals(*lax.psum(own, EVERY_TOKEN))
