@@ -6,11 +6,16 @@ arXiv 2204.02311, appendix B).
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Collection
+
 import numpy as np
 
 from model.adapter import FEED_FORWARD
 from model.attention import Mask
 from model.config import TransformerConfig
+from model.declarations import LAYERS, declare
 
 
 def visible_pairs(lengths: np.ndarray, mask: Mask = Mask()) -> int:
@@ -95,10 +100,35 @@ def training_flops(
     return (6.0 * weights - 2.0 * frozen) * tokens + 12.0 * attention_width * pairs
 
 
-def flops_per_step(config: TransformerConfig, tokens: float, pairs: float) -> float:
-    """FLOPs of one training step of this model; with adapters, the base's matrices are frozen.
+def frozen_weights(config: TransformerConfig, frozen: Collection[str]) -> int:
+    """The weights that a token passes through and that have no gradient.
+
+    Args:
+      frozen: names of the parameters that are not trained.
+    """
+    head = "embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    total = 0
+    for name, parameter in declare(dataclasses.replace(config, adapter=None)).items():
+        used = parameter.is_matrix and (name == head or name.startswith(LAYERS))
+        if used and name in frozen:
+            size = math.prod(parameter.shape)
+            if "experts" in parameter.axes:
+                assert config.num_experts_per_tok is not None
+                size = size // config.num_experts * config.num_experts_per_tok
+            total += size
+    return total
+
+
+def flops_per_step(
+    config: TransformerConfig, tokens: float, pairs: float, frozen: Collection[str] | None = None
+) -> float:
+    """FLOPs of one training step of this model.
 
     `tokens` and `pairs` are as in `training_flops`.
+
+    Args:
+      frozen: names of the parameters that are not trained; by default all but adapters, if the
+        model has adapters.
     """
     base = config.num_hidden_layers * layer_weights(config) + head_weights(config)
     adapters, adapter = 0, config.adapter
@@ -108,6 +138,5 @@ def flops_per_step(config: TransformerConfig, tokens: float, pairs: float) -> fl
         size = adapter.rank * sum(config.projection_sizes(name))
         adapters += config.num_hidden_layers * copies * size
     attention_width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    return training_flops(
-        base + adapters, attention_width, tokens, pairs, frozen=base if adapters else 0
-    )
+    saved = (base if adapters else 0) if frozen is None else frozen_weights(config, frozen)
+    return training_flops(base + adapters, attention_width, tokens, pairs, saved)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from data.errors import UserError
 from data.folders import named_errors
+from model.quantized_weights import weight_of
 
 from .checkpoint.local_tier import LocalTier
 from .checkpoint.store import CheckpointStore
@@ -138,8 +139,12 @@ class _Training:
         self.builder = StepBuilder.of(
             config, objective.model, objective.loss, objective.abstract_batch(), objective.totals
         )
+        model = objective.model
         self.meter = Meter(
-            objective.model.config, objective.model.mesh.devices.flat, mask=objective.model.mask
+            model.config,
+            model.mesh.devices.flat,
+            mask=model.mask,
+            frozen={weight_of(name) for name in model.parameters} - set(self.builder.trainable),
         )
         self.compiled_step: jax.stages.Compiled | None = None
         self.state = TrainingState(config, objective, self.builder, store, local)

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from model.adapter import AdapterConfig
 from model.attention import Mask
 from model.config import TransformerConfig
 from model.declarations import declare
@@ -68,3 +69,29 @@ def test_flops_of_mixtures_count_active_parameters(preset, total, active):
     matrices = layers * stored_layer_weights(config) + head_weights(config)
     assert matrices == total - norms - table
     assert flops_per_step(config, 1, 0) == pytest.approx(6 * (active - norms - table), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "preset", ["smollm2-135m", "llama-7b", "qwen3-30b-a3b", "qwen1.5-moe-a2.7b"]
+)
+def test_matrices_without_a_gradient_save_two_flops_per_token(preset):
+    """With every matrix frozen, as below adapters; without the head's; and with norms alone."""
+    config = TransformerConfig.preset(preset)
+    names, trained = set(declare(config)), flops_per_step(config, 1, 0)
+    assert flops_per_step(config, 1, 0, ()) == trained
+    assert flops_per_step(config, 1, 0, names) == trained * 4 / 6
+    head = "embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    saved = flops_per_step(config, 1, 0, names - {head}) - trained * 4 / 6
+    assert saved == 2 * config.vocab_size * config.hidden_size
+    norms = {name for name in names if "norm" in name}
+    assert flops_per_step(config, 1, 0, norms) == trained
+
+
+def test_training_a_head_beside_adapters_counts():
+    config = TransformerConfig.preset("smollm2-135m").with_adapter(AdapterConfig(rank=8))
+    names = {name for name, parameter in declare(config).items() if parameter.frozen}
+    assert flops_per_step(config, 1, 0, names) == flops_per_step(config, 1, 0)
+    added = flops_per_step(config, 1, 0, names - {"embed_tokens.weight"}) - flops_per_step(
+        config, 1, 0
+    )
+    assert added == 2 * 49152 * 576

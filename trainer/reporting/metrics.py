@@ -15,7 +15,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -101,6 +101,7 @@ class Meter:
         devices: Iterable[Any],
         clock: Callable[[], float] = time.perf_counter,
         mask: Mask = Mask(),
+        frozen: Collection[str] | None = None,
     ) -> None:
         """Starts measuring.
 
@@ -109,8 +110,10 @@ class Meter:
           devices: all devices of the mesh, including other processes'.
           clock: returns seconds.
           mask: the attention mask, for FLOPs.
+          frozen: as in `flops_per_step`.
         """
         self._config, self._devices, self._clock, self._mask = config, list(devices), clock, mask
+        self._frozen = frozen
         peak = peak_flops(self._devices[0].device_kind)
         self._peak = peak * len(self._devices) if peak else None
         self.compile_seconds = 0.0
@@ -152,10 +155,7 @@ class Meter:
         self._data_waits.append((before, self._clock(), computed))
 
     def when_computed(self, arrays: Any) -> Future[float]:
-        """Returns a function for the time at which the devices finished computing these arrays.
-
-        Call it once they have.
-        """
+        """Returns a future of the clock's time at which the devices have computed these arrays."""
 
         def wait() -> float:
             import jax
@@ -198,7 +198,7 @@ class Meter:
         steps = max(self._steps, 1)
         self.seconds_per_step = seconds / steps
         rate = self._tokens / seconds
-        flops = flops_per_step(self._config, self._tokens, self._pairs)
+        flops = flops_per_step(self._config, self._tokens, self._pairs, self._frozen)
         row = {
             **values,
             "tokens_per_second": rate,
