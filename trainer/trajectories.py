@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,8 @@ class Contexts:
 
     Attributes:
       episodes: indices of the episodes to draw from.
+      divide: whether consecutive rows divide all episodes among them (but a remainder of fewer than
+        a row's), in a new order each time, instead of each row drawing from all.
     """
 
     def __init__(
@@ -106,8 +109,10 @@ class Contexts:
         seed: int,
         scales: Scales,
         length: int,
+        divide: bool = False,
     ) -> None:
         self.prepared, self.episodes, self.config = prepared, episodes, config
+        self.divide = divide
         self.seed, self.scales, self.length = seed, scales, length
         self._read = functools.lru_cache(maxsize=2048)(self._decisions)
 
@@ -116,13 +121,20 @@ class Contexts:
 
     def numbers(self, row_number: int) -> list[int]:
         """Returns the episodes of a row, all different."""
-        drawn = self._generator(row_number).choice(
-            self.episodes, self.config.in_context, replace=False
-        )
+        count = self.config.in_context
+        if self.divide:
+            time, place = divmod(row_number, self.rows)
+            order = np.random.default_rng((self.seed, time)).permutation(self.episodes)
+            drawn = order[place * count : (place + 1) * count]
+        else:
+            generator = np.random.default_rng((self.seed, row_number))
+            drawn = generator.choice(self.episodes, count, replace=False)
         return [int(episode) for episode in drawn]
 
-    def _generator(self, row_number: int) -> np.random.Generator:
-        return np.random.default_rng((self.seed, row_number))
+    @property
+    def rows(self) -> int:
+        """How many rows the episodes fill."""
+        return len(self.episodes) // self.config.in_context
 
     def row(self, row_number: int) -> dict[str, np.ndarray]:
         """Returns a row's arrays [L, ...]; see `data.trajectories.rows.row`."""
@@ -240,7 +252,7 @@ class TrajectoryObjective(Objective):
             Contexts, self.prepared, config=options, scales=self.scales, length=data.context_length
         )
         self.contexts = draw(trained, seed=data.seed)
-        self._held_out = draw(np.sort(shuffled[:held_out]), seed=data.seed + 1)
+        self._held_out = draw(np.sort(shuffled[:held_out]), seed=data.seed + 1, divide=True)
 
     def _check_episodes(
         self, chosen: Int[np.ndarray, " episodes"], trained: int, held_out: int
@@ -278,10 +290,9 @@ class TrajectoryObjective(Objective):
             )
         if not self.has_held_out and data.held_out_fraction:
             self.warnings.append(
-                "there is no held-out loss: data.held_out_fraction "
-                f"{data.held_out_fraction:g} of {len(chosen)} episodes is {held_out}, and a "
-                f"context takes {options.in_context}; a larger data.held_out_fraction would give "
-                "one"
+                f"no held-out loss: data.held_out_fraction {data.held_out_fraction:g} of "
+                f"{len(chosen)} episodes is {held_out}, and a context takes {options.in_context}; "
+                "raise data.held_out_fraction"
             )
 
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
@@ -304,10 +315,10 @@ class TrajectoryObjective(Objective):
             step += 1
 
     def held_out(self) -> Iterator[HostBatch]:
-        """Yields batches with each held-out episode about once; none if too few."""
+        """Yields batches with each held-out episode, some again to fill the last batch; none if too
+        few are held out."""
         if self.has_held_out:
-            rows = len(self._held_out.episodes) / self.config.trajectories.in_context
-            for number in range(max(1, round(rows / self.config.train.batch_size))):
+            for number in range(math.ceil(self._held_out.rows / self.config.train.batch_size)):
                 yield self._batch(self._held_out, number)
 
     def _batch(self, contexts: Contexts, number: int) -> HostBatch:

@@ -8,6 +8,8 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from data.errors import UserError
 from data.trajectories.options import TrajectoryConfig
@@ -30,7 +32,7 @@ from trainer.evaluation import HeldOutLoss
 from trainer.loop import train
 from trainer.mesh import make_mesh
 from trainer.stages import stages_of
-from trainer.trajectories import ASSET, TrajectoryObjective, stored_shape
+from trainer.trajectories import ASSET, Contexts, TrajectoryObjective, stored_shape
 
 SHAPE = {
     "hidden_size": 32,
@@ -108,6 +110,30 @@ def test_held_out_episodes_are_never_trained_on(episodes, tmp_path):
     assert held_out and not trained & held_out
 
 
+@given(count=st.integers(1, 40), in_context=st.integers(1, 6), seed=st.integers(0, 3))
+def test_held_out_rows_divide_the_episodes_among_them(count, in_context, seed):
+    assume(count >= in_context)
+    config = TrajectoryConfig(path="x", task="cartpole_swingup", in_context=in_context)
+    contexts = Contexts(None, np.arange(count), config, seed, None, 0, divide=True)
+    for first in (0, contexts.rows):  # and again
+        drawn = [contexts.numbers(first + row) for row in range(contexts.rows)]
+        dealt = [episode for row in drawn for episode in row]
+        left_out = set(range(count)) - set(dealt)
+        assert len(left_out) == count - len(dealt) < in_context
+
+
+def test_every_held_out_episode_is_evaluated(episodes, tmp_path):
+    config = run_config(episodes, tmp_path, in_context=1, train_config={"batch_size": 2})
+    data = dataclasses.replace(config.data, held_out_fraction=0.6)
+    objective = objective_of(dataclasses.replace(config, data=data))
+    returns = [
+        np.where(batch["kinds"] == 3, batch["values"][..., 0], 0).sum(1)
+        for batch in objective.held_out()
+    ]
+    assert len(returns) == 4, "seven episodes in rows of one"
+    assert len(np.unique(np.round(np.concatenate(returns), 3))) == 7
+
+
 def test_cloning_keeps_the_best_episodes(episodes, tmp_path):
     objective = objective_of(
         run_config(episodes, tmp_path, in_context=1, conditioning="none", best=0.25)
@@ -174,7 +200,7 @@ def test_too_few_held_out_episodes_are_a_warning(episodes, tmp_path, capfd):
     )
     assert not objective_of(run_config(episodes, tmp_path, in_context=4)).has_held_out
     assert (
-        "there is no held-out loss: data.held_out_fraction 0.25 of 12 episodes is 3, and a "
+        "no held-out loss: data.held_out_fraction 0.25 of 12 episodes is 3, and a "
         "context takes 4" in (capfd.readouterr().err)
     )
 
