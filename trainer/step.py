@@ -105,12 +105,12 @@ class StepBuilder:
             model,
             loss,
             abstract_batch,
-            config.optimizer,
-            config.train,
-            config.memory,
-            config.model.trainable,
-            config.model.seed,
-            totals,
+            optimizer_config=config.optimizer,
+            train_config=config.train,
+            memory_config=config.memory,
+            trainable_pattern=config.model.trainable,
+            seed=config.model.seed,
+            totals=totals,
         )
 
     @functools.cached_property

@@ -279,6 +279,11 @@ def _check_quantization(config: Mapping[str, Any] | None, methods: tuple[str, ..
             )
 
 
+def alternating(layers: int) -> list[str]:
+    """Returns `layer_types` with a window in every second layer, from the first on."""
+    return ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+
+
 class WindowedFamily(Family):
     """A family whose configs have `use_sliding_window`, and name a window even for layers without
     one."""

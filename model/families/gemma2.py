@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .family import Family
-from .gemma3 import ACTIVATION
+from .family import Family, alternating
+from .gemma3 import ACTIVATION, without_activation
 
 
 class Gemma2Family(Family):
@@ -16,17 +16,10 @@ class Gemma2Family(Family):
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`."""
-        config = dict(config)
-        for name in ("hidden_act", "hidden_activation"):
-            if config.pop(name, None) not in (None, ACTIVATION):
-                raise ValueError(f"{name}: only {ACTIVATION!r} is supported in {self.architecture}")
+        config = without_activation(config, self.architecture)
         if config.get("layer_types") is None:
-            config["layer_types"] = _alternating(config.get("num_hidden_layers", 26))
+            config["layer_types"] = alternating(config.get("num_hidden_layers", 26))
         return config
-
-
-def _alternating(layers: int) -> list[str]:
-    return ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
 
 
 def _sizes(
@@ -40,7 +33,7 @@ def _sizes(
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "sliding_window": 4096,
-        "layer_types": tuple(_alternating(layers)),
+        "layer_types": tuple(alternating(layers)),
         "vocab_size": 256000,
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,

@@ -11,6 +11,19 @@ from .family import Family
 ACTIVATION = "gelu_pytorch_tanh"
 
 
+def without_activation(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Returns the fields of a Gemma config but its activation, under either of its names.
+
+    Raises:
+      ValueError: it is not the one that the family has.
+    """
+    config = dict(config)
+    for name in ("hidden_act", "hidden_activation"):
+        if config.pop(name, None) not in (None, ACTIVATION):
+            raise ValueError(f"{name}: only {ACTIVATION!r} is supported in {architecture}")
+    return config
+
+
 class Gemma3Family(Family):
     """A family whose configs name two rotary embeddings, and the kinds of layers or their repeating
     pattern."""
@@ -18,10 +31,7 @@ class Gemma3Family(Family):
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`. Takes the spellings of transformers 4 (`rope_local_base_freq`)
         and 5."""
-        config = dict(config)
-        for name in ("hidden_act", "hidden_activation"):
-            if config.pop(name, None) not in (None, ACTIVATION):
-                raise ValueError(f"{name}: only {ACTIVATION!r} is supported in {self.architecture}")
+        config = without_activation(config, self.architecture)
         pattern = config.pop("sliding_window_pattern", None) or 6
         layers = config.get("num_hidden_layers", 26)
         if config.get("layer_types") is None:

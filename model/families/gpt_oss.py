@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .family import MIXTURE, Family
+from .family import MIXTURE, Family, alternating
 
 # If config.json names none.
 _YARN = {
@@ -29,10 +29,6 @@ _TENSORS = {
 }
 
 
-def _alternating(layers: int) -> list[str]:
-    return ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
-
-
 class GptOss(Family):
     """A family whose layers alternate, beginning with a window, unless the config says
     otherwise."""
@@ -41,7 +37,7 @@ class GptOss(Family):
         """See `Family.normalise`."""
         config = dict(config)
         if config.get("layer_types") is None:
-            config["layer_types"] = _alternating(config.get("num_hidden_layers", 36))
+            config["layer_types"] = alternating(config.get("num_hidden_layers", 36))
         if not config.get("rope_parameters") and not config.get("rope_scaling"):
             config["rope_scaling"] = _YARN
         return config
@@ -58,7 +54,7 @@ def _sizes(layers: int, experts: int) -> dict[str, Any]:
         "head_dim": 64,
         "attention_bias": True,
         "sliding_window": 128,
-        "layer_types": tuple(_alternating(layers)),
+        "layer_types": tuple(alternating(layers)),
         "num_experts": experts,
         "num_experts_per_tok": 4,
         "router_aux_loss_coef": 0.9,
