@@ -206,7 +206,7 @@ class TrajectoryObjective(Objective):
         for warning in self.warnings if prints else ():
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         self.tokens_per_batch = config.train.batch_size * config.data.context_length
-        self.order = permutation(
+        self.layout_order = permutation(
             config.data.context_length, mesh.shape["sequence"], config.attention.layout
         )
         texts = [
@@ -324,7 +324,7 @@ class TrajectoryObjective(Objective):
     def _batch(self, contexts: Contexts, number: int) -> HostBatch:
         first = number * self.config.train.batch_size
         rows = [contexts.row(first + int(i)) for i in self.part.rows]
-        tokens = self.order[self.part.tokens]
+        tokens = self.layout_order[self.part.tokens]
         return {name: np.stack([row[name][tokens] for row in rows]) for name in rows[0]}
 
     def to_device(self, batch: HostBatch) -> DeviceBatch:

@@ -158,7 +158,7 @@ def test_a_mesh_changes_no_token(episodes, tmp_path):
     whole, sharded = next(single.batches(5)), on_mesh.to_device(next(on_mesh.batches(5)))
     for name, array in sharded.items():
         assert array.sharding == on_mesh.abstract_batch()[name].sharding
-        np.testing.assert_array_equal(np.asarray(array), whole[name][:, on_mesh.order])
+        np.testing.assert_array_equal(np.asarray(array), whole[name][:, on_mesh.layout_order])
 
 
 @pytest.mark.parametrize(
