@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data.errors import UserError
 from data.signals import end_at_once
 from trainer import entry
 
@@ -47,7 +48,11 @@ def objective_class(config: "RunConfig") -> "type[Objective]":
 
 def take_flag(words: list[str], flag: str) -> tuple[list[str], str | None]:
     """Returns the other words of the command line, and the flag's value: "" if it has none, None
-    without the flag."""
+    without the flag.
+
+    Raises:
+      UserError: the flag is given twice, or its value is an empty text.
+    """
     if (
         index := next((i for i, word in enumerate(words) if word.partition("=")[0] == flag), None)
     ) is None:
@@ -55,8 +60,27 @@ def take_flag(words: list[str], flag: str) -> tuple[list[str], str | None]:
     _, equals, value = words[index].partition("=")
     end = index + 1
     if not equals and end < len(words) and not words[end].startswith("--"):
-        value, end = words[end], end + 1
-    return words[:index] + words[end:], value
+        value, equals, end = words[end], "=", end + 1
+    if equals and not value:
+        raise UserError(f"command line: {flag}: found '', needs a value, or none at all")
+    others = words[:index] + words[end:]
+    if any(word.partition("=")[0] == flag for word in others):
+        raise UserError(f"command line: {flag} is given twice; keep one of them")
+    return others, value
+
+
+def take_switch(words: list[str], flag: str) -> tuple[list[str], bool]:
+    """Returns the other words of the command line, and whether a flag without value is in it.
+
+    Raises:
+      UserError: the flag is given twice, or with a value.
+    """
+    given = [word for word in words if word.partition("=")[0] == flag]
+    if len(given) > 1:
+        raise UserError(f"command line: {flag} is given twice; keep one of them")
+    if given and given[0] != flag:
+        raise UserError(f"command line: {given[0]}: {flag} takes no value")
+    return [word for word in words if word != flag], bool(given)
 
 
 def next_commands(config: "RunConfig", processes: int) -> str:
@@ -149,13 +173,18 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> None:
         nonlocal status
         words = list(sys.argv[1:] if argv is None else argv)
-        if "--no-download" in words:
-            words.remove("--no-download")
+        words, offline = take_switch(words, "--no-download")
+        if offline:
             from data.hub import no_downloads
 
             no_downloads()
         words, machine = take_flag(words, "--dry-run")
-        words, memory = (words, None) if machine is None else take_flag(words, "--gpu-memory")
+        words, memory = take_flag(words, "--gpu-memory")
+        if memory is not None and machine is None:
+            raise UserError(
+                "command line: --gpu-memory only applies to --dry-run MACHINE; without it the "
+                "devices say how much they have"
+            )
         if not words:
             from trainer.config.recipes import recipe_list
 
@@ -163,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
             return
         from trainer.config import load as configuration
 
-        config = configuration.load(words, own=["dry-run", "no-download"])
+        config = configuration.load(words, own=["dry-run", "gpu-memory", "no-download"])
         if config.evaluations:
             from eval.live import with_tests
 

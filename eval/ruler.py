@@ -15,7 +15,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,27 +28,43 @@ from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
 from eval.needle import read_haystack
 from trainer import entry
-from trainer.options import AtLeastOne, Tokens, option, parser_of
+from trainer.options import AtLeastOne, EachOnce, Tokens, option, parser_of
 
 NEEDLES = Haystack("needles")
-TEXT = Haystack("text")  # stands for the text of --text
-# RULER's scripts/synthetic.yaml; the number is scripts/data/synthetic/constants.py's
-# tokens_to_generate.
-TASKS: dict[str, tuple[Callable[..., Exercise], int]] = {
-    "niah_single_1": (tasks.needles, 128),
-    "niah_single_2": (functools.partial(tasks.needles, haystack=TEXT), 128),
-    "niah_single_3": (functools.partial(tasks.needles, haystack=TEXT, value_kind="uuids"), 128),
-    "niah_multikey_1": (functools.partial(tasks.needles, haystack=TEXT, keys=4), 128),
-    "niah_multikey_2": (functools.partial(tasks.needles, haystack=NEEDLES), 128),
-    "niah_multikey_3": (
-        functools.partial(tasks.needles, haystack=NEEDLES, key_kind="uuids", value_kind="uuids"),
-        128,
-    ),
-    "niah_multivalue": (functools.partial(tasks.needles, haystack=TEXT, values=4), 128),
-    "niah_multiquery": (functools.partial(tasks.needles, haystack=TEXT, queries=4), 128),
-    "vt": (tasks.variables, 30),
-    "cwe": (tasks.common_words, 120),
-    "fwe": (tasks.frequent_words, 50),
+
+
+class Task(NamedTuple):
+    """One of RULER's tasks.
+
+    Attributes:
+      exercise: makes one from a generator of random numbers and a number of units.
+      new_tokens: tokens of an answer, `tokens_to_generate` in RULER's
+        scripts/data/synthetic/constants.py.
+      in_text: whether RULER hides it in essays, so that `exercise` takes a `haystack`.
+    """
+
+    exercise: Callable[..., Exercise]
+    new_tokens: int
+    in_text: bool = False
+
+
+def _needles(in_text: bool = False, **options: Any) -> Task:
+    return Task(functools.partial(tasks.needles, **options), 128, in_text)
+
+
+# RULER's scripts/synthetic.yaml.
+TASKS = {
+    "niah_single_1": _needles(),
+    "niah_single_2": _needles(in_text=True),
+    "niah_single_3": _needles(in_text=True, value_kind="uuids"),
+    "niah_multikey_1": _needles(in_text=True, keys=4),
+    "niah_multikey_2": _needles(haystack=NEEDLES),
+    "niah_multikey_3": _needles(haystack=NEEDLES, key_kind="uuids", value_kind="uuids"),
+    "niah_multivalue": _needles(in_text=True, values=4),
+    "niah_multiquery": _needles(in_text=True, queries=4),
+    "vt": Task(tasks.variables, 30),
+    "cwe": Task(tasks.common_words, 120),
+    "fwe": Task(tasks.frequent_words, 50),
 }
 QA_TOKENS = 32
 QA_FORM = (
@@ -73,34 +89,24 @@ def make_cases(
     """
     cases = []
     for name in names:
-        exercise_of, new_tokens = TASKS[name]
-        if (
-            isinstance(exercise_of, functools.partial)
-            and exercise_of.keywords.get("haystack") is TEXT
-        ):
-            exercise_of = functools.partial(exercise_of, haystack=haystack)
         for tokens in lengths:
-
-            def make(
-                units: int,
-                sample: int = 0,
-                name=name,
-                exercise_of=exercise_of,
-                new_tokens=new_tokens,
-                tokens=tokens,
-            ) -> suite.Case:
-                rng = np.random.default_rng([seed, sample, tokens, list(TASKS).index(name)])
-                options = {} if name != "cwe" or tokens >= 4096 else {"often": 6, "seldom": 1}
-                exercise = exercise_of(rng, units, True, **options)
-                return suite.Case(
-                    name,
-                    runner.Prompt(exercise.text, new_tokens, exercise.prefix),
-                    exercise.expected,
-                    tokens,
-                )
-
+            make = functools.partial(_case, name, tokens, haystack, seed)
             cases += suite.cases_of(make, tokens, count, each)
     return cases
+
+
+def _case(
+    name: str, tokens: int, haystack: Haystack, seed: int, units: int, sample: int = 0
+) -> suite.Case:
+    """Returns a task's case of this many units, meant to have this many tokens."""
+    task = TASKS[name]
+    rng = np.random.default_rng([seed, sample, tokens, list(TASKS).index(name)])
+    options: dict[str, Any] = {"haystack": haystack} if task.in_text else {}
+    if name == "cwe" and tokens < 4096:
+        options = {"often": 6, "seldom": 1}
+    exercise = task.exercise(rng, units, True, **options)
+    prompt = runner.Prompt(exercise.text, task.new_tokens, exercise.prefix)
+    return suite.Case(name, prompt, exercise.expected, tokens)
 
 
 class Question(NamedTuple):
@@ -233,8 +239,10 @@ class LiveRuler(LiveTest):
 class Options:
     """The command's own options."""
 
-    tokens: tuple[Tokens, ...] = option("lengths, answers included, such as 16K")
-    tasks: tuple[str, ...] = option("tasks (default: all)", tuple(TASKS), choices=list(TASKS))
+    tokens: tuple[Tokens, ...] = option("lengths, answers included, such as 16K", action=EachOnce)
+    tasks: tuple[str, ...] = option(
+        "tasks (default: all)", tuple(TASKS), choices=list(TASKS), action=EachOnce
+    )
     count: AtLeastOne = option("cases of each task and length", 20)
     text: str | None = option(
         "the text for tasks that RULER hides in essays (default: its noise)", None, metavar="FILE"

@@ -96,7 +96,7 @@ def add_flags(
             "--max-new-tokens",
             type=entry.tokens,
             default=new_tokens,
-            help=f"most tokens of an answer (default {new_tokens})",
+            help=f"maximum tokens per answer (default {new_tokens})",
         )
     add_options(parser, Asking)
 
@@ -245,8 +245,8 @@ class Respondent:
         repeats = collections.Counter(prompt.key for prompt in prompts)
         generator: Generator | None = None
         for capacity, new_tokens, keys in self._batches(waiting, ids):
-            if generator is not self.generators.get((capacity, new_tokens), self):
-                if generator:
+            if generator is None or generator is not self.generators.get((capacity, new_tokens)):
+                if generator is not None:
                     generator.forget()  # there is memory for one cache
                 generator = self.generator(
                     params, capacity, new_tokens, max(map(len, ids.values()))

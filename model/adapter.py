@@ -53,8 +53,8 @@ class AdapterConfig:
     """Probability that an adapter, in training, reads 0 for an input element; the others are
     divided by 1 - dropout. None: the dropout of the adapter at `path`, or else 0."""
     path: str | None = None
-    """Adapter to continue from: a PEFT folder, or a run or checkpoint with adapters; its rank,
-    alpha and targets must equal this section's."""
+    """Adapter to continue from: a PEFT folder, org/name on the hub, or a run or checkpoint with
+    adapters; its rank, alpha and targets must equal this section's."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:

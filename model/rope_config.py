@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,8 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     },
     "longrope": {"attention_factor": None},
 }
+# Names of a scaling that every rule reads; `type` is the older one of rope_type.
+_COMMON = ("rope_type", "type", "rope_theta")
 PER_CHANNEL = ("short_factor", "long_factor")
 ROPE_RULES = tuple(_REQUIRED)
 
@@ -155,6 +159,47 @@ class RopeConfig:
             },
             "rope_theta": self.theta,
         }
+
+
+def require_scaling(name: str, scaling: Any) -> None:
+    """Raises ValueError unless each entry of a `rope_scaling` that a recipe gives is read.
+
+    A model's own config.json may have more: transformers ignores entries that it does not know, and
+    the model was trained so.
+    """
+    if not isinstance(scaling, dict) or not scaling:  # null and {} scale nothing
+        return
+    rule = scaling.get("rope_type", scaling.get("type"))
+    if rule is not None and scaling.get("type", rule) != rule:
+        raise ValueError(
+            f"{name}.type: found {scaling['type']!r} with rope_type {rule!r}; leave type out"
+        )
+    if rule is not None and rule not in ROPE_RULES:
+        raise ValueError(
+            f"{name}.rope_type: found {rule!r}{_meant(str(rule), ROPE_RULES)}, needs one of "
+            f"{', '.join(ROPE_RULES)}"
+        )
+    numbers = {rule: (*_REQUIRED[rule], *_OPTIONAL.get(rule, ())) for rule in ROPE_RULES}
+    numbers["dynamic"] = _REQUIRED["dynamic"]  # it grows from the model's own length
+    read = numbers[rule] if rule else [number for names in numbers.values() for number in names]
+    for key in scaling:
+        if key not in (*_COMMON, *read):
+            by = f"rope_type {rule}" if rule else "it"
+            raise ValueError(
+                f"{name}: unknown field {key}{_meant(str(key), (*_COMMON, *read))}; {by} reads "
+                f"{', '.join(dict.fromkeys(('rope_type', *read, 'rope_theta')))}"
+            )
+    if rule is None and set(scaling) != {"rope_theta"}:
+        raise ValueError(
+            f"{name}.rope_type: missing with {', '.join(scaling)}; needs one of "
+            f"{', '.join(ROPE_RULES)}"
+        )
+
+
+def _meant(name: str, valid: Iterable[str]) -> str:
+    """Returns ' (did you mean NAME?)' for a misspelt name."""
+    near = difflib.get_close_matches(name, list(valid), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _from_parameters(

@@ -203,8 +203,8 @@ class Transformer(ModelParameters):
         return router_losses(sums, self._router_totals(sums, batch), self.config)
 
     def measures(self, sums: Auxiliary, batch: Batch) -> dict[str, Float[Array, ""]]:
-        """Returns a batch's other metrics, over all devices; see `experts.router_measures`. None for
-        dense layers. Arguments as in `auxiliary_losses`."""
+        """Returns a batch's other metrics over all devices, as `experts.router_measures` does; none
+        for dense layers. Arguments as in `auxiliary_losses`."""
         if not self.config.num_experts:
             return {}
         entropy = lax.psum(sums["entropy"].sum(), EVERY_TOKEN)

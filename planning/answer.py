@@ -169,7 +169,7 @@ def verdict(memory: MemoryEstimate) -> str:
         "yes": "fits, by the estimate",
         "no": "does not fit, by the estimate",
         "perhaps": (
-            "perhaps fits: a device's memory is within the estimate's range, and only the "
+            "may fit: a device's memory is within the estimate's range, and only the "
             "compiler can tell"
         ),
     }[memory.fits]
@@ -222,7 +222,7 @@ def time_lines(job: Job, **options: Any) -> list[str]:
         f"      to {_high_end(job)}",
     ]
     return lines + [
-        f"  {name:20} {_number(low):>9} to {_number(high)}" for name, (low, high) in figures.items()
+        f"  {name:20} {number(low):>9} to {number(high)}" for name, (low, high) in figures.items()
     ]
 
 
@@ -249,7 +249,7 @@ def _high_end(job: Job) -> str:
     )
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Returns a number to three digits, or to the nearest whole one from 1,000 on."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
@@ -260,7 +260,7 @@ def advice(job: Job) -> Iterator[str]:
         return
     candidate = choose(job)
     if candidate is not None:
-        fits = "fits" if estimate_memory(candidate).fits == "yes" else "perhaps fits"
+        fits = "fits" if estimate_memory(candidate).fits == "yes" else "may fit"
         yield f"{fits} here with {settings(candidate)}: {flags(candidate)}"
         return
     yield from _adapter_advice(job)
@@ -277,7 +277,7 @@ def advice(job: Job) -> Iterator[str]:
     for times in (2, 4, 8, 16, 32, 64):
         count = device_count(job.topology) * times
         if enough(job, count):
-            yield f"{count:,} such devices hold a row of this length"
+            yield f"a row of this length fits on {count:,} of these devices"
             break
 
 
@@ -297,7 +297,7 @@ def _adapter_advice(job: Job) -> Iterator[str]:
         except ValueError:  # a rank or code blocks impossible for this model
             continue
         if candidate is not None:
-            fits = "fits" if estimate_memory(candidate).fits == "yes" else "perhaps fits"
+            fits = "fits" if estimate_memory(candidate).fits == "yes" else "may fit"
             yield f"{_adapters(candidate)} {fits}: --{flag} {rank} {flags(candidate)}"
         if candidate is not None and fits == "fits":
             return

@@ -24,7 +24,7 @@ from trainer.config.checks import check
 from trainer.config.schema import MeshConfig, RunConfig
 from trainer.devices import GPUS, TPUS
 from trainer.host import host_bytes
-from trainer.mesh import start_devices
+from trainer.mesh import require_devices, start_devices
 from trainer.model_source import choose_model
 from trainer.run.cluster import first_then_others
 
@@ -85,13 +85,14 @@ def plan_on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
     `resolve`."""
     if config.trajectories.path:
         raise UserError(
-            "mesh: found auto, which only plans text and preferences; axes such as {fsdp: 8} "
-            "would work"
+            "mesh: auto cannot plan a run on trajectories; set the axes, for example {fsdp: 8}"
         )
     if config.stages:
         raise UserError(
-            "mesh: found auto, which does not plan stages; axes such as {fsdp: 8} would"
+            "mesh: auto cannot plan a recipe with stages; set the axes, for example {fsdp: 8}"
         )
+    if "mesh" not in config.auto:
+        require_devices(config.mesh, device_count(machine.topology))
     model = choose_model(config.model, config.adapter.path, weights=False).config
     if "positions" in config.auto and (positions := extended(model, config.data.context_length)):
         overrides = {**config.model.overrides, **positions}
@@ -204,6 +205,11 @@ def _candidates(job: Job) -> Iterator[Job]:
 
 def _is_allowed(job: Job) -> bool:
     """Returns whether the job passes the run's checks."""
+    return _reason_against(job) is None
+
+
+def _reason_against(job: Job) -> str | None:
+    """Returns why the run's checks refuse the job; None if they do not."""
     run, model = job.run, job.model
     try:
         check(dataclasses.replace(run, memory=job.memory))
@@ -216,9 +222,9 @@ def _is_allowed(job: Job) -> bool:
             sequence_parallel=run.mesh.sequence_parallel,
             schedule=run.attention.schedule,
         )
-    except ValueError:
-        return False
-    return True
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _across_slices(mesh: MeshConfig, topology: str) -> dict[str, int]:
@@ -253,6 +259,9 @@ def _refusal(job: Job, machine: Machine) -> str:
         key=lambda memory: memory.low,
         default=None,
     )
+    if least is None and "mesh" not in job.run.auto:
+        reasons = map(_reason_against, _candidates(_in_most_parts(job)))
+        return next(filter(None, reasons), f"{job.name}: no memory options suit {job.axes}")
     if least is None:
         shards = 2 * device_count(job.topology)
         return (
@@ -269,7 +278,9 @@ def _refusal(job: Job, machine: Machine) -> str:
 
 
 def _in_most_parts(job: Job) -> Job:
-    return job.changed(train={"accumulation": job.batch})
+    """Returns the job with one row at a time, or as many as a given mesh computes at once."""
+    at_once = 1 if "mesh" in job.run.auto else job.run.mesh.rows
+    return job.changed(train={"accumulation": job.batch // at_once})
 
 
 def _what_would(job: Job) -> Iterator[str]:

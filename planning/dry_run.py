@@ -60,7 +60,7 @@ def dry_run(
     gpu_memory: str | None = None,
     prepare: Prepare = _no_evaluations,
 ) -> bool:
-    """Prints what each stage of a run would do; returns whether all fit or perhaps fit.
+    """Prints what each stage of a run would do; returns whether all fit or may fit.
 
     Args:
       machine: where it would run; "" omits what depends on the machine.
@@ -79,6 +79,11 @@ def dry_run(
         else f"{ANY_GPU}:{config.mesh.devices}"
     )
     usable_gib = None if gpu_memory is None else GPU_MEMORY_SHARE * gpu_gib(gpu_memory)
+    if "mesh" not in config.auto and device_count(topology) != config.mesh.devices:
+        raise UserError(
+            f"--dry-run: {machine} has {device_count(topology)} devices, the mesh has "
+            f"{config.mesh.product}; python -m scripts.plan finds a mesh"
+        )
     if config.auto:
         if not machine:
             raise UserError(
@@ -86,11 +91,6 @@ def dry_run(
             )
         config, reason = plan_on(config, machine_named(topology, usable_gib))
         print(reason)
-    if device_count(topology) != config.mesh.devices:
-        raise UserError(
-            f"--dry-run: {machine} has {device_count(topology)} devices, the mesh has "
-            f"{config.mesh.product}; python -m scripts.plan finds a mesh"
-        )
     stages, fits = stages_of(config), True
     for number, stage in enumerate(stages, 1):
         if len(stages) > 1:
@@ -118,7 +118,7 @@ def _report(
     named: bool,
     usable_gib: float | None,
 ) -> bool:
-    """Prints what one run would do; returns whether it fits or perhaps fits."""
+    """Prints what one run would do; returns whether it fits or may fit."""
     config = objective.config
     config = dataclasses.replace(config, train=config.train.for_epochs(objective.rows_per_epoch))
     if isinstance(objective, TextObjective):
@@ -252,13 +252,11 @@ def _preemption_lines(job: Job) -> Iterator[str]:
         return
     every = checkpoint.every or job.run.train.steps
     if checkpoint.local:
-        local_low, local_high = (
-            checkpoint.local_every * step / 60 for step in (seconds.low, seconds.high)
-        )
+        local = _span(*(checkpoint.local_every * step for step in (seconds.low, seconds.high)))
         yield (
-            f"preemption: with local checkpoints at most {local_low:,.1f} to {local_high:,.1f} "
-            f"minutes of steps (checkpoint.local_every {checkpoint.local_every}) if at most one "
-            "host is lost; otherwise"
+            f"with local checkpoints, a preemption loses at most {local} of training "
+            f"(checkpoint.local_every {checkpoint.local_every}) if at most one host is lost; "
+            "otherwise"
         )
 
     def lost(step: float, minutes: float) -> float:
@@ -270,15 +268,17 @@ def _preemption_lines(job: Job) -> Iterator[str]:
     if checkpoint.minutes:
         fields += f", checkpoint.minutes {checkpoint.minutes:g}"
     yield (
-        f"preemption: costs at most {low / 60:,.0f} to {high / 60:,.0f} minutes of steps "
-        f"({fields}), and the start"
+        f"a preemption loses at most {_span(low, high)} of training ({fields}), plus the restart"
     )
     if not checkpoint.minutes and high > LONG_SECONDS:
-        less = [lost(step, ADVISED_MINUTES) / 60 for step in (seconds.low, seconds.high)]
-        yield (
-            f"preemption: with --checkpoint.minutes {ADVISED_MINUTES} {less[0]:,.0f} to "
-            f"{less[1]:,.0f} minutes"
-        )
+        less = _span(*(lost(step, ADVISED_MINUTES) for step in (seconds.low, seconds.high)))
+        yield f"with --checkpoint.minutes {ADVISED_MINUTES}, it loses at most {less}"
+
+
+def _span(low: float, high: float) -> str:
+    """Returns a range of seconds as text; in minutes, unless it begins below two."""
+    size, unit = (1, "seconds") if low < 120 else (60, "minutes")
+    return f"{low / size:,.0f} to {high / size:,.0f} {unit}"
 
 
 def _disk_lines(config: RunConfig, model: TransformerConfig) -> Iterator[str]:

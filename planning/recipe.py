@@ -22,7 +22,7 @@ from trainer.config.load import (
 from trainer.config.schema import VERSION, MemoryConfig, RunConfig
 from trainer.devices import GPU_MEMORY_SHARE, TPUS
 
-from .answer import heading, settings, time_figures
+from .answer import heading, number, settings, time_figures
 from .machines import accelerator_type, gpus_per_host, hosts, split_topology
 from .memory_estimate import estimate_memory
 from .plan import Job
@@ -207,7 +207,7 @@ def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | Non
     memory, figures = estimate_memory(job), time_figures(job)
     usable = "" if memory.device_gib is None else f" of {memory.device_gib:.1f}"
     seconds = (
-        "{:.3g} to {:.3g} s per step, estimated".format(*figures["seconds of a step"])
+        "{} to {} s per step, estimated".format(*map(number, figures["seconds of a step"]))
         if figures
         else "not estimated; the cost model does not list this machine"
     )

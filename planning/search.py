@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from model.memory.options import MemoryConfig
 from model.memory.policies import PREFETCH_POLICIES
 from trainer.config.schema import MeshConfig
 
@@ -31,6 +32,7 @@ def best_every_k(layers: int) -> int:
 
 def policies(job: Job) -> list[Job]:
     """The job under each memory policy, from the fastest to the smallest in device memory."""
+    job = job.changed(memory={"every_k": MemoryConfig.every_k})  # only some policies read it
     grouped = dataclasses.replace(job, group_per_key_head=True)
     every_k = {"remat": "offload_every_k", "every_k": best_every_k(job.model.num_hidden_layers)}
     jobs = [

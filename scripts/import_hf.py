@@ -1,4 +1,4 @@
-"""Imports a Hugging Face LLaMA as a checkpoint: python -m scripts.import_hf HF_DIR CHECKPOINT"""
+"""Imports a Hugging Face model as a checkpoint: python -m scripts.import_hf HF_DIR CHECKPOINT"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.options import command, no_download, option
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Makes a checkpoint (model and assets, no optimizer state) from a Hugging Face LLaMA.
+    """Makes a checkpoint (model and assets, no optimizer state) from a Hugging Face model.
 
     Training and evaluation also read Hugging Face folders directly; a checkpoint has checksums and
     loads faster, in parallel.

@@ -407,7 +407,9 @@ class Options:
     )
     poll: float = option("seconds between checks of the slices", 30, metavar="SECONDS")
     restarts: int = option(
-        "consecutive starts without a new checkpoint after which `run` gives up", LIMIT, metavar="N"
+        "consecutive restarts without a new checkpoint after which `run` gives up",
+        LIMIT,
+        metavar="N",
     )
     price_per_hour: float | None = option(
         "hourly price of all slices together, for `status`", None, metavar="P"

@@ -14,6 +14,7 @@ from data.templates.built_in import NAMES
 from data.within import read_text
 from model.attention.names import MESH_AXES
 from model.memory.options import MemoryConfig
+from model.memory.policies import POLICIES
 from planning.machines import EXAMPLES, gpu_gib, is_gpu, topology_of
 from planning.memory_options import MEMORY_OPTIONS
 from trainer import entry
@@ -230,6 +231,8 @@ def _job(
     memory = {
         name: getattr(args, name) for name in MEMORY_OPTIONS if getattr(args, name) is not None
     }
+    if "remat" in memory and not POLICIES[memory["remat"]].every_k:  # it reads no such interval
+        memory = {"every_k": MemoryConfig.every_k, **memory}
     group_per_key_head = memory.get("attention_groups") == 0
     if group_per_key_head:
         del memory["attention_groups"]
@@ -347,7 +350,7 @@ def _model(args: argparse.Namespace, recipe: RunConfig) -> TransformerConfig:
 
 
 def named_model(name: str) -> TransformerConfig:
-    """Returns the configuration of a preset, a model's folder, or org/name in the hub cache.
+    """Returns the configuration of a preset, a model's folder, or org/name on the hub.
 
     Raises:
       UserError, ValueError: the model is unknown; the message lists the presets.
@@ -364,7 +367,7 @@ def named_model(name: str) -> TransformerConfig:
     if Path(name).expanduser().is_dir() or ("/" in name and not name.startswith((".", "/", "~"))):
         return open_model(name, weights=False).config
     raise UserError(
-        f"--model: found {name!r}; neither a folder, nor org/name in the Hugging Face cache, nor a "
+        f"--model: found {name!r}; neither a folder, nor org/name on the hub, nor a "
         f"preset{suggestion(name.lower(), presets)}; presets are {', '.join(presets)}"
     )
 

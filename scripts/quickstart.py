@@ -1,6 +1,6 @@
 """Trains, evaluates and exports a small model, then prints the results and what to try next.
 
-python -m scripts.quickstart [--run_dir DIR]       (what `make quickstart` runs)
+python -m scripts.quickstart [--run-dir DIR]       (what `make quickstart` runs)
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ def describe(row: dict) -> str:
 class Options:
     """The command's options."""
 
-    run_dir: str = option("folder of the run (default: the recipe's)", "")
+    run_dir: str | None = option("folder of the run (default: the recipe's)", None)
 
 
 def work(options: Options) -> None:

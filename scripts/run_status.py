@@ -44,6 +44,9 @@ class Status(NamedTuple):
         return self.earlier + max(steps, default=0) if steps or self.earlier else None
 
 
+NOTHING = Status(None, None, None, None)
+
+
 def read_status(run: str) -> Status:
     """Returns the status of a run's folder, any part of which may be absent; for a run with stages,
     that of the last stage begun."""
@@ -58,6 +61,20 @@ def read_status(run: str) -> Status:
     numbers = _numbers(name.rstrip("/").rpartition("/")[2] for name in names)
     folders = [*(f"{stages}/{number}" for number in numbers), folder]
     return _last_stage([_status_in(system, path) for path in folders])
+
+
+def _has_begun(run: str) -> bool:
+    """Returns whether a folder has a run's configuration, or its first stage's."""
+    import fsspec
+
+    names = ("config.yaml", f"{EARLIER_STAGES}/1/config.yaml")
+    try:
+        system, folder = fsspec.core.url_to_fs(run)
+    except ImportError:  # s3:// without s3fs
+        from trainer.run.bucket import Bucket
+
+        return any(Bucket(run).version(name).content is not None for name in names)
+    return any(system.exists(f"{folder}/{name}") for name in names)
 
 
 def _numbers(names: Iterable[str]) -> list[int]:
@@ -240,6 +257,11 @@ def work(args: Options) -> None:
         raise UserError("no run was named; pass its folder, or train.py's options")
     run = run_folder(list(args.words))
     status = read_status(run)
+    is_named = [run] == list(args.words)  # a recipe's run may not have begun
+    if is_named and not args.checkpoint and status == NOTHING and not _has_begun(run):
+        raise UserError(
+            f"{run}: not a run (config.yaml is missing); a folder written by train.py would work"
+        )
     if args.checkpoint:
         print("" if status.reached is None else status.reached)
     else:

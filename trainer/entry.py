@@ -128,7 +128,10 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """One value of an option; refuses a store if the option takes none."""
+        """One value of an option; refuses a store if the option takes none, and an empty text, such
+        as a shell variable that is not set, unless that is free text or the option's default."""
+        if not arg_string and action.type is not free_text and action.default != "":
+            raise argparse.ArgumentError(action, "found '', needs a value")
         if ":/" in arg_string and action.type not in (store_path, free_text):
             from data.paths import on_this_machine
 

@@ -73,6 +73,16 @@ def simulate(devices: int, processes: int = 1) -> None:
             ) from None
 
 
+def require_devices(config: MeshConfig, found: int) -> None:
+    """Raises UserError unless the product of the axes is the number of devices found."""
+    if config.devices != found:
+        raise UserError(
+            f"mesh: {config.named} is {config.devices} devices, found {found}; change an axis so "
+            f"that the product is {found}, or give --mesh.simulate {config.devices} to try it on a "
+            "CPU"
+        )
+
+
 def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
     """Returns the mesh (data, fsdp, expert, tensor, sequence), placed by order and dcn.
 
@@ -87,12 +97,7 @@ def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
         or hosts.
     """
     devices = jax.devices() if devices is None else devices
-    if config.devices != len(devices):
-        raise UserError(
-            f"mesh: {config.named} is {config.devices} devices, found {len(devices)}; change an "
-            f"axis so that the product is {len(devices)}, or give --mesh.simulate {config.devices} "
-            "to try it on a CPU"
-        )
+    require_devices(config, len(devices))
     order = config.order or ORDER
     if "expert" not in order:  # of size 1
         order = ("expert", *order)

@@ -18,9 +18,10 @@ import itertools
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
+from data.errors import UserError
 from trainer import entry
 
 T = TypeVar("T")
@@ -58,6 +59,33 @@ def other_words(metavar: str, text: str = "") -> Any:
 def no_download() -> Any:
     """Returns the field of --no-download, which takes effect on parsing."""
     return option("", action=entry.NoDownload)
+
+
+def check_each_once(name: str, values: Iterable[object]) -> None:
+    """Raises UserError if a list has a value twice, which would count the same cases twice."""
+    seen: set[object] = set()
+    for value in values:
+        if value in seen:
+            raise UserError(f"{name}: found {value} twice; each value once would work")
+        seen.add(value)
+
+
+class EachOnce(argparse.Action):
+    """The argparse action of a list that may have each value only once, however it is written."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Takes the list."""
+        try:
+            check_each_once(str(option_string), values)
+        except UserError as error:
+            parser.error(str(error))
+        setattr(namespace, self.dest, values)
 
 
 def command(

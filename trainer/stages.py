@@ -38,6 +38,11 @@ def stages_of(config: RunConfig) -> list[RunConfig]:
             raise UserError(
                 f"{field}.mesh: found {unknown[0]!r}; the axes are {', '.join(MESH_AXES)}"
             )
+        if stage.in_context and not config.trajectories.path:
+            raise UserError(
+                f"{field}.in_context: found {stage.in_context}, needs to be left out without "
+                "trajectories.path"
+            )
         try:
             axes: dict[str, Any] = dict(stage.mesh)
             mesh = dataclasses.replace(config.mesh, **axes)

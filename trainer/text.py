@@ -94,6 +94,7 @@ def prepare_text(
             source.weight,
             source.fields,
             source.add_bos,
+            source.control_tokens,
         )
         for source in data.sources
     ]

@@ -60,9 +60,9 @@ def _repetition_warning(config: RunConfig, loader: Loader) -> str | None:
         return None
     if batch > rows:
         return (
-            f"train.batch_size: {batch:,} rows per step, but an epoch has {rows:,}, so a step "
-            f"trains on the same rows {batch / rows:.3g} times; at most {rows:,}, shorter rows or "
-            "more data would not"
+            f"train.batch_size: the batch has {batch:,} rows, but an epoch has only {rows:,}, so "
+            f"each step repeats {'it' if rows == 1 else 'them'} {batch / rows:.3g} times; use a "
+            "smaller batch, shorter rows or more data"
         )
     train = config.train.for_epochs(rows)
     epochs = train.steps * batch / rows
@@ -81,15 +81,15 @@ def _held_out_warning(config: RunConfig, prepared: Prepared) -> str | None:
     data = config.data
     if len(prepared.held_out) or not (data.held_out_path or data.held_out_fraction):
         return None
-    wanted = (
-        f"data.held_out_path {data.held_out_path} has no document to measure"
-        if data.held_out_path
-        else f"data.held_out_fraction {data.held_out_fraction:g} of "
-        f"{len(prepared.train):,} documents is none"
-    )
+    if data.held_out_path:
+        return (
+            f"no held-out loss: data.held_out_path {data.held_out_path} has no document to "
+            "measure; set another one"
+        )
+    documents = "1 document" if len(prepared.train) == 1 else f"{len(prepared.train):,} documents"
     return (
-        f"there is no held-out loss: {wanted}; a larger data.held_out_fraction or another "
-        "data.held_out_path would give one"
+        f"no held-out loss: a share of {data.held_out_fraction:g} picks none of {documents}; raise "
+        "data.held_out_fraction or set data.held_out_path"
     )
 
 

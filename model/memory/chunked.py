@@ -259,7 +259,7 @@ def chunked_total(
     without gradient.
 
     The gradient is computed in the forward pass, chunk by chunk, while the values are available:
-      the backward pass only scales it by the sum's cotangent, and nothing is computed twice.
+    the backward pass only scales it by the sum's cotangent, and nothing is computed twice.
 
     Args:
       fn: position-wise, returns float32 [B, c]; otherwise all arguments are as in `chunked`.

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config.fields import FIELDS
+from trainer.config.load import load
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -86,9 +87,7 @@ TESTED = {
         "python train.py --config RECIPE.yaml",
     ],
     "tests/trainer/huggingface/test_huggingface.py": [
-        "python -m scripts.export_hf runs/sharegpt_smollm2 my_model",
         "python -m scripts.export_hf runs/NAME my_model",
-        "python -m scripts.export_hf CHECKPOINT HF_DIR",
         "python -m scripts.import_hf HF_DIR CHECKPOINT",
     ],
     "tests/scripts/test_push_to_hub.py": [
@@ -192,7 +191,7 @@ TESTED = {
         'eval "$(python -m trainer.xla_flags gpu)"',
         "scripts/launch_tpu.sh run NAME --zone Z --type v5p-128 --version V --spot -- --config ...",
         "scripts/launch_tpu.sh run NAME --zone ZONE --type v5p-32 --version v2-alpha-tpuv5 --spot -- --config my_recipe.yaml "
-        "--model.path HF_DIR --data.path FILE.json --run_dir SHARED/run --data.prepared SHARED/prepared",
+        "--model.path HF_DIR --data.path FILE.json --run_dir gs://BUCKET/run --data.prepared gs://BUCKET/prepared",
         "sbatch --nodes 4 --gpus-per-node 8 scripts/launch_slurm.sbatch --config ...",
         "kubectl apply -f scripts/kubernetes/jobset.yaml",
         "scripts/launch_tpu.sh",
@@ -210,7 +209,8 @@ TESTED = {
         "python -m scripts.benchmarks.bench_schedules"
     ],
     "tests/planning/test_auto.py": [
-        "python train.py --model.path org/name --data.path chats.jsonl --data.context_length 131072"
+        "python train.py --model.path org/name --data.path chats.jsonl --data.context_length 32K",
+        "python train.py --model.path org/name --data.path chats.jsonl --data.context_length 128K",
     ],
     "tests/scripts/benchmarks/test_bench_engines.py": [
         "python -m scripts.benchmarks.bench_engines --gigabytes 0.25 --rows processes:2 beam:2"
@@ -249,12 +249,13 @@ NOT_RUN = {
     "make evidence": HOURS,
     "make evidence ONLY='h100 1m'": HOURS,
     "make install PLATFORM=cuda": INSTALLS,
-    "make install PLATFORM=tpu": INSTALLS,
+    "make install PLATFORM=tpu PYTHON=$(~/.local/bin/uv python find 3.12)": INSTALLS,
     "make install EXTRAS=eval": INSTALLS,
     "make install EXTRAS=rl": INSTALLS,
     "make install EXTRAS=beam": INSTALLS,
     "scripts/launch_tpu.sh delete NAME --zone Z": CLOUD,
     "pip install wandb": INSTALLS,
+    "pip install gcsfs": INSTALLS,
     "pip install '.[cuda]'": INSTALLS,
     "python -m scripts.plan --model llama-7b --machine v4:4x4x4 --context 1M --compile": HOURS,
     "python -m scripts.plan --config configs/llama31_8b_1m_h100.yaml --model llama-3.1-8b --machine 8xH100 --compile": HOURS,
@@ -262,7 +263,7 @@ NOT_RUN = {
     "python -c 'import jax; print(jax.devices())'": "is JAX's own, for a machine with accelerators",
     "python -m scripts.benchmarks.bench_kernels --dtype bfloat16": "is for a GPU or TPU, which no test has",
     "python train.py --config configs/trajectories/walker_walk.yaml --trajectories.in_context 128 --trajectories.action_repeat 1 "
-    "--data.context_length 512000 --mesh.sequence 64 --attention.layout striped": "needs 64 devices",
+    "--data.context_length 512000 --stages '[]' --train.batch_size 1 --mesh.sequence 64 --attention.layout striped": "needs 64 devices",
     "docker build -f scripts/kubernetes/Dockerfile --build-arg PLATFORM=cuda -t longstripe:0.1.0 .": DOCKER,
     'docker run --rm --gpus all --ipc host -v "$PWD/runs:/longstripe/runs" -v "$PWD/prepared:/longstripe/prepared" '
     '-v "$HOME/.cache/longstripe:/home/longstripe/.cache/longstripe" -v "$HOME/models:/models" longstripe:0.1.0 --config '
@@ -270,7 +271,6 @@ NOT_RUN = {
     "gcloud compute tpus tpu-vm create NAME --zone ZONE --accelerator-type v6e-8 --version v2-alpha-tpuv6e": CLOUD,
     "git clone YOUR_COPY longstripe && cd longstripe": "is git's own, of an address that only the user has",
     "gcloud compute tpus tpu-vm ssh NAME --zone ZONE": CLOUD,
-    "uv python install 3.12": "is uv's own",
     "gcloud auth login": PARSED,
     "gcloud config set project PROJECT": PARSED,
     "gcloud services enable compute.googleapis.com tpu.googleapis.com storage.googleapis.com": PARSED,
@@ -418,6 +418,19 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        command
+        for command in PYTHON
+        if re.match(r"python train\.py --(config configs/|model\.path )", command)
+    ],
+)
+def test_the_flags_of_a_training_fit_its_recipe(command, folder):
+    config = load(shlex.split(command)[2:])
+    assert config.data.sources or config.trajectories.path
 
 
 @pytest.mark.parametrize("command", EXECUTED)

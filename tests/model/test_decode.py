@@ -400,6 +400,14 @@ def test_likelihoods_match_transformers(tmp_path, axes):
     assert generator.score(params, texts[1:2], [7])[0].is_greedy == [True]
     with pytest.raises(ValueError, match="start: found 2 in a text of 2 tokens; needs 1 to 1"):
         generator.score(params, [[5, 6]], [2])
+    # A last token is predicted and is no input, so a text may have one more than a prompt.
+    longest = rng.integers(3, 128, 220 - 4 + 1).tolist()
+    logits = torch.tensor(transformers_logits(truth, np.array([longest])))[0, -2]
+    (scores,) = generator.score(params, [longest], [len(longest) - 1])
+    expected = torch.log_softmax(logits, -1)[longest[-1]].item()
+    np.testing.assert_allclose(scores.log_likelihoods, [expected], atol=1e-4)
+    with pytest.raises(ValueError, match="prompt: found 217 tokens; needs 1 to 216"):
+        generator.score(params, [[*longest, 3]], [1])
 
 
 def test_samples_depend_on_seed_draw_and_step():

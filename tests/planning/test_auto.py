@@ -11,6 +11,7 @@ import yaml
 from data.errors import UserError
 from model.config import TransformerConfig
 from planning.auto import Machine, machine_named, machine_of, plan_on
+from planning.dry_run import dry_run
 from planning.memory_estimate import estimate_memory
 from planning.plan import Job
 from trainer.config.load import dump, load
@@ -108,6 +109,28 @@ def test_a_run_that_does_not_fit_is_refused_with_plans_that_would(recipe):
     assert message.endswith("such devices would")
     named = dataclasses.replace(config, adapter=config.adapter.with_rank(16, "nf4"))
     assert plan_on(named, machine_named("rtx4090:1", None))[0].mesh.devices == 1
+
+
+def test_a_given_mesh_that_is_not_the_machines_is_named(small_recipe):
+    words = ["--config", str(small_recipe), "--memory", "auto", "--mesh.fsdp", "4"]
+    words += ["--mesh.sequence", "1", "--mesh.tensor", "1", "--mesh.simulate", "0"]
+    config = load(words)
+    with pytest.raises(UserError, match=r"mesh: data 1 x fsdp 4 .* is 4 devices, found 8"):
+        plan_on(config, machine_named("h100:8", None))
+    with pytest.raises(
+        UserError, match=r"--dry-run: 8xH100 has 8 devices, the mesh has data 1 x f"
+    ):
+        dry_run(config, "8xH100")
+    with pytest.raises(UserError, match=r"rows of .* tokens do not fit on 4 x CPU: at least"):
+        plan_on(config, cpus(4, 1e-6))
+
+
+def test_another_plan_leaves_out_the_last_ones_interval(recipe):
+    config = recipe()
+    memory = dataclasses.replace(config.memory, remat="offload_every_k", every_k=4)
+    config = dataclasses.replace(config, memory=memory, planned="for a smaller machine")
+    planned, _ = plan_on(config, cpus(8))
+    assert (planned.memory.remat, planned.memory.every_k) == ("everything", 2)
 
 
 def device(**facts):

@@ -245,7 +245,7 @@ def test_small_data_gives_the_warnings_of_training(recipe, tmp_path, capsys):
 
     (padding, larger), tokens, rows = warnings_for("--train.batch_size", "4", "--train.steps", "2")
     assert rows < 4 and f"warning: {1 - tokens / rows / 65536:.1%} of the tokens" in padding
-    assert f"4 rows per step, but an epoch has {rows}" in larger and "same rows" in larger
+    assert f"the batch has 4 rows, but an epoch has only {rows}, so each step repeats" in larger
     flags = "--train.batch_size", "1", "--mesh.fsdp", "1", "--mesh.simulate", "4"
     (_, epochs), _, rows = warnings_for(*flags, "--train.steps", str(256 * rows))
     assert (
@@ -308,32 +308,32 @@ def test_too_few_episodes_are_refused_as_in_training(tmp_path):
         (
             {"every": 100},
             [
-                "preemption: costs at most 333 to 667 minutes of steps (checkpoint.every 100), "
-                "and the start",
-                "preemption: with --checkpoint.minutes 30 33 to 37 minutes",
+                "a preemption loses at most 333 to 667 minutes of training (checkpoint.every 100), "
+                "plus the restart",
+                "with --checkpoint.minutes 30, it loses at most 33 to 37 minutes",
             ],
         ),
         (
             {"every": 100, "minutes": 10},
             [
-                "preemption: costs at most 13 to 17 minutes of steps (checkpoint.every 100, "
-                "checkpoint.minutes 10), and the start"
+                "a preemption loses at most 13 to 17 minutes of training (checkpoint.every 100, "
+                "checkpoint.minutes 10), plus the restart"
             ],
         ),
         (
             {"every": 3, "minutes": 60},
             [
-                "preemption: costs at most 10 to 20 minutes of steps (checkpoint.every 3, "
-                "checkpoint.minutes 60), and the start"
+                "a preemption loses at most 10 to 20 minutes of training (checkpoint.every 3, "
+                "checkpoint.minutes 60), plus the restart"
             ],
         ),
         (
             {"every": 3, "local": "/x", "local_every": 2},
             [
-                "preemption: with local checkpoints at most 6.7 to 13.3 minutes of steps "
+                "with local checkpoints, a preemption loses at most 7 to 13 minutes of training "
                 "(checkpoint.local_every 2) if at most one host is lost; otherwise",
-                "preemption: costs at most 10 to 20 minutes of steps (checkpoint.every 3), and "
-                "the start",
+                "a preemption loses at most 10 to 20 minutes of training (checkpoint.every 3), "
+                "plus the restart",
             ],
         ),
     ],
@@ -344,6 +344,18 @@ def test_the_cost_of_a_preemption_is_printed(flags, lines):
         run=SimpleNamespace(checkpoint=CheckpointConfig(**flags)),
     )
     assert list(_preemption_lines(job)) == lines
+
+
+def test_the_cost_of_a_preemption_in_short_steps_is_in_seconds():
+    """By hand: 100 steps of 0.06 to 0.14 s."""
+    job = SimpleNamespace(
+        time_range=lambda: TimeRange(0.06, 0.14),
+        run=SimpleNamespace(checkpoint=CheckpointConfig(every=100)),
+    )
+    assert list(_preemption_lines(job)) == [
+        "a preemption loses at most 6 to 14 seconds of training (checkpoint.every 100), plus the "
+        "restart"
+    ]
 
 
 def test_host_storage_and_memory_of_local_checkpoints(monkeypatch):

@@ -180,7 +180,7 @@ def test_a_job_that_does_not_fit_gets_suggestions(capsys):
     flags = re.search(r"fits here with .*?: (--mesh .*)$", output, re.MULTILINE)[1].split()
     assert answer(capsys, *job, *flags)[0] == 0
     status, output = answer(capsys, *MODEL, "--machine", "RTX4090", "--context", "32K")
-    count = re.search(r"(\d+) such devices hold a row", output)[1]
+    count = re.search(r"a row of this length fits on (\d+) of these devices", output)[1]
     assert (
         status == 1
         and answer(capsys, *MODEL, "--machine", f"{count}xRTX4090", "--context", "32K")[0] == 0

@@ -108,12 +108,28 @@ def test_the_newest_checkpoint_of_a_run(run, tmp_path, capsys):
     assert run_status.main([]) == 2 and "no run was named" in capsys.readouterr().err
 
 
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    missing = str(tmp_path / "none")
+    for name in (missing, "memory://bucket/none"):
+        assert run_status.main([name]) == 2
+        assert f"{name}: not a run (config.yaml is missing)" in capsys.readouterr().err
+    # A run that has only begun, and one that a recipe names and that has not.
+    for begun in ("config.yaml", "stages/1/config.yaml"):
+        path = tmp_path / begun.replace("/", "_") / begun
+        path.parent.mkdir(parents=True)
+        path.write_text("name: x")
+        assert run_status.main([str(tmp_path / begun.replace("/", "_"))]) == 0
+    assert run_status.main(["--config", "configs/quickstart.yaml", "--run_dir", missing]) == 0
+    assert "none logged yet" in capsys.readouterr().out
+
+
 def test_a_run_in_s3_is_read_without_s3fs(s3, monkeypatch):
     def without_s3fs(_):
         raise ImportError
 
     monkeypatch.setattr("fsspec.core.url_to_fs", without_s3fs)
     assert run_status.read_status("s3://bucket/run") == run_status.Status(*[None] * 4)
+    assert run_status.main(["s3://bucket/run"]) == 2
     files = {
         "checkpoints/7/manifest.json": b"{}",
         "checkpoints/9/model/x": b"",  # being written

@@ -2,17 +2,15 @@
 or duplicated."""
 
 import copy
-import functools
 import json
 import pathlib
-from unittest import mock
 
 import numpy as np
 import yaml
 
 from tests import small_run
 from tests.soak.attacks import ROOT, Case, Failed, refusal
-from trainer.config import load, parsing
+from trainer.config import load
 from trainer.config.fields import FIELDS
 
 DEEP = "[" * 200 + "]" * 200
@@ -81,12 +79,9 @@ NO_VALUES = (DEEP, "&a [*a]", "*undefined", "{[1]: 2}", r'"\u0000"', r'"\ud800"'
 def recipes(base: pathlib.Path) -> Case:
     """Returns the case: a small recipe with one field attacked either loads or is refused with the
     field's name."""
-    # One parser serves all cases and no later test: building it takes most of a load's time.
-    parser = functools.cache(parsing.parser)
     good = yaml.safe_load(small_run.recipe(base, ROOT).read_text(encoding="utf-8"))
     fields = list(FIELDS)
 
-    @mock.patch.object(parsing, "parser", parser)
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
         field = fields[generator.integers(len(fields))]
         kind = generator.choice(

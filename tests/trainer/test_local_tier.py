@@ -42,8 +42,10 @@ def test_training_continues_when_local_saves_fail(small_recipe, tmp_path, monkey
     flags += ("--run_dir", str(tmp_path / "run"), "--train.steps", "6", "--checkpoint.every", "0")
     assert train.main(["--config", str(small_recipe), *flags]) == 0
     stderr = capfd.readouterr().err
-    assert stderr.count("that of step 2 could not be saved: [Errno 28] No space left") == 1
-    assert "that of step 3" not in stderr, "the same reason again"
+    assert (
+        stderr.count("the local checkpoint of step 2 could not be saved: [Errno 28] No space") == 1
+    )
+    assert "checkpoint of step 3 could not" not in stderr, "the same reason again"
     assert checkpoints == [(1, 1), (4, 2), (5, 2)]
     assert not list((tmp_path / "host").glob("*/*/*"))
 
@@ -145,7 +147,7 @@ def test_a_killed_run_resumes_bitwise_from_the_hosts_that_return(
     output = finish(start(repository, recipe, folder), folder)
     if lost == "two neighbours":
         assert (
-            f"of step {step} lacks the parts of these processes, which no host here has: 1"
+            f"the local checkpoint of step {step} is incomplete: no host has the part of process 1"
             in output
         )
         assert f"continuing from step {EVERY} ({folder}/run/checkpoints/{EVERY})" in output

@@ -47,6 +47,7 @@ def test_fields_hold_the_values_of_options():
         ("--model m", "folder"),
         ("here --model m --lengths few", "found few"),
         ("here --model m --kernel xl", "did you mean xla?"),
+        ("here --model=", "argument --model: found '', needs a value"),
         ("here --model m --head-dims 1", "did you mean --head-dim?"),
     ],
 )
@@ -55,6 +56,12 @@ def test_a_wrong_option_is_refused_in_one_line(words, message, capsys):
         parse(Options, words.split())
     printed = capsys.readouterr().err
     assert stopped.value.code == 2 and message in printed and printed.count("\n") == 1
+
+
+def test_an_empty_folder_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse(Options, ["", "--model", "m"])
+    assert "argument folder: found '', needs a value" in capsys.readouterr().err
 
 
 def test_help_has_every_option_and_its_default(capsys):

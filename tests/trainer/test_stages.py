@@ -245,6 +245,10 @@ def test_a_preemption_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
             {"context_length": 64, "rope": {"theta": 4}},
             "stages.rope: found {'theta': 4}, needs only fields of",
         ),
+        (
+            {"context_length": 64, "in_context": 2},
+            "stages[0].in_context: found 2, needs to be left out without trajectories.path",
+        ),
     ],
 )
 def test_incompatible_stages_are_refused(recipe, tmp_path, capsys, monkeypatch, stage, words):

@@ -79,19 +79,21 @@ def candidates(
         for part in parts:
             if part.run != expected.run:
                 refused[
-                    f"is of another run ({part.location}) and keeps its space until it is deleted"
+                    f"found a local checkpoint of another run ({part.location}); delete it to free "
+                    "its space"
                 ] = None
             elif part.step <= after:
                 continue
             elif reason := _difference(part, expected):
-                refused[f"of step {part.step} {reason}"] = None
+                refused[f"the local checkpoint of step {part.step} {reason}; it is not used"] = None
             else:
                 held[part.step, part.attempt][part.part].append(process)
     whole = []
     for (step, attempt), holders in sorted(held.items(), reverse=True):
         if missing := [str(part) for part in range(count) if not holders[part]]:
             refused[
-                f"of step {step} lacks the parts of these processes, which no host here has: "
+                f"the local checkpoint of step {step} is incomplete: no host has the "
+                f"part{'s' * (len(missing) > 1)} of process{'es' * (len(missing) > 1)} "
                 + ", ".join(missing)
             ] = None
         else:

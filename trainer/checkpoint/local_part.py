@@ -1,8 +1,9 @@
 """A process's part of a local checkpoint: one file with the shards of its devices.
 
     8 bytes     the header's length
-    header JSON: `Header` shards of one array after another, as bytes 32 bytes SHA-256 of everything
-    before
+    header      JSON: `Header`
+    shards      of one array after another, as bytes
+    32 bytes    SHA-256 of everything before
 
 Shards held by several devices of the process are written once. Raw bytes instead of Orbax's format,
 since only the same processes on the same mesh read them again: nothing is compressed, divided or

@@ -172,20 +172,22 @@ class LocalTier:
         found = [[Found(*part) for part in parts] for _, parts in of_all]
         whole, refused = candidates(found, expected, after)
         for reason in refused:
-            self._say(f"one {reason}; it is not used")
+            self._say(reason)
         for candidate in whole:
             problems = [problem for problem in exchange(self._obtain(candidate)) if problem]
             if not problems:
                 return self._restored(candidate, abstract, optimizer)
-            self._say(f"one of step {candidate.step} is not used: {'; '.join(problems)}")
+            self._say(
+                f"the local checkpoint of step {candidate.step} is not used: {'; '.join(problems)}"
+            )
         step, found_steps = record.get("step"), {part.step for parts in found for part in parts}
         if isinstance(step, int) and step > after and step not in found_steps:
-            self._say(f"the one of step {step} is on none of this start's hosts")
+            self._say(f"none of the current hosts has the local checkpoint of step {step}")
         return None
 
     def _say(self, text: str) -> None:
         if self.process == 0:
-            line = f"warning: local checkpoints in {self.root}: {text}"
+            line = f"warning: {self.root}: {text}"
             print(printable(line), file=sys.stderr, flush=True)
 
     def _obtain(self, candidate: Candidate) -> str:
@@ -329,7 +331,9 @@ class LocalTier:
             self._delete(lambda header: header.step == step and header.attempt == self.attempt)
             if self._warned != problems[0]:
                 self._warned = problems[0]
-                self._say(f"that of step {step} could not be saved: {'; '.join(problems)}")
+                self._say(
+                    f"the local checkpoint of step {step} could not be saved: {'; '.join(problems)}"
+                )
             return
         self._delete(lambda header: header.step != step or header.attempt != self.attempt)
         self._delete_elsewhere()

@@ -1,12 +1,18 @@
 """Rules across the sections of a configuration; trainer.config.schema has those within one."""
 
 import dataclasses
+import operator
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from data.errors import UserError
 from data.paths import on_this_machine
+from data.trajectories.options import TrajectoryConfig
 
 from .data import DataConfig
 from .numbers import refusal
+from .preference import PreferenceConfig
 from .require import require
 from .schema import ModelConfig, RunConfig
 
@@ -24,6 +30,7 @@ def check(config: RunConfig, source: str = "configuration") -> RunConfig:
         raise UserError(f"{source}: {reason}")
     _check_stores(config, source)
     try:
+        _check_name(config.name)
         if config.trajectories.path:
             _check_trajectories(config)
         else:
@@ -71,6 +78,110 @@ def _check_stores(value: object, source: str, field: str = "") -> None:
         entries = value if isinstance(value, dict) else vars(value)
         for name, entry in entries.items():
             _check_stores(entry, source, f"{field}.{name}".lstrip("."))
+
+
+class Switch(NamedTuple):
+    """A field without which other fields have no effect.
+
+    Attributes:
+      field: its dotted name.
+      is_on: whether its value, with the configuration, lets the others count.
+      needs: what would switch it on.
+      fields: the others, without effect unless it is on.
+    """
+
+    field: str
+    is_on: Callable[[Any, RunConfig], bool]
+    needs: str
+    fields: tuple[str, ...]
+
+    def counts(self, config: RunConfig) -> bool:
+        """Whether the fields have an effect."""
+        return self.is_on(operator.attrgetter(self.field)(config), config)
+
+
+def _is_given(value: Any, _: RunConfig) -> bool:
+    return bool(value)
+
+
+def _of_section(section: str, config_class: type, *besides: str) -> tuple[str, ...]:
+    """The dotted names of a section's fields, but not those `besides`."""
+    names = (field.name for field in dataclasses.fields(config_class))
+    return tuple(f"{section}.{name}" for name in names if name not in besides)
+
+
+SWITCHES = (
+    Switch(
+        "adapter.rank",
+        _is_given,
+        "at least 1",
+        ("adapter.alpha", "adapter.targets", "adapter.use_rslora"),
+    ),
+    Switch(
+        "preference.loss",
+        _is_given,
+        "a loss, such as sigmoid (DPO)",
+        _of_section("preference", PreferenceConfig, "loss"),
+    ),
+    Switch(
+        "preference.loss", lambda loss, _: loss == "simpo", "simpo", ("preference.simpo_gamma",)
+    ),
+    Switch(
+        "trajectories.path",
+        _is_given,
+        "a folder of episodes",
+        _of_section("trajectories", TrajectoryConfig, "path"),
+    ),
+    Switch("checkpoint.best", _is_given, "the name of a metric", ("checkpoint.best_is",)),
+    Switch(
+        "optimizer.schedule", lambda name, _: name == "wsd", "wsd", ("optimizer.decay_fraction",)
+    ),
+    Switch(
+        "memory.remat",
+        lambda _, config: config.memory.policy.every_k,
+        "every_k or offload_every_k",
+        ("memory.every_k",),
+    ),
+    Switch(
+        "data.held_out_fraction",
+        lambda share, config: bool(share or config.data.held_out_path),
+        "a share above 0, or data.held_out_path",
+        ("train.evaluate_every",),
+    ),
+    Switch("samples.prompts", _is_given, "at least one prompt", ("samples.new_tokens",)),
+    Switch("logging.profile_steps", _is_given, "[FIRST, LAST]", ("logging.profile_processes",)),
+)
+_DEFAULTS = RunConfig()
+
+
+def check_switches(config: RunConfig, source: str) -> None:
+    """Refuses a field without effect, of which whoever sets it expects something.
+
+    Args:
+      source: as for `check`.
+
+    Raises:
+      UserError: names the field, and the one that would make it count.
+    """
+    for switch in SWITCHES:
+        for field in () if switch.counts(config) else switch.fields:
+            value = operator.attrgetter(field)
+            if value(config) != value(_DEFAULTS):
+                found = operator.attrgetter(switch.field)(config)
+                raise UserError(
+                    f"{source}: {switch.field}: found {found!r} with {field}; needs {switch.needs}"
+                )
+
+
+def _check_name(name: str) -> None:
+    """A run's name is that of a folder in runs/."""
+    inside = os.path.normpath(name)
+    require(
+        not name or not (os.path.isabs(name) or inside.split(os.sep)[0] in (os.curdir, os.pardir)),
+        "name",
+        name,
+        "the name of a folder in runs/; --run_dir names any other folder",
+    )
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -1,6 +1,5 @@
 """Splits and checks the command line `--config RECIPE.yaml [--section.field value ...]`."""
 
-import contextlib
 import json
 import re
 from collections.abc import Iterable
@@ -8,7 +7,17 @@ from typing import Any, NamedTuple
 
 from data.errors import UserError
 
-from .fields import AUTO, FIELDS, LISTS, MAPPINGS, SECTIONS, check_list, clean_set, suggestion
+from .fields import (
+    AUTO,
+    FIELDS,
+    LISTS,
+    MAPPINGS,
+    SECTIONS,
+    check_list,
+    clean_set,
+    is_text,
+    suggestion,
+)
 from .yaml_text import InvalidYAML, parse
 
 PROFILE = "--logging.profile_steps"  # whose value may be FIRST:LAST
@@ -21,11 +30,6 @@ class Flag(NamedTuple):
     name: str
     text: str
 
-    @property
-    def words(self) -> list[str]:
-        """The flag as words of a command line."""
-        return [f"--{self.name}", self.text]
-
 
 class CommandLine(NamedTuple):
     """A recipe's path, "" without one; the flags that change its fields, in order; and the sections
@@ -34,6 +38,17 @@ class CommandLine(NamedTuple):
     recipe: str
     flags: list[Flag]
     auto: tuple[str, ...] = ()
+
+
+def value_of(flag: Flag, kind: Any) -> Any:
+    """Returns a flag's value before its conversion to the field's type: its text, where only the
+    word null is null, for a text; else that of the text as YAML, or the text if it is none."""
+    if is_text(kind):
+        return None if flag.text == "null" else flag.text
+    try:
+        return parse(flag.text, f"command line: --{flag.name}")
+    except InvalidYAML:
+        return flag.text
 
 
 def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
@@ -52,7 +67,7 @@ def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
         name, equals, text = word.partition("=")
         if name == "--config":
             recipe = text if equals else next(words, None)
-            if recipe is None:
+            if not recipe:
                 raise UserError(
                     "command line: --config needs the path of a recipe, such as "
                     "configs/quickstart.yaml"
@@ -138,9 +153,7 @@ def _check_values(flags: list[Flag]) -> None:
     """
     earlier: list[tuple[Flag, Any]] = []
     for flag in flags:
-        value = None
-        with contextlib.suppress(InvalidYAML):  # a name such as `a: b: c`
-            value = parse(flag.text, f"command line: --{flag.name}")
+        value = value_of(flag, FIELDS.get(flag.name, Any))
         for other, other_value in earlier:
             replaced = other.name == flag.name and isinstance(other_value, dict | list)
             if replaced or other.name.startswith(f"{flag.name}."):

@@ -33,6 +33,9 @@ class SourceConfig:
     messages, speaker: role}; see docs/data.md."""
     add_bos: bool | None = None
     """Whether each text (format: text) begins with BOS; by default as the tokenizer does."""
+    control_tokens: bool = False
+    """Whether control tokens written in a text (format: text) are read as such, as in texts that a
+    chat template has rendered; by default they are plain text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +63,7 @@ class DataConfig:
     """Assistant turns in the loss: all, or only each conversation's last; a turn's `train: false`
     excludes it."""
     sources: tuple[SourceConfig, ...] = ()
-    """The sources, each {path, format, template, weight, fields, add_bos}."""
+    """The sources, each {path, format, template, weight, fields, add_bos, control_tokens}."""
     context_length: Tokens = 4096
     """Tokens in a packed row, such as 65536 or 64K (K and M are 2^10 and 2^20, in every token
     field); a multiple of mesh.sequence, or of twice that for the layout zigzag."""
@@ -69,7 +72,7 @@ class DataConfig:
     machine as needed."""
     cache_gib: float = 64.0
     """GiB of this machine's disk for shards of a `prepared` in a store; the least recently used
-    make room."""
+    shards are evicted."""
     held_out_fraction: float = 0.05
     """Share of the documents held out of training for the held-out loss, unless held_out_path is
     given."""

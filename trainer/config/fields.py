@@ -111,6 +111,16 @@ _ELSEWHERE = {
 MEANT = {name: field for field, names in _ELSEWHERE.items() for name in names}
 
 
+def is_text(kind: Any) -> bool:
+    """Whether a field's type is a text, any or one of several, or null for none: a flag's value is
+    then what was written, not YAML."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return all(part is type(None) or is_text(part) for part in typing.get_args(kind))
+    if typing.get_origin(kind) is typing.Literal:
+        return all(isinstance(name, str) for name in typing.get_args(kind))
+    return kind is str
+
+
 def suggestion(name: str, valid: Iterable[str], prefix: str = "") -> str:
     """Returns ' (did you mean PREFIX NAME?)' for another trainer's name or a misspelt one."""
     if meant := MEANT.get(name.replace("-", "_").rsplit(".", 1)[-1].lower()):

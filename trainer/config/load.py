@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+import os
 import pathlib
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,9 +18,10 @@ from model.attention.choice import LIMITS
 from model.config import ADJUSTABLE
 
 from . import command_line
-from .checks import check
+from .checks import SWITCHES, check, check_switches
 from .data import SourceConfig
-from .fields import AUTO, check_names, clean_set
+from .fields import AUTO, FIELDS, check_names, clean_set, field_names
+from .mesh import MeshConfig
 from .schema import VERSION, RunConfig
 from .stage import STAGED
 from .yaml_text import MAX_BYTES, parse
@@ -27,6 +29,12 @@ from .yaml_text import MAX_BYTES, parse
 # The value of a section that the planner fills in, and fields of it that it does not choose.
 AUTOMATIC = "auto"
 NOT_PLANNED = ("mesh.simulate",)
+# Fields that the planner always chooses; it keeps what else a recipe says of memory.
+PLANNED = (
+    *(f"mesh.{name}" for name in field_names(MeshConfig) if f"mesh.{name}" not in NOT_PLANNED),
+    "memory.remat",
+    "memory.every_k",
+)
 # For runs without a recipe, and the recipes that scripts.plan writes.
 LEARNING_RATE, ADAPTERS_LEARNING_RATE, WARMUP_FRACTION, EPOCHS = 1e-5, 1e-4, 0.03, 1
 
@@ -52,16 +60,21 @@ def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
         raise SystemExit(0)
     words = command_line.split(argv, own)
     flags = {flag.name: flag.text for flag in words.flags}
+    _refuse_nothing(flags)
     recipe = _read(words.recipe) if words.recipe else _without_recipe(flags)
+    recipe, words = _with_listed_auto(recipe, words)
     recipe = _without_replaced(_with_auto(recipe, words), flags)
-    config = _with_one_source(parsing.build(recipe, words))
-    _refuse_without_effect({flag.name for flag in words.flags}, config)
+    config = _without_switched_off(_with_one_source(parsing.build(recipe, words)), flags)
+    _refuse_without_effect(flags, config)
+    _refuse_planned_over(config, words.recipe or "command line")
     if not config.name:
-        name = pathlib.Path(words.recipe or flags["model.path"].partition("@")[0].lower())
-        config = dataclasses.replace(config, name=name.stem if words.recipe else name.name)
+        config = dataclasses.replace(config, name=_name(words.recipe, flags))
     config = _as_begun(config, recipe, {flag.name for flag in words.flags})
-    source = f"{words.recipe} with the command line" if words.recipe else "command line"
-    return check(config, source if words.flags else words.recipe)
+    source = words.recipe or "command line"
+    if words.recipe and words.flags:
+        source = f"{source} with the command line"
+    check_switches(config, source)
+    return check(config, source)
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:
@@ -128,6 +141,43 @@ def _without_recipe(flags: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
+def _name(recipe: str, flags: Mapping[str, str]) -> str:
+    """A run's name: the recipe's, or without one that of the model's folder or on the hub."""
+    if recipe:
+        return pathlib.Path(recipe).stem
+    model = flags["model.path"]
+    folder = pathlib.Path(model).expanduser()
+    path = pathlib.Path(os.path.abspath(folder)) if folder.is_dir() else pathlib.Path(model)
+    if not (name := path.name.partition("@")[0].lower()):
+        raise UserError(f"command line: model.path: found {model!r}, needs a folder with a name")
+    return name
+
+
+def _refuse_nothing(flags: Mapping[str, str]) -> None:
+    """Raises UserError for a name or data that a flag says are none, such as a shell variable that
+    is not set; other fields' values are checked with their types."""
+    if flags.get("name") == "":
+        raise UserError("command line: name: found '', needs a name")
+    if flags.get("data.path") == "null":
+        raise UserError("command line: data.path: found null, needs a path")
+
+
+def _with_listed_auto(
+    recipe: dict[str, Any], words: command_line.CommandLine
+) -> tuple[dict[str, Any], command_line.CommandLine]:
+    """The recipe and command line with the sections of --auto as those of --mesh auto.
+
+    A list replaces the recipe's; another value stays, to be refused with the field's type.
+    """
+    flag = next((flag for flag in words.flags if flag.name == "auto"), None)
+    listed = command_line.value_of(flag, FIELDS["auto"]) if flag else None
+    if not isinstance(listed, list) or not set(map(str, listed)) <= {*AUTO, "positions"}:
+        return recipe, words
+    flags = [other for other in words.flags if other is not flag]
+    auto = (*words.auto, *map(str, listed))
+    return {**recipe, "auto": []}, words._replace(flags=flags, auto=auto)
+
+
 def _with_auto(recipe: dict[str, Any], words: command_line.CommandLine) -> dict[str, Any]:
     """The recipe with `auto` as the command line says.
 
@@ -136,7 +186,7 @@ def _with_auto(recipe: dict[str, Any], words: command_line.CommandLine) -> dict[
     """
     auto = [*dict.fromkeys([*(recipe.get("auto") or []), *words.auto])]
     given = [flag.name for flag in words.flags if flag.name not in NOT_PLANNED]
-    for section in words.auto:
+    for section in (name for name in words.auto if name in AUTO):
         if named := [name for name in given if name.startswith(f"{section}.")]:
             raise UserError(f"command line: --{section} auto and --{named[0]} exclude each other")
         kept = {
@@ -205,6 +255,20 @@ def _with_one_source(config: RunConfig) -> RunConfig:
     )
 
 
+def _without_switched_off(config: RunConfig, flags: Mapping[str, str]) -> RunConfig:
+    """The configuration without fields of the recipe that count only with a field that a flag turns
+    off: --adapter.rank 0 also leaves out adapter.alpha."""
+    defaults = RunConfig()
+    for switch in SWITCHES:
+        if switch.field not in flags or switch.counts(config):
+            continue
+        for field in switch.fields:
+            if field not in flags:
+                default = operator.attrgetter(field)(defaults)
+                config = _with_value(config, field.split("."), default)
+    return config
+
+
 # Fields whose defaults have changed; older runs keep the values in their folders.
 CHANGED_DEFAULTS = ("data.template", "data.clean.html", "data.clean.rate_limits")
 
@@ -270,14 +334,36 @@ def _begun(config: RunConfig) -> dict[str, Any]:
     return {}
 
 
-def _refuse_without_effect(flags: set[str], config: RunConfig) -> None:
-    """Raises UserError for a flag whose field every stage of the recipe replaces."""
-    stages = () if "stages" in flags else config.stages
+def _refuse_without_effect(flags: Mapping[str, str], config: RunConfig) -> None:
+    """Raises UserError for a flag whose field every stage replaces."""
+    whose, remedy = (
+        ("the stages of --stages", "leave the flag out, or change them")
+        if "stages" in flags
+        else ("the recipe's stages", "change them in the recipe, or give them as --stages")
+    )
     for field, name in STAGED.items():
-        if field in flags and stages and all(stage.replaces(name) for stage in stages):
+        if (
+            field in flags
+            and config.stages
+            and all(stage.replaces(name) for stage in config.stages)
+        ):
             raise UserError(
-                f"command line: --{field} has no effect, since each of the recipe's stages has its "
-                f"own {name}; change them in the recipe, or give them as --stages"
+                f"command line: --{field} has no effect, since each of {whose} has its own {name}; "
+                f"{remedy}"
+            )
+
+
+def _refuse_planned_over(config: RunConfig, source: str) -> None:
+    """Raises UserError for a field of the recipe that the planner would replace, unless it is the
+    planner's own answer, with which a run's configuration also has its reason."""
+    defaults = RunConfig()
+    for field in PLANNED:
+        section, value = field.partition(".")[0], operator.attrgetter(field)(config)
+        default = operator.attrgetter(field)(defaults)
+        if section in config.auto and not config.planned and value != default:
+            raise UserError(
+                f"{source}: auto: found {section}, which replaces {field} {_plain(value)}; leave "
+                "one of them out"
             )
 
 

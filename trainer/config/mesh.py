@@ -30,7 +30,7 @@ class MeshConfig:
     dcn: dict[str, int] = dataclasses.field(default_factory=dict)
     """Factors of the axes that cross the slow network between TPU slices or GPU hosts, such as
     {data: 2}; their product is the number of slices or hosts. Not needed on one slice, or on GPUs
-    if the outermost axes cross."""
+    whose outermost axes already cross hosts."""
     order: tuple[Literal["data", "fsdp", "expert", "tensor", "sequence"], ...] = ()
     """The axes, from distant devices to near ones; by default data, fsdp, expert, sequence, tensor:
     tensor waits for its sums, while the kernels hide the ring along the sequence."""
@@ -91,7 +91,8 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DistributedConfig:
-    """The other processes, if JAX does not detect them (it does on Cloud TPU, GKE, Slurm)."""
+    """The other processes, if JAX does not detect them (it does on Cloud TPU, GKE, Slurm and Open
+    MPI)."""
 
     coordinator: str | None = None
     """Address of process 0 as HOST:PORT; any free port, the same for all."""

@@ -1,12 +1,13 @@
-"""Parses the values of recipes and flags with jsonargparse to the schema's types."""
+"""Converts the values of recipes and flags to the schema's types, and describes the fields for
+--help."""
 
 import argparse
 import dataclasses
-import functools
+import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, Union
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union
 
 import jsonargparse
 from jsonargparse.typing import register_type
@@ -15,40 +16,33 @@ from data.errors import UserError
 from data.lengths import FORM, tokens_of
 from model.attention.names import Tokens
 
-from .command_line import CommandLine
+from .command_line import CommandLine, Flag, value_of
 from .fields import FIELDS, LISTS, MAPPINGS, SECTIONS, check_keys, field_names, suggestion
 from .schema import RunConfig
 
-# What jsonargparse raises for a value of a wrong type.
-_REFUSED = (
-    argparse.ArgumentError,
-    jsonargparse.ArgumentError,
-    TypeError,
-    ValueError,
-    KeyError,
-    OverflowError,
-)
-
-
 _Section = TypeVar("_Section")
+# Numbers as texts: in quotes, or as 1e-3, which PyYAML reads as a text. None begins with a needless
+# zero: YAML 1.1 takes 010 for eight, so it is refused instead of being taken for ten.
+_WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*)", re.ASCII)
+_NUMBER = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", re.ASCII)
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]", re.ASCII)
+# What a field that must not be empty needs; the others of them need a path.
+_NEEDS = {
+    "checkpoint.best": "the name of a metric",
+    "data.sources.template": "the name of a template",
+    "distributed.coordinator": "HOST:PORT",
+    "logging.wandb": "the name of a project",
+    "model.preset": "the name of a preset",
+}
 
 
-class _Value(NamedTuple):
-    """A field's value from a recipe or flag, and its required type."""
-
-    field: str
-    type: Any
-    value: Any
-
-
-@functools.cache
-def _shared_parser() -> jsonargparse.ArgumentParser:
-    """A parser for values; building one takes half a second."""
-    return parser()
+class _Unfit(Exception):
+    """A value is not of its field's type."""
 
 
 def parser() -> jsonargparse.ArgumentParser:
-    """The parser of RunConfig's fields, made on demand since its settings are global."""
+    """The parser that describes RunConfig's fields, made on demand since its settings are
+    global."""
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     _register_tokens()
     # Abbreviations are off: `--mesh.seq` would be accepted silently.
@@ -61,7 +55,17 @@ def parser() -> jsonargparse.ArgumentParser:
         help="The recipe; not needed with --model.path and --data.path.",
     )
     made.add_class_arguments(RunConfig)
+    for group in made._action_groups:
+        for action in group._group_actions:
+            if action.dest in SECTIONS:
+                group.title = _heading(SECTIONS[action.dest])
     return made
+
+
+def _heading(section: type) -> str:
+    """Returns the first paragraph of a section's docstring as one line; jsonargparse's heading is
+    its first line."""
+    return " ".join((section.__doc__ or "").partition("\n\n")[0].split()).rstrip(".")
 
 
 def _register_tokens() -> None:
@@ -128,28 +132,21 @@ def build(recipe: Mapping[str, Any], command_line: CommandLine) -> RunConfig:
     Raises:
       UserError: a value has the wrong type or breaks a rule of its section.
     """
-    made = _shared_parser()
-    try:
-        namespace = made.parse_object(dict(recipe))
-    except _REFUSED as error:
-        _raise_refused(_recipe_values(recipe), command_line.recipe, error)
-    _refuse_null(_recipe_values(recipe), command_line.recipe)
-    source = command_line.recipe
-    if command_line.flags:
+    values: dict[str, Any] = {}
+    for field, kind in FIELDS.items():
+        section: Any = recipe
+        *sections, name = field.split(".")
+        for part in sections:
+            section = section.get(part, {})
+        if name in section:
+            values[field] = _checked(field, kind, section[name], command_line.recipe)
+    for flag in command_line.flags:
+        _set_flag(values, flag)
+    source = command_line.recipe or "command line"
+    if command_line.recipe and command_line.flags:
         source = f"{source} with the command line"
-        try:
-            namespace = made.parse_args(
-                [word for flag in command_line.flags for word in flag.words], namespace=namespace
-            )
-        except _REFUSED as error:
-            _raise_refused(_flag_values(command_line), "command line", error)
-        _refuse_null(
-            (_Value(field, kind, namespace.get(field)) for field, kind in FIELDS.items()),
-            "command line",
-        )
     try:
-        sections = made.instantiate(namespace)
-        return RunConfig(**{name: sections[name] for name in field_names(RunConfig)})
+        return _section(RunConfig, "", values)
     except ValueError as error:  # of a section's __post_init__
         raise UserError(f"{source}: {error}") from error
 
@@ -166,83 +163,173 @@ def section(cls: type[_Section], written: Mapping[str, Any], field: str) -> _Sec
     """
     check_keys(written, cls, f"{field}.", "configuration")
     kinds = typing.get_type_hints(cls)
-    values = [_Value(f"{field}.{name}", kinds[name], value) for name, value in written.items()]
-    _refuse_null(values, "configuration")
-    _register_tokens()
-    made = jsonargparse.ArgumentParser(exit_on_error=False)
-    for name in written:
-        made.add_argument(f"--{name}", type=kinds[name])
+    values = {
+        name: _checked(f"{field}.{name}", kinds[name], value, "configuration")
+        for name, value in written.items()
+    }
     try:
-        parsed = made.parse_object(dict(written))
-    except _REFUSED as error:
-        _raise_refused(iter(values), "configuration", error)
-    try:
-        return cls(**{name: parsed[name] for name in written})
+        return cls(**values)
     except ValueError as error:
         raise UserError(f"configuration: {error}") from error
 
 
-def _raise_refused(values: Iterator[_Value], source: str, error: Exception) -> typing.NoReturn:
-    """Raises a UserError that names the first value that jsonargparse refuses alone.
+def _section(cls: type[_Section], prefix: str, values: Mapping[str, Any]) -> _Section:
+    """Builds a section and those within it from its fields' values by dotted name."""
+    given: dict[str, Any] = {}
+    for name in field_names(cls):
+        field = f"{prefix}{name}"
+        if field in SECTIONS:
+            given[name] = _section(SECTIONS[field], f"{field}.", values)
+        elif field in values:
+            given[name] = values[field]
+    return cls(**given)
 
-    jsonargparse reports the field and its type only in a message, so each value is parsed again
-    alone.
+
+def _set_flag(values: dict[str, Any], flag: Flag) -> None:
+    """Sets a flag's field, or the entry of a mapping that it names, in `values`."""
+    mapping = next((name for name in MAPPINGS if flag.name.startswith(f"{name}.")), None)
+    if mapping is None:
+        kind = FIELDS[flag.name]
+        value = value_of(flag, kind)
+        values[flag.name] = _checked(flag.name, kind, value, "command line", flag.text)
+        return
+    entries = values[mapping] = _copied(values.get(mapping))
+    *path, last = flag.name.removeprefix(f"{mapping}.").split(".")
+    for part in path:
+        inner = entries[part] = _copied(entries.get(part))
+        entries = inner
+    entries[last] = _with_numbers(value_of(flag, Any))
+
+
+def _copied(entries: Any) -> dict[str, Any]:
+    """A copy of a mapping; an empty one for another value, which a flag for an entry replaces."""
+    return dict(entries) if isinstance(entries, Mapping) else {}
+
+
+def _checked(field: str, kind: Any, value: Any, source: str, text: str | None = None) -> Any:
+    """Returns a value as its field's type.
+
+    Args:
+      source: the recipe or command line that gave the value, which begins an error.
+      text: the value as written; by default `value` is shown.
+
+    Raises:
+      UserError: names the field, or the one in a list of sections, what was found and what its type
+        is.
     """
-    for field, kind, value in values:
-        single = jsonargparse.ArgumentParser(exit_on_error=False)
-        single.add_argument("--value", type=kind)
+    if field in LISTS and isinstance(value, list | tuple):
+        return _checked_entries(field, value, source)
+    expected = describe(kind)
+    if value is None and kind is not Any and type(None) not in typing.get_args(kind):
+        raise UserError(
+            f"{source}: {field}: found null, expects {expected}; if left out, it has its default"
+        )
+    plain_name = re.sub(r"\[\d+\]", "", field)
+    if value == "" and _must_not_be_empty(plain_name, kind):
+        raise UserError(f"{source}: {field}: found '', needs {_NEEDS.get(plain_name, 'a path')}")
+    try:
+        return _converted(kind, value)
+    except (_Unfit, ValueError, OverflowError) as error:
+        found = value if text is None else text
+        raise UserError(f"{source}: {field}: found {found}, expects {expected}") from error
+
+
+def _checked_entries(field: str, entries: Sequence[Any], source: str) -> tuple[Any, ...]:
+    """Returns the entries of a list of sections, whose names are checked; raises as `_checked`."""
+    cls = LISTS[field]
+    hints = typing.get_type_hints(cls)
+    checked = [
+        {
+            name: _checked(f"{field}[{index}].{name}", hints[name], value, source)
+            for name, value in entry.items()
+        }
+        for index, entry in enumerate(entries)
+    ]
+    try:
+        return tuple(cls(**values) for values in checked)
+    except ValueError as error:  # of __post_init__
+        raise UserError(f"{source}: {error}") from error
+
+
+def _must_not_be_empty(field: str, kind: Any) -> bool:
+    """Whether an empty text is a mistake, such as a shell variable that is not set: where null
+    means that there is none, and for the paths that every recipe has."""
+    return set(typing.get_args(kind)) == {str, type(None)} or field in (
+        "data.prepared",
+        "data.sources.path",
+    )
+
+
+def _converted(kind: Any, value: Any) -> Any:
+    """Returns a value as a type. Raises _Unfit, ValueError or OverflowError if it is no such
+    value."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _as_one_of(arguments, value)
+    if origin is Literal:
+        return _required(value in arguments and not isinstance(value, bool), value)
+    if origin is tuple:
+        _required(isinstance(value, list | tuple), value)
+        return tuple(_converted(arguments[0], inner) for inner in value)
+    if origin is dict:
+        _required(isinstance(value, Mapping) and all(isinstance(key, str) for key in value), value)
+        return {key: _converted(arguments[1], inner) for key, inner in value.items()}
+    if kind is Any:
+        return _with_numbers(value)
+    return _as_plain(kind, value)
+
+
+def _as_one_of(kinds: tuple[Any, ...], value: Any) -> Any:
+    """Returns a value as the first of the types that it fits."""
+    for kind in kinds:
         try:
-            if isinstance(value, _Words):
-                # A list in another class of str is refused.
-                single.parse_args(["--value", str(value)])
-            else:
-                single.parse_object({"value": value})
-        except _REFUSED:
-            raise UserError(
-                f"{source}: {field}: found {value}, expects {describe(kind)}"
-            ) from error
-    raise UserError(f"{source}: {' '.join(str(error).split())}") from error
-
-
-def _refuse_null(values: Iterable[_Value], source: str) -> None:
-    """Raises a UserError for the first invalid null; jsonargparse accepts null for any type."""
-    for field, kind, value in values:
-        if value is None and kind is not Any and type(None) not in typing.get_args(kind):
-            raise UserError(
-                f"{source}: {field}: found null, expects {describe(kind)}; if left out, it has its "
-                "default"
-            )
-
-
-class _Words(str):
-    """The text of a flag, which jsonargparse parses as YAML."""
-
-
-def _recipe_values(recipe: Mapping[str, Any]) -> Iterator[_Value]:
-    """Every value of a recipe, including each one in lists of sections."""
-    for field, kind in FIELDS.items():
-        *sections, name = field.split(".")
-        section = recipe
-        for part in sections:
-            section = section.get(part, {})
-        if name not in section:
+            return None if value is None else _converted(kind, value)
+        except (_Unfit, ValueError, OverflowError):
             continue
-        if field in LISTS:
-            for index, entry in enumerate(section[name] or []):
-                yield from _entry_values(field, index, entry)
-        yield _Value(field, kind, section[name])
+    raise _Unfit(value)
 
 
-def _entry_values(name: str, index: int, entry: Mapping[str, Any]) -> Iterator[_Value]:
-    for field in dataclasses.fields(LISTS[name]):
-        if field.name in entry:
-            yield _Value(f"{name}[{index}].{field.name}", field.type, entry[field.name])
+def _as_plain(kind: Any, value: Any) -> Any:
+    """Returns a value as a text, number or boolean; a number may be written as a text."""
+    is_written = isinstance(value, str)
+    if kind is Tokens:
+        _required(not (is_written and _LEADING_ZERO.match(value)), value)
+        return tokens_of(value) if is_written else _required(type(value) is int, value)
+    if kind is int:
+        written = is_written and _WHOLE.fullmatch(value)
+        return int(value) if written else _required(type(value) is int, value)
+    if kind is float:
+        written = is_written and _NUMBER.fullmatch(value)
+        return (
+            float(value)
+            if written or type(value) is int
+            else _required(type(value) is float, value)
+        )
+    if kind is bool:
+        return (
+            value == "true"
+            if value in ("true", "false")
+            else _required(isinstance(value, bool), value)
+        )
+    return _required(isinstance(value, kind), value)
 
 
-def _flag_values(command_line: CommandLine) -> Iterator[_Value]:
-    for flag in command_line.flags:
-        mapping = next((name for name in MAPPINGS if flag.name.startswith(f"{name}.")), None)
-        yield _Value(flag.name, Any if mapping else FIELDS[flag.name], _Words(flag.text))
+def _with_numbers(value: Any) -> Any:
+    """Returns a value of any type in which numbers such as 1e-5, texts for PyYAML, are numbers."""
+    if isinstance(value, Mapping):
+        return {key: _with_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(inner) for inner in value]
+    if isinstance(value, str) and "e" in value.lower() and _NUMBER.fullmatch(value):
+        return float(value)
+    return value
+
+
+def _required(fits: Any, value: Any) -> Any:
+    """Returns the value if it fits. Raises _Unfit."""
+    if not fits:
+        raise _Unfit(value)
+    return value
 
 
 def describe(kind: Any) -> str:

@@ -20,6 +20,7 @@ from model.attention.names import Tokens
 from model.attention.options import AttentionConfig
 from model.config import ADJUSTABLE
 from model.memory.options import MemoryConfig
+from model.rope_config import require_scaling
 
 from .data import DataConfig
 from .mesh import DistributedConfig, MeshConfig
@@ -62,6 +63,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "overrides", with_lengths(self.overrides, LENGTHS))
+        require_scaling("model.overrides.rope_scaling", self.overrides.get("rope_scaling"))
         require(
             not (self.path and self.preset),
             "model.preset",
@@ -93,7 +95,7 @@ class TrainConfig:
     first; with source weights they differ a little."""
     batch_size: int = 1
     """Rows of context_length tokens in a step, over all devices; a multiple of mesh.data *
-    mesh.fsdp * accumulation."""
+    mesh.fsdp * mesh.expert * accumulation."""
     accumulation: int = 1
     """Number of microbatches per step; the result equals that of all rows at once."""
     non_finite: Literal["stop", "skip"] = "stop"

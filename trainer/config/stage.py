@@ -6,6 +6,7 @@ from typing import Any
 from data.lengths import with_lengths
 from model.attention.names import Tokens
 from model.config import POSITIONS
+from model.rope_config import require_scaling
 
 from .require import require, require_at_least
 
@@ -40,6 +41,7 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rope", with_lengths(self.rope, LENGTHS))
+        require_scaling("stages.rope.rope_scaling", self.rope.get("rope_scaling"))
         require_at_least(self, "stages", 1, "context_length")
         require_at_least(
             self, "stages", 0, "steps", "batch_size", "in_context", "accumulation", "learning_rate"

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -60,11 +61,11 @@ class _Loader(yaml.SafeLoader):
         return str(node.value)
 
     def construct_short_int(self, node: Any) -> int:
-        """Returns a whole number; one of 100,000 sixties, 1:1:1..., would take minutes."""
+        """Returns a whole number; refuses a long one, which would take minutes."""
         return self._short(node, self.construct_yaml_int)
 
     def construct_short_float(self, node: Any) -> float:
-        """Returns a number; refuses a long one, like `whole`."""
+        """Returns a number; refuses a long one."""
         return self._short(node, self.construct_yaml_float)
 
     def _short(self, node: Any, construct: Callable[[Any], Any]) -> Any:
@@ -74,6 +75,20 @@ class _Loader(yaml.SafeLoader):
         return construct(node)
 
 
+# Without YAML 1.1's octal 010 and base-60 1:30, which nobody means by them: they are texts, as 1:30
+# is in YAML 1.2, and so no numbers.
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)",
+    "tag:yaml.org,2002:float": r"[-+]?(?:0|[1-9][0-9_]*)\.[0-9_]*(?:[eE][-+][0-9]+)?"
+    r"|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, re.compile(f"^(?:{_NUMBERS[tag]})$") if tag in _NUMBERS else pattern)
+        for tag, pattern in resolvers
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_date)
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_short_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_short_float)

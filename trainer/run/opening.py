@@ -109,8 +109,8 @@ def open_run(
     while not run.config.exists():
         if time.monotonic() > deadline:
             raise UserError(
-                f"{run.folder}: not seen here, where process 0 has made it; a --run_dir that all "
-                "processes share would work"
+                f"{run.folder}: created by process 0 but not visible here; use a --run_dir that "
+                "all processes share"
             )
         time.sleep(1)
     return run

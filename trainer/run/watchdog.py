@@ -97,8 +97,8 @@ class Watchdog:
             elif silent := self._silent():
                 self._end(
                     f"process{'es' * (len(silent) > 1)} {', '.join(silent)} of "
-                    f"{cluster.processes()} ha{'ve' if len(silent) > 1 else 's'} not been heard of "
-                    f"for {SILENT_SECONDS:.0f} s"
+                    f"{cluster.processes()} ha{'ve' if len(silent) > 1 else 's'} not been heard "
+                    f"from for {SILENT_SECONDS:.0f} s"
                 )
 
     def _place(self) -> str:

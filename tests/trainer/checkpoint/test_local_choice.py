@@ -60,7 +60,9 @@ def test_hosts_may_be_renumbered_after_a_restart():
 def test_two_lost_neighbours_are_named():
     whole, [line] = candidates([[], [], complete_step(10)[2]], EXPECTED, after=0)
     assert whole == []
-    assert line == "of step 10 lacks the parts of these processes, which no host here has: 0"
+    assert (
+        line == "the local checkpoint of step 10 is incomplete: no host has the part of process 0"
+    )
 
 
 def test_parts_of_two_starts_are_not_combined():
@@ -72,14 +74,19 @@ def test_parts_of_two_starts_are_not_combined():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"run": "other"}, "is of another run (runs/x) and keeps its space until it is deleted"),
-        ({"processes": 4}, "of step 10 was saved by 4 processes, and 3 are here"),
-        ({"mesh": "tensor 3"}, "of step 10 was saved on another mesh (tensor 3; now fsdp 3)"),
-        ({"layout": "z"}, "of step 10 has other arrays, or divides them differently"),
+        ({"processes": 4}, "was saved by 4 processes, and 3 are here"),
+        ({"mesh": "tensor 3"}, "was saved on another mesh (tensor 3; now fsdp 3)"),
+        ({"layout": "z"}, "has other arrays, or divides them differently"),
     ],
 )
 def test_parts_that_do_not_match_the_run_are_named(changes, reason):
-    assert candidates(complete_step(10, **changes), EXPECTED, after=0) == ([], [reason])
+    line = f"the local checkpoint of step 10 {reason}; it is not used"
+    assert candidates(complete_step(10, **changes), EXPECTED, after=0) == ([], [line])
+
+
+def test_a_part_of_another_run_is_named():
+    line = "found a local checkpoint of another run (runs/x); delete it to free its space"
+    assert candidates(complete_step(10, run="other"), EXPECTED, after=0) == ([], [line])
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_data_path_replaces_sources(tmp_path):
         ["--config", write(tmp_path, {"data": {"sources": [source]}}), "--data.path", "mine.txt"]
     )
     assert resolved(config)["data"]["sources"] == [
-        source | {"path": "mine.txt", "fields": {}, "add_bos": None}
+        source | {"path": "mine.txt", "fields": {}, "add_bos": None, "control_tokens": False}
     ]
 
 
@@ -221,8 +221,13 @@ def test_flags_that_every_stage_replaces_are_refused(tmp_path):
             "2",
         ]
     )
-    for text in ("[]", '[{"context_length": 64, "steps": 3}]'):
-        load(["--config", recipe, "--data.context_length", "64", "--stages", text])
+    load(["--config", recipe, "--data.context_length", "64", "--stages", "[]"])
+    given = ["--stages", '[{"context_length": 128, "steps": 3}]', "--train.steps", "77"]
+    with pytest.raises(
+        UserError,
+        match=r"--train.steps has no effect, since each of the stages of --stages has its own steps",
+    ):
+        load(["--config", recipe, *given])
     del stages[0]["steps"]
     config = load(["--config", write(tmp_path, {"stages": stages}), "--train.steps", "9"])
     assert [stage.train.steps for stage in stages_of(config)] == [9, 2]
@@ -400,6 +405,64 @@ def test_only_the_positions_of_a_pretrained_model_may_be_overridden(tmp_path):
         ),
         ("--data.train_on first", ["data.train_on: found first", "one of all, last"]),
         ("--config_version 1", ["config_version: found 1"]),
+        ("--data.path ", ["command line: data.path: found '', needs a path"]),
+        ("--data.path=", ["command line: data.path: found '', needs a path"]),
+        ("--data.path null", ["command line: data.path: found null, needs a path"]),
+        ("--run_dir ", ["command line: run_dir: found '', needs a path"]),
+        ("--data.held_out_path ", ["data.held_out_path: found '', needs a path"]),
+        ("--data.prepared ", ["data.prepared: found '', needs a path"]),
+        ("--adapter.rank 4 --adapter.path ", ["adapter.path: found '', needs a path"]),
+        ("--logging.wandb ", ["logging.wandb: found '', needs the name of a project"]),
+        ("--preference.loss ", ["preference.loss: found , expects one of sigmoid"]),
+        ("--name ", ["command line: name: found '', needs a name"]),
+        ("--name ../../etc", ["name: found '../../etc', needs the name of a folder in runs/"]),
+        ("--name ..", ["name: found '..', needs the name of a folder in runs/"]),
+        ("--name a/..", ["name: found 'a/..', needs the name of a folder in runs/"]),
+        ("--name /tmp/x", ["name: found '/tmp/x', needs the name of a folder in runs/"]),
+        ("--train.steps 010", ["command line: train.steps: found 010, expects int"]),
+        ("--train.steps 1:30", ["command line: train.steps: found 1:30, expects int"]),
+        ("--checkpoint.minutes 1:30", ["checkpoint.minutes: found 1:30, expects a finite number"]),
+        ("--data.context_length 0400", ["data.context_length: found 0400, expects a number of"]),
+        ("--optimizer.learning_rate=-1e-5", ["learning_rate: found -1e-05, needs a positive"]),
+        (
+            "--adapter.targets [q_proj]",
+            ["adapter.rank: found 0 with adapter.targets; needs at least 1"],
+        ),
+        ("--adapter.alpha 32", ["adapter.rank: found 0 with adapter.alpha; needs at least 1"]),
+        (
+            "--preference.ref_model nonexist --preference.beta 5",
+            ["preference.loss: found None with preference.beta; needs a loss, such as sigmoid"],
+        ),
+        ("--preference.ref_model x", ["preference.loss: found None with preference.ref_model"]),
+        (
+            "--preference.loss sigmoid --preference.simpo_gamma 1",
+            ["preference.loss: found 'sigmoid' with preference.simpo_gamma; needs simpo"],
+        ),
+        (
+            "--trajectories.task walker_walk",
+            ["trajectories.path: found None with trajectories.task; needs a folder of episodes"],
+        ),
+        (
+            "--checkpoint.best_is highest",
+            ["checkpoint.best: found None with checkpoint.best_is; needs the name of a metric"],
+        ),
+        (
+            "--optimizer.decay_fraction 0.5",
+            ["optimizer.schedule: found 'cosine' with optimizer.decay_fraction; needs wsd"],
+        ),
+        (
+            "--memory.every_k 3",
+            ["memory.remat: found 'save_attention' with memory.every_k; needs every_k or offload"],
+        ),
+        (
+            "--data.held_out_fraction 0 --train.evaluate_every 2",
+            ["data.held_out_fraction: found 0.0 with train.evaluate_every; needs a share above 0"],
+        ),
+        (
+            "--auto [mesh] --mesh.data 8",
+            ["command line: --mesh auto and --mesh.data exclude each other"],
+        ),
+        ("--auto [mseh]", ["command line: auto: found [mseh], expects list of one of mesh, mem"]),
     ],
 )
 def test_mistakes_on_the_command_line(tmp_path, flags, words):
@@ -445,6 +508,16 @@ def test_mistakes_on_the_command_line(tmp_path, flags, words):
         ({"optimizer": {"learning_rate": 10**400}}, ["line ", "a number of 401 characters"]),
         ({"train": {"steps": "many"}}, ["train.steps", "int", "many"]),
         ({"config_version": 9}, ["config_version: found 9", "needs 2"]),
+        ({"run_dir": ""}, ["run_dir: found '', needs a path"]),
+        ({"data": {"sources": [{"path": ""}]}}, ["data.sources[0].path: found '', needs a path"]),
+        (
+            {"auto": ["mesh"], "mesh": {"sequence": 2}},
+            ["auto: found mesh, which replaces mesh.sequence 2; leave one of them out"],
+        ),
+        (
+            {"auto": ["memory"], "memory": {"remat": "nothing"}},
+            ["auto: found memory, which replaces memory.remat nothing; leave one of them out"],
+        ),
     ],
 )
 def test_mistakes_in_the_recipe(tmp_path, change, words):
@@ -455,6 +528,151 @@ def test_mistakes_in_the_recipe(tmp_path, change, words):
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize("written", ["010", "08", "1:30", "0o10"])
+def test_a_number_that_yaml_versions_read_differently_is_refused(tmp_path, written):
+    """YAML 1.1 reads 010 as eight and 1:30 as ninety; PyYAML writes neither."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"train: {{steps: {written}}}")
+    assert yaml.safe_load(written) in (8, 90, "08", "0o10")
+    with pytest.raises(UserError, match=f"train.steps: found {written}, expects int"):
+        load(["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    "text", ["#1.json", "~", "NULL", "&x", "*x", "-foo", "1:30", "010", "a: b", "'q'", "[a", " "]
+)
+def test_a_text_is_taken_as_written(tmp_path, text):
+    recipe = write(tmp_path)
+    flags = [f"--data.held_out_path={text}", f"--run_dir={text}", f"--data.path={text}"]
+    config = load(["--config", recipe, *flags])
+    assert (config.data.held_out_path, config.run_dir) == (text, text)
+    assert [source.path for source in config.data.sources] == [text]
+    assert again(tmp_path, config) == config
+    none = load(["--config", recipe, "--data.held_out_path", "null", "--run_dir", "null"])
+    assert (none.data.held_out_path, none.run_dir) == (None, None)
+
+
+def test_entries_of_a_nested_mapping_are_added(tmp_path):
+    flags = ["--model.overrides.rope_scaling.rope_type", "linear"]
+    flags += ["--model.overrides.rope_scaling.factor", "4", "--model.overrides.rms_norm_eps=1e-5"]
+    overrides = load(["--config", write(tmp_path), *flags]).model.overrides
+    assert overrides["rope_scaling"] == {"rope_type": "linear", "factor": 4}
+    assert type(overrides["rms_norm_eps"]) is float and overrides["rms_norm_eps"] == 1e-5
+    texts = {"a": ".e5", "b": "e5", "c": "1e"}
+    flags = ["--data.chat_template_kwargs", str(texts)]
+    assert load(["--config", write(tmp_path), *flags]).data.chat_template_kwargs == texts
+    assert overrides["vocab_size"] == 512
+
+
+def test_what_a_flag_switches_off_is_left_out(tmp_path):
+    change = {
+        "adapter": {"rank": 4, "alpha": 32.0, "targets": ["q_proj"]},
+        "optimizer": {"schedule": "wsd", "decay_fraction": 0.5},
+        "train": {"evaluate_every": 3},
+    }
+    recipe = write(tmp_path, change)
+    flags = ["--adapter.rank", "0", "--data.held_out_fraction", "0"]
+    config = load(["--config", recipe, *flags, "--optimizer.schedule", "constant"])
+    assert (config.adapter.alpha, config.adapter.targets) == (16.0, ("all-linear",))
+    assert (config.optimizer.decay_fraction, config.train.evaluate_every) == (0.2, 0)
+    with pytest.raises(UserError, match=r"adapter\.rank: found 0 with adapter\.alpha"):
+        load(["--config", recipe, *flags, "--adapter.alpha", "8"])
+
+
+def test_a_listed_automatic_section_is_like_one_named_auto(tmp_path):
+    recipe = write(tmp_path, {"auto": ["memory"]})
+    assert load(["--config", recipe]).auto == ("memory",)
+    assert load(["--config", recipe, "--auto", "[mesh, positions]"]).auto == ("mesh", "positions")
+    assert load(["--config", recipe, "--auto", "[mesh]", "--memory", "auto"]).auto == (
+        "memory",
+        "mesh",
+    )
+    assert load(["--config", recipe, "--auto", "[]"]).auto == ()
+    planned = {"auto": ["mesh"], "mesh": {"sequence": 2}, "planned": "for two devices"}
+    assert load(["--config", write(tmp_path, planned)]).mesh.sequence == 2, "a run's own answer"
+
+
+@pytest.mark.parametrize("words", [["--config", ""], ["--config="], ["--config"]])
+def test_an_empty_recipe_is_refused(words):
+    with pytest.raises(UserError, match="command line: --config needs the path of a recipe"):
+        load(words)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "words"),
+    [
+        ({"factor": 4}, ["rope_scaling.rope_type: missing with factor; needs one of default, lin"]),
+        (
+            {"rope_type": "yarn", "factor": 4, "original_max_position_embedding": 128},
+            ["unknown field original_max_position_embedding", "original_max_position_embeddings?"],
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4, "atention_factor": 2.0},
+            [
+                "unknown field atention_factor (did you mean attention_factor?); rope_type yarn reads"
+            ],
+        ),
+        ({"rop_type": "linear", "factor": 4}, ["rop_type (did you mean rope_type?)"]),
+        (
+            {"type": "linear", "rope_type": "yarn", "factor": 4},
+            ["rope_scaling.type: found 'linear' with rope_type 'yarn'; leave type out"],
+        ),
+        ({"rope_type": "default", "factor": 4}, ["unknown field factor", "rope_type default"]),
+        ({"rope_type": "yarnn", "factor": 4}, ["found 'yarnn' (did you mean yarn?)"]),
+    ],
+)
+def test_every_number_of_a_scaling_is_read_or_refused(tmp_path, scaling, words):
+    changes = (
+        {"model": {"preset": "tiny", "overrides": {"rope_scaling": scaling}}},
+        {"stages": [{"context_length": 64, "rope": {"rope_scaling": scaling}}]},
+    )
+    for change, field in zip(changes, ("model.overrides", "stages.rope"), strict=True):
+        with pytest.raises(UserError) as error:
+            load(["--config", write(tmp_path, change)])
+        for word in (f"{field}.rope_scaling", *words):
+            assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {},
+        {"rope_theta": 5e5},
+        {"type": "linear", "factor": 2},
+        {"type": "yarn", "rope_type": "yarn", "factor": 2, "beta_fast": 24, "truncate": False},
+    ],
+)
+def test_a_scaling_that_is_read_whole_is_accepted(tmp_path, scaling):
+    change = {"model": {"overrides": {"rope_scaling": scaling}}}
+    assert load(["--config", write(tmp_path, change)]).model.overrides["rope_scaling"] == scaling
+
+
+def test_a_run_is_named_after_its_models_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "My Model"
+    (folder / "inside").mkdir(parents=True)
+    for place, path in ((folder, "."), (folder / "inside", ".."), (tmp_path, "./My Model/")):
+        monkeypatch.chdir(place)
+        assert load(["--model.path", path, "--data.path", "a.json"]).name == "my model"
+    assert load(["--model.path", "org/Name@v1", "--data.path", "a.json"]).name == "name"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--dry-run --dry-run", "command line: --dry-run is given twice"),
+        ("--dry-run 8xH100 --dry-run=v5p-8", "command line: --dry-run is given twice"),
+        ("--no-download --no-download", "command line: --no-download is given twice"),
+        ("--no-download=false", "--no-download takes no value"),
+        ("--gpu-memory 40", "command line: --gpu-memory only applies to --dry-run MACHINE"),
+        ("--dry-run=", "command line: --dry-run: found '', needs a value, or none at all"),
+    ],
+)
+def test_mistakes_in_the_flags_of_train_itself(words, message, capsys):
+    assert train.main(["--config", "configs/quickstart.yaml", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -462,7 +680,10 @@ def test_mistakes_in_the_recipe(tmp_path, change, words):
         (Literal["a", "b"], "one of a, b"),
         (tuple[str, ...], "list of str"),
         (str | dict[str, Any], "str or mapping"),
-        (tuple[SourceConfig, ...], "list of {path, format, template, weight, fields, add_bos}"),
+        (
+            tuple[SourceConfig, ...],
+            "list of {path, format, template, weight, fields, add_bos, control_tokens}",
+        ),
     ],
 )
 def test_types_are_described_in_words(kind, words):
@@ -601,7 +822,8 @@ def test_help_documents_every_field(repository):
     for field in fields.FIELDS:
         assert f"--{field}" in text
     for section, cls in fields.SECTIONS.items():
-        assert f"--{section}." in text and cls.__doc__.rstrip(".")[:40] in words
+        heading = " ".join(cls.__doc__.partition("\n\n")[0].split()).rstrip(".")
+        assert f"--{section}." in text and f"{heading}:" in text.splitlines()
     # A field without a docstring would begin with its type.
     assert (
         "CONTEXT_LENGTH Tokens in a packed row" in words

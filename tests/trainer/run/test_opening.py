@@ -327,7 +327,7 @@ def test_only_the_first_process_writes_and_the_others_see_it(config, monkeypatch
     """On separate disks the others would train until the first checkpoint and lose it."""
     monkeypatch.setattr(opening, "VISIBLE_SECONDS", 0)
     with pytest.raises(
-        UserError, match=r"run: not seen here, .* a --run_dir that all processes share would work"
+        UserError, match=r"run: created by process 0 but not visible here; use a --run_dir that all"
     ):
         open_run(config, process_zero=False)
     run = open_run(config)

@@ -75,7 +75,7 @@ def test_a_silent_process_is_named(repository):
         assert (
             words.rstrip()
             .splitlines()[-1]
-            .startswith("error: process 1 of 2 has not been heard of for 2 s")
+            .startswith("error: process 1 of 2 has not been heard from for 2 s")
         )
 
 
