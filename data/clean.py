@@ -30,12 +30,14 @@ from data.reasons import (
     NOT_A_RECORD,
     OTHER_LANGUAGE,
     REFUSAL,
+    TABLE_NULLS,
     TOOLS_LEFT_OUT,
     UNDESIRABLE,
     Drop,
 )
 from data.scraped import before_rate_limit, from_html
 from data.seen import Seen
+from data.table_values import without_unused
 from data.tool_calls import parse_tools
 from data.turns import (
     Findings,
@@ -77,15 +79,16 @@ class CleanConfig:
     """End a conversation of ShareGPT's shape before the first reply that is only a service's busy
     or error message."""
     duplicates: bool = True
-    """Drop a conversation whose turns equal those of an earlier one in the same source."""
+    """Drop a conversation whose turns, and which of them are trained on, equal those of an earlier
+    one in the same source."""
     near_duplicates: float = 0.0
     """Drop a record (or text) that shares at least this fraction of its runs of five words with
     another one of its source, from 0.5 to 1; the one with the smallest hash is kept. 0 keeps
     all."""
     split: bool = True
     """Split a conversation longer than context_length between exchanges and repeat the system turn
-    before each part; otherwise it is cut at any token. A single exchange that is too long is always
-    cut."""
+    before each part; otherwise it may be cut in the middle of a turn. A single exchange that is too
+    long is always cut."""
     refusals: bool = False
     """Drop conversations in which the assistant refuses or calls itself a model (in English)."""
     company_names: bool = False
@@ -171,7 +174,9 @@ class Cleaner:
             messages = with_loss_mask(messages, record["loss_mask"], findings)
         messages, system_field = _with_system(messages, record, raw.system, findings)
         tools, tools_field = _tools(record, raw, findings)
-        template_kwargs = record.get(TEMPLATE_KWARGS)
+        template_kwargs, left_out = without_unused(record.get(TEMPLATE_KWARGS))
+        if left_out:
+            findings.changes.add(TABLE_NULLS)
         read = {name for name in (tools_field, system_field) if name} | {"loss_mask", *raw.fields}
         if isinstance(template_kwargs, dict):
             read.add(TEMPLATE_KWARGS)
@@ -189,8 +194,10 @@ class Cleaner:
             messages = before_rate_limit(messages, findings.changes)
         self._filter(messages)
         messages = with_call_ids(messages, findings.changes)
-        contents = [_content(message) for message in messages] + [*tools]
+        contents: list[object] = [*map(_content, messages), *tools]
         contents += [template_kwargs] * bool(template_kwargs)
+        if not all(trained := _trained(messages)):  # otherwise the digest of earlier versions
+            contents.append(trained)
         digest = hashlib.sha256(json.dumps(contents).encode()).digest()[:16]
         if self.config.duplicates:
             if digest in self.seen:
@@ -289,6 +296,14 @@ def _content(message: Message) -> tuple:
         [{"reasoning": message.reasoning}] if message.reasoning else []
     )
     return (message.role, message.content, *more)
+
+
+def _trained(messages: Sequence[Message]) -> list[bool]:
+    """Returns whether each answer is trained on, without those before the first question, which
+    never are."""
+    roles = [message.role for message in messages]
+    first = roles.index("user") if "user" in roles else 0
+    return [message.train for message in messages[first:] if message.role == "assistant"]
 
 
 def _language_classifier() -> Callable[[str], tuple[str, float]]:

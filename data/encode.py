@@ -30,6 +30,8 @@ from data.folders import scratch_folder
 from data.reasons import SPLIT
 from data.splitting import split
 from data.templates import TemplateError, encode_conversation
+from data.templates.encoder import encode, find_controls
+from data.templates.rendering import Rendered
 from data.tokenizer import Tokenizer
 
 NO_TARGET = "no trained token"
@@ -38,6 +40,10 @@ NOT_PAIRED = "a completion with a `label`, which only preference.loss kto learns
 CUT_PROMPT = "longer than context_length, cut at the prompt's beginning"
 FOREIGN_ID = "an id that the tokenizer does not have"
 CUT = "longer than context_length, cut"
+# Followed by the token, which the source's `control_tokens` would let a text contain.
+TYPED_IN_TEXT = (
+    "control token in a text, encoded as plain text (the source's `control_tokens` is false): "
+)
 BATCH = 64  # records that a process receives at a time
 
 
@@ -114,6 +120,8 @@ class Encoder:
     """Whether the completions of a preference are separate documents with labels."""
     share_prompts: bool = False
     """Whether rows hold the prompt of two completions once."""
+    control_tokens: tuple[bool, ...] = ()
+    """Whether control tokens in each source's texts are read as such; without an entry, not."""
 
     def encode(self, record: Record) -> Encoded:
         """Returns the documents of one record, or why there are none."""
@@ -128,7 +136,7 @@ class Encoder:
             except TemplateError as error:
                 return Encoded([], drop_reason=str(error))
         elif isinstance(record, Text):
-            parts = [self._encode_text(record)]
+            parts = [self._encode_text(record, changes)]
         elif isinstance(record.tokens, np.memmap):
             return self._encode_array(record.tokens)
         elif record.tokens.min() < 0 or record.tokens.max() >= self.tokenizer.vocab_size:
@@ -254,22 +262,37 @@ class Encoder:
             return Encoded([], drop_reason=NO_TARGET)
         return Encoded(documents, frozenset(notes))
 
-    def _encode_text(self, record: Text) -> TokenDocument:
+    def _encode_text(self, record: Text, changes: set[str]) -> TokenDocument:
         """Returns a text with BOS and EOS as configured; the loss covers what follows `prompt`
         characters.
 
-        Without a prompt, every token is trained on.
+        Without a prompt, every token is trained on. Adds to `changes` which control tokens stay
+        plain text.
         """
-        add_bos = self.add_bos[record.source] if self.add_bos else self.tokenizer.adds_bos
-        prompt, spans = record.prompt, self.tokenizer.encode_spans(record.text)
-        ids = [self.tokenizer.bos_id if add_bos else None, *spans.ids, self.tokenizer.eos_id]
-        trained = (end > prompt for _, end in spans.offsets) if prompt else [True] * len(spans.ids)
-        mask = [not prompt, *trained, True]
-        pairs = [
-            (token, train) for token, train in zip(ids, mask, strict=True) if token is not None
-        ]
-        tokens, loss_mask = zip(*pairs, strict=True)
+        tokenizer = self.tokenizer
+        add_bos = self.add_bos[record.source] if self.add_bos else tokenizer.adds_bos
+        if self.control_tokens and self.control_tokens[record.source]:
+            tokens, loss_mask = self._encode_rendered(record)
+        else:
+            changes |= {TYPED_IN_TEXT + token for token in tokenizer.typed(record.text)}
+            spans = tokenizer.encode_spans(record.text)
+            tokens = spans.ids
+            loss_mask = [not record.prompt or end > record.prompt for _, end in spans.offsets]
+        # A rendered text may have them already, as transformers and TRL know.
+        if add_bos and tokenizer.bos_id is not None and tokens[:1] != [tokenizer.bos_id]:
+            tokens, loss_mask = [tokenizer.bos_id, *tokens], [not record.prompt, *loss_mask]
+        if tokenizer.eos_id is not None and tokens[-1:] != [tokenizer.eos_id]:
+            tokens, loss_mask = [*tokens, tokenizer.eos_id], [*loss_mask, True]
         return TokenDocument(np.asarray(tokens, np.int32), np.asarray(loss_mask, np.uint8))
+
+    def _encode_rendered(self, record: Text) -> tuple[list[int], list[bool]]:
+        """Returns the ids of a text with its control tokens, and which of them are trained on."""
+        rendered = Rendered(record.text, ((len(record.text), None, 0),), [])
+        controls = find_controls(rendered, self.tokenizer).controls
+        trained = [(record.prompt, len(record.text))]
+        segments = encode(rendered, controls, trained, self.tokenizer)
+        ids = [token for segment in segments for token in segment.ids]
+        return ids, [segment.train for segment in segments for _ in segment.ids]
 
 
 def shared_tokens(*documents: TokenDocument) -> int:

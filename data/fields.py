@@ -10,6 +10,7 @@ SHOWN_FIELDS = 12  # names of fields in a message
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
 # A record's verdict on its answer, as TRL and others name it.
 LABEL_FIELDS = ("label", "kto_tag")
+_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 # Values of a record's `reasoning` that are flags or from an unused column.
 _NO_REASONING = ("", "on", "off", "yes", "no", "true", "false")
 
@@ -28,14 +29,32 @@ def reasoning_of(record: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def yes_or_no(value: object) -> bool | None:
+    """Returns a flag's truth value; None unless it is a boolean, a number or such a word."""
+    if isinstance(value, str):
+        return _WORDS.get(value.strip().lower())
+    return bool(value) if isinstance(value, bool | int | float) and value == value else None
+
+
+def is_desirable(label: object) -> bool | None:
+    """Returns what the label of a completion says; None unless it is true or false, as a boolean,
+    1 or 0, or a word, as in CSV files."""
+    return yes_or_no(label) if isinstance(label, str) or label in (True, False) else None
+
+
 def is_undesirable(record: Mapping[str, Any]) -> bool:
     """Returns whether a record's `label` calls its answer bad, as in KTO data.
 
-    Next to a `completion`, 0 does too; elsewhere 0 is more likely a class number.
+    Next to a `completion`, 0 and "no" do too; elsewhere they are more likely a class.
     """
     labels = [record[name] for name in LABEL_FIELDS if name in record]
-    is_kto = record.get("completion") is not None
-    return any(label is False or (is_kto and label == 0) for label in labels)
+    if record.get("completion") is not None:
+        return any(is_desirable(label) is False for label in labels)
+    return any(label is False or _is_word_false(label) for label in labels)
+
+
+def _is_word_false(label: object) -> bool:
+    return isinstance(label, str) and label.strip().lower() == "false"
 
 
 def first_present(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:

@@ -30,7 +30,7 @@ from data.templates.sandbox import compile_template
 from data.tokenizer import Tokenizer
 
 # Change with every change to the documents, so that existing folders are not reused.
-RULES = "prepare-11"
+RULES = "prepare-12"
 # Bytes of a source above which several processes, slow to start, encode it.
 WORTH_PROCESSES = 1 << 23
 
@@ -114,6 +114,7 @@ class Job:
                     template_text(source, self.tokenizer),
                     dict(source.fields),
                     add_bos,
+                    *(["control_tokens"] if source.control_tokens else []),
                 ]
                 for source, add_bos in zip(self.sources, self.add_bos, strict=True)
             ],
@@ -252,6 +253,7 @@ class Job:
             self.add_bos,
             self.unpaired,
             self.share_prompts,
+            tuple(source.control_tokens for source in self.sources),
         )
         encoded_records = encode_all(encoder, records, processes)
         if not self.unpaired:
@@ -265,13 +267,19 @@ class Job:
         )
 
     def finish_source(self, number: int, report: SourceReport) -> None:
-        """Checks a whole source's report, and notes files read from other splits.
+        """Checks a source's report; notes its folder's unread files, and those of other splits.
 
         Raises:
           UserError: no record can be used.
         """
         source = self.sources[number]
         source_readers.check_usable(source, report)
+        if unread := source.unread_files():
+            report.notes.append(
+                f"not read: {unread}; files whose names end in "
+                f"{', '.join(source_readers.FORMATS[source.format].suffixes)}, perhaps compressed, "
+                "are read unless a part of the path begins with a dot"
+            )
         others = source.other_splits() if number < self.train_sources else []
         if others:
             names = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")

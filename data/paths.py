@@ -54,6 +54,10 @@ LARGE_BYTES = 1 << 24
 _SETTLED_SECONDS = 2.0  # resolution of file system times
 # Caches that the library datasets keeps in a data folder, such as a filtered copy of the data.
 _CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(?:_\d+_of_\d+)?\.arrow")
+# Usual companions of data, which nobody expects to be read.
+_ABOUT_DATA = re.compile(
+    r"(?:readme|licen[cs]e|copying|notice|changelog|citation|_success)(?:\.\w+)?", re.IGNORECASE
+)
 _STORE = re.compile(rf"({'|'.join(STORES)}):/", re.IGNORECASE)
 
 
@@ -192,27 +196,93 @@ def find_files(
     """Returns the file at `path`, or all files of a tree with one of the suffixes, sorted.
 
     For a Hugging Face data set, these are files in the local cache, without those about the data
-    set. None is from a folder in `left_out`, or a folder of prepared data or a run.
+    set. None is hidden, from a folder in `left_out`, or a folder of prepared data or a run.
     """
-    folders = [_whole_path(folder) for folder in left_out]
-    not_records: Sequence[str] = ()
-    if hub.is_hub_dataset(path):
-        path, not_records = hub.local_path(str(path), suffixes), hub.NOT_RECORDS
+    path, not_records = _local_dataset(path, suffixes)
     with _open_file_system(path) as (file_system, inner_path):
         if not file_system.isdir(inner_path):
             return [File(str(path))]
         names = sorted(
             name
             for name in file_system.find(inner_path)
-            if File(name).suffix in suffixes
-            and PurePosixPath(name).name not in not_records
-            and not _CACHE_OF_DATASETS.fullmatch(PurePosixPath(name).name)
+            if _is_of_records(name, suffixes, not_records) and not _is_hidden(name, inner_path)
         )
         for name in () if is_remote(path) else names:
             check_within(inner_path, name)
-        files = [
-            File(file_system.unstrip_protocol(name) if is_remote(path) else name) for name in names
-        ]
+        files = _files_of(file_system, path, names)
+    return _without_folders(files, path, left_out)
+
+
+def unread_files(
+    path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Path] = ()
+) -> list[str]:
+    """Returns the files of a tree that `find_files` passes over and that may hold records, sorted,
+    as their names below `path`.
+
+    These have another suffix, or one of these and a hidden name. Files about the data, such as
+    README, and others in the cache of a Hugging Face data set are not among them.
+    """
+    is_cached = hub.is_hub_dataset(path)
+    path, not_records = _local_dataset(path, suffixes)
+    with _open_file_system(path) as (file_system, inner_path):
+        if not file_system.isdir(inner_path):
+            return []
+        names = sorted(
+            name
+            for name in file_system.find(inner_path)
+            if (
+                _is_of_records(name, suffixes, not_records)
+                if _is_hidden(name, inner_path)
+                else File(name).suffix not in suffixes
+                and not is_cached
+                and not _ABOUT_DATA.fullmatch(PurePosixPath(name).name)
+            )
+        )
+        files = _files_of(file_system, path, names)
+        below = {file: _below(name, inner_path) for file, name in zip(files, names, strict=True)}
+    return [below[file] for file in _without_folders(files, path, left_out)]
+
+
+def _local_dataset(path: str | Path, suffixes: Sequence[str]) -> tuple[str | Path, Sequence[str]]:
+    """Returns the local path of a Hugging Face data set and the names of files about it; of any
+    other path, itself."""
+    if hub.is_hub_dataset(path):
+        return hub.local_path(str(path), suffixes), hub.NOT_RECORDS
+    return path, ()
+
+
+def _is_of_records(name: str, suffixes: Sequence[str], not_records: Sequence[str]) -> bool:
+    """Returns whether a file has the name of one with records."""
+    last = PurePosixPath(name).name
+    return (
+        File(name).suffix in suffixes
+        and last not in not_records
+        and not _CACHE_OF_DATASETS.fullmatch(last)
+    )
+
+
+def _below(name: str, folder: str) -> str:
+    return name.removeprefix(folder).lstrip("/")
+
+
+def _is_hidden(name: str, folder: str) -> bool:
+    """Returns whether a part of the name below a folder begins with a dot, such as
+    .ipynb_checkpoints; the library datasets leaves these out too."""
+    return any(part.startswith(".") for part in _below(name, folder).split("/"))
+
+
+def _files_of(
+    file_system: fsspec.AbstractFileSystem, path: str | Path, names: Sequence[str]
+) -> list[File]:
+    """Returns the files of these names in a file system, with the store's prefix if it is one."""
+    return [File(file_system.unstrip_protocol(name) if is_remote(path) else name) for name in names]
+
+
+def _without_folders(
+    files: Sequence[File], path: str | Path, left_out: Sequence[str | Path]
+) -> list[File]:
+    """Returns the files outside of the folders `left_out` and of folders that we wrote."""
+    folders = [_whole_path(folder) for folder in left_out]
     ours = {
         folder: _is_ours(folder)
         for folder in {parent for file in files for parent in _folders_between(path, file)}

@@ -1,6 +1,7 @@
 """Records of texts and of token ids: a raw value becomes a record, or is dropped for a reason."""
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,10 @@ EMPTY_TEXT = "empty text"
 NO_TEXT = "no `text`, nor `prompt` and `completion`"
 NO_TOKENS = "no list of integers in `tokens` or `input_ids`"
 BAD_MASK = "`loss_mask` or `labels` do not match the tokens"
+SHIFTED_LABELS = "`labels` that differ from the tokens (shifted by one?)"
+NOT_A_MASK = "`loss_mask` with numbers other than 0 and 1"
+MASKS = ("loss_mask", "labels")
+"""Fields that say which tokens are trained on; the first one given is read."""
 _PART = 1 << 22  # tokens of an array in memory at a time
 IGNORED_LABEL = -100  # transformers' label for a token that is not trained on
 
@@ -64,20 +69,27 @@ def parse_tokens(raw: object, source: int, number: int) -> tuple[Tokens, set[str
                 else ""
             )
         )
-    read: set[str] = {name}
-    mask: np.ndarray | None = np.ones(len(tokens), bool)
-    if fields.get("loss_mask") is not None:
-        read.add("loss_mask")
-        mask = _int32(fields["loss_mask"], allow_bool=True)
-    elif fields.get("labels") is not None:  # as transformers' collators write them, not shifted
-        read.add("labels")
-        labels = _int32(fields["labels"])
-        mask = None if labels is None else labels != IGNORED_LABEL
-    if mask is None or len(mask) != len(tokens):
+    mask_name = next((each for each in MASKS if fields.get(each) is not None), None)
+    mask = np.ones(len(tokens), bool) if mask_name is None else _mask(fields, mask_name, tokens)
+    return Tokens(_record_id(raw, tokens.tobytes()), tokens, mask, source, number), _unread(
+        raw, {name, mask_name or name}
+    )
+
+
+def _mask(fields: Mapping[str, Any], name: str, tokens: Int32[np.ndarray, " n"]) -> np.ndarray:
+    """Returns which tokens are trained on [n], by the record's field of this name, one of MASKS."""
+    values = _int32(fields[name], allow_bool=name == "loss_mask")
+    if values is None or len(values) != len(tokens):
         raise Drop(BAD_MASK)
-    return Tokens(
-        _record_id(raw, tokens.tobytes()), tokens, mask.astype(bool), source, number
-    ), _unread(raw, read)
+    if name == "loss_mask":
+        if not np.isin(values, (0, 1)).all():
+            raise Drop(NOT_A_MASK)
+        return values.astype(bool)
+    mask = values != IGNORED_LABEL
+    # transformers shifts labels in the model: in a record each is the token at its own place.
+    if (values[mask] != tokens[mask]).any():
+        raise Drop(SHIFTED_LABELS)
+    return mask
 
 
 def _parse_array(array: np.memmap, source: int, number: int) -> Tokens:

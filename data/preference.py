@@ -11,12 +11,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from data import shapes
 from data.clean import TEMPLATE_KWARGS, CleanConfig, Cleaned, Cleaner, own_id
 from data.conversation import Conversation, Labelled, Message, Order, Preference
-from data.fields import first_present, renamed, shown_fields, unread_of
+from data.fields import first_present, is_desirable, renamed, shown_fields, unread_of
 from data.reasons import DUPLICATE, NOT_A_RECORD, Drop
 from data.seen import Seen
 from data.turns import role_of
@@ -67,20 +67,20 @@ class PreferenceReader:
         chosen_name, rejected_name = (first_present(record, names) for names in (CHOSEN, REJECTED))
         if chosen_name is None or rejected_name is None:
             return self._read_labelled(record)
-        prompt_name = first_present(record, PROMPTS)
-        prompt = _prompt_turns(record[prompt_name], prompt_name) if prompt_name else []
+        prompt = _read_prompt(record)
         # Fields next to both completions are read, or named, with each conversation.
         read = {chosen_name, rejected_name, *_CONTEXT}
         record_id = own_id(record)
         if record_id is not None:
             read.add("id")
-        cleaned, used_prompt = [], False
+        cleaned = []
         for name in (chosen_name, rejected_name):
             turns, is_whole = _completion_turns(record[name], name)
-            used_prompt |= not is_whole or _repeats(prompt, turns)
-            cleaned.append(self._clean(record, turns if is_whole else prompt + turns, name))
-        if prompt_name and used_prompt:
-            read.add(prompt_name)
+            if not is_whole or _repeats(prompt.turns, turns):
+                read |= prompt.fields
+            elif _repeats(prompt.alone, turns):
+                read.add(prompt.name)
+            cleaned.append(self._clean(record, turns if is_whole else prompt.turns + turns, name))
         chosen, rejected = (_with_completion_trained(cleaned, number) for number in (0, 1))
         digest = self._digest([_content(chosen), _content(rejected)])
         changes = cleaned[0].changes | cleaned[1].changes
@@ -107,20 +107,20 @@ class PreferenceReader:
         name, label = first_present(record, COMPLETIONS), record.get(LABEL)
         if name is None or label is None:
             raise Drop(NO_PREFERENCE + shown_fields(record))
-        if label not in (True, False):  # 1 and 0 are equal to them
+        desirable = is_desirable(label)
+        if desirable is None:
             raise Drop(NO_LABEL)
-        prompt_name = first_present(record, PROMPTS)
-        prompt = _prompt_turns(record[prompt_name], prompt_name) if prompt_name else []
+        prompt = _read_prompt(record)
         turns, is_whole = _completion_turns(record[name], name)
-        if is_whole or not prompt:
+        if is_whole or not prompt.turns:
             raise Drop(NO_PROMPT)
-        cleaned = self._clean(record, prompt + turns, name)
+        cleaned = self._clean(record, prompt.turns + turns, name)
         start = len(cleaned.messages) - len(turns)
         if start < 1 or cleaned.messages[start].role != "assistant":
             raise Drop(f"{name}: {NO_ANSWER}")
         messages = tuple(_trained_from(cleaned.messages, start))
-        digest = self._digest([_content(messages), bool(label)])
-        read = {name, LABEL, *([prompt_name] if prompt_name else []), *_CONTEXT}
+        digest = self._digest([_content(messages), desirable])
+        read = {name, LABEL, *prompt.fields, *_CONTEXT}
         record_id = own_id(record)
         if record_id is not None:
             read.add("id")
@@ -129,7 +129,7 @@ class PreferenceReader:
             Conversation(
                 "", messages, tools=cleaned.tools, template_kwargs=cleaned.template_kwargs
             ),
-            bool(label),
+            desirable,
         )
         unread = cleaned.unread | unread_of(record, read, "record")
         return labelled, cleaned.changes, set(unread)
@@ -152,12 +152,35 @@ class PreferenceReader:
             raise Drop(f"{name}: {drop}") from None
 
 
-def _prompt_turns(value: object, name: str) -> list[Any]:
-    """Returns the turns of a prompt."""
-    turns = _turns_of(value, "user")
+class _Prompt(NamedTuple):
+    """The prompt of a record; without one, all are empty."""
+
+    turns: list[Any]
+    """Earlier exchanges, and the question with the fields joined to it."""
+    fields: set[str]
+    """The fields that they were read from."""
+    name: str
+    """The field of the question."""
+    alone: list[Any]
+    """The turns of this field only."""
+
+
+def _read_prompt(record: Mapping[str, Any]) -> _Prompt:
+    """Returns a record's prompt, joined from the same fields as a question in `data.shapes`.
+
+    Raises:
+      Drop: it has no turns.
+    """
+    name = first_present(record, PROMPTS)
+    if name is None:
+        return _Prompt([], set(), "", [])
+    question, fields = shapes.with_joined_fields(record, name)
+    turns = _turns_of(question, "user")
     if turns is None:
         raise Drop(f"{NOT_A_PROMPT}`{name}`")
-    return turns
+    earlier = shapes.earlier_turns(record)
+    alone = _turns_of(record[name], "user") or []
+    return _Prompt(earlier + turns, fields | {"history"}, name, alone)
 
 
 def _completion_turns(value: object, name: str) -> tuple[list[Any], bool]:

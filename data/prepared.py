@@ -248,7 +248,7 @@ def read_or_warn(folder: Path) -> Stored | None:
     try:
         return read(folder)
     except UserError as error:
-        print(f"warning: {error}; it is made again", file=sys.stderr)
+        print(f"warning: {error}; rebuilding it", file=sys.stderr)
         return None
 
 

@@ -7,7 +7,7 @@ fields it has.
 import ast
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from data import trees
@@ -25,12 +25,15 @@ from data.reasons import (
     NOT_TEXT,
     NOT_TURNS,
     OTHER_REPLIES,
+    TABLE_NULLS,
     TREE_MESSAGE,
     Drop,
 )
+from data.table_values import without_unused
 
-_ONLY_TURNS = ("conversations", "conversation", "messages", "items")  # which hold nothing else
-TURN_LISTS = (*_ONLY_TURNS, "dialogue", "dialog", "turns", "data", "chat", "thread", "contents")
+_ONLY_TURNS = ("conversations", "conversation", "messages")  # whose dictionaries are always turns
+_MOSTLY_TURNS = (*_ONLY_TURNS, "items")  # which are turns if the record has nothing else
+TURN_LISTS = (*_MOSTLY_TURNS, "dialogue", "dialog", "turns", "data", "chat", "thread", "contents")
 ROLE_FIELDS = ("from", "role", "speaker", "author", "sender")
 TEXT_FIELDS = ("value", "content", "text", "message", "utterance", "parts")
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "systemInstruction")
@@ -126,10 +129,23 @@ def read_turns(record: dict) -> RawTurns:
     """
     for shape in SHAPES:
         if (raw := shape.read(record)) is not None:
-            return raw
-    if broken := next((name for name in _ONLY_TURNS if has_value(record.get(name))), None):
+            return _without_unused_keys(raw, record)
+    if broken := next((name for name in _MOSTLY_TURNS if has_value(record.get(name))), None):
         raise Drop(f"{NOT_TURNS}`{broken}`")
     raise Drop(NO_SHAPE + shown_fields(record))
+
+
+def _without_unused_keys(raw: RawTurns, record: dict) -> RawTurns:
+    """Leaves out of a table's `tools` the keys that only other rows' tools have."""
+    name = first_present(record, TOOL_FIELDS)
+    if name is None or raw.tools is not None:
+        return raw
+    tools, left_out = without_unused(record[name])
+    if not left_out:
+        return raw
+    return raw._replace(
+        tools=tools, fields=raw.fields | {name}, changes=(*raw.changes, TABLE_NULLS)
+    )
 
 
 def names_in_capitals(record: dict) -> dict[str, str]:
@@ -147,28 +163,36 @@ def is_sharegpt(raw: RawTurns) -> bool:
 
 
 def _turn_list(record: dict) -> RawTurns | None:
-    """A list of turns or of exchanges, perhaps as a JSON text or as columns."""
-    lists = {
-        name: turns for name in TURN_LISTS if (turns := _as_list(record.get(name))) is not None
-    }
-    name = next(
-        (
-            name
-            for name, turns in lists.items()
-            if turns and (name in _ONLY_TURNS or _is_turn(turns[0]))
-        ),
-        None,
-    )
-    if name is None:  # a list without turns, unless the record has another shape
-        name = next((name for name in lists if name in _ONLY_TURNS), None)
-        if name is None or _pair_of(record):
-            return None
-    entries = lists[name]
-    if entries and all(map(_is_text_pair, entries)):
-        entries = [text for pair in entries for text in pair]
-    if entries and all(isinstance(entry, str) for entry in entries):
-        return RawTurns(_alternating(entries), {name})
-    return RawTurns([turn for entry in entries for turn in _entry_turns(entry)], {name})
+    """A list of turns with roles or of exchanges, perhaps as a JSON text or as columns."""
+    lists = _lists(record)
+    name = next((name for name, entries in lists.items() if any(map(_is_turn, entries))), None)
+    if name is None:  # a source's `fields` may rename the turns', and drops name broken ones
+        name = next((name for name in _ONLY_TURNS if _has_dictionary(lists.get(name))), None)
+    if name is None:
+        return None
+    return RawTurns([turn for entry in lists[name] for turn in _entry_turns(entry)], {name})
+
+
+def _text_list(record: dict) -> RawTurns | None:
+    """A list of texts, in alternation or in pairs, which next to other fields may be anything."""
+    lists = _lists(record)
+    for name, entries in lists.items():
+        in_pairs = all(map(_is_text_pair, entries))
+        texts = [text for pair in entries for text in pair] if in_pairs else entries
+        if texts and all(isinstance(text, str) for text in texts):
+            return RawTurns(_alternating(texts), {name})
+    broken = next((name for name in _MOSTLY_TURNS if name in lists), None)  # or empty
+    return None if broken is None else RawTurns(lists[broken], {broken})
+
+
+def _lists(record: dict) -> dict[str, list]:
+    """Returns the lists in TURN_LISTS that a record has."""
+    lists = {name: _as_list(record.get(name)) for name in TURN_LISTS}
+    return {name: entries for name, entries in lists.items() if entries is not None}
+
+
+def _has_dictionary(entries: list | None) -> bool:
+    return any(isinstance(entry, dict) for entry in entries or ())
 
 
 def _as_list(value: object) -> list | None:
@@ -178,14 +202,28 @@ def _as_list(value: object) -> list | None:
         value = _parsed(value) if _is_json(value) else None
     if isinstance(value, dict):
         value = _from_columns(value)
-    return value if isinstance(value, list) else None
+    return _with_json_turns(value) if isinstance(value, list) else None
+
+
+def _with_json_turns(entries: list) -> list:
+    """Returns a list, or the turns in it if all its entries are the JSON texts of turns."""
+    turns = []
+    for entry in entries:
+        turn = _parsed(entry) if isinstance(entry, str) and _is_json(entry) else None
+        if not isinstance(turn, dict) or first_present(turn, ROLE_FIELDS) is None:
+            return entries
+        turns.append(turn)
+    return turns
 
 
 def _is_turn(entry: object) -> bool:
-    if isinstance(entry, dict):
-        has_role = first_present(entry, ROLE_FIELDS) is not None and not trees.is_row(entry)
-        return has_role or len(_entry_turns(entry)) == 2
-    return isinstance(entry, str) or _is_text_pair(entry)
+    """Returns whether an entry of a list has a role and a text, or a question and its answer."""
+    if not isinstance(entry, dict) or trees.is_row(entry):
+        return False
+    has_role = first_present(entry, ROLE_FIELDS) is not None
+    return len(_entry_turns(entry)) == 2 or (
+        has_role and first_present(entry, TEXT_FIELDS) is not None
+    )
 
 
 def _is_text_pair(entry: object) -> bool:
@@ -253,29 +291,26 @@ def _pair(record: dict) -> RawTurns | None:
 
 
 def _exchange(record: dict, pair: tuple[str, str]) -> RawTurns:
-    fields = set(pair)
-    sides = [record[name] for name in pair]
-    joined = [
-        name
-        for name in _JOINED.get(pair[0], ())
-        if name not in pair and isinstance(record.get(name), str)
-    ]
-    if isinstance(sides[0], str) and joined:
-        sides[0] = "\n\n".join(filter(None, [sides[0], *(record[name] for name in joined)]))
-        fields.update(joined)
-    question, answer = (
-        _side(side, role) for side, role in zip(sides, ("user", "assistant"), strict=True)
-    )
+    asked, fields = with_joined_fields(record, pair[0])
+    fields |= {pair[1], "history"}
+    question, answer = _side(asked, "user"), _side(record[pair[1]], "assistant")
     if question is None or answer is None:
         raise Drop(f"{NOT_TEXT}`{pair[0]}` and `{pair[1]}`")
-    if isinstance(sides[1], str):
+    if isinstance(record[pair[1]], str):
         reasoning = reasoning_of(record)
         answer[-1].update(reasoning)
         fields.update(reasoning)
-    history = record.get("history")
-    if history is not None:
-        fields.add("history")
-    return RawTurns(_history(history) + question + answer, fields)
+    return RawTurns(earlier_turns(record) + question + answer, fields)
+
+
+def with_joined_fields(record: Mapping[str, Any], name: str) -> tuple[Any, set[str]]:
+    """Returns a question with the texts of the fields that belong to it, and the fields read."""
+    question = record[name]
+    joined = [other for other in _JOINED.get(name, ()) if isinstance(record.get(other), str)]
+    if not isinstance(question, str) or not joined:
+        return question, {name}
+    texts = [question, *(record[other] for other in joined)]
+    return "\n\n".join(filter(None, texts)), {name, *joined}
 
 
 def _pair_of(record: dict) -> tuple[str, str] | None:
@@ -327,8 +362,13 @@ def _asked_calls(record: dict) -> RawTurns | None:
     return RawTurns([question, {"role": "assistant", "tool_calls": calls}], {"query", "answers"})
 
 
-def _history(history: object) -> list[dict]:
-    history = history or []
+def earlier_turns(record: Mapping[str, Any]) -> list[dict]:
+    """Returns the turns of the exchanges in a record's `history`.
+
+    Raises:
+      Drop: it is not a list of pairs.
+    """
+    history = record.get("history") or []
     if not (
         isinstance(history, list)
         and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
@@ -398,7 +438,7 @@ def _described_functions(system: str) -> tuple[str, list[dict]]:
 SHAPES = (
     Shape(
         "ShareGPT, OpenAI",
-        "a list in one of TURNS",
+        "a list of turns in one of TURNS",
         "one turn per entry, from ROLES and TEXTS",
         _turn_list,
     ),
@@ -431,5 +471,11 @@ SHAPES = (
         "one of PAIRS",
         "a question and its answer, as texts or lists of turns",
         _pair,
+    ),
+    Shape(
+        "texts",
+        "a list of texts, or of pairs, in one of TURNS",
+        "alternating turns of user and assistant",
+        _text_list,
     ),
 )

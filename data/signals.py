@@ -58,7 +58,7 @@ def _listen(read_end: int) -> None:
         if byte[0] in (signal.SIGTERM, signal.SIGHUP):
             name = signal.Signals(byte[0]).name
             # A closed terminal counts as SIGTERM.
-            _end(128 + signal.SIGTERM, f"stopped ({name}): the same command starts again")
+            _end(128 + signal.SIGTERM, f"stopped ({name}); rerun the same command to start again")
         if (
             byte[0] == signal.SIGINT
             and signal.getsignal(signal.SIGINT) == _interrupt

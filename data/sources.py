@@ -54,8 +54,9 @@ class Format(NamedTuple):
     """What would work, for messages about a file not in this format."""
 
 
-JSON = (".json", ".jsonl", ".ndjson")
+JSON = (".json", ".jsonl", ".jsonlines", ".ndjson")
 """Suffixes of files read as JSON or JSON lines."""
+MOST_NAMED = 5  # files in a message
 CARD = "README.md"
 """A file about a data set, if it begins like the hub's."""
 FORMATS = {
@@ -106,6 +107,8 @@ class Source:
     """Maps the records' field names to roles or fields that are read, see `data.fields`."""
     add_bos: bool | None = None
     """Whether a text begins with BOS; None follows the tokenizer's default."""
+    control_tokens: bool = False
+    """Whether control tokens written in a text are read as such instead of as plain text."""
     left_out: tuple[str, ...] = ()
     """Folders in which no file is read, such as that of prepared data."""
 
@@ -134,6 +137,11 @@ class Source:
                 f"data.sources: add_bos of {self.path}: is for format: text; of conversations the "
                 "template writes BOS, and tokens are used as they are"
             )
+        if self.control_tokens and self.format != "text":
+            raise UserError(
+                f"data.sources: control_tokens of {self.path}: is for format: text; in turns the "
+                "tags named in data.text_tokens are read as tokens"
+            )
 
     @property
     def has_turns(self) -> bool:
@@ -155,11 +163,18 @@ class Source:
         files = paths.find_files(self.path, suffixes, self.left_out)
         if not files:
             apart = f" apart from {', '.join(self.left_out)}" if self.left_out else ""
+            found = f" (found {unread})" if (unread := self.unread_files()) else ""
             raise UserError(
-                f"{self.path}: no {' or '.join(suffixes)} file in this folder{apart}; "
+                f"{self.path}: no {' or '.join(suffixes)} file in this folder{apart}{found}; "
                 f"{self.would_work}"
             )
         return files
+
+    def unread_files(self) -> str:
+        """Returns the names of files in the source's folder that are not read; "" without any."""
+        names = paths.unread_files(self.path, FORMATS[self.format].suffixes, self.left_out)
+        others = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+        return printable(", ".join(names[:MOST_NAMED])) + others
 
     def other_splits(self) -> list[str]:
         """Returns files named like an evaluation split, if the data set has several splits.

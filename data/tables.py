@@ -19,6 +19,7 @@ from data.printable import printable
 from data.records import MAX_BYTES
 from data.report import SourceReport
 from data.row_sizes import check_offsets, may_repeat, row_bytes, without_dictionaries
+from data.table_values import decoders
 
 if TYPE_CHECKING:
     import pyarrow
@@ -34,8 +35,9 @@ MORE_CELLS = "cells beyond the header's columns"
 def read_table(file: File, report: SourceReport) -> Iterator[dict]:
     """Yields the rows of a table, with a few hundred in memory at a time.
 
-    Values that Python cannot represent, such as a time in the year 50,000 or text that is not
-    UTF-8, are left out of their rows, with a note in the report for each column affected.
+    Columns of JSON are decoded, and structs are `data.table_values.Struct`. Values that Python
+    cannot represent, such as a time in the year 50,000 or text that is not UTF-8, and JSON that is
+    broken are left out of their rows, with a note in the report for each column affected.
 
     Raises:
       UserError: the file is damaged, is not the kind that its name says, or unpacks to far more
@@ -170,22 +172,29 @@ def _plain(batch: "pyarrow.RecordBatch") -> "pyarrow.RecordBatch":
             if pyarrow.types.is_nested(field.type)
             else field
             for field in batch.schema
-        ]
+        ],
+        batch.schema.metadata,
     )
     return batch if schema.equals(batch.schema) else batch.cast(schema)
 
 
 def _rows(batch: "pyarrow.RecordBatch", unreadable: Counter[str]) -> list[dict]:
     """Returns the rows of a batch; leaves out and counts values that cannot be read."""
+    decode = decoders(batch.schema)
     try:
-        return batch.to_pylist()
+        rows = batch.to_pylist()
+        for name, decode_value in decode.items():
+            for row in rows:
+                row[name] = decode_value(row[name])
+        return rows
     # ValueError, OverflowError, UnicodeDecodeError, ArrowException, ...: convert value by value.
     except Exception:
-        rows: list[dict] = [{} for _ in range(batch.num_rows)]
+        rows = [{} for _ in range(batch.num_rows)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        decode_value = decode.get(name, lambda value: value)
         for row, value in zip(rows, column, strict=True):
             try:
-                row[name] = value.as_py()
+                row[name] = decode_value(value.as_py())
             except Exception:
                 unreadable[name] += 1
     return rows

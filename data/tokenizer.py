@@ -92,17 +92,28 @@ class Tokenizer:
         self.template_date = TEMPLATE_DATE
         self.template_kwargs = {}
         for text in text_tokens:
-            special = {self.bos_token, self.eos_token, self.pad_token}
-            if text not in self.controls or text in special:
-                valid = ", ".join(sorted(self.controls.keys() - special)) or "none"
-                raise UserError(
-                    f"data.text_tokens: {text!r} is not an added token of the tokenizer; {valid} "
-                    "would work"
-                )
+            self._check_text_token(text)
             del self.controls[text]
         engine.forbid({control.id for control in self.controls.values()})
         self._encode_short = lru_cache(1024)(
             lambda text, beginning: engine.encode(_NOT_IN_TEXT.sub("\ufffd", text), beginning)
+        )
+
+    def _check_text_token(self, text: str) -> None:
+        """Raises UserError if turns may not contain a token of this text."""
+        special = {self.pad_token: "padding", self.bos_token: "BOS", self.eos_token: "EOS"}
+        if text in self.controls and text not in special:
+            return
+        valid = ", ".join(sorted(self.controls.keys() - special.keys())) or "none"
+        if text not in self.controls:
+            raise UserError(
+                f"data.text_tokens: {text!r} is not an added token of the tokenizer; {valid} would "
+                "work"
+            )
+        raise UserError(
+            f"data.text_tokens: {text!r} is the tokenizer's {special[text]} token, which no turn "
+            f"may contain; {valid} would work, or, for texts that a chat template has rendered, "
+            "control_tokens: true of their source"
         )
 
     def _set_special_tokens(self, config: dict[str, object], path: str) -> None:

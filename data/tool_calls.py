@@ -2,12 +2,26 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+from data.fields import unread_of
 from data.printable import printable
 
 ID_LENGTH = 9  # Mistral's templates accept ids of nine letters and digits only
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+_FENCED = re.compile(r"\s*```(?:json)?[ \t]*\n(.*)```\s*", re.DOTALL)
+
+
+class CallText(NamedTuple):
+    """The text of a ShareGPT turn `function_call`."""
+
+    calls: tuple[dict[str, Any], ...]
+    reasoning: str | None
+    """The text in <think> and </think> before the calls, if they are there."""
+    unread: set[str]
+    """Fields of the calls that nothing reads."""
 
 
 def parse_calls(value: object) -> tuple[dict[str, Any], ...]:
@@ -60,12 +74,41 @@ def unread_call_fields(value: Any) -> set[str]:
     return unread
 
 
-def parse_call_text(text: str) -> tuple[dict[str, Any], ...]:
-    """Returns the calls in a ShareGPT turn `function_call`; empty if it is not such JSON."""
-    try:
-        return parse_calls(json.loads(text))
-    except (ValueError, RecursionError):
-        return ()
+def parse_call_text(text: str) -> CallText:
+    """Reads calls in JSON, one after another, in a list, or in an object's `tool_calls`.
+
+    They may stand in a fence of markdown, and after reasoning in <think> and </think>.
+
+    Raises:
+      ValueError: there is no call, or a broken one, or other text.
+      RecursionError: the JSON nests too deeply.
+    """
+    thought = _THOUGHT.match(text)
+    rest = text[thought.end() :] if thought else text
+    fenced = _FENCED.fullmatch(rest)
+    calls: list[Any] = []
+    unread: set[str] = set()
+    for value in _json_values(fenced[1] if fenced else rest):
+        wraps = isinstance(value, dict) and isinstance(value.get("tool_calls"), list)
+        if wraps:
+            unread |= unread_of(value, {"tool_calls"}, "tool call's")
+        inner = value["tool_calls"] if wraps else value
+        calls += inner if isinstance(inner, list) else [inner]
+    parsed = parse_calls(calls)
+    if not parsed:
+        raise ValueError("no call")
+    reasoning = thought[1].strip() if thought else None
+    return CallText(parsed, reasoning, unread | unread_call_fields(calls))
+
+
+def _json_values(text: str) -> list[Any]:
+    """Returns the JSON values that a text consists of; raises ValueError for other text."""
+    decoder, values, text = json.JSONDecoder(), [], text.strip()
+    while text:
+        value, end = decoder.raw_decode(text)
+        values.append(value)
+        text = text[end:].lstrip()
+    return values
 
 
 def parse_tools(value: object) -> tuple[dict[str, Any], ...] | None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from data.conversation import Message, Order
-from data.fields import REASONING_FIELDS, first_present, unread_of
+from data.fields import REASONING_FIELDS, first_present, unread_of, yes_or_no
 from data.printable import printable
 from data.reasons import (
     BAD_LOSS_MASK,
@@ -28,10 +28,12 @@ from data.reasons import (
     NO_ANSWER,
     NO_CONTENT,
     NO_HUMAN,
+    NOT_A_CALL,
     NOT_ALTERNATING,
     OPENING_ANSWER,
     OTHERS_FLAG,
     OUT_OF_LOSS,
+    TABLE_NULLS,
     THOUGHT_ALONE,
     TRAILING_HUMAN,
     UNKNOWN_ROLE,
@@ -39,6 +41,7 @@ from data.reasons import (
     Drop,
 )
 from data.shapes import CONTEXT, ROLE_FIELDS, TEXT_FIELDS
+from data.table_values import without_unused
 from data.tool_calls import new_id, parse_call_text, parse_calls, unread_call_fields
 
 # Role names in public dumps, in lower case and with _ for a hyphen or space.
@@ -85,7 +88,6 @@ _CALL_ROLES = ("function_call", "tool_call")  # whose text is a call in JSON
 _IN_LOSS = ("train", "training", "trainable", "loss", "weight")  # flags that say: trained on
 _NOT_IN_LOSS = ("mask", "masked")  # flags that say: not trained on
 _FLAGS = frozenset((*_IN_LOSS, *_NOT_IN_LOSS))
-_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _TEXT_PARTS, _THOUGHT_PARTS = (None, "text", "input_text", "output_text"), ("thinking", "reasoning")
 _WRITTEN = frozenset(("role", "content", "tool_calls", "tool_call_id", "name"))
 _USUAL_FIELDS = 2  # a role and a text
@@ -167,6 +169,7 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
     if isinstance(content, list):
         content = _joined(content, role, thoughts, findings)
     if role == "tool" and isinstance(content, dict | list):
+        content = _without_unused(content, findings)
         content = json.dumps(content, ensure_ascii=False, default=str)
     reasoning_fields: list[str] = []
     if role == "assistant" and (thoughts or len(turn) > _USUAL_FIELDS):
@@ -180,13 +183,8 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
         raise Drop(UNKNOWN_ROLE + (printable(raw_role.strip())[:60] or "(empty)"))
     if raw_role.strip().lower() == "developer":
         findings.changes.add(DEVELOPER)
-    if (
-        not calls
-        and raw_role.strip().lower().replace("-", "_") in _CALL_ROLES
-        and (calls := parse_call_text(content))
-    ):
-        findings.unread |= unread_call_fields(json.loads(content))
-        content = ""
+    if not calls and raw_role.strip().lower().replace("-", "_") in _CALL_ROLES:
+        calls, content = _calls_in_text(content, thoughts, findings), ""
     if calls and role != "assistant":
         raise Drop(CALL_OF_ANOTHER)
     content = _unicode(content, findings)
@@ -231,12 +229,36 @@ def _calls(turn: dict, findings: Findings) -> tuple[tuple[dict[str, Any], ...], 
         name = "function_call"
     else:
         return (), None
+    value = _without_unused(turn[name], findings)
     try:
-        calls = parse_calls(turn[name])
+        calls = parse_calls(value)
     except (ValueError, RecursionError) as error:
         raise Drop(str(error)) from None
-    findings.unread |= unread_call_fields(turn[name])
+    findings.unread |= unread_call_fields(value)
     return calls, name
+
+
+def _calls_in_text(
+    text: str, thoughts: list[str], findings: Findings
+) -> tuple[dict[str, Any], ...]:
+    """Returns the calls in the text of a turn `function_call`; its reasoning is appended to
+    `thoughts`."""
+    try:
+        read = parse_call_text(text)
+    except (ValueError, RecursionError):
+        raise Drop(NOT_A_CALL) from None
+    if read.reasoning is not None and read.reasoning not in thoughts:
+        thoughts.append(read.reasoning)
+    findings.unread |= read.unread
+    return read.calls
+
+
+def _without_unused(value: Any, findings: Findings) -> Any:
+    """Returns a value without the keys that a table's row lacks."""
+    value, left_out = without_unused(value)
+    if left_out:
+        findings.changes.add(TABLE_NULLS)
+    return value
 
 
 def _joined(parts: list, role: str | None, thoughts: list[str], findings: Findings) -> object:
@@ -257,9 +279,13 @@ def _joined(parts: list, role: str | None, thoughts: list[str], findings: Findin
             thoughts.append(part[name])
             findings.unread |= unread_of(part, {"type", name}, "content part's")
         elif kind in _TEXT_PARTS and isinstance(part, dict) and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-            if len(part) > _USUAL_FIELDS:
-                findings.unread |= unread_of(part, {"type", "text"}, "content part's")
+            read = {"type", "text"}
+            # Gemini's parts say whether they are reasoning.
+            is_thought = yes_or_no(part.get("thought")) if role == "assistant" else None
+            if is_thought is not None:
+                read.add("thought")
+            (thoughts if is_thought else texts).append(part["text"])
+            findings.unread |= unread_of(part, read, "content part's")
         elif role == "tool":
             return parts
         else:
@@ -299,7 +325,7 @@ def _trained(turn: dict, role: str, read: set, findings: Findings) -> bool:
     """Returns whether no flag excludes a turn from the loss; adds the flags to `read`."""
     trained = CONTEXT not in turn
     for name in _FLAGS & turn.keys():
-        value = _yes_or_no(turn[name])
+        value = yes_or_no(turn[name])
         if value is None:
             continue  # None, or something reported as unread
         read.add(name)
@@ -312,13 +338,6 @@ def _trained(turn: dict, role: str, read: set, findings: Findings) -> bool:
         elif role != "assistant" and in_loss and name in _IN_LOSS:
             findings.changes.add(OTHERS_FLAG)
     return trained
-
-
-def _yes_or_no(value: object) -> bool | None:
-    """Returns a flag's truth value; None unless it is a boolean, a number or such a word."""
-    if isinstance(value, str):
-        return _WORDS.get(value.strip().lower())
-    return bool(value) if isinstance(value, bool | int | float) and value == value else None
 
 
 def _text_field(fields: dict, name: str, read: set) -> str | None:
@@ -337,7 +356,7 @@ def with_loss_mask(messages: list[Message], mask: object, findings: Findings) ->
       Drop: it is not such a list.
     """
     answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
-    flags = [_yes_or_no(flag) for flag in mask] if isinstance(mask, list) else []
+    flags = [yes_or_no(flag) for flag in mask] if isinstance(mask, list) else []
     if None in flags or len(flags) not in (len(messages), len(answers)):
         raise Drop(BAD_LOSS_MASK)
     if len(flags) == len(messages):

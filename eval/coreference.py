@@ -24,7 +24,7 @@ from data.synthetic.words import ADJECTIVES, NOUNS
 from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
 from trainer import entry
-from trainer.options import AtLeastOne, Tokens, option, parser_of
+from trainer.options import AtLeastOne, EachOnce, Tokens, option, parser_of
 
 FORMS = ("poem", "riddle", "letter", "story", "speech", "song", "recipe", "prayer")
 NEW_TOKENS = 160
@@ -119,9 +119,12 @@ class LiveCoreference(LiveTest):
 class Options:
     """The command's own options."""
 
-    tokens: tuple[Tokens, ...] = option("lengths, answers included, such as 16K")
+    tokens: tuple[Tokens, ...] = option("lengths, answers included, such as 16K", action=EachOnce)
     alike: tuple[int, ...] = option(
-        "numbers of equal requests", (2, 4, 8), choices=range(2, len(ORDINALS) + 1)
+        "numbers of equal requests",
+        (2, 4, 8),
+        choices=range(2, len(ORDINALS) + 1),
+        action=EachOnce,
     )
     count: AtLeastOne = option("cases of each length and number", 20)
     seed: int = option("seed of the cases", 0)

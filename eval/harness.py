@@ -30,7 +30,7 @@ from data.templates import render
 from eval import adapters, runner
 from eval.scoring import Z95
 from trainer import entry
-from trainer.options import Tokens, option, parser_of
+from trainer.options import Tokens, check_each_once, option, parser_of
 
 if TYPE_CHECKING:
     from model.decode import Generator, Scores
@@ -44,7 +44,7 @@ class Options:
     """The command's own options."""
 
     max_new_tokens: Tokens = option(
-        "tokens of the longest answer in a task that does not set max_gen_toks", 256
+        "maximum tokens per answer in a task that does not set max_gen_toks", 256
     )
     tasks: str = option("task names, separated by commas")
     include_path: str | None = option("folder with your own tasks", None, metavar="DIR")
@@ -53,7 +53,7 @@ class Options:
     )
     limit: int | None = option("only the first N questions of each task", None)
     length: Tokens | None = option(
-        "tokens of the longest prompt with its answer (default: the trained length)", None
+        "maximum length of a prompt plus its answer, in tokens (default: the trained length)", None
     )
     chat: bool = option("ask in the model's chat template")
 
@@ -204,19 +204,17 @@ class Harness:
         return [(sum(score.log_likelihoods), all(score.is_greedy)) for score in scores]
 
     def rolling(self, texts: list[str]) -> list[float]:
-        """Returns each text's log-likelihood; longer texts are scored in pieces of `length`."""
+        """Returns each text's log-likelihood; longer texts are scored in lm-eval's windows, each of
+        up to `length` scored tokens."""
         totals = []
         for text in texts:
-            ids = self._encode(text)
-            # The last token of a piece starts the next one, where it is not scored.
-            pieces = [
-                ids[first : first + self.length]
-                for first in range(0, len(ids) - 1, self.length - 1)
-            ]
-            self.truncated += len(pieces) > 1
-            totals.append(
-                sum(sum(score.log_likelihoods) for score in self._score(pieces, [1] * len(pieces)))
+            windows = _rolling_windows(self._encode(text), self.length)
+            self.truncated += len(windows) > 1
+            scores = self._score(
+                [before + scored for before, scored in windows],
+                [len(before) for before, _ in windows],
             )
+            totals.append(sum(sum(score.log_likelihoods) for score in scores))
         return totals
 
     def _score(self, texts: list[list[int]], starts: list[int]) -> list[Scores]:
@@ -312,6 +310,20 @@ class Harness:
         if text not in self.chats:
             bisect.insort(self.chats_sorted, text)
         self.chats[text] = ids
+
+
+def _rolling_windows(ids: list[int], length: int) -> list[tuple[list[int], list[int]]]:
+    """Returns lm-eval's windows of a text: the tokens before, at least one, and those scored.
+
+    The last window is filled up with earlier tokens, which are not scored again. What is scored is
+    no input of the model at its last token, so a window has up to `length` + 1 tokens.
+    """
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    windows = get_rolling_token_windows(
+        token_list=ids[1:], prefix_token=ids[0] if ids else 0, max_seq_len=length, context_len=1
+    )
+    return [make_disjoint_window(window) for window in windows]
 
 
 def make_model(harness: Harness) -> Any:
@@ -412,6 +424,7 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.include_path and not Path(args.include_path).is_dir():
         raise UserError(f"--include-path: {printable(args.include_path)} is not a folder")
     tasks = args.tasks.split(",")
+    check_each_once("--tasks", tasks)
     task_manager = TaskManager(include_path=args.include_path)
     check_tasks(tasks, task_manager.all_tasks)
     folder = output_files(args.output, {"results.json": b'"about"', "lm_eval.json": b'"n-shot"'})

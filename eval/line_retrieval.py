@@ -25,7 +25,7 @@ from eval.live_test import Count, LiveTest
 from model.attention.names import Tokens
 from trainer import entry, options
 from trainer.config.require import require
-from trainer.options import option, parser_of
+from trainer.options import EachOnce, option, parser_of
 
 MOST_TOKENS = 1_100_000  # in a generated case
 
@@ -34,10 +34,14 @@ MOST_TOKENS = 1_100_000  # in a generated case
 class Options:
     """The command's own options."""
 
-    cases: tuple[str, ...] = option("case files in LongChat's format", (), metavar="FILE.jsonl")
-    lines: tuple[int, ...] = option("generate cases with this many lines", ())
+    cases: tuple[str, ...] = option(
+        "case files in LongChat's format", (), metavar="FILE.jsonl", action=EachOnce
+    )
+    lines: tuple[int, ...] = option("generate cases with this many lines", (), action=EachOnce)
     tokens: tuple[options.Tokens, ...] = option(
-        "generate cases that fill this many of the model's tokens, including the answer", ()
+        "generate cases that fill this many of the model's tokens, including the answer",
+        (),
+        action=EachOnce,
     )
     count: int = option("number of generated cases for each number of lines", 50)
     questions: int = option(

@@ -15,6 +15,7 @@ from trainer.config.schema import RunConfig
 from trainer.evaluation import Evaluation
 from trainer.model_source import chat_templates
 from trainer.objective import Objective, Params
+from trainer.options import check_each_once
 from trainer.step import StepBuilder
 
 if TYPE_CHECKING:
@@ -74,7 +75,11 @@ def tests_of(config: RunConfig) -> list[LiveTest]:
             raise UserError(
                 f"{field}.test: found {entry['test']}, expects one of {', '.join(TESTS)}"
             )
-        tests.append(section(TESTS[entry["test"]], entry, field))
+        test = section(TESTS[entry["test"]], entry, field)
+        for name, value in vars(test).items():
+            if isinstance(value, tuple):
+                check_each_once(f"{field}.{name}", value)
+        tests.append(test)
     return tests
 
 

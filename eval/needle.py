@@ -24,7 +24,7 @@ from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
 from trainer import entry
 from trainer.config.require import require
-from trainer.options import AtLeastOne, Tokens, option, parser_of
+from trainer.options import AtLeastOne, EachOnce, Tokens, option, parser_of
 
 NEW_TOKENS = 64
 
@@ -121,9 +121,11 @@ class LiveNeedles(LiveTest):
 class Options:
     """The command's own options."""
 
-    tokens: tuple[Tokens, ...] = option("lengths, answers included, such as 16K")
-    depths: tuple[float, ...] = option("depths, from 0 to 1", (0, 0.25, 0.5, 0.75, 1))
-    needles: tuple[AtLeastOne, ...] = option("numbers of needles", (1,))
+    tokens: tuple[Tokens, ...] = option("lengths, answers included, such as 16K", action=EachOnce)
+    depths: tuple[float, ...] = option(
+        "depths, from 0 to 1", (0, 0.25, 0.5, 0.75, 1), action=EachOnce
+    )
+    needles: tuple[AtLeastOne, ...] = option("numbers of needles", (1,), action=EachOnce)
     count: AtLeastOne = option("cases of each length and depth", 5)
     text: str | None = option(
         "a text to hide the needles in, instead of noise", None, metavar="FILE"

@@ -200,9 +200,10 @@ class Generator:
           starts: at least 1 and less than the text's length.
 
         Raises:
-          ValueError: too many texts, one that is empty or too long, or a start outside its text.
+          ValueError: too many texts, one that is too short or too long, or a start outside its
+            text.
         """
-        self.check(texts)
+        self.check([text[:-1] for text in texts])  # nothing is predicted after a last token
         for text, start in zip(texts, starts, strict=True):
             if not 1 <= start < len(text):
                 raise ValueError(

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from data.conversation import Message
@@ -144,7 +144,13 @@ class _Borders:
         """The part of it after the text of the last turn."""
         self._heading: _Heading | None = None
         self._number = 0  # of the first control token that may follow an answer
-        self._ending = _ending_of(template, tokenizer)
+        self._around = _around_answers(
+            template.source,
+            template.specials,
+            template.date,
+            json.dumps(template.variables, sort_keys=True, default=str),
+        )
+        self._ending = _ending_of(self._around, tokenizer)
         if len(messages) > MAX_CALL_TURNS and any(message.tool_calls for message in messages):
             raise TemplateError(
                 f"a conversation with tool calls of more than {MAX_CALL_TURNS} turns"
@@ -225,6 +231,7 @@ class _Borders:
                 following
                 and following.start < turn.next_start
                 and not text[turn.end : following.start].strip()
+                and not self._opens_next_turn(turn)
             )
             return following.token_end if following and ends else turn.end
         after = text[turn.end : turn.next_start]
@@ -247,32 +254,70 @@ class _Borders:
         ]
         return after_it[-1] if after_it else end
 
+    def _opens_next_turn(self, turn: _Part) -> bool:
+        """Returns whether the control token after an answer begins the next turn's heading.
+
+        If a template ends an answer with nothing but the next heading, as GLM-4's does, the model
+        stops at that heading's token. This cannot be if the token opens answers too, or if another
+        one ends the conversation's last answer.
+        """
+        control, *later = self._controls[self._number : self._number + 2]
+        heading = self._text[control.token_start : turn.next_start]
+        around, find = self._around, partial(_controls_in, tokenizer=self._tokenizer)
+        first = next(iter(find(around.user)), "")
+        if first and first in around.answer and heading.startswith(first):
+            return True
+        if later and not self._text[control.token_end : later[0].token_start].strip():
+            return False  # an end token, with the heading's first token after it
+        if around.answer.endswith(heading):
+            return True
+        is_last_ended = any(around.last.lstrip().startswith(token) for token in find(around.last))
+        return is_last_ended and (around.user.endswith(heading) or around.system.endswith(heading))
+
     def usual_end_of(self, turn: _Part) -> int:
         """Returns the end of the text that follows every answer, or else of the turn's text."""
         follows = self._text.startswith(self._ending, turn.end, turn.next_start)
         return turn.end + len(self._ending) if follows else turn.end
 
 
-def _ending_of(template: Template, tokenizer: Tokenizer) -> str:
+class _Around(NamedTuple):
+    """A template's texts around turns; empty if it refuses the conversations that show them."""
+
+    user: str = ""
+    """Before a user's turn that is the first."""
+    answer: str = ""
+    """Between a user's turn and the answer."""
+    common: str = ""
+    """After any answer."""
+    last: str = ""
+    """After the last answer."""
+    system: str = ""
+    """Before a system turn."""
+
+
+def _controls_in(text: str, tokenizer: Tokenizer) -> list[str]:
+    """Returns the texts of the control tokens in a template's text."""
+    controls = find_controls(_plain(text), tokenizer).controls
+    return [text[control.token_start : control.token_end] for control in controls]
+
+
+def _ending_of(around: _Around, tokenizer: Tokenizer) -> str:
     """Returns a template's text after every answer, up to its last control token.
 
     Command R7B's writes two end tokens, others a text before theirs. Empty if answers in the middle
     end differently from the last one, as in Harmony.
     """
-    variables = json.dumps(template.variables, sort_keys=True, default=str)
-    before, common, last = _around_answers(
-        template.source, template.specials, template.date, variables
-    )
+    common = around.common
     # Some templates write the next heading after every answer. It begins as the conversation does.
     bos = tokenizer.controls.get(tokenizer.bos_token or "")
-    ids = (control.id for control in find_controls(_plain(before), tokenizer).controls)
+    ids = (control.id for control in find_controls(_plain(around.user), tokenizer).controls)
     opening = next((token for token in ids if bos is None or token != bos.id), None)
     end = 0
     for control in find_controls(_plain(common), tokenizer).controls:
         if control.id == opening:
             break
         end = control.token_end
-    if not end and common == last:  # plain text ends an answer
+    if not end and common == around.last:  # plain text ends an answer
         return common.rstrip()
     return common[:end]
 
@@ -280,24 +325,35 @@ def _ending_of(template: Template, tokenizer: Tokenizer) -> str:
 @lru_cache(maxsize=256)
 def _around_answers(
     source: str, specials: tuple[tuple[str, str], ...], date: datetime, variables: str
-) -> tuple[str, str, str]:
-    """Returns a template's texts before the first turn, after any answer, and after the last.
-
-    They are empty if it refuses a conversation of two questions and answers.
-    """
+) -> _Around:
+    """Returns a template's texts around the turns of two questions and answers."""
     template = Template(source, specials, date, json.loads(variables))
     roles = ("user", "assistant", "user", "assistant")
     try:
         rendered = template.render([Message(role, "a") for role in roles])
     except TemplateError:
-        return "", "", ""
+        return _Around()
     turns = _turns(rendered)
     if not {0, 1, 3} <= turns.keys():
-        return "", "", ""
+        return _Around()
     middle = rendered.text[turns[1][-1].end : turns[1][-1].next_start]
     last = rendered.text[turns[3][-1].end :]
-    before = rendered.text[: turns[0][0].start]
-    return before, last[: _common_length(last, middle)], last
+    return _Around(
+        user=rendered.text[: turns[0][0].start],
+        answer=rendered.text[turns[1][0].previous_end : turns[1][0].start],
+        common=last[: _common_length(last, middle)],
+        last=last,
+        system=_before_system(template, roles),
+    )
+
+
+def _before_system(template: Template, roles: Sequence[str]) -> str:
+    try:
+        rendered = template.render([Message(role, "a") for role in ("system", *roles)])
+    except TemplateError:
+        return ""
+    turns = _turns(rendered)
+    return rendered.text[: turns[0][0].start] if 0 in turns else ""
 
 
 class _Heading:

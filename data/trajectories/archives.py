@@ -109,8 +109,8 @@ def unpack_archive(archive: Path, folder: Path, about: dict[str, object]) -> int
                     _unpack_member(archive, opened, member, inner / "buffer" / name)
         except zipfile.BadZipFile as error:
             raise UserError(
-                f"{archive}: half an archive, or none ({error}); remove it, and the same command "
-                "downloads it again"
+                f"{archive}: truncated, or not an archive ({error}); remove it, and the same "
+                "command downloads it again"
             ) from None
         except (
             NotImplementedError

@@ -132,7 +132,7 @@ def _read_or_warn(folder: Path) -> PreparedTrajectories | None:
     try:
         return _read(folder)
     except UserError as error:
-        print(f"warning: {error}; it is made again", file=sys.stderr)
+        print(f"warning: {error}; rebuilding it", file=sys.stderr)
         return None
 
 

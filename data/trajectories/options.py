@@ -26,8 +26,8 @@ class TrajectoryConfig:
     to continue the policy that its own actions suggest, whatever return is requested; false
     prevents that."""
     components: int = 1
-    """Actions predicted at a state: one, by squared error, or a mixture of several, by likelihood,
-    acting by the most probable."""
+    """Actions predicted at a state: one, by squared error, or a mixture of several, trained by
+    likelihood; the most probable is executed."""
     loss_on: Literal["all", "last"] = "all"
     """Episodes of a row whose actions are trained on: all, or only the last, best one."""
     action_repeat: int = 1

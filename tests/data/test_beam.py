@@ -91,7 +91,9 @@ def sources(tmp_path):
         (folders["texts"] / f"{number}.txt").write_text(f"Book {number}. " * 60 + "é" * number)
     np.save(folders["ids"] / "0.npy", np.arange(200, dtype=np.uint16))
     (folders["ids"] / "1.jsonl").write_text(
-        "\n".join(json.dumps({"tokens": [1, 2, 3 + n], "labels": [-100, 2, 3]}) for n in range(3))
+        "\n".join(
+            json.dumps({"tokens": [1, 2, 3 + n], "labels": [-100, 2, 3 + n]}) for n in range(3)
+        )
     )
     return [
         Source(str(folders["chats"]), template="vicuna_v1.1", weight=0.5),

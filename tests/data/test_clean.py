@@ -1,6 +1,9 @@
 """Cleaning: what each rule drops or changes and what it keeps; filters are off by default;
 splitting loses nothing."""
 
+import hashlib
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -232,6 +235,35 @@ def test_duplicates_are_detected_by_the_text_of_turns():
         cleaner.clean(again)
     lenient = Cleaner(CleanConfig(duplicates=False))
     assert [lenient.clean(again)[0] for _ in range(2)] == ["another"] * 2
+
+
+def test_the_same_turns_trained_on_differently_are_no_duplicates():
+    """As in OpenAI's files, which weigh answers. A record without flags has the digest, and so the
+    id, of one whose flags say the same."""
+
+    def weighed(*weights):
+        turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        for answer, weight in zip(messages[1::2], weights, strict=False):
+            answer["weight"] = weight
+        return {"messages": messages}
+
+    cleaner = Cleaner()
+    kept = [cleaner.clean(weighed(*weights)) for weights in ((1, 0), (0, 1), ())]
+    assert [[turn.train for turn in talk.messages[1::2]] for talk in kept] == [
+        [True, False],
+        [False, True],
+        [True, True],
+    ]
+    turns = [["user", "a"], ["assistant", "b"], ["user", "c"], ["assistant", "d"]]
+    digest = hashlib.sha256(json.dumps(turns).encode()).hexdigest()
+    assert kept[2].id == digest[:16] and len({talk.id for talk in kept}) == 3
+    for again in ((1, 0), (0, 1), (1, 1), ()):
+        with pytest.raises(Drop, match="duplicate"):
+            cleaner.clean(weighed(*again))
+    opening = {"messages": [{"role": "assistant", "content": "z"}, *weighed()["messages"]]}
+    digest = hashlib.sha256(json.dumps([["assistant", "z"], *turns]).encode()).hexdigest()
+    assert cleaner.clean(opening).id == digest[:16], "an opening answer's exclusion is no flag"
 
 
 def test_a_busy_reply_ends_a_conversation_but_a_mention_of_one_does_not():

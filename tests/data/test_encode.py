@@ -21,9 +21,11 @@ from data.encode import (
     LONG_PAIR,
     NO_TARGET,
     NOT_PAIRED,
+    TYPED_IN_TEXT,
     Encoder,
     encode_all,
 )
+from data.prepare import prepare
 from data.reasons import SPLIT
 from data.report import Report
 from data.sources import Source, read
@@ -47,6 +49,9 @@ def records():
 encoder = Encoder(("",), Tokenizer.load("data/fixtures/tiny_tokenizer"), 64)
 sys.exit(entry.run(lambda: list(encode_all(encoder, records(), processes=2))))
 """
+
+
+TINY = "data/fixtures/tiny_tokenizer"
 
 
 @pytest.fixture
@@ -114,6 +119,48 @@ def test_a_text_is_encoded_and_its_prompt_is_not_trained_on(repository):
         (document,) = encoder.encode(Text("a", "Hello there, you", prompt=prompt)).documents
         assert document.tokens.tolist() == ids and document.loss_mask.tolist() == mask
     assert any(end == 5 for _, end in spans.offsets), "no token ends with the prompt"
+
+
+def test_control_tokens_in_a_text_are_plain_text_or_those_of_transformers(tmp_path):
+    """Plain text by default, and counted; with a source's `control_tokens` a text that a chat
+    template has rendered has transformers' ids, and no second BOS or EOS."""
+    transformers = pytest.importorskip("transformers")
+    marks = ["<|im_start|>", "<|im_end|>"]
+    Tokenizer.load(TINY).with_controls(marks).save(tmp_path / "tokenizer")
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    prompt = "<s><|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
+    text = prompt + "Four.<|im_end|>\n"
+    encoder = Encoder(("", ""), tokenizer, 64, add_bos=(True, True), control_tokens=(False, True))
+    plain = encoder.encode(Text("a", text))
+    assert plain.changes == {TYPED_IN_TEXT + token for token in ("<s>", *marks)}
+    (document,) = plain.documents
+    controls = {control.id for control in tokenizer.controls.values()}
+    assert controls.isdisjoint(document.tokens[1:-1]) and document.loss_mask.all()
+    for written, end in ((text, [tokenizer.eos_id]), (text + "</s>", [])):
+        rendered = encoder.encode(Text("a", written, source=1, prompt=len(prompt)))
+        ids = theirs(written, add_special_tokens=False)["input_ids"] + end
+        (document,) = rendered.documents
+        assert not rendered.changes and document.tokens.tolist() == ids
+        first = len(theirs(prompt, add_special_tokens=False)["input_ids"])
+        assert document.loss_mask.tolist() == [0] * first + [1] * (len(ids) - first)
+    assert encoder.encode(Text("a", "Hello", source=1)).documents[0].tokens.tolist() == [
+        tokenizer.bos_id,
+        *tokenizer.encode("Hello"),
+        tokenizer.eos_id,
+    ]
+
+
+def test_prepared_texts_differ_by_their_sources_control_tokens(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("<s>Hello")
+    tokenizer = Tokenizer.load(TINY)
+    counts = []
+    for control_tokens in (False, True):
+        source = Source(str(path), format="text", control_tokens=control_tokens)
+        prepared = prepare([source], tokenizer, 64, tmp_path / "prepared", held_out_fraction=0)
+        counts.append((prepared.train[0].tokens == tokenizer.bos_id).sum())
+    assert counts == [int(tokenizer.adds_bos), 1]
 
 
 def test_a_records_template_variables_override_the_recipes(tmp_path):

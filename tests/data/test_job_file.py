@@ -36,7 +36,7 @@ def job() -> Job:
             fields={"human": "user"},
             left_out=("gs://bucket/chats/prepared",),
         ),
-        Source("/books", format="text", add_bos=True),
+        Source("/books", format="text", add_bos=True, control_tokens=True),
     ]
     clean = CleanConfig(html="always", near_duplicates=0.8, languages=("en", "de"))
     return Job(sources, 1, tokenizer, 4096, 0.25, clean, "last", True, True, True)

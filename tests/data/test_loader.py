@@ -565,7 +565,7 @@ def test_damaged_prepared_data_are_named_and_prepared_again(
         assert not warned
     else:
         assert warned.startswith(f"warning: {folder}: {name} is damaged (") and warned.endswith(
-            "; it is made again\n"
+            "; rebuilding it\n"
         )
         assert warned.count("\n") == 1
     for split in ("train", "held_out"):

@@ -1,6 +1,7 @@
 """Files in a store are read like local ones; prepared data in a store are read through the local
 cache."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -221,3 +222,54 @@ def test_a_digest_is_not_cached_for_a_file_that_may_change_within_a_tick(tmp_pat
     large.write_bytes(b"y" * 100_000)
     os.utime(large, ns=times)
     assert paths.file_digest(large) == hashlib.sha256(b"y" * 100_000).hexdigest()
+
+
+UNREAD = {
+    "a.jsonl": True,
+    "more/b.jsonlines": True,
+    "more/c.JSON.gz": True,
+    "d.jsonl.lz4": False,
+    "e.json.bak": False,
+    "more/f.xlsx": False,
+    "g": False,
+    ".ipynb_checkpoints/a-checkpoint.jsonl": False,
+    "more/._a.jsonl": False,
+}
+ABOUT = ("README.md", "LICENSE", "more/readme.txt", ".gitattributes", ".git/HEAD", "_SUCCESS")
+
+
+@pytest.mark.parametrize("kind", ["local", "store"])
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, store, kind):
+    """Those with other suffixes and hidden ones, which the library datasets leaves out too."""
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path / ".data" / "chats"
+    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    for number, name in enumerate([*UNREAD, *ABOUT]):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        content = json.dumps({**talk, "id": number}).encode() + b"\n"
+        (folder / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    prepared = tmp_path / "prepared"
+    path = str(folder)
+    if kind == "store":
+        path = "memory://chats"
+        for name in (*UNREAD, *ABOUT):
+            put(store, f"/chats/{name}", (folder / name).read_bytes())
+    source = Source(path)
+    read_names = sorted(name for name, is_read in UNREAD.items() if is_read)
+    assert [str(file).split("chats/")[1] for file in source.files()] == read_names
+    theirs = {Path(name) for name in datasets.data_files.resolve_pattern("**", str(folder))}
+    names = {file.relative_to(folder).as_posix() for file in theirs}
+    assert {*UNREAD} - names == {name for name in UNREAD if "/." in f"/{name}"}
+    suffixes = (".json", ".jsonl", ".jsonlines")
+    unread = sorted(name for name, is_read in UNREAD.items() if not is_read)
+    assert paths.unread_files(path, suffixes) == unread
+    tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
+    source = Source(path, template="vicuna_v1.1")
+    (note,) = (
+        prepare([source], tokenizer, 64, prepared, held_out_fraction=0).report.sources[0].notes
+    )
+    assert note.startswith(f"not read: {', '.join(unread[:5])} and 1 more; files whose names end")
+    for name in read_names:
+        (store.rm(f"/chats/{name}") if kind == "store" else (folder / name).unlink())
+    with pytest.raises(UserError, match=r"no \.json .*file in this folder \(found \.ipynb_check"):
+        source.files()

@@ -3,9 +3,12 @@ begin alike."""
 
 import pytest
 
-from data.clean import CleanConfig
+from data.clean import CleanConfig, Cleaner
 from data.preference import PreferenceReader
 from data.reasons import Drop
+from data.report import Report
+from data.sources import Source
+from data.sources import read as read_source
 
 
 def turns(*texts, first="user"):
@@ -57,6 +60,44 @@ def test_every_shape_of_pairs_is_read(record):
     pair, changes, unread = read(record)
     assert messages_of(pair.chosen) == GOOD and messages_of(pair.rejected) == BAD
     assert not changes and not unread
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({"instruction": "Which?", "input": "A, B."}, "Which?\n\nA, B."),
+        ({"instruction": "Which?", "input": "A.", "context": "B."}, "Which?\n\nA.\n\nB."),
+        ({"instruction": "Which?", "input": ""}, "Which?"),
+        ({"question": "Which?", "context": "A, B."}, "Which?\n\nA, B."),
+    ],
+)
+def test_a_prompt_has_the_fields_that_a_question_has_in_conversations(fields, prompt):
+    """The same as `data.shapes` reads with an answer; history too, also for labelled ones."""
+    record = {**fields, "history": [["Hi", "Hello"]]}
+    asked = Cleaner().clean({**record, "response": "This."})
+    pair, changes, unread = read({**record, "chosen": "This.", "rejected": "That."})
+    labelled, _, named = read({**record, "response": "This.", "label": True})
+    expected = [("user", "Hi"), ("assistant", "Hello"), ("user", prompt), ("assistant", "This.")]
+    for messages in (asked.messages, pair.chosen.messages, labelled.conversation.messages):
+        assert [(m.role, m.content) for m in messages] == expected
+    assert [m.train for m in pair.rejected.messages] == [False, False, False, True]
+    assert [m.train for m in labelled.conversation.messages] == [False, False, False, True]
+    assert not changes and not unread and not named
+    with pytest.raises(Drop, match="`history` is not a list of pairs"):
+        read({**fields, "chosen": "This.", "rejected": "That.", "history": ["Hi"]})
+
+
+@pytest.mark.parametrize(
+    ("repeated", "unread"),
+    [
+        ("Which?\n\nA, B.", set()),
+        ("Which?", {"record field `input`"}),
+        ("Why?", {"record field `input`", "record field `instruction`"}),
+    ],
+)
+def test_fields_of_a_prompt_that_a_whole_conversation_lacks_are_named(repeated, unread):
+    talks = {"chosen": turns(repeated, "This."), "rejected": turns(repeated, "That.")}
+    assert read({"instruction": "Which?", "input": "A, B.", **talks})[2] == unread
 
 
 def test_renamed_fields_system_and_tools_are_read_and_others_named():
@@ -158,13 +199,26 @@ def test_labelled_completions_are_read(record):
     labelled, changes, unread = read({**record, "origin": "web"})
     assert messages_of(labelled.conversation) == GOOD and labelled.desirable is True
     assert not changes and unread == {"record field `origin`"}
-    assert read({**record, "label": False})[0].desirable is False
+    for label in (False, 0, 0.0, "False", "false", "0", "no"):
+        assert read({**record, "label": label})[0].desirable is False
+    for label in (1, "True", " true ", "1", "yes"):
+        assert read({**record, "label": label})[0].desirable is True
+
+
+def test_labels_of_a_csv_file_are_read(tmp_path):
+    path = tmp_path / "labels.csv"
+    path.write_text("prompt,completion,label\nWhich?,This.,True\nWhich?,That.,False\n")
+    records = read_source(Source(str(path), "preference"), Report())
+    assert [record.desirable for record in records] == [True, False]
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"label": "good"}, "a `label` that is neither true nor false"),
+        ({"label": ""}, "a `label` that is neither true nor false"),
+        ({"label": "2"}, "a `label` that is neither true nor false"),
+        ({"label": 0.7}, "a `label` that is neither true nor false"),
         ({"label": 2}, "a `label` that is neither true nor false"),
         ({"label": None}, "no `chosen` and `rejected`, and no `completion` and `label`"),
         ({"completion": " "}, "completion: "),

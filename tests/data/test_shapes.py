@@ -1,6 +1,7 @@
 """Shapes of public data: each is read as the turns that its authors meant, and anything unread is
 named; docs/data.md lists them."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -114,6 +115,7 @@ def turns(record, **options):
             TWO,
         ),
         ({"messages": json.dumps(FLAT)}, TWO),
+        ({"messages": [json.dumps(turn) for turn in FLAT]}, TWO),
         ({"messages": repr(FLAT)}, TWO),  # pandas writes lists to CSV like this
         (FLAT, TWO),
         ({"conversations": {"from": ["human", "gpt"], "value": ["Hi?", "Hello."]}}, ONE),
@@ -173,6 +175,58 @@ def turns(record, **options):
 )
 def test_public_shapes_are_read(record, expected):
     assert turns(record) == expected
+
+
+@pytest.mark.parametrize(
+    "incidental",
+    [
+        {"items": ["tent", "stove"]},
+        {"items": [{"name": "tent", "price": 3}]},
+        {"items": [{"author": "Goethe", "title": "Faust"}]},
+        {"contents": ["Faust is a play.", "Goethe wrote it."]},
+        {"contents": [["Faust", "A play."], ["Goethe", "A poet."]]},
+        {"thread": ["a", "b", "c"]},
+        {"data": ["Faust is a play."]},
+        {"data": [{"name": "x"}]},
+        {"conversation": ["a", "b"]},
+    ],
+)
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"instruction": "Hi?", "output": "Hello."},
+        {"question": "Hi?", "answer": "Hello."},
+        {"prompt": "Hi?", "chosen": "Hello."},
+    ],
+)
+def test_a_list_beside_a_question_and_its_answer_is_not_the_conversation(record, incidental):
+    cleaned = Cleaner().clean({**record, **incidental})
+    assert [(turn.role, turn.content) for turn in cleaned.messages] == ONE
+    assert cleaned.unread == {f"record field `{name}`" for name in incidental}
+
+
+@pytest.mark.parametrize(
+    "entries", [FLAT, [{"input": "Hi?", "output": "Hello."}, {"input": "And?", "output": "Bye."}]]
+)
+@pytest.mark.parametrize("name", ["messages", "items", "data"])
+def test_turns_and_exchanges_are_the_conversation_beside_a_question(name, entries):
+    cleaned = Cleaner().clean({"question": "Who?", "answer": "Me.", name: entries})
+    assert [(turn.role, turn.content) for turn in cleaned.messages] == TWO
+    assert cleaned.unread == {"record field `question`", "record field `answer`"}
+
+
+def test_turns_with_a_sources_names_are_the_conversation_beside_a_question():
+    names = {"dialog": "messages", "who": "role", "says": "content"}
+    dialog = [{"who": role, "says": text} for role, text in TWO]
+    assert turns({"question": "Who?", "answer": "Me.", "dialog": dialog}, fields=names) == TWO
+
+
+def test_texts_of_which_some_are_json_stay_texts():
+    answer = '{"role": "user", "content": "Hi?"}'
+    assert turns({"conversations": ["A turn?", answer]}) == [
+        ("user", "A turn?"),
+        ("assistant", answer),
+    ]
 
 
 def test_a_glaive_dialogue_has_tools_and_calls():
@@ -240,6 +294,11 @@ def test_an_unknown_shape_is_dropped_with_its_fields(record, reason):
 BAD = [
     {"prompt": "Go?", "completion": "No.", "label": False},
     {"prompt": "Go?", "completion": "No.", "label": 0},
+    {"prompt": "Go?", "completion": "No.", "label": "False"},
+    {"prompt": "Go?", "completion": "No.", "label": " false "},
+    {"prompt": "Go?", "completion": "No.", "label": "0"},
+    {"prompt": "Go?", "completion": "No.", "label": "no"},
+    {"question": "Go?", "answer": "No.", "label": "FALSE"},
     {"Question": "Go?", "Answer": "No.", "Label": False},
     {
         "messages": [{"from": "human", "value": "Go?"}, {"from": "gpt", "value": "No."}],
@@ -258,23 +317,25 @@ def test_an_answer_labelled_bad_is_dropped(record):
         turns(record)
 
 
-@pytest.mark.parametrize("label", [True, 1, 2, None, "", "no"])
+@pytest.mark.parametrize("label", [True, 1, 2, None, "", "yes", "1", "bad"])
 def test_an_answer_with_another_label_is_kept(label):
     assert turns({"prompt": "Go?", "completion": "Yes.", "label": label})
-    # Here 0 is a class number.
-    assert turns({"question": "Go?", "answer": "Yes.", "label": 0})
+    # Here they are classes.
+    for other in (0, "0", "no", label):
+        assert turns({"question": "Go?", "answer": "Yes.", "label": other})
 
 
 def test_bad_answers_are_counted_in_every_format(tmp_path):
-    """The good answer of a labelled pair is kept in every source format."""
-    path = tmp_path / "labelled.jsonl"
-    path.write_text(
+    """The good answer of a labelled pair is kept in every source format, from JSON and CSV."""
+    lines, table = tmp_path / "labelled.jsonl", tmp_path / "labelled.csv"
+    lines.write_text(
         "".join(
             json.dumps({"prompt": "Go?", "completion": text, "label": label}) + "\n"
             for text, label in (("Yes.", True), ("No.", False))
         )
     )
-    for format in ("sharegpt", "text"):
+    table.write_text("prompt,completion,label\nGo?,Yes.,True\nGo?,No.,False\n")
+    for path, format in itertools.product((lines, table), ("sharegpt", "text")):
         report = Report()
         (record,) = read(Source(str(path), format), report)
         assert "Yes." in str(record) and "No." not in str(record)

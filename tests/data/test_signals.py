@@ -40,8 +40,8 @@ def busy(repository, how="", *before):
 @pytest.mark.parametrize(
     ("number", "code", "line"),
     [
-        (signal.SIGTERM, 143, "stopped (SIGTERM): the same command starts again\n"),
-        (signal.SIGHUP, 143, "stopped (SIGHUP): the same command starts again\n"),
+        (signal.SIGTERM, 143, "stopped (SIGTERM); rerun the same command to start again\n"),
+        (signal.SIGHUP, 143, "stopped (SIGHUP); rerun the same command to start again\n"),
         (signal.SIGINT, 130, "stopped\n"),
     ],
 )
@@ -99,7 +99,8 @@ def test_sigterm_ends_a_command_that_is_pid_1(repository):
     ).stdout.split()
     os.kill(int(child), signal.SIGTERM)
     assert (
-        process.communicate(timeout=30)[1] == "stopped (SIGTERM): the same command starts again\n"
+        process.communicate(timeout=30)[1]
+        == "stopped (SIGTERM); rerun the same command to start again\n"
     )
     assert process.returncode == 143
 
@@ -130,5 +131,5 @@ def test_a_command_ends_during_its_imports(command, tmp_path, repository):
     )
     assert (done.returncode, done.stderr) == (
         143,
-        "stopped (SIGTERM): the same command starts again\n",
+        "stopped (SIGTERM); rerun the same command to start again\n",
     )

@@ -122,10 +122,13 @@ def test_text_tokens_in_a_text_are_encoded_as_tokens(tmp_path, kind):
     tokenizer.save(tmp_path / "saved")
     again = Tokenizer.load(tmp_path / "saved").with_text_tokens(tokenizer.text_tokens)
     assert _ids(render(talk, "vicuna_v1.1", again)) == _ids(render(talk, "vicuna_v1.1", tokenizer))
-    for wrong in ("<thin>", "</s>"):
+    for wrong, problem in (
+        ("<thin>", "is not an added token of the tokenizer"),
+        ("</s>", "is the tokenizer's EOS token, which no turn may contain"),
+        ("<s>", "is the tokenizer's BOS token, which no turn may contain"),
+    ):
         with pytest.raises(
-            UserError,
-            match=f"text_tokens: '{wrong}' is not an added token.*</think>, <think> would work",
+            UserError, match=f"text_tokens: '{wrong}' {problem}; .*</think>, <think> would work"
         ):
             bare.with_text_tokens([wrong])
 

@@ -284,6 +284,72 @@ def test_calls_in_sharegpts_form_are_read(family):
     assert '"city": "Ulm"' in trained and "sky" not in trained and trained.strip().endswith("Blue.")
 
 
+CALL = '{"name": "weather", "arguments": {"city": "Ulm"}}'
+OTHER = '{"name": "add", "arguments": {"a": 1}}'
+
+
+def _sharegpt(text):
+    return {
+        "conversations": [
+            {"from": "human", "value": "How is Ulm?"},
+            {"from": "function_call", "value": text},
+            {"from": "observation", "value": "Blue."},
+            {"from": "gpt", "value": "Blue."},
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "reasoning"),
+    [
+        (CALL, ["weather"], None),
+        (f"[{CALL}, {OTHER}]", ["weather", "add"], None),
+        (f"{CALL}\n{OTHER}\n", ["weather", "add"], None),
+        (f"```json\n{CALL}\n```", ["weather"], None),
+        (f"```\n{CALL}\n{OTHER}\n```\n", ["weather", "add"], None),
+        (f'{{"tool_calls": [{CALL}, {OTHER}]}}', ["weather", "add"], None),
+        (f"<think>\nUlm, then.\n</think>\n\n{CALL}", ["weather"], "Ulm, then."),
+        (f"<think></think>```json\n[{CALL}]\n```", ["weather"], ""),
+    ],
+)
+def test_every_way_to_write_calls_as_text_is_read(text, names, reasoning):
+    cleaned = Cleaner().clean(_sharegpt(text))
+    answer = cleaned.messages[1]
+    assert [call["function"]["name"] for call in answer.tool_calls] == names
+    assert (answer.content, answer.reasoning) == ("", reasoning)
+    assert answer.tool_calls[0]["function"]["arguments"] == {"city": "Ulm"}
+    assert not cleaned.unread
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "get_weather(city='Ulm')",
+        CALL.replace('"', "'"),
+        '{"action": "weather", "action_input": "Ulm"}',
+        f"Let me look. {CALL}",
+        f"{CALL} and {OTHER}",
+        f"<think>Ulm, then. {CALL}",
+        "[]",
+        '{"tool_calls": []}',
+        "<think>Ulm.</think>",
+        "",
+        "[" * 100_000,
+    ],
+)
+def test_the_text_of_a_call_that_is_no_call_drops_the_record(text):
+    with pytest.raises(Drop, match=r"^a `function_call` or `tool_call` turn whose text is no call"):
+        Cleaner().clean(_sharegpt(text))
+
+
+def test_unread_fields_around_calls_in_a_text_are_named():
+    wrapped = f'{{"tool_calls": [{CALL[:-1]}, "index": 1}}], "role": "assistant", "content": null}}'
+    assert Cleaner().clean(_sharegpt(wrapped)).unread == {
+        "tool call's field `index`",
+        "tool call's field `role`",
+    }
+
+
 def test_templates_without_calls_refuse_them_and_omit_tools():
     tokenizer = Tokenizer.load(TINY)
     cleaned = Cleaner().clean({"messages": _talk(False, False), "tools": TOOLS})

@@ -27,6 +27,7 @@ def clean(*turns, **fields):
         {"thinking": "so"},
         {"reasoning": "so", "reasoning_content": "so"},
         {"content": [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "Hello."}]},
+        {"content": [{"text": "so", "thought": True}, {"text": "Hello.", "thought": False}]},
     ],
 )
 def test_reasoning_is_separated_from_content(more):
@@ -36,6 +37,19 @@ def test_reasoning_is_separated_from_content(more):
         and cleaned.messages[1].content == "Hello."
         and not cleaned.unread
     )
+
+
+def test_a_field_of_a_part_without_a_type_is_named():
+    """Gemini's parts have none."""
+    cleaned = clean(
+        {"role": "user", "parts": [{"text": "Hi?", "thought": True}]},
+        {"role": "model", "parts": [{"text": "Hello.", "thoughtSignature": "x"}]},
+    )
+    assert [turn.content for turn in cleaned.messages] == ["Hi?", "Hello."]
+    assert cleaned.unread == {
+        "content part's field `thought`",
+        "content part's field `thoughtSignature`",
+    }
 
 
 def test_a_reasoning_turn_belongs_to_the_following_answer():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval import harness, line_retrieval
+from eval import coreference, harness, line_retrieval, needle, ruler
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,28 @@ def test_sizes_are_at_least_one(flag, needed, wrong, capsys):
             ["--checkpoint", "x", "--output", "y", "--lines", "2", f"--{flag}", wrong]
         )
     assert f"argument --{flag}: found {wrong}; {needed}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "repeated"),
+    [
+        (needle, "--tokens 4096 8K 4K", "--tokens: found 4096"),
+        (needle, "--tokens 512 --depths 0.5 0.50", "--depths: found 0.5"),
+        (needle, "--tokens 512 --needles 1 4 1", "--needles: found 1"),
+        (ruler, "--tokens 512 512", "--tokens: found 512"),
+        (ruler, "--tokens 512 --tasks vt cwe vt", "--tasks: found vt"),
+        (coreference, "--tokens 512 1K 512", "--tokens: found 512"),
+        (coreference, "--tokens 512 --alike 2 2", "--alike: found 2"),
+        (line_retrieval, "--lines 5 5", "--lines: found 5"),
+        (line_retrieval, "--tokens 1K 1024", "--tokens: found 1024"),
+        (line_retrieval, "--cases a.jsonl a.jsonl", "--cases: found a.jsonl"),
+    ],
+)
+def test_a_repeated_value_is_refused(command, words, repeated, capsys):
+    """The same cases, counted twice, would only make an interval narrower."""
+    with pytest.raises(SystemExit, match="2"):
+        command.parse(["--checkpoint", "x", "--output", "y", *words.split()])
+    assert capsys.readouterr().err == (f"error: {repeated} twice; each value once would work\n")
 
 
 @pytest.mark.parametrize(("command", "continues"), [(line_retrieval, True), (harness, False)])

@@ -188,8 +188,7 @@ def test_requests_that_are_too_long_are_refused(opened):
 
 
 def test_scoring_takes_the_whole_length(opened, theirs):
-    """Independent of --max-new-tokens; a text one token longer is truncated, and a rolling text is
-    scored in pieces of this length."""
+    """Independent of --max-new-tokens; a text one token longer is truncated."""
     ids, likelihood, _ = theirs
     whole = ids("The whale swam round the ship, and nobody doubted the whale.")
     context, continuation = "The whale swam round the ship, and nobody", " doubted the whale."
@@ -199,16 +198,29 @@ def test_scoring_takes_the_whole_length(opened, theirs):
         ((value, _),) = scored.likelihoods([(context, continuation)])
         assert value == pytest.approx(likelihood(whole[-length:], count)[0], abs=1e-3)
         assert scored.truncated == len(whole) - length
-    for length, pieces in (
-        (len(whole), [whole]),
-        (8, [whole[first : first + 8] for first in range(0, len(whole) - 1, 7)]),
-    ):
-        scored = harness.Harness(opened, length, 256)
-        total, nothing = scored.rolling([context + continuation, ""])
-        assert total == pytest.approx(
-            sum(likelihood(piece, len(piece) - 1)[0] for piece in pieces), abs=1e-2
-        )
-        assert nothing == 0 and scored.truncated == (len(pieces) > 1)
+
+
+@pytest.mark.parametrize("length", [8, 256, 1000])
+def test_a_rolling_text_is_scored_in_the_windows_of_lm_eval(opened, theirs, length):
+    """Each scores up to `length` tokens, and the last is filled with earlier ones. 256 is also the
+    number of tokens for which the cache has room."""
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    ids, likelihood, _ = theirs
+    text = "The whale swam round the ship, and nobody doubted the whale. " * (
+        2 if length < 9 else 24
+    )
+    bos, *tokens = ids(text)
+    pairs = list(map(make_disjoint_window, get_rolling_token_windows(tokens, bos, length, 1)))
+    assert [token for _, scored in pairs for token in scored] == tokens
+    assert (len(pairs) > 1) == (length < 1000) and max(len(scored) for _, scored in pairs) == min(
+        length, len(tokens)
+    )
+    scored = harness.Harness(opened, length, 256)
+    total, nothing = scored.rolling([text, ""])
+    expected = sum(likelihood(before + scored, len(scored))[0] for before, scored in pairs)
+    assert total == pytest.approx(expected, rel=1e-5)
+    assert nothing == 0 and scored.truncated == (len(pairs) > 1)
 
 
 def test_a_length_without_room_for_a_question_is_refused(opened):

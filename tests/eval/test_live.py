@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import train
+from data.errors import UserError
 from eval import live, live_test, ruler, runner, suite
 from model.language_model import LanguageModel
 from tests import small_run
@@ -50,6 +51,20 @@ def test_train_passes_them_to_the_loop(recipe, monkeypatch):
         ("coreference", 0),
         ("ruler", 0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"test": "lines", "tokens": [512, "1K", 1024]}, r"\[0\]\.tokens: found 1024 twice"),
+        ({"test": "needle", "depths": [0.5, 0.5]}, r"\[0\]\.depths: found 0\.5 twice"),
+        ({"test": "ruler", "tasks": ["vt", "vt"]}, r"\[0\]\.tasks: found vt twice"),
+    ],
+)
+def test_a_repeated_value_is_refused(recipe, entry, message):
+    config = dataclasses.replace(load(["--config", str(recipe)]), evaluations=(entry,))
+    with pytest.raises(UserError, match=f"^evaluations{message}; each value once would work$"):
+        live.tests_of(config)
 
 
 def test_answers_match_the_same_parameters_on_one_device(recipe, monkeypatch):

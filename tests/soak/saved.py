@@ -103,7 +103,9 @@ def prepared(base: pathlib.Path) -> Case:
                 raise Failed(f"{name} {way}: other documents")
         if messages:
             return "named when the document was read"
-        return "named and made again" if "rebuilding it" in output.getvalue() else "the same documents"
+        return (
+            "named and made again" if "rebuilding it" in output.getvalue() else "the same documents"
+        )
 
     return case
 

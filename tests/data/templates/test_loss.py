@@ -3,6 +3,8 @@ a date."""
 
 from datetime import datetime
 
+import pytest
+
 from data.conversation import Message
 from data.templates import encode_conversation
 from tests.data.templates.test_sandbox import tokenizer_with
@@ -74,3 +76,75 @@ def test_everything_that_ends_an_answer_is_trained_on(tmp_path):
         folder.mkdir()
         texts, _ = trained(tokenizer_with(turns + prompt, folder))
         assert texts == ["Let me see. ANSWER: 4" + expected], (end, texts)
+
+
+HEADINGS = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}{{ '<|assistant|>' }}"
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}"
+)
+CHATML_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "expected"),
+    [
+        # As metharme and axolotl's Jupyter form: only the last answer has an end token.
+        (
+            HEADINGS + PROMPT + "{% else %}</s>{% endif %}",
+            "user assistant user assistant",
+            "<|user|>0<|assistant|>⟦1⟧<|user|>2<|assistant|>⟦3</s>⟧",
+        ),
+        (
+            HEADINGS + PROMPT + "{% else %}</s>{% endif %}",
+            "user assistant assistant user assistant",
+            "<|user|>0<|assistant|>⟦1⟧<|assistant|>⟦2⟧<|user|>3<|assistant|>⟦4</s>⟧",
+        ),
+        (
+            HEADINGS + PROMPT + "{% else %}</s>{% endif %}",
+            "user assistant system user assistant",
+            "<|user|>0<|assistant|>⟦1⟧<|system|>2<|user|>3<|assistant|>⟦4</s>⟧",
+        ),
+        (
+            "{{ '<s><|system|>Play a role.' }}" + HEADINGS + PROMPT + "{% else %}</s>{% endif %}",
+            "user assistant user assistant",
+            "<s><|system|>Play a role.<|user|>0<|assistant|>⟦1⟧<|user|>2<|assistant|>⟦3</s>⟧",
+        ),
+        # One token opens all turns, and none ends them.
+        (
+            CHATML + CHATML_PROMPT + "{% endif %}",
+            "user assistant assistant user assistant",
+            "<|im_start|>user\n0\n<|im_start|>assistant\n⟦1⟧\n<|im_start|>assistant\n⟦2⟧\n"
+            "<|im_start|>user\n3\n<|im_start|>assistant\n⟦4⟧\n",
+        ),
+        # As GLM 4's, whose generation_config.json names the token that opens the user's turn.
+        (
+            "{{ '<s>' }}" + HEADINGS + PROMPT + "{% endif %}",
+            "user assistant assistant user assistant",
+            "<s><|user|>0<|assistant|>⟦1⟧<|assistant|>⟦2<|user|>⟧3<|assistant|>⟦4⟧",
+        ),
+        # As Harmony: end tokens that differ, after a default system turn with one of them.
+        (
+            "{{ '<|system|>Play.<|end|>' }}"
+            "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+            "{{ '</s>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+            + PROMPT
+            + "{% endif %}",
+            "user assistant assistant user assistant",
+            "<|system|>Play.<|end|><|user|>0<|end|><|assistant|>⟦1<|end|>⟧<|assistant|>⟦2<|end|>⟧"
+            "<|user|>3<|end|><|assistant|>⟦4</s>⟧",
+        ),
+    ],
+)
+def test_the_next_turns_heading_is_not_trained_on(tmp_path, template, roles, expected):
+    """What the assistant writes ends before a heading, whatever the next turn's role."""
+    marks = [f"<|{name}|>" for name in ("user", "assistant", "system", "im_start", "end")]
+    tokenizer = tokenizer_with("", tmp_path).with_controls(marks)
+    tokenizer.chat_template = template
+    turns = [Message(role, str(number)) for number, role in enumerate(roles.split())]
+    segments = encode_conversation(turns, "tokenizer", tokenizer).segments
+    texts = [
+        ("⟦%s⟧" if segment.train else "%s") % tokenizer.decode(segment.ids, skip_control=False)
+        for segment in segments
+    ]
+    assert "".join(texts) == expected

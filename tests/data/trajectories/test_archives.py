@@ -77,7 +77,7 @@ def test_compressed_archives_and_outer_folders_are_unpacked(tmp_path):
 def test_a_truncated_archive_is_named(tmp_path, share):
     """Even if it ends right after an episode, which is a zip file itself."""
     whole = archive_of(episodes_of(3))
-    with pytest.raises(UserError, match=r"proto.zip: half an archive, or none .*; remove it"):
+    with pytest.raises(UserError, match=r"proto.zip: truncated, or not an archive .*; remove it"):
         unpacked(tmp_path, whole[: int(share * len(whole))])
     assert not (tmp_path / "cartpole" / "proto").exists()
 
