@@ -281,9 +281,17 @@ class Encoder:
         # A rendered text may have them already, as transformers and TRL know.
         if add_bos and tokenizer.bos_id is not None and tokens[:1] != [tokenizer.bos_id]:
             tokens, loss_mask = [tokenizer.bos_id, *tokens], [not record.prompt, *loss_mask]
-        if tokenizer.eos_id is not None and tokens[-1:] != [tokenizer.eos_id]:
+        if tokenizer.eos_id is not None and not self._ends_with_eos(tokens, record.text):
             tokens, loss_mask = [*tokens, tokenizer.eos_id], [*loss_mask, True]
         return TokenDocument(np.asarray(tokens, np.int32), np.asarray(loss_mask, np.uint8))
+
+    def _ends_with_eos(self, tokens: Sequence[int], text: str) -> bool:
+        """Returns whether a text's ids end with EOS; after that of a rendered text there may be
+        white space."""
+        eos = self.tokenizer.eos_id
+        return tokens[-1:] == [eos] or (
+            eos in tokens and text.rstrip().endswith(str(self.tokenizer.eos_token))
+        )
 
     def _encode_rendered(self, record: Text) -> tuple[list[int], list[bool]]:
         """Returns the ids of a text with its control tokens, and which of them are trained on."""

@@ -14,6 +14,7 @@ from data.conversation import Record
 from data.encode import CUT_PROMPT, Encoded, TokenDocument, prompt_cut, shared_tokens
 
 LONG_TWICE = "longer than context_length with its prompt a second time, for the KL term"
+ALONE = "the only completion of its split, whose KL term needs one of another prompt"
 CUT_COMPLETION = "the other record's completion for the KL term cut to fit context_length"
 
 
@@ -47,7 +48,10 @@ def with_mismatched(
             first[split] = (record, found)
         before[split] = found.documents
     for split, (record, found) in first.items():
-        yield record, _joined(found, before[split], length, cut_prompts, share_prompts)
+        if before[split] is found.documents:
+            yield record, Encoded([], drop_reason=ALONE)
+        else:
+            yield record, _joined(found, before[split], length, cut_prompts, share_prompts)
 
 
 def _joined(

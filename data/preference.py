@@ -178,9 +178,10 @@ def _read_prompt(record: Mapping[str, Any]) -> _Prompt:
     turns = _turns_of(question, "user")
     if turns is None:
         raise Drop(f"{NOT_A_PROMPT}`{name}`")
-    earlier = shapes.earlier_turns(record)
     alone = _turns_of(record[name], "user") or []
-    return _Prompt(earlier + turns, fields | {"history"}, name, alone)
+    if not isinstance(record.get("history"), list):  # something else of that name
+        return _Prompt(turns, fields, name, alone)
+    return _Prompt(shapes.earlier_turns(record) + turns, fields | {"history"}, name, alone)
 
 
 def _completion_turns(value: object, name: str) -> tuple[list[Any], bool]:

@@ -24,7 +24,7 @@ from data.synthetic.words import ADJECTIVES, NOUNS
 from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
 from trainer import entry
-from trainer.options import AtLeastOne, EachOnce, Tokens, option, parser_of
+from trainer.options import AtLeastOne, AtLeastZero, EachOnce, Tokens, option, parser_of
 
 FORMS = ("poem", "riddle", "letter", "story", "speech", "song", "recipe", "prayer")
 NEW_TOKENS = 160
@@ -127,7 +127,7 @@ class Options:
         action=EachOnce,
     )
     count: AtLeastOne = option("cases of each length and number", 20)
-    seed: int = option("seed of the cases", 0)
+    seed: AtLeastZero = option("seed of the cases", 0)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

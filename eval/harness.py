@@ -174,10 +174,15 @@ class Harness:
         if chat is not None:
             rest = text.removeprefix(chat)
             return self.chats[chat] + (self.tokenizer.encode(rest) if rest else [])
-        first = (
-            self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
-        )
-        return [*([first] if first is not None else []), *self.tokenizer.encode(text)]
+        ids = self.tokenizer.encode(text)
+        return [self.tokenizer.bos_id, *ids] if self.tokenizer.adds_bos else ids
+
+    def _after_something(self, ids: list[int]) -> list[int]:
+        """Returns ids that begin with BOS, or EOS without one, as lm-eval puts it before texts that
+        follow nothing."""
+        tokenizer = self.tokenizer
+        first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        return ids if first is None or ids[:1] == [first] else [first, *ids]
 
     def _cut(self, ids: list[int], room: int) -> list[int]:
         """Returns the last tokens of a prompt that leave enough room; counts cut prompts."""
@@ -196,6 +201,8 @@ class Harness:
         for context, continuation in pairs:
             stripped = context if context in self.chats else context.rstrip()
             before, whole = self._encode(stripped), self._encode(context + continuation)
+            if not before:
+                whole = self._after_something(whole)
             # A token that spans the end of the context and the start of the continuation is scored.
             start = max(min(len(before), len(whole) - 1), 1)
             texts.append(self._cut(whole, 0))
@@ -208,7 +215,7 @@ class Harness:
         up to `length` scored tokens."""
         totals = []
         for text in texts:
-            windows = _rolling_windows(self._encode(text), self.length)
+            windows = _rolling_windows(self._after_something(self._encode(text)), self.length)
             self.truncated += len(windows) > 1
             scores = self._score(
                 [before + scored for before, scored in windows],
@@ -249,7 +256,7 @@ class Harness:
         for answer, new_tokens in zip(answers, most, strict=True):
             self._check_room(answer, new_tokens)
         ids = [
-            self._cut(self._encode(context), new_tokens)
+            self._cut(self._encode(context) or self._after_something([]), new_tokens)
             for context, new_tokens in zip(contexts, most, strict=True)
         ]
         texts = [""] * len(ids)
@@ -367,34 +374,34 @@ def make_model(harness: Harness) -> Any:
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns lm-eval's metrics for results.json, with normal intervals."""
+    """Returns lm-eval's metrics for results.json, with normal intervals.
+
+    Where lm-eval has no standard error, as for perplexities and for a single question, both ends of
+    the interval are None.
+    """
     rows = []
     for task, metrics in results["results"].items():
         for name, value in metrics.items():
             metric, _, filtered = name.partition(",")
+            # One without a filter, such as sample_len, is no metric.
+            if not isinstance(value, int | float) or "stderr" in metric or not filtered:
+                continue
             error = metrics.get(f"{metric}_stderr,{filtered}")
-            if (
-                isinstance(value, int | float)
-                and "stderr" not in metric
-                and isinstance(error, int | float)
-            ):
-                cases = results.get("n-samples", {}).get(task, {}).get("effective", 0)
-                label = f"{task} {metric}" + (
-                    f" ({filtered})" if filtered not in ("", "none") else ""
-                )
-                rows.append(
-                    {
-                        "task": label,
-                        "tokens": 0,
-                        "depth": None,
-                        "cases": cases,
-                        "score": value,
-                        "low": value - Z95 * error,
-                        "high": value + Z95 * error,
-                        "prompt_tokens": 0,
-                        "beyond_trained_length": False,
-                    }
-                )
+            around = Z95 * error if isinstance(error, int | float) else None
+            label = f"{task} {metric}" + (f" ({filtered})" if filtered != "none" else "")
+            rows.append(
+                {
+                    "task": label,
+                    "tokens": 0,
+                    "depth": None,
+                    "cases": results.get("n-samples", {}).get(task, {}).get("effective", 0),
+                    "score": value,
+                    "low": None if around is None else value - around,
+                    "high": None if around is None else value + around,
+                    "prompt_tokens": 0,
+                    "beyond_trained_length": False,
+                }
+            )
     return rows
 
 
@@ -454,7 +461,7 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     content = {
         "evaluation": "lm-eval",
         "about": about,
-        "interval": "95%: normal, of lm-eval's standard error",
+        "interval": "95%: normal, of lm-eval's standard error; null where it has none",
         "results": rows,
     }
     (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -467,10 +474,8 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
         json.dumps(own, indent=2, default=str) + "\n", encoding="utf-8"
     )
     for row in rows:
-        print(
-            f"{row['task']}: {row['score']:.3f} ({row['low']:.3f} to {row['high']:.3f}, "
-            f"{row['cases']} cases)"
-        )
+        interval = "" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}, "
+        print(f"{row['task']}: {row['score']:.3f} ({interval}{row['cases']} cases)")
     print(f"wrote {folder}/results.json and lm_eval.json")
     return rows
 

@@ -25,7 +25,7 @@ from eval.live_test import Count, LiveTest
 from model.attention.names import Tokens
 from trainer import entry, options
 from trainer.config.require import require
-from trainer.options import EachOnce, option, parser_of
+from trainer.options import AtLeastZero, EachOnce, option, parser_of
 
 MOST_TOKENS = 1_100_000  # in a generated case
 
@@ -47,7 +47,7 @@ class Options:
     questions: int = option(
         "number of generated cases about the same lines, which are then processed once", 1
     )
-    limit: int = option("use only the first N cases of each file; 0 uses all", 0)
+    limit: AtLeastZero = option("use only the first N cases of each file; 0 uses all", 0)
     keys: str = option(
         "style of the keys of generated cases", "adjective_noun", choices=line_cases.KEY_STYLES
     )
@@ -60,7 +60,7 @@ class Options:
         None,
         metavar="FILE.jsonl",
     )
-    seed: int = option("seed of the generated cases", 0)
+    seed: AtLeastZero = option("seed of the generated cases", 0)
     beside: tuple[str, ...] = option(
         "folders of other evaluations, drawn in the same plot", (), metavar="DIR"
     )

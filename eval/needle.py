@@ -24,7 +24,7 @@ from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
 from trainer import entry
 from trainer.config.require import require
-from trainer.options import AtLeastOne, EachOnce, Tokens, option, parser_of
+from trainer.options import AtLeastOne, AtLeastZero, EachOnce, Tokens, option, parser_of
 
 NEW_TOKENS = 64
 
@@ -130,7 +130,7 @@ class Options:
     text: str | None = option(
         "a text to hide the needles in, instead of noise", None, metavar="FILE"
     )
-    seed: int = option("seed of the cases", 0)
+    seed: AtLeastZero = option("seed of the cases", 0)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

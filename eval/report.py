@@ -238,9 +238,7 @@ def _case_scores(evaluation: Evaluation) -> dict:
 
 def _cells(score: Score | None) -> list[str]:
     return (
-        ["", "", ""]
-        if score is None
-        else [f"{score.score:.3f}", f"{score.low:.2f} to {score.high:.2f}", str(score.cases)]
+        ["", "", ""] if score is None else [f"{score.score:.3f}", score.interval, str(score.cases)]
     )
 
 
@@ -256,7 +254,7 @@ def _map(scores: list[Score], title: str) -> str:
         row = [f"<td>{depth:.0%}</td>"]
         for size in sizes:
             score = cells.get((size, depth))
-            hover = f"{score.low:.2f} to {score.high:.2f}, {score.cases} cases" if score else ""
+            hover = f"{score.interval}, {score.cases} cases" if score else ""
             color = f"hsl({120 * score.score:.0f} 60% 75%)" if score else "#eee"
             shown = f"{score.score:.2f}" if score else ""
             row.append(f'<td style="background:{color}" title="{hover}">{shown}</td>')

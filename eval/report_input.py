@@ -30,6 +30,7 @@ class Score:
 
     Attributes:
       size: length of the context, in `unit`.
+      low, high: ends of the interval; None without one.
       folder: of the evaluation, if several in a run have rows with the same key; else "".
     """
 
@@ -40,8 +41,8 @@ class Score:
     depth: float | None
     cases: int
     score: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     beyond: bool
     folder: str = ""
 
@@ -49,6 +50,8 @@ class Score:
         """Raises TypeError for a value of the wrong kind, since files may hold anything."""
         for name in ("size", "cases", "score", "low", "high"):
             value = getattr(self, name)
+            if value is None and name in ("low", "high"):
+                continue
             if not (is_number(value) and math.isfinite(value)):
                 raise TypeError(f"{name} is {value!r}, not a number")
         if self.depth is not None and not (is_number(self.depth) and math.isfinite(self.depth)):
@@ -67,6 +70,11 @@ class Score:
             self.size,
             -1.0 if self.depth is None else self.depth,
         )
+
+    @property
+    def interval(self) -> str:
+        """The interval as text; "none" without one."""
+        return "none" if self.low is None else f"{self.low:.2f} to {self.high:.2f}"
 
     @property
     def label(self) -> str:

@@ -4,9 +4,10 @@
     --output DIR
 
 Tasks, wording, answer lengths and scoring are RULER's (Hsieh et al. 2024; github.com/NVIDIA/RULER);
-the random words are ours. Tasks that RULER hides in essays take --text FILE; without it they are
-hidden in noise, so scores are not comparable. Questions about documents take --qa FILE. Writes
-results.json, cases.jsonl and ruler.png into --output.
+so are the solved examples before the questions of vt and cwe. The random words are ours. Tasks that
+RULER hides in essays take --text FILE; without it they are hidden in noise, so scores are not
+comparable. Questions about documents take --qa FILE. Writes results.json, cases.jsonl and ruler.png
+into --output.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
 from eval.needle import read_haystack
 from trainer import entry
-from trainer.options import AtLeastOne, EachOnce, Tokens, option, parser_of
+from trainer.options import AtLeastOne, AtLeastZero, EachOnce, Tokens, option, parser_of
 
 NEEDLES = Haystack("needles")
 
@@ -66,6 +67,9 @@ TASKS = {
     "cwe": Task(tasks.common_words, 120),
     "fwe": Task(tasks.frequent_words, 50),
 }
+SHORT = 4096  # below, RULER repeats the words of cwe less often
+EXAMPLE_TOKENS = 500  # of vt's example without its answer, or more with LEAST_EXAMPLE_UNITS
+LEAST_EXAMPLE_UNITS = 5
 QA_TOKENS = 32
 QA_FORM = (
     'a line of JSON for each question: {"question": "...", "answers": ["..."], "documents": '
@@ -90,20 +94,60 @@ def make_cases(
     cases = []
     for name in names:
         for tokens in lengths:
-            make = functools.partial(_case, name, tokens, haystack, seed)
+            options = _options(name, tokens, haystack, count)
+            make = functools.partial(_case, name, tokens, options, seed)
             cases += suite.cases_of(make, tokens, count, each)
     return cases
 
 
+def _options(
+    name: str, tokens: int, haystack: Haystack, count: Callable[[runner.Prompt], int]
+) -> dict[str, Any]:
+    """Returns the arguments of a task's exercise that depend on its text, length or tokenizer."""
+    if TASKS[name].in_text:
+        return {"haystack": haystack}
+    if name == "vt":
+        return {"example_units": _example_units(count)}
+    if name == "cwe" and tokens < SHORT:
+        return {
+            "often": 6,
+            "seldom": 1,
+            "example_units": 10,
+            "example_often": 3,
+            "example_seldom": 1,
+        }
+    return {}
+
+
+def _example_units(count: Callable[[runner.Prompt], int]) -> int:
+    """Returns the noise of vt's example: as much as fits into EXAMPLE_TOKENS, as in RULER.
+
+    Args:
+      count: tokens of a prompt.
+    """
+
+    def tokens(units: int) -> int:
+        exercise = tasks.variables(np.random.default_rng(0), units, True, letters=3)
+        text = exercise.text + exercise.prefix
+        # Of the text alone, without the chat template's: what a second copy adds.
+        return count(runner.Prompt(text + text, 0)) - count(runner.Prompt(text, 0))
+
+    units = LEAST_EXAMPLE_UNITS
+    while tokens(units + 1) <= EXAMPLE_TOKENS:
+        units += 1
+    return units
+
+
 def _case(
-    name: str, tokens: int, haystack: Haystack, seed: int, units: int, sample: int = 0
+    name: str, tokens: int, options: dict[str, Any], seed: int, units: int, sample: int = 0
 ) -> suite.Case:
-    """Returns a task's case of this many units, meant to have this many tokens."""
+    """Returns a task's case of this many units, meant to have this many tokens.
+
+    Args:
+      options: of the task's exercise.
+    """
     task = TASKS[name]
     rng = np.random.default_rng([seed, sample, tokens, list(TASKS).index(name)])
-    options: dict[str, Any] = {"haystack": haystack} if task.in_text else {}
-    if name == "cwe" and tokens < 4096:
-        options = {"often": 6, "seldom": 1}
     exercise = task.exercise(rng, units, True, **options)
     prompt = runner.Prompt(exercise.text, task.new_tokens, exercise.prefix)
     return suite.Case(name, prompt, exercise.expected, tokens)
@@ -248,7 +292,7 @@ class Options:
         "the text for tasks that RULER hides in essays (default: its noise)", None, metavar="FILE"
     )
     qa: str | None = option(f"questions about documents; {QA_FORM}", None, metavar="FILE.jsonl")
-    seed: int = option("seed of the cases", 0)
+    seed: AtLeastZero = option("seed of the cases", 0)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -151,18 +151,16 @@ class Prompt:
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> list[int]:
-    """Returns a prompt's ids: turns in the chat template, or plain text without one."""
+    """Returns a prompt's ids: turns in the chat template, or without one plain text, which begins
+    with BOS if the tokenizer adds it, as in training."""
     prefix = tokenizer.encode(prompt.prefix) if prompt.prefix else []
     turns = (Message("user", prompt.text),) if isinstance(prompt.text, str) else prompt.text
     if template:
         segments = render(list(turns), template, tokenizer, add_generation_prompt=True)
         return [token for segment in segments for token in segment.ids] + prefix
     text = "\n\n".join(turn.content for turn in turns)
-    return [
-        *([tokenizer.bos_id] if tokenizer.bos_id is not None else []),
-        *tokenizer.encode(text),
-        *prefix,
-    ]
+    bos = [tokenizer.bos_id] if tokenizer.bos_id is not None and tokenizer.adds_bos else []
+    return bos + tokenizer.encode(text) + prefix
 
 
 def stop_ids(

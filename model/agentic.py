@@ -80,7 +80,7 @@ class TrajectoryEnds(nnx.Module):
         hidden, std = config.hidden_size, config.initializer_range
         self.embed_inputs = nnx.Dict(
             weight=param(rngs, (len(Kind) * sizes.width, hidden), ("inputs", "embed"), std),
-            bias=param(rngs, (len(Kind), hidden), ("kinds", "embed"), std),
+            bias=param(rngs, (len(Kind), hidden), ("kinds", "embed"), std, inputs=None),
         )
         self.norm = RMSNorm(config)
         self.action_head = nnx.Dict(

@@ -203,8 +203,11 @@ class Generator:
           ValueError: too many texts, one that is too short or too long, or a start outside its
             text.
         """
-        self.check([text[:-1] for text in texts])  # nothing is predicted after a last token
+        self.check([[0] for _ in texts])
+        longest = self.capacity - self.new_tokens + 1  # nothing is predicted after a last token
         for text, start in zip(texts, starts, strict=True):
+            if not 2 <= len(text) <= longest:
+                raise ValueError(f"text: found {len(text)} tokens; needs 2 to {longest}")
             if not 1 <= start < len(text):
                 raise ValueError(
                     f"start: found {start} in a text of {len(text)} tokens; needs 1 to "

@@ -44,9 +44,9 @@ QUERIES, KEYS_VALUES, ATTENTION, OUTPUT = STAGES = (
 
 
 def param(
-    rngs: nnx.Rngs, shape: Shape, axes: Axes, std: float, inputs: int = 1, **declared: Any
+    rngs: nnx.Rngs, shape: Shape, axes: Axes, std: float, inputs: int | None = 1, **declared: Any
 ) -> nnx.Param:
-    """Returns a normally distributed float32 matrix; `axes`, `inputs` and `declared` are as in
+    """Returns a normally distributed float32 parameter; `axes`, `inputs` and `declared` are as in
     `sharding.Parameter`."""
     return nnx.Param(
         std * jax.random.normal(rngs.params(), shape, jnp.float32),

@@ -32,7 +32,8 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "longrope": {"attention_factor": None},
 }
 # Names of a scaling that every rule reads; `type` is the older one of rope_type.
-_COMMON = ("rope_type", "type", "rope_theta")
+_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_OLD_RULES = {"su": "longrope"}  # of Phi-3's first configs
 PER_CHANNEL = ("short_factor", "long_factor")
 ROPE_RULES = tuple(_REQUIRED)
 
@@ -167,20 +168,26 @@ def require_scaling(name: str, scaling: Any) -> None:
     A model's own config.json may have more: transformers ignores entries that it does not know, and
     the model was trained so.
     """
-    if not isinstance(scaling, dict) or not scaling:  # null and {} scale nothing
+    if not isinstance(scaling, dict):
         return
+    scaling = {key: value for key, value in scaling.items() if value is not None}
     rule = scaling.get("rope_type", scaling.get("type"))
     if rule is not None and scaling.get("type", rule) != rule:
         raise ValueError(
             f"{name}.type: found {scaling['type']!r} with rope_type {rule!r}; leave type out"
         )
+    rule = _OLD_RULES.get(rule, rule) if isinstance(rule, str) else rule
     if rule is not None and rule not in ROPE_RULES:
         raise ValueError(
             f"{name}.rope_type: found {rule!r}{_meant(str(rule), ROPE_RULES)}, needs one of "
             f"{', '.join(ROPE_RULES)}"
         )
     numbers = {rule: (*_REQUIRED[rule], *_OPTIONAL.get(rule, ())) for rule in ROPE_RULES}
-    numbers["dynamic"] = _REQUIRED["dynamic"]  # it grows from the model's own length
+    if rule == "dynamic" and "original_max_position_embeddings" in scaling:
+        raise ValueError(
+            f"{name}: found original_max_position_embeddings with rope_type dynamic, which grows "
+            "from the model's max_position_embeddings; leave it out"
+        )
     read = numbers[rule] if rule else [number for names in numbers.values() for number in names]
     for key in scaling:
         if key not in (*_COMMON, *read):
@@ -189,7 +196,7 @@ def require_scaling(name: str, scaling: Any) -> None:
                 f"{name}: unknown field {key}{_meant(str(key), (*_COMMON, *read))}; {by} reads "
                 f"{', '.join(dict.fromkeys(('rope_type', *read, 'rope_theta')))}"
             )
-    if rule is None and set(scaling) != {"rope_theta"}:
+    if rule is None and set(scaling) - {"rope_theta", "partial_rotary_factor"}:
         raise ValueError(
             f"{name}.rope_type: missing with {', '.join(scaling)}; needs one of "
             f"{', '.join(ROPE_RULES)}"

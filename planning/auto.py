@@ -33,7 +33,7 @@ from .compiled import GIB
 from .machines import ANY_GPU, device_count, host_gib, is_gpu, split_topology
 from .memory_estimate import estimate_memory
 from .plan import Job
-from .search import meshes, policies
+from .search import meshes, no_mesh, policies
 
 HOST_SHARE = 0.9  # share of a host's memory that a run may fill, as in the launchers' flags
 PINNED_GIB = 64.0  # GiB a process may pin by default with JAX on GPUs
@@ -263,11 +263,7 @@ def _refusal(job: Job, machine: Machine) -> str:
         reasons = map(_reason_against, _candidates(_in_most_parts(job)))
         return next(filter(None, reasons), f"{job.name}: no memory options suit {job.axes}")
     if least is None:
-        shards = 2 * device_count(job.topology)
-        return (
-            f"data.context_length: found {job.context}, which no mesh of {machine.named} divides; "
-            f"a multiple of {shards} would work"
-        )
+        return no_mesh(job, machine.named)
     needs = f"{least.low:.3g} GiB of {job.device_gib or 0:.3g}"
     if machine.host_gib is not None and least.on_host > machine.host_gib:
         needs += f", and {least.on_host:.3g} GiB of {machine.host_gib:.3g} of the host's"

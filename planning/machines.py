@@ -63,6 +63,7 @@ _V3 = {
     512: "16x32",
     1024: "32x32",
 }
+_HOST_SIDE = 2  # a TPU host's chips are a square in the slice, with two on a side
 _SLICES = {
     "v3": _V3,
     "v4": _TORUS,
@@ -162,6 +163,7 @@ def _checked_topology(text: str, name: str, any_gpu: bool) -> str:
     own_shape = counts if chip not in TPUS and slices > 1 else counts[1:]
     topology = f"{chip}:{'x'.join(map(str, own_shape))}"
     if chip in TPUS:
+        _check_slice(chip, own_shape, name)
         return _in_slices(topology, slices)
     if len(own_shape) > 2:
         raise ValueError(
@@ -169,6 +171,25 @@ def _checked_topology(text: str, name: str, any_gpu: bool) -> str:
             f"{chip}:4x8"
         )
     return topology
+
+
+def _check_slice(generation: str, shape: list[int], name: str) -> None:
+    """Raises ValueError if no slice of TPUs has this shape: one chip, or whole hosts."""
+    chips, shapes = math.prod(shape), _SLICES[generation]
+    dimensions = shapes[4].count("x") + 1
+    nearest = shapes[min(shapes, key=lambda number: abs(number - chips))]
+    works = f"{generation}:{nearest} would work"
+    if len(shape) != dimensions:
+        raise ValueError(
+            f"--machine: found {name!r}; slices of {generation} have {dimensions} dimensions, "
+            f"{works}"
+        )
+    sides = sum(size % _HOST_SIDE == 0 for size in shape)
+    if chips > 1 and sides < 2:
+        raise ValueError(
+            f"--machine: found {name!r}, {chips} chips; a slice of {generation} is of whole hosts "
+            f"of {_HOST_SIDE}x{_HOST_SIDE} chips, {works}"
+        )
 
 
 def _known(chip: str, name: str, known: tuple[str, ...], any_gpu: bool = False) -> str:

@@ -128,13 +128,26 @@ def meshes(job: Job) -> list[MeshConfig]:
     for tensor in (n for n in range(1, key_heads + 1) if key_heads % n == devices % n == 0):
         fsdp = math.gcd(rows, devices // tensor)
         sequence = devices // tensor // fsdp
-        if job.context % (2 * sequence):
+        is_split = sequence > 1 or job.run.attention.layout == "zigzag"  # else of any length
+        if is_split and job.context % (2 * sequence):
             continue
         for expert in _expert_sizes(job, fsdp):
             made.append(
                 MeshConfig(fsdp=fsdp // expert, expert=expert, tensor=tensor, sequence=sequence)
             )
     return made
+
+
+def no_mesh(job: Job, machine: str) -> str:
+    """Returns the line that refuses a job for which `meshes` finds none.
+
+    Args:
+      machine: the devices' name, for people.
+    """
+    return (
+        f"data.context_length: found {job.context}, which no mesh of {machine} divides; a multiple "
+        f"of {2 * device_count(job.topology)} would work"
+    )
 
 
 def _expert_sizes(job: Job, devices: int) -> list[int]:

@@ -20,7 +20,15 @@ from planning.memory_options import MEMORY_OPTIONS
 from trainer import entry
 from trainer.config.schema import AttentionConfig
 from trainer.config.yaml_text import MAX_BYTES, parse
-from trainer.options import AtLeastOne, Tokens, add_options, no_download, option
+from trainer.options import (
+    AboveZero,
+    AtLeastOne,
+    NotNegative,
+    Tokens,
+    add_options,
+    no_download,
+    option,
+)
 
 if TYPE_CHECKING:
     from model.adapter import AdapterConfig
@@ -81,7 +89,7 @@ class Options:
         metavar="RANK",
     )
     qlora: AtLeastOne | None = option("like --lora, with a base in NF4", None, metavar="RANK")
-    host_gib: float | None = option(
+    host_gib: NotNegative | None = option(
         "host memory per device in GiB; plans that need more do not fit (default: what such hosts "
         "have)",
         None,
@@ -99,7 +107,9 @@ class Options:
         "compare on this machine of the cost model, such as v4 or a100-ethernet", None
     )
     tokens: Tokens | None = option("tokens to train on, such as 100M; prints hours", None)
-    price_per_device_hour: float | None = option("prints the cost; with --tokens", None)
+    price_per_device_hour: AboveZero | None = option(
+        "prints the cost of 1,000 steps, or of --tokens", None
+    )
     compile: bool = option("also compile the step with the machine's compiler")
     write: str | None = option(
         "write the plan as a recipe, with the launcher's command", None, metavar="RECIPE.yaml"
@@ -222,10 +232,8 @@ def _job(
     args: argparse.Namespace, recipe: RunConfig, model: TransformerConfig, staged: bool = False
 ) -> Job:
     """Returns a recipe as a job on the machine; options take precedence over the recipe."""
-    from planning.machines import device_count, host_gib
+    from planning.machines import host_gib
     from planning.plan import Job, changed
-    from trainer.config.checks import check
-    from trainer.config.schema import MeshConfig
     from trainer.devices import GPU_MEMORY_SHARE
 
     memory = {
@@ -237,14 +245,10 @@ def _job(
     if group_per_key_head:
         del memory["attention_groups"]
     own_mesh = dataclasses.replace(recipe.mesh, simulate=0) if args.config else None
-    mesh = (
-        own_mesh
-        if staged and own_mesh
-        else _mesh(args) or own_mesh or MeshConfig(sequence=device_count(args.topology))
-    )
+    mesh = own_mesh if staged and own_mesh else _mesh(args) or own_mesh
     run = changed(
         recipe,
-        mesh=mesh,
+        **({} if mesh is None else {"mesh": mesh}),
         memory=memory,
         adapter=_adapter(args, recipe.adapter),
         data={} if args.context is None else {"context_length": args.context},
@@ -256,8 +260,8 @@ def _job(
         },
     )
     name = args.model or recipe.model.path or recipe.model.preset or recipe.name
-    return Job(
-        check(run, "plan"),
+    job = Job(
+        run,
         model,
         args.topology,
         name,
@@ -265,6 +269,36 @@ def _job(
         host_gib(args.topology) if args.host_gib is None else args.host_gib,
         None if args.gpu_memory is None else GPU_MEMORY_SHARE * args.gpu_memory,
     )
+    return _on_some_mesh(job) if mesh is None else _checked_job(job)
+
+
+def _checked_job(job: Job) -> Job:
+    """Returns the job with its run checked. Raises UserError if training would refuse it."""
+    from trainer.config.checks import check
+
+    return dataclasses.replace(job, run=check(job.run, "plan"))
+
+
+def _on_some_mesh(job: Job) -> Job:
+    """Returns the job on the first mesh on which it could run: that of all devices on the sequence
+    axis, else one of those that the planner chooses from.
+
+    Raises:
+      UserError: there is none.
+    """
+    from data.errors import UserError
+    from planning.machines import device_count
+    from planning.search import meshes, no_mesh
+    from trainer.config.schema import MeshConfig
+
+    possible = meshes(job)
+    refusal = UserError(no_mesh(job, job.topology))
+    for mesh in (MeshConfig(sequence=device_count(job.topology)), *possible):
+        try:
+            return _checked_job(job.changed(mesh=mesh))
+        except UserError as error:
+            refusal = error if possible else refusal
+    raise refusal
 
 
 def _adapter(args: argparse.Namespace, from_recipe: AdapterConfig) -> AdapterConfig:

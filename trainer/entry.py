@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import functools
 import logging
+import math
 import os
 import re
 import signal
@@ -36,12 +37,44 @@ from trainer.run.preemption import Preempted
 
 def at_least_one(text: str) -> int:
     """The argparse type of a whole number of at least 1, such as devices or rows."""
+    return _whole_number(text, least=1)
+
+
+def at_least_zero(text: str) -> int:
+    """The argparse type of a whole number of at least 0, such as a seed."""
+    return _whole_number(text, least=0)
+
+
+def _whole_number(text: str, least: int) -> int:
     try:
-        if (number := int(text)) >= 1:
+        if (number := int(text)) >= least:
             return number
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"found {text}; a whole number, at least 1, is needed")
+    raise argparse.ArgumentTypeError(f"found {text}; a whole number, at least {least}, is needed")
+
+
+def above_zero(text: str) -> float:
+    """The argparse type of a number above 0, such as a price."""
+    if (number := _finite(text)) > 0:
+        return number
+    raise argparse.ArgumentTypeError(f"found {text}; a number above 0 is needed")
+
+
+def not_negative(text: str) -> float:
+    """The argparse type of a number of at least 0, such as an amount of memory."""
+    if (number := _finite(text)) >= 0:
+        return number
+    raise argparse.ArgumentTypeError(f"found {text}; a number, at least 0, is needed")
+
+
+def _finite(text: str) -> float:
+    """Returns the number that a text is; NaN if it is none, or infinite."""
+    try:
+        number = float(text)
+    except ValueError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def store_path(text: str) -> str:

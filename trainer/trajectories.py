@@ -97,8 +97,8 @@ class Contexts:
 
     Attributes:
       episodes: indices of the episodes to draw from.
-      divide: whether consecutive rows divide all episodes among them (but a remainder of fewer than
-        a row's), in a new order each time, instead of each row drawing from all.
+      divide: whether consecutive rows divide all episodes among them, in a new order each time,
+        instead of each row drawing from all.
     """
 
     def __init__(
@@ -125,7 +125,8 @@ class Contexts:
         if self.divide:
             time, place = divmod(row_number, self.rows)
             order = np.random.default_rng((self.seed, time)).permutation(self.episodes)
-            drawn = order[place * count : (place + 1) * count]
+            # The last row is filled up with episodes of the first one.
+            drawn = order.take(range(place * count, (place + 1) * count), mode="wrap")
         else:
             generator = np.random.default_rng((self.seed, row_number))
             drawn = generator.choice(self.episodes, count, replace=False)
@@ -134,7 +135,7 @@ class Contexts:
     @property
     def rows(self) -> int:
         """How many rows the episodes fill."""
-        return len(self.episodes) // self.config.in_context
+        return math.ceil(len(self.episodes) / self.config.in_context)
 
     def row(self, row_number: int) -> dict[str, np.ndarray]:
         """Returns a row's arrays [L, ...]; see `data.trajectories.rows.row`."""
@@ -315,8 +316,8 @@ class TrajectoryObjective(Objective):
             step += 1
 
     def held_out(self) -> Iterator[HostBatch]:
-        """Yields batches with each held-out episode, some again to fill the last batch; none if too
-        few are held out."""
+        """Yields batches with each held-out episode, some again to fill the last row and batch;
+        none if too few are held out."""
         if self.has_held_out:
             for number in range(math.ceil(self._held_out.rows / self.config.train.batch_size)):
                 yield self._batch(self._held_out, number)

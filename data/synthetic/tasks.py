@@ -175,12 +175,29 @@ def needles(
 
 
 def variables(
-    rng: np.random.Generator, units: int, evaluation: bool, *, hops: int = 4, chains: int = 1
+    rng: np.random.Generator,
+    units: int,
+    evaluation: bool,
+    *,
+    hops: int = 4,
+    chains: int = 1,
+    letters: int = 5,
+    example_units: int = 0,
 ) -> Exercise:
-    """Hides chains of assignments in noise and asks for the variables of the first (RULER)."""
+    """Hides chains of assignments in noise and asks for the variables of the first (RULER).
+
+    Args:
+      letters: of a variable's name.
+      example_units: units of a solved example before the text, whose names have three letters, as
+        RULER has it; 0 for none.
+    """
+    example = ""
+    if example_units:
+        solved = variables(rng, example_units, evaluation, hops=hops, chains=chains, letters=3)
+        example = f"{solved.text}{solved.prefix} {solved.rest}\n\n"
     names: list[str] = []
     while len(names) < (hops + 1) * chains:
-        name = "".join(rng.choice(list(string.ascii_uppercase), 5))
+        name = "".join(rng.choice(list(string.ascii_uppercase), letters))
         if name not in names:
             names.append(name)
     value, *others = draw_values(rng, names[:: hops + 1], 10_000, 99_999, evaluation)
@@ -198,7 +215,7 @@ def variables(
     context = "\n".join(text).replace(". \n", ".\n")
     expected = tuple(names[: hops + 1])
     return Exercise(
-        "Memorize and track the chain(s) of variable assignment hidden in the following "
+        f"{example}Memorize and track the chain(s) of variable assignment hidden in the following "
         f"text.\n\n{context}\nQuestion: Find "
         f"all variables that are assigned the value {value} in the text above.",
         f" Answer: According to the chain(s) of variable assignment in the text above, {hops + 1} "
@@ -216,13 +233,17 @@ def common_words(
     common: int = 10,
     often: int = 30,
     seldom: int = 3,
+    example_units: int = 30,
+    example_often: int = 10,
+    example_seldom: int = 3,
 ) -> Exercise:
     """Asks for the 10 words of a list that occur more often than others, after an example (RULER).
 
     Args:
-      units: words that occur seldom.
+      units, example_units: words that occur seldom, in the list and in the example's.
+      often, seldom, example_often, example_seldom: how often.
     """
-    example, example_words = _word_list(rng, 30, common, 10, 3)
+    example, example_words = _word_list(rng, example_units, common, example_often, example_seldom)
     listed, chosen = _word_list(rng, units, common, often, seldom)
     question = (
         "Below is a numbered list of words. In these words, some appear more often than others. "

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from data.conversation import Message
@@ -151,6 +151,9 @@ class _Borders:
             json.dumps(template.variables, sort_keys=True, default=str),
         )
         self._ending = _ending_of(self._around, tokenizer)
+        self._first_of_user = _first_control(self._around.user, tokenizer)
+        ending = _first_control(self._around.last, tokenizer)
+        self._is_last_ended = bool(ending) and self._around.last.lstrip().startswith(ending)
         if len(messages) > MAX_CALL_TURNS and any(message.tool_calls for message in messages):
             raise TemplateError(
                 f"a conversation with tool calls of more than {MAX_CALL_TURNS} turns"
@@ -258,21 +261,22 @@ class _Borders:
         """Returns whether the control token after an answer begins the next turn's heading.
 
         If a template ends an answer with nothing but the next heading, as GLM-4's does, the model
-        stops at that heading's token. This cannot be if the token opens answers too, or if another
-        one ends the conversation's last answer.
+        stops at that heading's token. Training on it would be wrong if the token opens answers too,
+        or if another token ends the last answer.
         """
         control, *later = self._controls[self._number : self._number + 2]
         heading = self._text[control.token_start : turn.next_start]
-        around, find = self._around, partial(_controls_in, tokenizer=self._tokenizer)
-        first = next(iter(find(around.user)), "")
+        around, first = self._around, self._first_of_user
         if first and first in around.answer and heading.startswith(first):
             return True
         if later and not self._text[control.token_end : later[0].token_start].strip():
             return False  # an end token, with the heading's first token after it
-        if around.answer.endswith(heading):
+        token = self._text[control.token_start : control.token_end]
+        if around.answer.endswith(heading) and token != self._tokenizer.eos_token:
             return True
-        is_last_ended = any(around.last.lstrip().startswith(token) for token in find(around.last))
-        return is_last_ended and (around.user.endswith(heading) or around.system.endswith(heading))
+        return self._is_last_ended and (
+            around.user.endswith(heading) or around.system.endswith(heading)
+        )
 
     def usual_end_of(self, turn: _Part) -> int:
         """Returns the end of the text that follows every answer, or else of the turn's text."""
@@ -295,10 +299,10 @@ class _Around(NamedTuple):
     """Before a system turn."""
 
 
-def _controls_in(text: str, tokenizer: Tokenizer) -> list[str]:
-    """Returns the texts of the control tokens in a template's text."""
+def _first_control(text: str, tokenizer: Tokenizer) -> str:
+    """Returns the text of the first control token in a template's text; "" without one."""
     controls = find_controls(_plain(text), tokenizer).controls
-    return [text[control.token_start : control.token_end] for control in controls]
+    return text[controls[0].token_start : controls[0].token_end] if controls else ""
 
 
 def _ending_of(around: _Around, tokenizer: Tokenizer) -> str:

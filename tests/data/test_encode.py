@@ -137,7 +137,7 @@ def test_control_tokens_in_a_text_are_plain_text_or_those_of_transformers(tmp_pa
     (document,) = plain.documents
     controls = {control.id for control in tokenizer.controls.values()}
     assert controls.isdisjoint(document.tokens[1:-1]) and document.loss_mask.all()
-    for written, end in ((text, [tokenizer.eos_id]), (text + "</s>", [])):
+    for written, end in ((text, [tokenizer.eos_id]), (text + "</s>", []), (text + "</s>\n", [])):
         rendered = encoder.encode(Text("a", written, source=1, prompt=len(prompt)))
         ids = theirs(written, add_special_tokens=False)["input_ids"] + end
         (document,) = rendered.documents

@@ -83,6 +83,8 @@ def test_a_prompt_has_the_fields_that_a_question_has_in_conversations(fields, pr
     assert [m.train for m in pair.rejected.messages] == [False, False, False, True]
     assert [m.train for m in labelled.conversation.messages] == [False, False, False, True]
     assert not changes and not unread and not named
+    *_, unread = read({**fields, "chosen": "This.", "rejected": "That.", "history": "A post."})
+    assert "history" in "".join(unread)
     with pytest.raises(Drop, match="`history` is not a list of pairs"):
         read({**fields, "chosen": "This.", "rejected": "That.", "history": ["Hi"]})
 

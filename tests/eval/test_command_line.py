@@ -24,6 +24,27 @@ def test_sizes_are_at_least_one(flag, needed, wrong, capsys):
 
 
 @pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (needle, "--tokens 512 --seed"),
+        (ruler, "--tokens 512 --seed"),
+        (coreference, "--tokens 512 --seed"),
+        (line_retrieval, "--lines 5 --seed"),
+        (line_retrieval, "--cases a.jsonl --limit"),
+    ],
+)
+def test_seeds_and_limits_are_at_least_zero(command, words, capsys):
+    given = ["--checkpoint", "x", "--output", "y", *words.split()]
+    flag = given[-1]
+    assert vars(command.parse([*given, "0"]))[flag.strip("-")] == 0
+    for wrong in ("-1", "1.5"):
+        with pytest.raises(SystemExit, match="2"):
+            command.parse([*given, wrong])
+        needed = "a whole number, at least 0, is needed"
+        assert f"argument {flag}: found {wrong}; {needed}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("command", "words", "repeated"),
     [
         (needle, "--tokens 4096 8K 4K", "--tokens: found 4096"),

@@ -48,14 +48,14 @@ class Request:
 
 @pytest.fixture(scope="module")
 def theirs(hf_model):
-    """Returns transformers' log-likelihood of the last ids of a text and whether they are greedy;
-    its greedy answer; ids."""
+    """Returns transformers' ids of a text; its log-likelihood of a text's last ids, and whether
+    they are greedy; its greedy answer."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(hf_model)
 
     def ids(text):
-        return [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return tokenizer(text)["input_ids"]
 
     def likelihood(whole, count):
         with torch.no_grad():
@@ -82,14 +82,26 @@ PAIRS = [
 ]
 
 
-def test_likelihoods_and_texts_match_transformers(opened, theirs):
-    """By lm-eval's rule, spaces at the end of a context belong to the continuation, which ends at
-    the first of `until`."""
-    ids, likelihood, answer = theirs
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_likelihoods_and_texts_match_transformers(opened, theirs, adds_bos, monkeypatch):
+    """By lm-eval's rules: spaces at the end of a context belong to the continuation; an answer ends
+    at the first of `until`; BOS begins a text if the tokenizer adds it, or if nothing else precedes
+    what is scored."""
+    encode, likelihood, answer = theirs
+    tokenizer = opened.respondent.tokenizer
+    assert not tokenizer.adds_bos
+    monkeypatch.setattr(tokenizer, "adds_bos", adds_bos)
+
+    def ids(text):
+        return [tokenizer.bos_id] * adds_bos + encode(text)
+
     ours = harness.make_model(harness.Harness(opened, 200, 8))
     likelihoods = ours.loglikelihood([Request(*pair) for pair in PAIRS])
     for (context, continuation), (value, greedy) in zip(PAIRS, likelihoods, strict=True):
-        whole, start = ids(context + continuation), len(ids(context.rstrip()))
+        whole, before = ids(context + continuation), ids(context.rstrip())
+        if not before:
+            whole, before = [tokenizer.bos_id, *whole], [tokenizer.bos_id]
+        start = len(before)
         expected, is_greedy = likelihood(whole, len(whole) - start)
         assert value == pytest.approx(expected, abs=1e-3) and greedy == is_greedy
     text = answer(ids(PAIRS[0][0]), 8)
@@ -210,7 +222,7 @@ def test_a_rolling_text_is_scored_in_the_windows_of_lm_eval(opened, theirs, leng
     text = "The whale swam round the ship, and nobody doubted the whale. " * (
         2 if length < 9 else 24
     )
-    bos, *tokens = ids(text)
+    bos, tokens = opened.respondent.tokenizer.bos_id, ids(text)
     pairs = list(map(make_disjoint_window, get_rolling_token_windows(tokens, bos, length, 1)))
     assert [token for _, scored in pairs for token in scored] == tokens
     assert (len(pairs) > 1) == (length < 1000) and max(len(scored) for _, scored in pairs) == min(
@@ -358,3 +370,28 @@ def test_an_unknown_task_is_a_one_line_error(hf_model, tmp_path, capsys, flags, 
     )
     error = capsys.readouterr().err
     assert error.startswith(message) and error.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_metrics_without_a_standard_error_have_no_interval():
+    """Perplexities, and any metric of one question; lm-eval writes "N/A"."""
+    metrics = {
+        "alias": "wikitext",
+        "sample_len": 62,
+        "word_perplexity,none": 12.5,
+        "word_perplexity_stderr,none": "N/A",
+        "acc,strict": 0.5,
+        "acc_stderr,strict": 0.1,
+    }
+    rows = harness.rows_of(
+        {"results": {"wikitext": metrics}, "n-samples": {"wikitext": {"effective": 62}}}
+    )
+    found = {row["task"]: (row["score"], row["low"], row["high"], row["cases"]) for row in rows}
+    assert found == {
+        "wikitext word_perplexity": (12.5, None, None, 62),
+        "wikitext acc (strict)": (
+            0.5,
+            pytest.approx(0.304, abs=1e-3),
+            pytest.approx(0.696, abs=1e-3),
+            62,
+        ),
+    }

@@ -17,6 +17,7 @@ from eval import report
 from eval.line_cases import LineCase
 from eval.line_report import write as write_lines
 from eval.page import number, ticks
+from eval.report_input import Score
 from eval.scoring import outcome, paired_interval
 from model.config import TransformerConfig
 from trainer.checkpoint.manifest import fingerprint
@@ -549,3 +550,9 @@ def test_any_value_anywhere_in_a_runs_files(runs, capsys, seed):
             assert "<" not in prose.replace("\\<", "")
         capsys.readouterr()
         path.write_text(before, encoding="utf-8")
+
+
+def test_a_score_without_an_interval_is_shown():
+    """As lm-eval's perplexities."""
+    score = Score("lm-eval", "wikitext", 0, "tokens", None, 62, 12.5, None, None, False)
+    assert report._cells(score) == ["12.500", "none", "62"]

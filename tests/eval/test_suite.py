@@ -1,7 +1,9 @@
 """Scores equal hand-computed ones and the published scoring, confidence intervals hold, and cases
 have the requested length."""
 
+import collections
 import json
+import re
 
 import numpy as np
 import pytest
@@ -31,8 +33,6 @@ SCORES = [  # answer, expected texts, RULER's string_match_all and string_match_
 @pytest.mark.parametrize(("answer", "expected", "every", "some"), SCORES)
 def test_scores_match_rulers(answer, expected, every, some):
     """RULER's formulas, written out from its scripts/eval."""
-    import re
-
     cleaned = re.compile(r"[\x00-\x1f]").sub("\n", answer.strip()).strip()
     assert suite.match_all(answer, expected) == pytest.approx(every)
     hits = [1.0 if reference.lower() in cleaned.lower() else 0.0 for reference in expected]
@@ -207,8 +207,6 @@ def test_a_task_whose_shortest_case_is_too_long_is_skipped_by_name(capsys):
 
 def test_expected_variables_are_those_of_the_chain():
     """Follows all assignments of the text, and those of another chain to another value."""
-    import re
-
     exercise = tasks.variables(np.random.default_rng(0), 40, True, chains=3)
     values = {}
     for name, value in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", exercise.text):
@@ -220,10 +218,40 @@ def test_expected_variables_are_those_of_the_chain():
     assert len(values) == 15 and len(set(values.values())) == 3
 
 
-def test_expected_words_are_the_most_frequent():
-    import collections
-    import re
+@pytest.mark.parametrize("tokens", [1500, 5000])
+def test_variable_tracking_follows_rulers_example(tokens):
+    """As main() of RULER's variable_tracking.py makes it: names of three letters, as much noise as
+    500 tokens hold, the prefix, two spaces and the names, an empty line, the question."""
+    for case in ruler.make_cases(count, [tokens], ["vt"], 3):
+        cut = case.prompt.text.index("Memorize", 1)
+        example, asked = case.prompt.text[:cut], case.prompt.text[cut:]
+        names, (value,) = re.findall(r"VAR (\w+) =", example), re.findall(r"= (\d{5})\n", example)
+        question, answer = example.split("they are: ")
+        assert [len(name) for name in names] == [3] * 5 and answer == f" {' '.join(names)}\n\n"
+        assert question.startswith("Memorize and track the chain(s) of variable assignment hidden")
+        assert question.endswith(
+            f"\nQuestion: Find all variables that are assigned the value {value} in the text above. "
+            "Answer: According to the chain(s) of variable assignment in the text above, 5 "
+            f"variables are assigned the value {value}, "
+        )
+        length = len(question.split()) + len(["they", "are:"])
+        assert length <= 500 < length + len(tasks.NOISE.split())
+        assert re.findall(r"VAR (\w+) =", asked) == list(case.expected) and "Answer" not in asked
+    assert tasks.variables(np.random.default_rng(0), 9, False).text.count("Memorize") == 1
 
+
+@pytest.mark.parametrize(
+    ("tokens", "counts"), [(1500, {3: 10, 1: 10}), (4095, {3: 10, 1: 10}), (4096, {10: 10, 3: 30})]
+)
+def test_common_words_follow_rulers_example(tokens, counts):
+    """get_example(20, 3, 1, 10) below 4096 tokens, else get_example(40, 10, 3, 10)."""
+    (case,) = ruler.make_cases(count, [tokens], ["cwe"], 1)
+    example = case.prompt.text.partition("\nQuestion")[0]
+    words = collections.Counter(re.findall(r"\d+\. ([\w-]+)", example))
+    assert collections.Counter(words.values()) == counts
+
+
+def test_expected_words_are_the_most_frequent():
     exercise = tasks.common_words(np.random.default_rng(0), 50, True)
     listed = re.findall(r"\d+\. ([\w-]+)", exercise.text.rpartition("Below is")[2])
     assert {word for word, _ in collections.Counter(listed).most_common(10)} == set(
@@ -321,7 +349,7 @@ def test_unusable_texts_are_refused(tmp_path):
     ("command", "flags"),
     [
         (needle, ("--tokens", "400", "--depths", "0", "1", "--count", "2")),
-        (ruler, ("--tokens", "700", "--tasks", "niah_single_1", "vt", "--count", "2")),
+        (ruler, ("--tokens", "1100", "--tasks", "niah_single_1", "vt", "--count", "2")),
         (coreference, ("--tokens", "900", "--alike", "2", "--count", "2")),
     ],
     ids=["needle", "ruler", "coreference"],

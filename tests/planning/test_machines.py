@@ -33,6 +33,9 @@ from planning.topology import topology_devices
         ("v4:4x4x4", "v4:4x4x4", 64, 16),
         ("a100:4x8", "a100:4x8", 32, 4),
         ("2xv5e:16x16", "2xv5e:16x16", 512, 128),
+        ("v5e-1", "v5e:1x1", 1, 1),
+        ("v5p:4x4x1", "v5p:4x4x1", 16, 4),
+        ("v5p:2x4x6", "v5p:2x4x6", 48, 12),
     ],
 )
 def test_a_machine_name_maps_to_its_topology(name, topology, devices, machines):
@@ -105,6 +108,16 @@ def test_gpus_are_distinguished_from_tpus():
         ("2xh100:2x8", "h100:8 would work, or hosts x GPUs"),
         ("a100:2x2x8", "hosts x GPUs of a host such as a100:4x8"),
         ("2x2x2xH100", "write 8xH100"),
+        ("v5e:2x2x2", "slices of v5e have 2 dimensions, v5e:2x4 would work"),
+        ("2xv6e:16", "slices of v6e have 2 dimensions, v6e:4x4 would work"),
+        ("v3:4x4x4", "slices of v3 have 2 dimensions, v3:8x8 would work"),
+        ("v4:4x4", "slices of v4 have 3 dimensions, v4:2x2x4 would work"),
+        ("v5p:8", "slices of v5p have 3 dimensions, v5p:2x2x2 would work"),
+        ("v4:3x3x3", "27 chips; a slice of v4 is of whole hosts of 2x2 chips, v4:2x4x4 would work"),
+        ("v4:3x3x4", "36 chips; a slice of v4 is of whole hosts of 2x2 chips, v4:2x4x4 would work"),
+        ("tpu7x:1x1x2", "2 chips; a slice of tpu7x is of whole hosts of 2x2 chips, tpu7x:2x2x1"),
+        ("v5e:1x2", "2 chips; a slice of v5e is of whole hosts of 2x2 chips, v5e:1x1 would work"),
+        ("v5e:3x4", "12 chips; a slice of v5e is of whole hosts of 2x2 chips, v5e:2x4 would work"),
     ],
 )
 def test_an_unknown_name_is_refused_with_a_valid_one(name, answer):

@@ -240,7 +240,7 @@ def test_a_models_folder_can_be_planned(tmp_path):
     [
         (
             ("--context", "4097"),
-            "data.context_length: found 4097, needs a multiple of mesh.sequence = 4",
+            "data.context_length: found 4097, which no mesh of v5e:2x2 divides; a multiple of 8",
         ),
         (
             ("--context", "4096", "--mesh", "fsdp=4"),

@@ -21,6 +21,17 @@ def test_fsdp_is_at_most_the_rows_of_an_accumulation_step():
         check(job.changed(mesh=mesh).run, "plan")
 
 
+@pytest.mark.parametrize(("layout", "meshes_of_fsdp"), [("striped", 1), ("zigzag", 0)])
+def test_whole_rows_may_have_an_odd_length(layout, meshes_of_fsdp):
+    """8,191 tokens cannot be split over devices, nor into zigzag's two pieces, but each of four
+    devices may take a whole row."""
+    job = Job.of("llama-3.1-8b", "h100:4", 8191, batch=4, attention={"layout": layout})
+    candidates = [mesh for mesh in meshes(job) if mesh.fsdp == 4]
+    assert len(candidates) == meshes_of_fsdp
+    for mesh in candidates:
+        check(job.changed(mesh=mesh).run, "plan")
+
+
 def test_a_batch_not_divisible_by_accumulation_is_refused():
     job = Job.of("llama-3.1-8b", "v5e:2x4", 8192, batch=6).changed(train={"accumulation": 4})
     with pytest.raises(

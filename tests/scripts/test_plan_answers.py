@@ -59,6 +59,25 @@ def test_every_machine_gets_an_answer_and_a_valid_recipe(machine, devices, tmp_p
     assert launcher in head
 
 
+@pytest.mark.parametrize(
+    ("machine", "rows", "options", "mesh"),
+    [
+        ("3xH100", 3, [], "fsdp 3"),
+        ("8xH100", 8, ["--context", "8191"], "fsdp 8"),
+        ("3xH100", 3, ["--best"], "fsdp 3"),
+        ("6xH100", 6, [], "fsdp 6"),
+        ("3xH100", 3, ["--remat", "save_attention"], "fsdp 3"),
+        ("8xH100", 8, ["--schedule", "local"], "fsdp 8"),
+        ("8xH100", 8, ["--remat", "save_attention"], "sequence 8"),  # as without --batch
+    ],
+)
+def test_a_step_is_planned_if_any_mesh_suits_it(machine, rows, options, mesh, capsys):
+    """A row of 8,192 tokens cannot be split over three devices, but each may take a whole one."""
+    argv = [*MODEL, "--machine", machine, "--context", "8K", "--batch", rows, *options]
+    status, output = answer(capsys, *argv)
+    assert status == 0 and f"\nmesh {mesh}, " in output and "fits, by the estimate" in output
+
+
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory, repository):
     """Returns (tokenizer's folder, a file of a few conversations, a folder for prepared data)."""
@@ -251,6 +270,29 @@ def test_every_stage_of_a_recipe_is_planned(repository, capsys):
         (
             ["--machine", "8xH100", "--context", "64K", "--gpu-memory", "0"],
             "the GiB per GPU, such as 24, would work",
+        ),
+        *(
+            (
+                ["--machine", "8xH100", "--context", "64K", "--price-per-device-hour", price],
+                f"--price-per-device-hour: found {price}; a number above 0 is needed",
+            )
+            for price in ("-3", "0", "nan", "inf")
+        ),
+        *(
+            (
+                ["--machine", "8xH100", "--context", "64K", "--host-gib", gib],
+                f"--host-gib: found {gib}; a number, at least 0, is needed",
+            )
+            for gib in ("-1", "nan")
+        ),
+        (
+            ["--machine", "3xH100", "--context", "8K"],
+            "data.context_length: found 8192, which no mesh of h100:3 divides; a multiple of 6 "
+            "would work",
+        ),
+        (
+            ["--machine", "8xH100", "--context", "8K", "--batch", "4", "--query-chunks", "7"],
+            "memory.query_chunks: found 7, needs a divisor of a device's 8192 tokens",
         ),
         (
             ["--machine", "v5p-32", "--context", "64K", "--gpu-memory", "40"],

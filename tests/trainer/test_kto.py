@@ -3,6 +3,7 @@ computed."""
 
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 import torch
 import transformers
 
-from data.mismatched import CUT_COMPLETION, LONG_TWICE
+from data.errors import UserError
+from data.mismatched import ALONE, CUT_COMPLETION, LONG_TWICE
 from tests import small_model
 from tests.small_preference import (
     LENGTH,
@@ -154,6 +156,22 @@ def test_mismatched_completions_come_from_the_previous_record(folder, models):
     assert [other for *_, other in records[1:]] == [completion for _, completion, _ in records[:-1]]
     assert records[0][2] == records[-1][1]
     assert documents.labels.tolist() == [int(i % 3 != 0) for i in (*range(1, RECORDS), 0)]
+
+
+def test_the_only_completion_of_a_split_is_dropped(folder, models, tmp_path):
+    """Its mismatched completion would be its own, which TRL refuses too."""
+    record = {"prompt": "Say:", "completion": "red", "label": True}
+    write(tmp_path, [record | {"prompt": f"Say {number}:"} for number in range(3)])
+    (tmp_path / "held_out.json").write_text(json.dumps([record]), encoding="utf-8")
+    config = make_config(tmp_path, models[0], loss="kto")
+    data = dataclasses.replace(config.data, held_out_path=str(tmp_path / "held_out.json"))
+    with pytest.raises(
+        UserError,
+        match=re.escape(
+            f"held_out.json: none of its 1 records is a usable preference (1 x {ALONE}"
+        ),
+    ):
+        open_objective(dataclasses.replace(config, data=data))
 
 
 @pytest.mark.slow

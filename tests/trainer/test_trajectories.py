@@ -117,9 +117,9 @@ def test_held_out_rows_divide_the_episodes_among_them(count, in_context, seed):
     contexts = Contexts(None, np.arange(count), config, seed, None, 0, divide=True)
     for first in (0, contexts.rows):  # and again
         drawn = [contexts.numbers(first + row) for row in range(contexts.rows)]
+        assert all(len(set(row)) == in_context for row in drawn)
         dealt = [episode for row in drawn for episode in row]
-        left_out = set(range(count)) - set(dealt)
-        assert len(left_out) == count - len(dealt) < in_context
+        assert set(dealt) == set(range(count)) and len(dealt) - count < in_context
 
 
 def test_every_held_out_episode_is_evaluated(episodes, tmp_path):

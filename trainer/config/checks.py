@@ -88,12 +88,14 @@ class Switch(NamedTuple):
       is_on: whether its value, with the configuration, lets the others count.
       needs: what would switch it on.
       fields: the others, without effect unless it is on.
+      others: further fields that can switch them on.
     """
 
     field: str
     is_on: Callable[[Any, RunConfig], bool]
     needs: str
     fields: tuple[str, ...]
+    others: tuple[str, ...] = ()
 
     def counts(self, config: RunConfig) -> bool:
         """Whether the fields have an effect."""
@@ -147,6 +149,7 @@ SWITCHES = (
         lambda share, config: bool(share or config.data.held_out_path),
         "a share above 0, or data.held_out_path",
         ("train.evaluate_every",),
+        ("data.held_out_path",),
     ),
     Switch("samples.prompts", _is_given, "at least one prompt", ("samples.new_tokens",)),
     Switch("logging.profile_steps", _is_given, "[FIRST, LAST]", ("logging.profile_processes",)),

@@ -29,7 +29,7 @@ from .yaml_text import MAX_BYTES, parse
 # The value of a section that the planner fills in, and fields of it that it does not choose.
 AUTOMATIC = "auto"
 NOT_PLANNED = ("mesh.simulate",)
-# Fields that the planner always chooses; it keeps what else a recipe says of memory.
+# Fields that the planner always chooses. It keeps what else a recipe with `auto` says of memory.
 PLANNED = (
     *(f"mesh.{name}" for name in field_names(MeshConfig) if f"mesh.{name}" not in NOT_PLANNED),
     "memory.remat",
@@ -147,8 +147,11 @@ def _name(recipe: str, flags: Mapping[str, str]) -> str:
         return pathlib.Path(recipe).stem
     model = flags["model.path"]
     folder = pathlib.Path(model).expanduser()
-    path = pathlib.Path(os.path.abspath(folder)) if folder.is_dir() else pathlib.Path(model)
-    if not (name := path.name.partition("@")[0].lower()):
+    if folder.is_dir():
+        path = pathlib.Path(os.path.abspath(folder))
+    else:
+        path = pathlib.Path(model.partition("@")[0])  # a revision may contain slashes
+    if not (name := path.name.lower()):
         raise UserError(f"command line: model.path: found {model!r}, needs a folder with a name")
     return name
 
@@ -181,8 +184,8 @@ def _with_listed_auto(
 def _with_auto(recipe: dict[str, Any], words: command_line.CommandLine) -> dict[str, Any]:
     """The recipe with `auto` as the command line says.
 
-    --mesh auto replaces the recipe's axes; a flag for an axis or for memory takes the section back
-    from the planner.
+    --mesh auto and --memory auto replace the recipe's section; a flag for an axis or for memory
+    takes the section back from the planner.
     """
     auto = [*dict.fromkeys([*(recipe.get("auto") or []), *words.auto])]
     given = [flag.name for flag in words.flags if flag.name not in NOT_PLANNED]
@@ -260,7 +263,7 @@ def _without_switched_off(config: RunConfig, flags: Mapping[str, str]) -> RunCon
     off: --adapter.rank 0 also leaves out adapter.alpha."""
     defaults = RunConfig()
     for switch in SWITCHES:
-        if switch.field not in flags or switch.counts(config):
+        if not flags.keys() & {switch.field, *switch.others} or switch.counts(config):
             continue
         for field in switch.fields:
             if field not in flags:

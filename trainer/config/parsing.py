@@ -294,7 +294,9 @@ def _as_plain(kind: Any, value: Any) -> Any:
     is_written = isinstance(value, str)
     if kind is Tokens:
         _required(not (is_written and _LEADING_ZERO.match(value)), value)
-        return tokens_of(value) if is_written else _required(type(value) is int, value)
+        if is_written:
+            return tokens_of(value)
+        return int(_required(type(value) is int or _is_whole(value), value))
     if kind is int:
         written = is_written and _WHOLE.fullmatch(value)
         return int(value) if written else _required(type(value) is int, value)
@@ -312,6 +314,10 @@ def _as_plain(kind: Any, value: Any) -> Any:
             else _required(isinstance(value, bool), value)
         )
     return _required(isinstance(value, kind), value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
 
 
 def _with_numbers(value: Any) -> Any:
@@ -343,7 +349,7 @@ def describe(kind: Any) -> str:
         tokens = "numbers of tokens such as 4096 or 64K"
         return f"list of {tokens if arguments[0] is Tokens else describe(arguments[0])}"
     if origin is dict:
-        return "mapping"
+        return "mapping" if arguments[1] is Any else f"mapping of names to {describe(arguments[1])}"
     if kind is type(None):
         return "null"
     if kind is Tokens:

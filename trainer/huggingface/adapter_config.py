@@ -208,14 +208,26 @@ def _switch(content: Mapping[str, Any], field: str) -> bool:
 def _check_patterns(content: Mapping[str, Any], adapter: AdapterConfig) -> None:
     """Raises ValueError for per-module ranks or alphas other than those of `write_config`."""
     own = _patterns(adapter, _FUSED)
+    named: dict[str, set[str]] = {}
     for field, expected in own.items():
-        for pattern, value in (content.get(field) or {}).items():
+        given = content.get(field) or {}
+        if not isinstance(given, dict):
+            raise ValueError(f"{field}: found {given!r:.80}; needs an object or null")
+        named[field] = {pattern.removeprefix(".*\\.") for pattern in given}
+        for pattern, value in given.items():
             module = pattern.removeprefix(".*\\.")  # as PEFT names experts' tensors
             if value != expected.get(module):
                 wanted = f"; {expected[module]} would be" if module in expected else ""
                 raise ValueError(
                     f"{field}: found {value!r} for {module}, which is not read{wanted}"
                 )
+    # Both, or the module's scale would be another than the adapter's.
+    for module in sorted(named["rank_pattern"] ^ named["alpha_pattern"]):
+        field, missing = sorted(named, key=lambda field: module not in named[field])
+        raise ValueError(
+            f"{field}: found {module}, which {missing} lacks, so that its scale would be another; "
+            f"{missing} {own[missing][module]:g} would be read"
+        )
 
 
 def _names(content: Mapping[str, Any], field: str) -> list[str]:

@@ -89,6 +89,12 @@ CHATML_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
 @pytest.mark.parametrize(
     ("template", "roles", "expected"),
     [
+        # EOS separates turns, so a model stops at it.
+        (
+            "{% for m in messages %}{{ m.content }}{% if not loop.last %}</s>{% endif %}{% endfor %}",
+            "user assistant user assistant",
+            "0</s>⟦1</s>⟧2</s>⟦3⟧",
+        ),
         # As metharme and axolotl's Jupyter form: only the last answer has an end token.
         (
             HEADINGS + PROMPT + "{% else %}</s>{% endif %}",

@@ -577,6 +577,10 @@ def test_what_a_flag_switches_off_is_left_out(tmp_path):
     assert (config.optimizer.decay_fraction, config.train.evaluate_every) == (0.2, 0)
     with pytest.raises(UserError, match=r"adapter\.rank: found 0 with adapter\.alpha"):
         load(["--config", recipe, *flags, "--adapter.alpha", "8"])
+    data = {"held_out_fraction": 0.0, "held_out_path": "a.json"}
+    recipe = write(tmp_path, {"data": data, "train": {"evaluate_every": 3}})
+    assert load(["--config", recipe]).train.evaluate_every == 3
+    assert load(["--config", recipe, "--data.held_out_path", "null"]).train.evaluate_every == 0
 
 
 def test_a_listed_automatic_section_is_like_one_named_auto(tmp_path):
@@ -588,6 +592,10 @@ def test_a_listed_automatic_section_is_like_one_named_auto(tmp_path):
         "mesh",
     )
     assert load(["--config", recipe, "--auto", "[]"]).auto == ()
+    chunked = write(tmp_path, {"memory": {"loss_chunk": 512, "remat": "nothing"}})
+    for flags in (["--auto", "[memory]"], ["--memory", "auto"]):
+        memory = load(["--config", chunked, *flags]).memory
+        assert (memory.loss_chunk, memory.remat) == (1024, "save_attention")
     planned = {"auto": ["mesh"], "mesh": {"sequence": 2}, "planned": "for two devices"}
     assert load(["--config", write(tmp_path, planned)]).mesh.sequence == 2, "a run's own answer"
 
@@ -641,6 +649,8 @@ def test_every_number_of_a_scaling_is_read_or_refused(tmp_path, scaling, words):
         {"rope_theta": 5e5},
         {"type": "linear", "factor": 2},
         {"type": "yarn", "rope_type": "yarn", "factor": 2, "beta_fast": 24, "truncate": False},
+        {"rope_type": "linear", "type": None, "factor": 2, "attention_factor": None},
+        {"type": "su", "short_factor": [1.0], "long_factor": [2.0], "partial_rotary_factor": 1.0},
     ],
 )
 def test_a_scaling_that_is_read_whole_is_accepted(tmp_path, scaling):
@@ -654,7 +664,9 @@ def test_a_run_is_named_after_its_models_folder(tmp_path, monkeypatch):
     for place, path in ((folder, "."), (folder / "inside", ".."), (tmp_path, "./My Model/")):
         monkeypatch.chdir(place)
         assert load(["--model.path", path, "--data.path", "a.json"]).name == "my model"
-    assert load(["--model.path", "org/Name@v1", "--data.path", "a.json"]).name == "name"
+    for revision in ("v1", "refs/pr/1"):
+        words = ["--model.path", f"org/Name@{revision}", "--data.path", "a.json"]
+        assert load(words).name == "name"
 
 
 @pytest.mark.parametrize(

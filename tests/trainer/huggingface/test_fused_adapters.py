@@ -1,6 +1,7 @@
 """Adapters of projections that are stored as rows of one fused tensor, against PEFT."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -160,4 +161,24 @@ def test_ranks_per_module_are_refused(base, tmp_path):
     with pytest.raises(
         ValueError, match="rank_pattern: found 16 for qkv_proj, which is not read; 12 would be"
     ):
+        adapter_config.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank_pattern": {}}, "alpha_pattern: found qkv_proj, which rank_pattern lacks"),
+        ({"alpha_pattern": {}}, "rank_pattern: found qkv_proj, which alpha_pattern lacks"),
+        ({"alpha_pattern": "x"}, "alpha_pattern: found 'x'; needs an object or null"),
+    ],
+)
+def test_a_fused_tensor_has_both_its_rank_and_its_alpha(base, tmp_path, change, message):
+    """With one of them peft scales its product by another number than the others'."""
+    adapter = AdapterConfig(rank=RANK, alpha=ALPHA, targets=("q_proj", "k_proj", "v_proj"))
+    adapter_config.write_config(
+        open_model(str(base)).config.with_adapter(adapter), str(base), tmp_path
+    )
+    path = tmp_path / adapter_config.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
         adapter_config.read_config(tmp_path)
