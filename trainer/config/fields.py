@@ -177,7 +177,7 @@ def check_list(field: str, entries: Any, source: str) -> None:
     names = field_names(cls)
     if not isinstance(entries, list | tuple):
         raise UserError(
-            f"{source}: {field} expects a list of {{{', '.join(names)}}}, found {entries!r}"
+            f"{source}: {field} expects a list of {{{', '.join(names)}}}, found {entries!r:.200}"
         )
     for index, entry in enumerate(entries):
         check_keys(entry, cls, f"{field}[{index}].", source)
@@ -192,7 +192,7 @@ def check_mapping(section: Any, cls: type, prefix: str, source: str) -> None:
     if not isinstance(section, Mapping):
         raise UserError(
             f"{source}: {prefix[:-1] or 'a recipe'} expects the fields "
-            f"{', '.join(field_names(cls))}, found {section!r}"
+            f"{', '.join(field_names(cls))}, found {section!r:.200}"
         )
 
 

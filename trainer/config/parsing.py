@@ -231,7 +231,7 @@ def _checked(field: str, kind: Any, value: Any, source: str, text: str | None = 
         return _converted(kind, value)
     except (_Unfit, ValueError, OverflowError) as error:
         found = value if text is None else text
-        raise UserError(f"{source}: {field}: found {found}, expects {expected}") from error
+        raise UserError(f"{source}: {field}: found {found!s:.200}, expects {expected}") from error
 
 
 def _checked_entries(field: str, entries: Sequence[Any], source: str) -> tuple[Any, ...]:
