@@ -290,34 +290,28 @@ def _as_one_of(kinds: tuple[Any, ...], value: Any) -> Any:
 
 
 def _as_plain(kind: Any, value: Any) -> Any:
-    """Returns a value as a text, number or boolean; a number may be written as a text."""
-    is_written = isinstance(value, str)
+    """Returns a value as a text, number or boolean."""
+    if isinstance(value, str):
+        return _as_written(kind, value)
+    is_number = type(value) in (int, float)  # not a boolean
     if kind is Tokens:
-        _required(not (is_written and _LEADING_ZERO.match(value)), value)
-        if is_written:
-            return tokens_of(value)
-        return int(_required(type(value) is int or _is_whole(value), value))
-    if kind is int:
-        written = is_written and _WHOLE.fullmatch(value)
-        return int(value) if written else _required(type(value) is int, value)
+        return int(_required(is_number and value == int(value), value))
     if kind is float:
-        written = is_written and _NUMBER.fullmatch(value)
-        return (
-            float(value)
-            if written or type(value) is int
-            else _required(type(value) is float, value)
-        )
+        return float(_required(is_number, value))
+    return _required(type(value) is kind, value)
+
+
+def _as_written(kind: Any, text: str) -> Any:
+    """Returns a text as itself, or the number or boolean that it writes."""
+    if kind is Tokens:
+        return tokens_of(_required(not _LEADING_ZERO.match(text), text))
+    if kind is int:
+        return int(_required(_WHOLE.fullmatch(text), text))
+    if kind is float:
+        return float(_required(_NUMBER.fullmatch(text), text))
     if kind is bool:
-        return (
-            value == "true"
-            if value in ("true", "false")
-            else _required(isinstance(value, bool), value)
-        )
-    return _required(isinstance(value, kind), value)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, float) and value.is_integer()
+        return _required(text in ("true", "false"), text) == "true"
+    return _required(kind is str, text)
 
 
 def _with_numbers(value: Any) -> Any:
@@ -332,7 +326,7 @@ def _with_numbers(value: Any) -> Any:
 
 
 def _required(fits: Any, value: Any) -> Any:
-    """Returns the value if it fits. Raises _Unfit."""
+    """Returns the value if it fits; raises _Unfit if not."""
     if not fits:
         raise _Unfit(value)
     return value
