@@ -406,7 +406,7 @@ def test_likelihoods_match_transformers(tmp_path, axes):
     (scores,) = generator.score(params, [longest], [len(longest) - 1])
     expected = torch.log_softmax(logits, -1)[longest[-1]].item()
     np.testing.assert_allclose(scores.log_likelihoods, [expected], atol=1e-4)
-    with pytest.raises(ValueError, match="prompt: found 217 tokens; needs 1 to 216"):
+    with pytest.raises(ValueError, match="text: found 218 tokens; needs 2 to 217"):
         generator.score(params, [[*longest, 3]], [1])
 
 
