@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -19,11 +19,9 @@ from typing import BinaryIO, TypeVar
 
 import fsspec
 
-from data import hub
 from data.compression import ENDINGS, decompressed
 from data.errors import UserError, first_line, is_transient
-from data.folders import building, is_unfinished
-from data.within import check_within
+from data.folders import building
 
 STORES = (
     "gs",
@@ -52,12 +50,6 @@ COPIED_BYTES = 1 << 22  # at a time
 LARGE_BYTES = 1 << 24
 """Digests of files of at least this size are cached."""
 _SETTLED_SECONDS = 2.0  # resolution of file system times
-# Caches that the library datasets keeps in a data folder, such as a filtered copy of the data.
-_CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(?:_\d+_of_\d+)?\.arrow")
-# Usual companions of data, which nobody expects to be read.
-_ABOUT_DATA = re.compile(
-    r"(?:readme|licen[cs]e|copying|notice|changelog|citation|_success)(?:\.\w+)?", re.IGNORECASE
-)
 _STORE = re.compile(rf"({'|'.join(STORES)}):/", re.IGNORECASE)
 
 
@@ -84,7 +76,7 @@ def on_this_machine(path: str | Path) -> Path:
 
 
 @contextmanager
-def _open_file_system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
+def open_file_system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
     """Yields the file system of a path and the path within it.
 
     Raises:
@@ -147,7 +139,7 @@ class File:
         """Returns a file system's answer about the file; asks a store again if that may help."""
 
         def ask() -> _Result:
-            with _open_file_system(self.path) as (file_system, path):
+            with open_file_system(self.path) as (file_system, path):
                 return question(file_system, path)
 
         return retried(ask) if is_remote(self.path) else ask()
@@ -188,133 +180,6 @@ def on_disk(file: File) -> Iterator[Path]:
             shutil.copyfileobj(opened, copy, COPIED_BYTES)
         copy.flush()
         yield Path(f"/dev/fd/{copy.fileno()}")
-
-
-def find_files(
-    path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Path] = ()
-) -> list[File]:
-    """Returns the file at `path`, or all files of a tree with one of the suffixes, sorted.
-
-    For a Hugging Face data set, these are files in the local cache, without those about the data
-    set. None is hidden, from a folder in `left_out`, or a folder of prepared data or a run.
-    """
-    path, not_records = _local_dataset(path, suffixes)
-    with _open_file_system(path) as (file_system, inner_path):
-        if not file_system.isdir(inner_path):
-            return [File(str(path))]
-        names = sorted(
-            name
-            for name in file_system.find(inner_path)
-            if _is_of_records(name, suffixes, not_records) and not _is_hidden(name, inner_path)
-        )
-        for name in () if is_remote(path) else names:
-            check_within(inner_path, name)
-        files = _files_of(file_system, path, names)
-    return _without_folders(files, path, left_out)
-
-
-def unread_files(
-    path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Path] = ()
-) -> list[str]:
-    """Returns the files of a tree that `find_files` passes over and that may hold records, sorted,
-    as their names below `path`.
-
-    These have another suffix, or one of these and a hidden name. Files about the data, such as
-    README, and others in the cache of a Hugging Face data set are not among them.
-    """
-    is_cached = hub.is_hub_dataset(path)
-    path, not_records = _local_dataset(path, suffixes)
-    with _open_file_system(path) as (file_system, inner_path):
-        if not file_system.isdir(inner_path):
-            return []
-        names = sorted(
-            name
-            for name in file_system.find(inner_path)
-            if (
-                _is_of_records(name, suffixes, not_records)
-                if _is_hidden(name, inner_path)
-                else File(name).suffix not in suffixes
-                and not is_cached
-                and not _ABOUT_DATA.fullmatch(PurePosixPath(name).name)
-            )
-        )
-        files = _files_of(file_system, path, names)
-        below = {file: _below(name, inner_path) for file, name in zip(files, names, strict=True)}
-    return [below[file] for file in _without_folders(files, path, left_out)]
-
-
-def _local_dataset(path: str | Path, suffixes: Sequence[str]) -> tuple[str | Path, Sequence[str]]:
-    """Returns the local path of a Hugging Face data set and the names of files about it; of any
-    other path, itself."""
-    if hub.is_hub_dataset(path):
-        return hub.local_path(str(path), suffixes), hub.NOT_RECORDS
-    return path, ()
-
-
-def _is_of_records(name: str, suffixes: Sequence[str], not_records: Sequence[str]) -> bool:
-    """Returns whether a file has the name of one with records."""
-    last = PurePosixPath(name).name
-    return (
-        File(name).suffix in suffixes
-        and last not in not_records
-        and not _CACHE_OF_DATASETS.fullmatch(last)
-    )
-
-
-def _below(name: str, folder: str) -> str:
-    return name.removeprefix(folder).lstrip("/")
-
-
-def _is_hidden(name: str, folder: str) -> bool:
-    """Returns whether a part of the name below a folder begins with a dot, such as
-    .ipynb_checkpoints; the library datasets leaves these out too."""
-    return any(part.startswith(".") for part in _below(name, folder).split("/"))
-
-
-def _files_of(
-    file_system: fsspec.AbstractFileSystem, path: str | Path, names: Sequence[str]
-) -> list[File]:
-    """Returns the files of these names in a file system, with the store's prefix if it is one."""
-    return [File(file_system.unstrip_protocol(name) if is_remote(path) else name) for name in names]
-
-
-def _without_folders(
-    files: Sequence[File], path: str | Path, left_out: Sequence[str | Path]
-) -> list[File]:
-    """Returns the files outside of the folders `left_out` and of folders that we wrote."""
-    folders = [_whole_path(folder) for folder in left_out]
-    ours = {
-        folder: _is_ours(folder)
-        for folder in {parent for file in files for parent in _folders_between(path, file)}
-    }
-    return [
-        file
-        for file in files
-        if not any(ours[parent] for parent in _folders_between(path, file))
-        and not any(_whole_path(file.path).startswith(f"{folder}/") for folder in folders)
-    ]
-
-
-def _whole_path(path: str | Path) -> str:
-    """Returns a canonical path, equal for two names of the same file or folder."""
-    return str(path).rstrip("/") if is_remote(path) else os.path.realpath(os.path.expanduser(path))
-
-
-def _folders_between(path: str | Path, file: File) -> list[Path]:
-    """Returns the local folders between `path` and a file in it."""
-    if is_remote(path):
-        return []
-    top = Path(os.path.abspath(os.path.expanduser(path)))
-    return [
-        parent for parent in Path(file.path).parents if parent.is_relative_to(top) and parent != top
-    ]
-
-
-def _is_ours(folder: Path) -> bool:
-    """Returns whether a folder is of prepared data, complete or unfinished, or a run's."""
-    if (folder / "lock").exists() and (is_unfinished(folder) or (folder / "config.yaml").exists()):
-        return True
-    return all((folder / name).exists() for name in ("documents", "index.npz", "report.json"))
 
 
 def cache_folder(name: str) -> Path:
@@ -403,7 +268,7 @@ def download(
 
 def _names_in(remote: str, last: str) -> list[str]:
     """Returns the files of a folder in a store; none if it lacks the one named `last`."""
-    with _open_file_system(remote) as (file_system, path):
+    with open_file_system(remote) as (file_system, path):
         if not file_system.isfile(f"{path}/{last}"):
             return []
         return [str(PurePosixPath(name).relative_to(path)) for name in file_system.find(path)]
@@ -436,7 +301,7 @@ def put_file(local: Path, target: str) -> None:
     """Copies a file to a local folder or a store, where it appears complete."""
 
     def put() -> None:
-        with _open_file_system(target) as (file_system, path):
+        with open_file_system(target) as (file_system, path):
             file_system.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
             if is_remote(target):
                 file_system.put_file(str(local), path)
@@ -456,7 +321,7 @@ def get_file(source: str, local: Path) -> None:
     """Copies a local or stored file to `local`."""
 
     def get() -> None:
-        with _open_file_system(source) as (file_system, path):
+        with open_file_system(source) as (file_system, path):
             file_system.get_file(path, str(local))
 
     retried(get)
@@ -466,7 +331,7 @@ def remove_tree(path: str | Path) -> None:
     """Removes a local folder or one in a store, if it exists."""
 
     def remove() -> None:
-        with _open_file_system(path) as (file_system, name):
+        with open_file_system(path) as (file_system, name):
             if file_system.exists(name):
                 file_system.rm(name, recursive=True)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import hub, paths, preference, tables
+from data import hub, preference, source_files, tables
 from data.clean import CleanConfig, Cleaner
 from data.conversation import DEFAULT_TEMPLATE, Conversation, Order, Record
 from data.errors import UserError
@@ -160,7 +160,7 @@ class Source:
           UserError: the folder contains no file of the format.
         """
         suffixes = FORMATS[self.format].suffixes
-        files = paths.find_files(self.path, suffixes, self.left_out)
+        files = source_files.find_files(self.path, suffixes, self.left_out)
         if not files:
             apart = f" apart from {', '.join(self.left_out)}" if self.left_out else ""
             found = f" (found {unread})" if (unread := self.unread_files()) else ""
@@ -172,7 +172,7 @@ class Source:
 
     def unread_files(self) -> str:
         """Returns the names of files in the source's folder that are not read; "" without any."""
-        names = paths.unread_files(self.path, FORMATS[self.format].suffixes, self.left_out)
+        names = source_files.unread_files(self.path, FORMATS[self.format].suffixes, self.left_out)
         others = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
         return printable(", ".join(names[:MOST_NAMED])) + others
 

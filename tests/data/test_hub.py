@@ -11,7 +11,7 @@ import huggingface_hub.constants
 import pytest
 
 from data import hub as data_hub
-from data import paths
+from data import source_files
 from data.errors import UserError
 from data.prepare import prepare
 from data.report import Report
@@ -127,7 +127,7 @@ def answers(path):
     ],
 )
 def test_named_files_are_downloaded_once_and_read(hub, path, expected, sent):
-    files = paths.find_files(path, (".json", ".jsonl", ".parquet"))
+    files = source_files.find_files(path, (".json", ".jsonl", ".parquet"))
     assert sorted(hub.sent) == sent
     assert [str(file).partition(f"/{SHA}/")[2] for file in files] == sent
     hub.sent.clear()
@@ -153,7 +153,7 @@ def test_cards_and_metadata_of_the_hub_are_not_read_as_records(hub, monkeypatch,
     ]
     assert texts == ["a card"]
     hub.sent.clear()
-    files = paths.find_files("hf://datasets/me/chats", (".txt", ".md"))
+    files = source_files.find_files("hf://datasets/me/chats", (".txt", ".md"))
     assert [str(file).partition(f"/{SHA}/")[2] for file in files] == ["a.txt"]
     assert hub.sent == ([] if is_cached else ["a.txt"])
     assert answers("hf://datasets/me/chats") == ["Answer 3.", "Answer 0.", "Answer 1.", "Answer 2."]

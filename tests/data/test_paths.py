@@ -13,7 +13,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from data import paths, tables
+from data import paths, source_files, tables
 from data.errors import UserError
 from data.prepare import prepare
 from data.report import Report
@@ -262,7 +262,7 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, store, kind):
     assert {*UNREAD} - names == {name for name in UNREAD if "/." in f"/{name}"}
     suffixes = (".json", ".jsonl", ".jsonlines")
     unread = sorted(name for name, is_read in UNREAD.items() if not is_read)
-    assert paths.unread_files(path, suffixes) == unread
+    assert source_files.unread_files(path, suffixes) == unread
     tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
     source = Source(path, template="vicuna_v1.1")
     (note,) = (

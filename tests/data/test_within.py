@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data.errors import UserError
-from data.paths import find_files
+from data.source_files import find_files
 from data.within import check_within, file_within
 
 
