@@ -81,8 +81,12 @@ class PreferenceReader:
             elif _repeats(prompt.alone, turns):
                 read.add(prompt.name)
             cleaned.append(self._clean(record, turns if is_whole else prompt.turns + turns, name))
-        chosen, rejected = (_with_completion_trained(cleaned, number) for number in (0, 1))
-        digest = self._digest([_content(chosen), _content(rejected)])
+        start = _common_turns(cleaned[0].messages, cleaned[1].messages)
+        chosen, rejected = (_trained_from(one.messages, start) for one in cleaned)
+        digest = self._digest(
+            [_content(chosen), _content(rejected)],
+            [*_beside(cleaned[0], start), *_beside(cleaned[1], start)],
+        )
         changes = cleaned[0].changes | cleaned[1].changes
         unread = cleaned[0].unread | cleaned[1].unread | unread_of(record, read, "record")
         preference = Preference(
@@ -119,7 +123,7 @@ class PreferenceReader:
         if start < 1 or cleaned.messages[start].role != "assistant":
             raise Drop(f"{name}: {NO_ANSWER}")
         messages = tuple(_trained_from(cleaned.messages, start))
-        digest = self._digest([_content(messages), desirable])
+        digest = self._digest([_content(messages), desirable], _beside(cleaned, start))
         read = {name, LABEL, *prompt.fields, *_CONTEXT}
         record_id = own_id(record)
         if record_id is not None:
@@ -134,8 +138,10 @@ class PreferenceReader:
         unread = cleaned.unread | unread_of(record, read, "record")
         return labelled, cleaned.changes, set(unread)
 
-    def _digest(self, contents: list) -> bytes:
-        """Returns a hash of a record's content; raises Drop for a repetition."""
+    def _digest(self, contents: list, beside: list) -> bytes:
+        """Returns a hash of a record's turns and what is beside them; raises Drop for a
+        repetition."""
+        contents += [beside] * bool(beside)  # otherwise the digest of earlier versions
         digest = hashlib.sha256(json.dumps(contents).encode()).digest()[:16]
         if self.clean.duplicates and digest in self.seen:
             raise Drop(DUPLICATE)
@@ -225,14 +231,12 @@ def _text(turn: Any) -> Any:
     return text.strip() if isinstance(text, str) else text
 
 
-def _with_completion_trained(conversations: Sequence[Cleaned], number: int) -> list[Message]:
-    """Returns the turns of one conversation of a pair; those after the common prompt are trained
-    on.
+def _common_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """Returns how many turns a pair's conversations begin with in common, the prompt.
 
     Raises:
         Drop: the pair has no content, or its prompts differ.
     """
-    chosen, rejected = (conversation.messages for conversation in conversations)
     pairs: Iterable[tuple[Message, Message]] = zip(chosen, rejected, strict=False)
     prompt = sum(1 for _ in takewhile(lambda pair: _content(pair[:1]) == _content(pair[1:]), pairs))
     if prompt == len(chosen) == len(rejected):
@@ -243,7 +247,7 @@ def _with_completion_trained(conversations: Sequence[Cleaned], number: int) -> l
         len(turns) == prompt or turns[prompt].role != "assistant" for turns in (chosen, rejected)
     ):
         raise Drop(OTHER_PROMPTS)
-    return _trained_from(conversations[number].messages, prompt)
+    return prompt
 
 
 def _trained_from(messages: Sequence[Message], start: int) -> list[Message]:
@@ -252,6 +256,17 @@ def _trained_from(messages: Sequence[Message], start: int) -> list[Message]:
         replace(message, train=message.train and index >= start)
         for index, message in enumerate(messages)
     ]
+
+
+def _beside(cleaned: Cleaned, start: int) -> list:
+    """Returns what distinguishes a conversation from others with the same turns: its tools, the
+    template's variables, and which answers from turn `start` on are trained on; [] if it has
+    neither tools nor variables and all are."""
+    beside: list[object] = [*cleaned.tools]
+    if cleaned.template_kwargs:
+        beside.append(cleaned.template_kwargs)
+    trained = [turn.train for turn in cleaned.messages[start:] if turn.role == "assistant"]
+    return beside if all(trained) else [*beside, trained]
 
 
 def _content(messages: Sequence[Message]) -> list[tuple]:

@@ -30,7 +30,7 @@ from data.templates import render
 from eval import adapters, runner
 from eval.scoring import Z95
 from trainer import entry
-from trainer.options import Tokens, check_each_once, option, parser_of
+from trainer.options import AtLeastOne, AtLeastZero, Tokens, check_each_once, option, parser_of
 
 if TYPE_CHECKING:
     from model.decode import Generator, Scores
@@ -48,10 +48,10 @@ class Options:
     )
     tasks: str = option("task names, separated by commas")
     include_path: str | None = option("folder with your own tasks", None, metavar="DIR")
-    few_shot: int | None = option(
+    few_shot: AtLeastZero | None = option(
         "number of examples before a question (default: the task's)", None
     )
-    limit: int | None = option("only the first N questions of each task", None)
+    limit: AtLeastOne | None = option("only the first N questions of each task", None)
     length: Tokens | None = option(
         "maximum length of a prompt plus its answer, in tokens (default: the trained length)", None
     )

@@ -29,7 +29,7 @@ from data.trajectories.rows import ACTION, RETURN_TO_GO, REWARD, STATE, Scales
 from data.within import read_json
 from eval.scoring import bootstrap
 from trainer import entry
-from trainer.options import AtLeastOne, StorePath, option, parser_of
+from trainer.options import AtLeastOne, AtLeastZero, StorePath, option, parser_of
 
 VIDEO = b"Longstripe"  # the comment of a GIF
 
@@ -45,10 +45,10 @@ class Options:
         8,
     )
     seeds: AtLeastOne = option("number of parallel environments, with different seeds", 5)
-    first_seed: int = option("seed of the first environment", 1000)
+    first_seed: AtLeastZero = option("seed of the first environment", 1000)
     target: float | None = option("requested return (default: the best in the data)", None)
     output: str = option("folder for results.json and in_context.png")
-    attention: int = option(
+    attention: AtLeastZero = option(
         "environments, from the first, for which to print how much attention the last episode's "
         "states pay to each episode of their context",
         0,
@@ -56,7 +56,7 @@ class Options:
     video: bool = option("also record the last episode of the first environment, as a GIF")
     fsdp: AtLeastOne = option("number of devices along fsdp; divides --seeds", 1)
     sequence: AtLeastOne = option("number of devices along sequence", 1)
-    simulate: int = option("simulate this many devices on the CPU; 0 uses the machine's", 0)
+    simulate: AtLeastZero = option("simulate this many devices on the CPU; 0 uses the machine's", 0)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -23,7 +23,15 @@ from model.attention.names import SCHEDULES
 from model.config import TransformerConfig
 from trainer import entry
 from trainer.host import host_bytes
-from trainer.options import AtLeastOne, StorePath, Tokens, add_options, option
+from trainer.options import (
+    AboveZero,
+    AtLeastOne,
+    AtLeastZero,
+    StorePath,
+    Tokens,
+    add_options,
+    option,
+)
 from trainer.run.results import evaluated, foreign_run
 
 if TYPE_CHECKING:
@@ -37,7 +45,7 @@ class Evaluation:
     """The options that all evaluations share."""
 
     checkpoint: StorePath = option("checkpoint, run folder, Hugging Face folder or org/name")
-    rows: int = option("number of prompts in a batch", 1)
+    rows: AtLeastOne = option("number of prompts in a batch", 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +60,7 @@ class Asking:
     fsdp: AtLeastOne = option("number of devices along fsdp", 1)
     tensor: AtLeastOne = option("number of devices along tensor", 1)
     sequence: AtLeastOne = option("number of devices along sequence", 1)
-    simulate: int = option("simulate this many devices on the CPU; 0 uses the machine's", 0)
+    simulate: AtLeastZero = option("simulate this many devices on the CPU; 0 uses the machine's", 0)
     compute_dtype: str | None = option(
         "dtype of the computation (default: bfloat16; on a CPU float32, which is several times "
         "faster there)",
@@ -61,12 +69,12 @@ class Asking:
     )
     schedule: str = option("attention schedule of the prefill", "ring", choices=sorted(SCHEDULES))
     chunk: Tokens = option("prompt tokens computed at a time, over all devices", 4096)
-    memory_gib: float | None = option("usable memory per device (default: all)", None)
+    memory_gib: AboveZero | None = option("usable memory per device (default: all)", None)
     temperature: float = option(
         "0 takes the most likely token (default); above 0, tokens are sampled", 0.0
     )
     top_p: float = option("sample from the most likely tokens with this total probability", 1.0)
-    sample_seed: int = option("seed of the sampling", 0)
+    sample_seed: AtLeastZero = option("seed of the sampling", 0)
     replicate: bool = option(
         "keep a copy of all weights on every device; much faster if the model fits, since decoding "
         "gathers no weights"

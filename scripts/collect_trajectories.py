@@ -42,7 +42,7 @@ from data.trajectories.play import Policy, play_episode
 from data.trajectories.search import Search, SearchConfig
 from data.trajectories.tasks import TASKS, get_task, make_environment
 from trainer import entry
-from trainer.options import AtLeastOne, command, option
+from trainer.options import AtLeastOne, AtLeastZero, command, option
 
 ALGORITHMS = {"random": "random", "ou": "ou_noise", "search": "augmented_random_search"}
 """Policy -> its name in commands and folders. Seeds depend on the order of the entries."""
@@ -387,7 +387,7 @@ class Options:
     workers: AtLeastOne | None = option(
         f"worker processes (default {WORKERS}); an --explorer that learns uses one process", None
     )
-    seed: int = option("seed of the episodes", 0)
+    seed: AtLeastZero = option("seed of the episodes", 0)
 
 
 main = command(Options, run, output="output")

@@ -21,7 +21,7 @@ from data.pairs import PairLoader
 from data.prepared import Documents, counts
 from data.tokenizer import Tokenizer
 from trainer import entry
-from trainer.options import FIELDS, TokensOr0, command, no_download, option, other_words
+from trainer.options import FIELDS, AtLeastOne, TokensOr0, command, no_download, option, other_words
 
 IN_LOSS, SEPARATOR = "bold green", "dim"  # rich styles
 
@@ -148,7 +148,7 @@ class Options:
     """The command's options."""
 
     config: str = option("a recipe", positional=True, metavar="CONFIG.yaml")
-    rows: int = option("number of rows to show", 2)
+    rows: AtLeastOne = option("number of rows to show", 2)
     tokens: TokensOr0 = option("number of tokens to show per row", 600)
     stage: int | None = option("stage of a recipe with stages, from 1 (default: the last)", None)
     no_download: bool = no_download()

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from data.errors import first_line, is_transient
 from data.printable import printable, printable_output
-from trainer.options import AtLeastOne, option, other_words, parse
+from trainer.options import AtLeastOne, AtLeastZero, option, other_words, parse
 from trainer.run.shared_token import TOKEN
 
 from .restarts import Restarts, may_pass
@@ -201,7 +201,7 @@ def end(processes: list[subprocess.Popen]) -> None:
 class Options:
     """The command's options."""
 
-    restarts: int = option(
+    restarts: AtLeastZero = option(
         "restart after transient errors, at most N times in a row without a new checkpoint",
         0,
         metavar="N",

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple, cast
 
 from data.folders import scratch_folder
 from data.printable import printable_output
-from trainer.options import add_options, option
+from trainer.options import AboveZero, AtLeastZero, add_options, option
 
 from .restarts import CANNOT_PASS, LIMIT, PREEMPTED, STOPPED, TRANSIENT, Restarts
 from .tpu import workers as remote
@@ -405,13 +405,13 @@ class Options:
     setup: str = option(
         "shell command to run on every worker before the installation", "", metavar="COMMAND"
     )
-    poll: float = option("seconds between checks of the slices", 30, metavar="SECONDS")
-    restarts: int = option(
+    poll: AboveZero = option("seconds between checks of the slices", 30, metavar="SECONDS")
+    restarts: AtLeastZero = option(
         "consecutive restarts without a new checkpoint after which `run` gives up",
         LIMIT,
         metavar="N",
     )
-    price_per_hour: float | None = option(
+    price_per_hour: AboveZero | None = option(
         "hourly price of all slices together, for `status`", None, metavar="P"
     )
 

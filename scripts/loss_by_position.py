@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from data import printable
 from data.outputs import PICTURE, PICTURE_METADATA, output_files
 from trainer import entry
-from trainer.options import FIELDS, StorePath, Tokens, command, option, other_words
+from trainer.options import FIELDS, AtLeastOne, StorePath, Tokens, command, option, other_words
 
 BUCKETS = 32  # for up to 2^32 - 1 tokens before the target
 
@@ -122,7 +122,7 @@ class Options:
         "was trained on them",
         0,
     )
-    batches: int = option("number of batches to measure, at most the rest of the epoch", 8)
+    batches: AtLeastOne = option("number of batches to measure, at most the rest of the epoch", 8)
     without_earlier: tuple[Tokens, ...] = option(
         "also measure with documents cut into pieces of W tokens; each W gives a curve",
         (),

@@ -26,7 +26,7 @@ from data.errors import UserError
 from data.outputs import output_files
 from data.synthetic.tasks import Haystack
 from data.within import read_text
-from trainer.options import AtLeastOne, command, option
+from trainer.options import AtLeastOne, AtLeastZero, command, option
 
 SENTENCES = 3  # per context
 FEWEST, MOST = 30, 300  # characters per sentence
@@ -155,7 +155,7 @@ class Options:
 
     book: Path = option("a UTF-8 text", positional=True, metavar="BOOK.txt")
     count: AtLeastOne = option("number of questions per task", 200)
-    seed: int = option("seed for drawing the questions", 0)
+    seed: AtLeastZero = option("seed for drawing the questions", 0)
     output: str = option("folder for the tasks")
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from data.printable import printable_output
 from data.within import parse_json
-from trainer.options import option, parse
+from trainer.options import AtLeastZero, option, parse
 
 CANNOT_PASS = 2  # an error that would recur
 TRANSIENT = os.EX_TEMPFAIL  # 75: another start may pass
@@ -105,8 +105,8 @@ class Options:
         positional=True,
     )
     checkpoint: str = option("the newest checkpoint's step; empty for none", "", metavar="STEP")
-    limit: int = option("starts without a new checkpoint, after the first", LIMIT)
-    longest_pause: int = option(
+    limit: AtLeastZero = option("starts without a new checkpoint, after the first", LIMIT)
+    longest_pause: AtLeastZero = option(
         "the longest pause before a start", LONGEST_PAUSE, metavar="SECONDS"
     )
 

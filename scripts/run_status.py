@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from data.errors import UserError
 from data.within import check_within, parse_json
 from trainer import entry
-from trainer.options import command, option, other_words
+from trainer.options import AboveZero, command, option, other_words
 from trainer.reporting.rows import is_number
 
 EARLIER_STAGES = "stages"  # as in trainer.run.directory, which imports JAX
@@ -241,7 +241,7 @@ def run_folder(words: list[str]) -> str:
 class Options:
     """The command's options."""
 
-    price_per_hour: float | None = option(
+    price_per_hour: AboveZero | None = option(
         "for all machines together: prints the cost so far", None, metavar="P"
     )
     checkpoint: bool = option(

@@ -24,6 +24,10 @@ def messages_of(conversation):
     return [(m.role, m.content, m.train) for m in conversation.messages]
 
 
+def tool(name):
+    return {"type": "function", "function": {"name": name, "parameters": {}}}
+
+
 ASKED = ("user", "Which?", False)
 GOOD, BAD = [ASKED, ("assistant", "This.", True)], [ASKED, ("assistant", "That.", True)]
 
@@ -111,7 +115,7 @@ def test_renamed_fields_system_and_tools_are_read_and_others_named():
         "worse": "That.",
         "score_chosen": 0.5,
         "empty": None,
-        "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
+        "tools": [tool("look")],
     }
     pair, _, unread = read(
         record, fields={"ask": "prompt", "better": "chosen", "worse": "rejected"}
@@ -187,6 +191,26 @@ def test_a_pair_is_a_duplicate_only_if_both_completions_are():
     kept = PreferenceReader(CleanConfig(duplicates=False))
     for _ in range(2):
         kept.read({"prompt": "Which?", "chosen": "This.", "rejected": "That."})
+
+
+def test_pairs_with_other_tools_or_other_trained_turns_are_no_duplicates():
+    reader = PreferenceReader()
+    pair = {"prompt": "Which?", "chosen": "This.", "rejected": "That."}
+    labelled = {"prompt": "Which?", "completion": "This.", "label": True}
+    long = {
+        **pair,
+        "chosen": [
+            {"role": "assistant", "content": "This."},
+            {"role": "user", "content": "Sure?"},
+            {"role": "assistant", "content": "Yes.", "train": False},
+        ],
+    }
+    trained = {**long, "chosen": [{**turn, "train": True} for turn in long["chosen"]]}
+    for record in (pair, labelled, long, trained):
+        for tools in ([], [tool("first")], [tool("second")]):
+            reader.read({**record, "tools": tools})
+            with pytest.raises(Drop, match="duplicate"):
+                reader.read({**record, "tools": tools})
 
 
 @pytest.mark.parametrize(

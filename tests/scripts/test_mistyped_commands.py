@@ -54,6 +54,12 @@ CASES = [
         [*PLAN, "--machine", "8xH100", "--context", "64K", "--remat", "noting"],
         "did you mean nothing?",
     ),
+    ("scripts.run_status", ["--price-per-hour", "-2", "runs/none"], "a number above 0"),
+    ("scripts.launch_local", ["--processes", "2", "--restarts", "-1"], "at least 0, is needed"),
+    ("scripts.restarts", ["record", "--limit", "-1"], "at least 0, is needed"),
+    ("scripts.inspect_data", [*TRAIN, "--rows", "0"], "at least 1, is needed"),
+    ("eval.needle", [*LINES, "--sample-seed", "-1"], "at least 0, is needed"),
+    ("eval.in_context", [*LINES, "--first-seed", "-1"], "at least 0, is needed"),
     (
         "scripts.export_hf",
         ["runs/none", "model", "--dtyp", "float16"],
