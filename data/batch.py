@@ -25,14 +25,21 @@ class Batch(TypedDict):
     """Number of the token's source in the recipe; 0 in padding. Only for losses by source."""
 
 
-DTYPES = {
-    "tokens": np.int32,
-    "targets": np.int32,
-    "loss_weights": np.float32,
-    "positions": np.int32,
-    "index": np.int32,
-    "segment_ids": np.int32,
-}
+def dtypes(with_sources: bool = False) -> dict[str, type[np.generic]]:
+    """Returns the dtypes of a batch's arrays by name.
+
+    Args:
+      with_sources: whether the batch has `source_ids`.
+    """
+    return {
+        "tokens": np.int32,
+        "targets": np.int32,
+        "loss_weights": np.float32,
+        "positions": np.int32,
+        "index": np.int32,
+        "segment_ids": np.int32,
+        **({"source_ids": np.int32} if with_sources else {}),
+    }
 
 
 def permute(batch: Batch, order: Int[np.ndarray, " L"]) -> Batch:

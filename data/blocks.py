@@ -52,7 +52,8 @@ class BlockedPlan:
           context_length: number of tokens of a row.
           seed: seed of the order.
           epoch: number of the epoch, from 0.
-          weights: average number of times each source's documents are used in an epoch.
+          weights: average number of times each source's documents are used in an epoch, see
+            `packing.visits`.
         """
         self.context_length = context_length
         self._lengths, self._starts, self._weights = lengths, source_starts, weights
@@ -104,8 +105,9 @@ class BlockedPlan:
                 bounds = [first + (stop - first) * edge // count for edge in (chunk, chunk + 1)]
                 documents = np.arange(*bounds, dtype=np.int64)
                 if self._weights is not None:
-                    weights = np.full(len(documents), self._weights[source])
-                    documents = packing.repeated(documents, weights, self._seed, self._epoch)
+                    weight = float(self._weights[source])
+                    counts = packing.visits(documents, weight, self._seed, self._epoch)
+                    documents = np.repeat(documents, counts)
                 yield documents
 
     def _chunk_order(self, source: int) -> Int64[np.ndarray, " chunks"]:

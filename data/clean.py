@@ -15,6 +15,7 @@ from data import shapes
 from data.conversation import Message, Order
 from data.errors import UserError
 from data.fields import (
+    TEXT_FIELDS,
     FieldMap,
     first_present,
     has_value,
@@ -27,6 +28,7 @@ from data.reasons import (
     COMPANY_NAME,
     DUPLICATE,
     EMPTY_RECORD,
+    NESTED_TOOLS,
     NOT_A_RECORD,
     OTHER_LANGUAGE,
     REFUSAL,
@@ -45,7 +47,6 @@ from data.turns import (
     read_message,
     read_messages,
     with_call_ids,
-    with_loss_mask,
 )
 
 _REFUSAL = re.compile(
@@ -169,9 +170,7 @@ class Cleaner:
             if self._names
             else raw.turns
         )
-        messages = read_messages(turns, findings)
-        if record.get("loss_mask") is not None:
-            messages = with_loss_mask(messages, record["loss_mask"], findings)
+        messages = read_messages(turns, findings, record.get("loss_mask"))
         messages, system_field = _with_system(messages, record, raw.system, findings)
         tools, tools_field = _tools(record, raw, findings)
         template_kwargs, left_out = without_unused(record.get(TEMPLATE_KWARGS))
@@ -255,7 +254,7 @@ def _with_system(
     """
     name = first_present(record, shapes.SYSTEM_FIELDS)
     text = record[name] if name and replacement is None else replacement
-    if isinstance(text, dict) and (inner := first_present(text, shapes.TEXT_FIELDS)):
+    if isinstance(text, dict) and (inner := first_present(text, TEXT_FIELDS)):
         findings.unread |= unread_of(text, {inner, "role"}, "system text's")
         text = text[inner]
     has_turn = messages[0].role == "system"
@@ -271,8 +270,12 @@ def _tools(
     """Returns the descriptions of tools, and the field that they were read from."""
     name = first_present(record, shapes.TOOL_FIELDS)
     described, field_read = (raw.tools, None) if raw.tools is not None else (record.get(name), name)
-    tools = parse_tools(described) if has_value(described) else ()
-    if tools is not None:
+    if not has_value(described):
+        return (), field_read
+    if (parsed := parse_tools(described)) is not None:
+        tools, is_rewritten = parsed
+        if is_rewritten:
+            findings.changes.add(NESTED_TOOLS)
         return tools, field_read
     findings.changes.add(TOOLS_LEFT_OUT)
     return (), field_read if field_read == "tools" else None

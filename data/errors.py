@@ -5,6 +5,7 @@ import errno
 import http
 import os
 import re
+import resource
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ from types import TracebackType
 from data.signals import end_at_once
 
 # Errors of mounts, connections and disks that may work a moment later. EFBIG, a limit on file
-# sizes, is not among them.
+# sizes, is not among them: see `file_size_limit`.
 _TRANSIENT_CODES = frozenset(
     (
         errno.EIO,
@@ -200,6 +201,21 @@ def first_line(error: BaseException) -> str:
     return (text.strip() or type(error).__name__).splitlines()[0][:200]
 
 
+def file_size_limit(error: BaseException) -> str | None:
+    """Returns what would work if an error is about a file above a limit on sizes; else None.
+
+    C++ libraries quote the system's words without a number.
+    """
+    if os.strerror(errno.EFBIG) not in str(error):
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit == resource.RLIM_INFINITY:
+        return "a file system for larger files would work"
+    return (
+        f"files may have {limit:,} bytes; a higher limit, such as ulimit -f unlimited, would work"
+    )
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Returns `did you mean X? ` for the most similar valid name X, or "" if none is similar."""
     close = difflib.get_close_matches(name, list(names), 1)
@@ -211,7 +227,7 @@ def install_ctrl_c_hook() -> None:
     status 130; and SIGTERM end the command at once with 143.
 
     The packages that contain commands call this first. It takes effect under `python -m` only,
-    recognised by sys.argv, which does not yet contain the command's name at that time.
+    recognized by sys.argv, which does not yet contain the command's name at that time.
     """
     if sys.argv[:1] == ["-m"]:
         sys.excepthook = _report_uncaught

@@ -7,6 +7,9 @@ from data.printable import printable
 from data.reasons import NOT_TEXT, Drop
 
 SHOWN_FIELDS = 12  # names of fields in a message
+# Fields of a turn; the first one present is read.
+ROLE_FIELDS = ("from", "role", "speaker", "author", "sender")
+TEXT_FIELDS = ("value", "content", "text", "message", "utterance", "parts")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
 # A record's verdict on its answer, as TRL and others name it.
 LABEL_FIELDS = ("label", "kto_tag")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from data.errors import TransientError, UserError, is_transient
+from data.errors import TransientError, UserError, file_size_limit, is_transient
 
 _LOCK = "lock"
 # Unfinished folders of prepared data, .HASH-RANDOM.
@@ -25,26 +25,43 @@ _SCRATCH = "longstripe-scratch-"  # prefix of temporary folders' names
 _ABANDONED_SECONDS = 7 * 24 * 3600  # after which one without a lock is removed
 # Bytes; array_record has checksums, which are verified when a record is read.
 HASHED_AT_START = 1 << 24
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
-def no_room(error: BaseException) -> str | None:
-    """Returns the system's words if an error is about a full disk; C++ libraries quote them."""
+def storage_error(
+    error: BaseException, place: object, more_room: str, work: str = ""
+) -> UserError | None:
+    """Returns the error to raise for a full disk or a limit on the size of files; None for others.
+
+    Args:
+      error: the system's, or a C++ library's, which quotes the system's words.
+      place: the folder, for the message.
+      more_room: what would work with a full disk.
+      work: what was being done, such as " while it was written".
+    """
+    if limit := file_size_limit(error):
+        return UserError(f"{place}: {os.strerror(errno.EFBIG)}{work}; {limit}")
     words = [os.strerror(code) for code in _NO_ROOM]
-    return next((problem for problem in words if problem in str(error)), None)
+    problem = next((problem for problem in words if problem in str(error)), None)
+    return None if problem is None else TransientError(f"{place}: {problem}{work}; {more_room}")
 
 
 @contextlib.contextmanager
 def named_errors(folder: Path) -> Iterator[None]:
-    """Raises TransientError with the folder's name for a full-disk error that names no file."""
+    """Adds the folder's name to an error about a full disk or a limit on the size of files that
+    names no file.
+
+    Raises:
+      TransientError: the disk is full.
+      UserError: the limit is too low.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno not in _NO_ROOM or error.filename is not None:
+        problem = storage_error(error, folder, "with more room there, the same command resumes")
+        if problem is None or error.filename is not None:
             raise
-        raise TransientError(
-            f"{folder}: {error.strerror}; with more room there, the same command resumes"
-        ) from error
+        raise problem from error
 
 
 @contextlib.contextmanager
@@ -153,7 +170,7 @@ def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
       is_whole: whether an existing folder can be used; otherwise it is replaced.
 
     Raises:
-      UserError: the parent of `folder` cannot be written to.
+      UserError: the parent of `folder` cannot be written to, or not files of this size.
       TransientError: its disk is full.
     """
     try:
@@ -173,12 +190,15 @@ def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
             sync_tree(scratch)
             _publish(scratch, folder, is_whole)
     except Exception as error:
-        if isinstance(error, UserError) or (problem := no_room(error)) is None:
+        problem = storage_error(
+            error,
+            folder.parent,
+            "more room there, or another folder, would work",
+            f" while {folder.name} was written",
+        )
+        if isinstance(error, UserError) or problem is None:
             raise
-        raise TransientError(
-            f"{folder.parent}: {problem} while {folder.name} was written; more room there, or "
-            "another folder, would work"
-        ) from error
+        raise problem from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

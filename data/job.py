@@ -55,7 +55,7 @@ class Unit:
         return f"{self.source}-{self.first}"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Job:
     """The arguments of `prepare` that decide what the folder contains."""
 

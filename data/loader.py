@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float64, Int, Int64
 
 from data import blocks, packing
-from data.batch import DTYPES, Batch
+from data.batch import Batch, dtypes
 from data.blocks import BlockedPlan
 from data.errors import UserError
 from data.packing import Piece
@@ -72,7 +72,7 @@ class Loader:
             )
         self.documents = documents
         self.context_length, self.batch_size, self.seed = context_length, batch_size, seed
-        self._dtypes = {**DTYPES, **({"source_ids": np.int32} if with_sources else {})}
+        self._dtypes = dtypes(with_sources)
         self._in_blocks = blocks.needed(documents.row_lengths)
         self._weights = self._weights_of(documents)
         # Without weights, every epoch has the same number of rows, because best fit depends only on
@@ -96,8 +96,11 @@ class Loader:
         return documents.source_weights if self._in_blocks else documents.weights
 
     def _make_fingerprint(self) -> str:
+        rules = [RULES, packing.RULES, *([blocks.RULES] if self._in_blocks else [])]
+        if self._weights is not None and (self._weights % 1).any():
+            rules.append(packing.WEIGHT_RULES)
         parts = {
-            "rules": [RULES, packing.RULES, *([blocks.RULES] if self._in_blocks else [])],
+            "rules": rules,
             "documents": self.documents.fingerprint,
             "weights": None if self._weights is None else self._weights.tolist(),
             "context_length": self.context_length,

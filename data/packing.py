@@ -1,8 +1,10 @@
 """The packing plan of an epoch: a pure function of lengths, seed and epoch to rows of pieces."""
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,6 +14,11 @@ from jaxtyping import Float, Int, Int64, UInt64
 from data.splitmix import splitmix64
 
 RULES = "packing-1"  # part of the loader's fingerprint: change it with every change to the plans
+# Part of it only if a weight is not whole: change it with every change to `visits`.
+WEIGHT_RULES = "weights-2"
+# 2^64 divided by the golden ratio: modulo 2^64, its multiples by consecutive numbers are spread
+# almost evenly.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Piece(NamedTuple):
@@ -76,8 +83,7 @@ def plan(
       context_length: number of tokens of a row.
       seed: seed of the order.
       epoch: number of the epoch, from 0.
-      weights: average number of times each document is used in an epoch; with 2.5, two or three
-        times.
+      weights: average number of times each document is used in an epoch, see `visits`.
 
     Raises:
       ValueError: context_length is below 1.
@@ -87,16 +93,36 @@ def plan(
     lengths = np.asarray(lengths, np.int64)
     documents = np.arange(len(lengths), dtype=np.int64)
     if weights is not None:
-        documents = repeated(documents, np.asarray(weights, np.float64), seed, epoch)
+        weights, counts = np.asarray(weights, np.float64), np.zeros(len(documents), np.int64)
+        for weight in np.unique(weights).tolist():
+            same = np.flatnonzero(weights == weight)
+            counts[same] = visits(same, weight, seed, epoch)
+        documents = np.repeat(documents, counts)
     return packed(documents, lengths[documents], context_length, seed, epoch)
 
 
-def repeated(
-    documents: Int64[np.ndarray, " D"], weights: Float[np.ndarray, " D"], seed: int, epoch: int
-) -> Int64[np.ndarray, " N"]:
-    """Returns documents repeated by their weights, on average over the epochs."""
-    random = random_numbers(documents, seed, epoch, 3) / 2.0**64
-    return np.repeat(documents, np.floor(weights + random).astype(np.int64))
+def visits(
+    documents: Int64[np.ndarray, " D"], weight: float, seed: int, epoch: int
+) -> Int64[np.ndarray, " D"]:
+    """Returns how many times an epoch uses each of these documents.
+
+    The first E epochs together use a document E * weight times, rounded up or down: with 0.5 in
+    every second epoch, with 2.5 two and three times in turn. Each document has a phase, which says
+    where in this pattern it begins. Phases of consecutive documents are spread evenly, so every
+    epoch has the same share, to within a few documents, of any stretch of them, such as a source.
+    """
+    phases = documents.astype(np.uint64) * _GOLDEN + random_numbers(np.arange(1), seed, 0, 3)
+    # The decimal that the user wrote: binary fractions would err after many epochs.
+    exact = Fraction(repr(weight))
+    return _visits_before(epoch + 1, exact, phases) - _visits_before(epoch, exact, phases)
+
+
+def _visits_before(
+    epoch: int, weight: Fraction, phases: UInt64[np.ndarray, " D"]
+) -> Int64[np.ndarray, " D"]:
+    """Returns floor(weight * epoch + phase / 2^64) for each phase, computed exactly."""
+    whole, rest = divmod(weight * epoch, 1)
+    return whole + (phases > math.ceil((1 - rest) * 2**64) - 1).astype(np.int64)
 
 
 def packed(

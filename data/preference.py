@@ -16,17 +16,26 @@ from typing import Any, NamedTuple
 from data import shapes
 from data.clean import TEMPLATE_KWARGS, CleanConfig, Cleaned, Cleaner, own_id
 from data.conversation import Conversation, Labelled, Message, Order, Preference
-from data.fields import first_present, is_desirable, renamed, shown_fields, unread_of
-from data.reasons import DUPLICATE, NOT_A_RECORD, Drop
+from data.fields import (
+    LABEL_FIELDS,
+    TEXT_FIELDS,
+    first_present,
+    is_desirable,
+    renamed,
+    shown_fields,
+    unread_of,
+)
+from data.reasons import DIALOGUE_IN_TEXT, DUPLICATE, NOT_A_RECORD, TURNS_IN_TEXT, Drop
 from data.seen import Seen
-from data.turns import role_of
+from data.turn_lists import dialogue_prompt, dialogue_turns, role_in, written_turns
 
 CHOSEN = ("chosen", "chosen_response")
 REJECTED = ("rejected", "rejected_response")
 PROMPTS = ("prompt", "question", "instruction", "query", *shapes.TURN_LISTS)
 COMPLETIONS = ("completion", "response")
-LABEL = "label"
-TARGETS = ("prompt", "chosen", "rejected", "completion", LABEL, "system", "tools", "id")
+_TURNS = (*CHOSEN, *REJECTED, *COMPLETIONS, *PROMPTS)
+"""Fields that may be the text of a list of turns."""
+TARGETS = ("prompt", "chosen", "rejected", "completion", "label", "system", "tools", "id")
 """Targets of a source's `fields`."""
 _CONTEXT = (*shapes.SYSTEM_FIELDS, *shapes.TOOL_FIELDS, TEMPLATE_KWARGS)
 NO_PREFERENCE = "no `chosen` and `rejected`, and no `completion` and `label`: it has "
@@ -36,6 +45,7 @@ NOT_A_PROMPT = "a prompt that is no text or list of turns: "
 SAME = "the chosen completion equals the rejected one"
 OTHER_PROMPTS = "the completions answer different prompts"
 NO_PROMPT = "completions without a prompt"
+NO_LAST_ANSWER = "a conversation with a `label` that does not end with an answer"
 NO_ANSWER = "the turns after the prompt do not begin with the assistant's"
 
 
@@ -63,31 +73,36 @@ class PreferenceReader:
         """
         if not isinstance(raw, dict):
             raise Drop(NOT_A_RECORD)
-        record = renamed(raw, self.fields)
+        record, changes = _with_written_turns(renamed(raw, self.fields))
         chosen_name, rejected_name = (first_present(record, names) for names in (CHOSEN, REJECTED))
         if chosen_name is None or rejected_name is None:
-            return self._read_labelled(record)
+            return self._read_labelled(record, changes)
         prompt = _read_prompt(record)
         # Fields next to both completions are read, or named, with each conversation.
         read = {chosen_name, rejected_name, *_CONTEXT}
         record_id = own_id(record)
         if record_id is not None:
             read.add("id")
-        cleaned = []
+        cleaned, follow = [], bool(prompt.turns)
         for name in (chosen_name, rejected_name):
             turns, is_whole = _completion_turns(record[name], name)
             if not is_whole or _repeats(prompt.turns, turns):
                 read |= prompt.fields
+                changes |= prompt.changes
             elif _repeats(prompt.alone, turns):
                 read.add(prompt.name)
+            follow = follow and not is_whole
             cleaned.append(self._clean(record, turns if is_whole else prompt.turns + turns, name))
-        start = _common_turns(cleaned[0].messages, cleaned[1].messages)
+        both = [one.messages for one in cleaned]
+        if _content(both[0]) == _content(both[1]):
+            raise Drop(SAME)
+        start = _first_after(prompt.turns, both[0]) if follow else _common_turns(*both)
         chosen, rejected = (_trained_from(one.messages, start) for one in cleaned)
         digest = self._digest(
             [_content(chosen), _content(rejected)],
             [*_beside(cleaned[0], start), *_beside(cleaned[1], start)],
         )
-        changes = cleaned[0].changes | cleaned[1].changes
+        changes |= cleaned[0].changes | cleaned[1].changes
         unread = cleaned[0].unread | cleaned[1].unread | unread_of(record, read, "record")
         preference = Preference(
             record_id or digest.hex()[:16],
@@ -106,25 +121,26 @@ class PreferenceReader:
         )
         return preference, changes, set(unread)
 
-    def _read_labelled(self, record: dict) -> tuple[Labelled, set[str], set[str]]:
+    def _read_labelled(
+        self, record: dict, changes: set[str]
+    ) -> tuple[Labelled, set[str], set[str]]:
         """Returns what `read` does, for a record with one labelled completion."""
-        name, label = first_present(record, COMPLETIONS), record.get(LABEL)
-        if name is None or label is None:
+        name, label_name = _completion_name(record), first_present(record, LABEL_FIELDS)
+        if name is None or label_name is None:
             raise Drop(NO_PREFERENCE + shown_fields(record))
-        desirable = is_desirable(label)
+        desirable = is_desirable(record[label_name])
         if desirable is None:
             raise Drop(NO_LABEL)
-        prompt = _read_prompt(record)
         turns, is_whole = _completion_turns(record[name], name)
-        if is_whole or not prompt.turns:
+        prompt = _begun(turns) if is_whole else _read_prompt(record)
+        if not prompt.turns:
             raise Drop(NO_PROMPT)
-        cleaned = self._clean(record, prompt.turns + turns, name)
-        start = len(cleaned.messages) - len(turns)
-        if start < 1 or cleaned.messages[start].role != "assistant":
-            raise Drop(f"{name}: {NO_ANSWER}")
+        completion = turns[len(prompt.turns) :] if is_whole else turns
+        cleaned = self._clean(record, prompt.turns + completion, name)
+        start = _first_after(prompt.turns, cleaned.messages)
         messages = tuple(_trained_from(cleaned.messages, start))
         digest = self._digest([_content(messages), desirable], _beside(cleaned, start))
-        read = {name, LABEL, *prompt.fields, *_CONTEXT}
+        read = {name, label_name, *prompt.fields, *_CONTEXT}
         record_id = own_id(record)
         if record_id is not None:
             read.add("id")
@@ -136,7 +152,7 @@ class PreferenceReader:
             desirable,
         )
         unread = cleaned.unread | unread_of(record, read, "record")
-        return labelled, cleaned.changes, set(unread)
+        return labelled, changes | prompt.changes | cleaned.changes, set(unread)
 
     def _digest(self, contents: list, beside: list) -> bytes:
         """Returns a hash of a record's turns and what is beside them; raises Drop for a
@@ -169,6 +185,15 @@ class _Prompt(NamedTuple):
     """The field of the question."""
     alone: list[Any]
     """The turns of this field only."""
+    changes: set[str]
+    """What was changed in it."""
+
+
+def _with_written_turns(record: dict) -> tuple[dict, set[str]]:
+    """Returns a record with turns for the texts of lists of turns, and what was changed."""
+    found = {name: written_turns(record.get(name)) for name in _TURNS if name in record}
+    turns = {name: value for name, value in found.items() if value}
+    return {**record, **turns}, {TURNS_IN_TEXT} if turns else set()
 
 
 def _read_prompt(record: Mapping[str, Any]) -> _Prompt:
@@ -179,15 +204,41 @@ def _read_prompt(record: Mapping[str, Any]) -> _Prompt:
     """
     name = first_present(record, PROMPTS)
     if name is None:
-        return _Prompt([], set(), "", [])
+        return _Prompt([], set(), "", [], set())
     question, fields = shapes.with_joined_fields(record, name)
     turns = _turns_of(question, "user")
     if turns is None:
         raise Drop(f"{NOT_A_PROMPT}`{name}`")
     alone = _turns_of(record[name], "user") or []
-    if not isinstance(record.get("history"), list):  # something else of that name
-        return _Prompt(turns, fields, name, alone)
-    return _Prompt(shapes.earlier_turns(record) + turns, fields | {"history"}, name, alone)
+    if isinstance(record.get("history"), list):  # not something else of that name
+        turns, fields = shapes.earlier_turns(record) + turns, fields | {"history"}
+    changes = {DIALOGUE_IN_TEXT} if dialogue_prompt(question) else set()
+    return _Prompt(_as_context(turns), fields, name, alone, changes)
+
+
+def _as_context(turns: Sequence[Any]) -> list[Any]:
+    return [{**turn, shapes.CONTEXT: True} if isinstance(turn, dict) else turn for turn in turns]
+
+
+def _completion_name(record: Mapping[str, Any]) -> str | None:
+    """Returns the field of a labelled completion, or of a conversation that ends with it."""
+    lists = (name for name in shapes.TURN_LISTS if isinstance(record.get(name), list))
+    return first_present(record, COMPLETIONS) or next(lists, None)
+
+
+def _begun(turns: Sequence[Any]) -> _Prompt:
+    """Returns a conversation up to its last answer, whose reasoning may be a turn of its own.
+
+    Raises:
+      Drop: it does not end with an answer.
+    """
+    roles = [role_in(turn) for turn in turns]
+    if roles[-1] != "assistant":
+        raise Drop(NO_LAST_ANSWER)
+    end = len(roles) - 1
+    while end and roles[end - 1] == "thought":
+        end -= 1
+    return _Prompt(_as_context(turns[:end]), set(), "", [], set())
 
 
 def _completion_turns(value: object, name: str) -> tuple[list[Any], bool]:
@@ -195,14 +246,14 @@ def _completion_turns(value: object, name: str) -> tuple[list[Any], bool]:
     turns = _turns_of(value, "assistant")
     if not turns:
         raise Drop(f"{NOT_A_COMPLETION}`{name}`")
-    return turns, _role(turns[0]) in ("system", "user")
+    return turns, name in shapes.TURN_LISTS or role_in(turns[0]) in ("system", "user")
 
 
 def _turns_of(value: object, role: str) -> list[Any] | None:
     """Returns the turns of a text, a turn, or a list of turns in any shape of conversations."""
-    if isinstance(value, dict) and _role(value):
+    if isinstance(value, dict) and role_in(value):
         return [value]
-    if turns := shapes.dialogue_turns(value):
+    if turns := (role == "user" and dialogue_prompt(value)) or dialogue_turns(value):
         return turns
     if isinstance(value, list | dict):
         try:
@@ -212,13 +263,6 @@ def _turns_of(value: object, role: str) -> list[Any] | None:
     return [{"role": role, "content": value}] if isinstance(value, str) else None
 
 
-def _role(turn: Any) -> str | None:
-    """Returns the role of a raw turn, or None if it names none."""
-    name = first_present(turn, shapes.ROLE_FIELDS) if isinstance(turn, dict) else None
-    role = turn[name] if name else None
-    return role_of(role) if isinstance(role, str) else None
-
-
 def _repeats(prompt: Sequence[Any], turns: Sequence[Any]) -> bool:
     """Returns whether a whole conversation contains the prompt given next to it."""
     texts = [_text(turn) for turn in turns]
@@ -226,21 +270,34 @@ def _repeats(prompt: Sequence[Any], turns: Sequence[Any]) -> bool:
 
 
 def _text(turn: Any) -> Any:
-    name = first_present(turn, shapes.TEXT_FIELDS) if isinstance(turn, dict) else None
+    name = first_present(turn, TEXT_FIELDS) if isinstance(turn, dict) else None
     text = turn[name] if name else None
     return text.strip() if isinstance(text, str) else text
+
+
+def _first_after(prompt: Sequence[Any], messages: Sequence[Message]) -> int:
+    """Returns the number of the first turn after a prompt, whose turns were marked as context.
+
+    Raises:
+        Drop: there is none, or it is not the assistant's.
+    """
+    asked = [i for i, message in enumerate(messages) if message.role != "assistant"]
+    last = max((i for i in asked if not messages[i].train), default=-1)
+    begun = takewhile(lambda turn: role_in(turn) == "assistant", reversed(prompt))
+    start = last + 1 + sum(1 for _ in begun)
+    if start >= len(messages) or messages[start].role != "assistant":
+        raise Drop(NO_ANSWER)
+    return start
 
 
 def _common_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
     """Returns how many turns a pair's conversations begin with in common, the prompt.
 
     Raises:
-        Drop: the pair has no content, or its prompts differ.
+        Drop: their prompts differ.
     """
     pairs: Iterable[tuple[Message, Message]] = zip(chosen, rejected, strict=False)
     prompt = sum(1 for _ in takewhile(lambda pair: _content(pair[:1]) == _content(pair[1:]), pairs))
-    if prompt == len(chosen) == len(rejected):
-        raise Drop(SAME)
     if prompt == 0:
         raise Drop(NO_PROMPT if chosen[0].role == "assistant" else OTHER_PROMPTS)
     if any(

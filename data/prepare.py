@@ -89,16 +89,16 @@ def prepare(
         template_text(source, tokenizer)  # so that wrong names fail before an hour of reading
         check_arrays(source, tokenizer)
     job = Job(
-        all_sources,
-        len(sources),
-        tokenizer,
-        context_length,
-        held_out_fraction,
-        clean,
-        train_on,
-        cut_prompts,
-        unpaired,
-        share_prompts,
+        sources=all_sources,
+        train_sources=len(sources),
+        tokenizer=tokenizer,
+        context_length=context_length,
+        held_out_fraction=held_out_fraction,
+        clean=clean,
+        train_on=train_on,
+        cut_prompts=cut_prompts,
+        unpaired=unpaired,
+        share_prompts=share_prompts,
     )
     name = key or job.key()
     local, shared = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -232,10 +232,15 @@ class Stored(NamedTuple):
     """Size and sha256 of each shard, by its path in the folder."""
 
 
-def is_whole(folder: Path) -> bool:
-    """Returns whether a prepared folder looks complete and undamaged (not all of it is read)."""
+def is_whole(folder: Path, with_shards: bool = True) -> bool:
+    """Returns whether a prepared folder looks complete and undamaged (not all of it is read).
+
+    Args:
+      folder: the folder.
+      with_shards: whether its shards must be there too.
+    """
     try:
-        read(folder)
+        read(folder, with_shards)
     except UserError:
         return False
     return True
@@ -282,16 +287,9 @@ def read(folder: Path, with_shards: bool = True) -> Stored:
 def read_from_store(shared: str, local: Path) -> Stored | None:
     """Copies the small files of a prepared folder from a store to `local` and reads them; None if
     the store has no such folder."""
-
-    def is_whole(folder: Path) -> bool:
-        try:
-            read(folder, with_shards=False)
-        except UserError:
-            return False
-        return True
-
-    if not is_whole(local):
-        paths.download(shared, local, INDEX, is_whole, left_out=SHARD)
+    without_shards = partial(is_whole, with_shards=False)
+    if not without_shards(local):
+        paths.download(shared, local, INDEX, without_shards, left_out=SHARD)
     return read(local, with_shards=False) if local.exists() else None
 
 

@@ -13,10 +13,18 @@ class Drop(Exception):
 NOT_A_RECORD = "not a record"
 NO_SHAPE = "no known shape of a conversation: it has "
 NOT_TURNS = "turns that are not a list: "
+SPLIT_TABLE = (
+    'a table of `columns` and `data` (to_json(orient="records", lines=True) of pandas would work)'
+)
+LOST_COMMAS = (
+    "turns that lost the commas between them, as in a CSV of pandas (JSON lines or Parquet would "
+    "work)"
+)
 NOT_TEXT = "a question or answer that is not text: "
 EMPTY_RECORD = "empty record"
 BROKEN_ID = "an `id` with broken characters"
 BAD_TURN = "a turn without role or text"
+CONTENT_NOT_TEXT = "a turn whose content is not text: "
 BAD_PART = "a content part that is not text: "
 BAD_HISTORY = "`history` is not a list of pairs"
 UNDESIRABLE = "an answer that its `label` calls bad (the format preference, with kto, is for these)"
@@ -53,12 +61,18 @@ MADE_IDS = "ids made for calls that had none, which some templates write"
 WHITE_SPACE = "white space at the ends of a turn removed"
 OUT_OF_LOSS = "turns left out of the loss by "
 OTHERS_FLAG = "a flag puts a turn that is not the assistant's into the loss: ignored"
+THOUGHT_FLAG = "a flag takes reasoning out of the loss, but not its answer: ignored"
 FRACTION = "`weight` between 0 and 1, or above: counted as 1"
 TABLE_NULLS = (
     "nulls of a table's unused keys left out of tools, calls, results or `chat_template_kwargs`"
 )
+NESTED_TOOLS = "descriptions of tools put into OpenAI's form, under `function`"
+ARGUMENTS = "arguments of a call that were JSON text, written anew"
+RESULT_AS_TEXT = "a tool's result that was a JSON value, written as JSON text"
 TOOLS_LEFT_OUT = "descriptions in `tools` left out"
 OTHER_REPLIES = "replies of a tree other than the best ranked left out"
+TURNS_IN_TEXT = "a prompt or completion that is the text of a list of turns: read as these turns"
+DIALOGUE_IN_TEXT = "a prompt of `Human:` and `Assistant:` read as turns"
 FROM_HTML = "HTML turned into markdown"
 CUT_AT_RATE_LIMIT = "cut before a service's error message"
 SPLIT = "longer than context_length, split on whole exchanges"

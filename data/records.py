@@ -8,9 +8,11 @@ from typing import BinaryIO
 from data.errors import UserError
 from data.paths import File
 from data.report import SourceReport
+from data.turn_lists import role_in
 
 CHUNK = 1 << 20  # bytes read at a time
 WHITE_SPACE = " \t\r\n"
+_LONG_LINE = 64 << 20  # characters of a list that may be a record
 CUT_OFF = "cut off or malformed JSON"
 MAX_BYTES = 1 << 30  # of one record or text file; a small .gz may exceed memory
 LONG_NUMBER = "a number with more digits than Python reads"
@@ -31,6 +33,11 @@ _KINDS = {
     b"\xff\xfe": "text in UTF-16, not UTF-8",
     b"\xfe\xff": "text in UTF-16, not UTF-8",
 }
+
+
+class OnlyObject(dict):
+    """The only object of a `.json` file, which may be a record or hold a list of records."""
+
 
 Advance = Callable[[int], object]
 """Called with the number of bytes just read, to advance a progress bar."""
@@ -145,21 +152,72 @@ def read_records(
             raise UserError(
                 f"{path}: the file is empty ({path.size()} bytes, no text); {WOULD_WORK}"
             )
-        if first == "[":
+        if (first == "[" and _has_lists(window)) or (first == '"' and _has_texts(window)):
+            yield from _read_lines(window, report)
+        elif first == "[":
             window.offset += 1
             yield from _read_list(window, report)
         elif first == "{":
-            yield from (
-                _read_values(window, report)
-                if _spans_lines(window)
-                else _read_lines(window, report)
-            )
+            read = _read_values if _spans_lines(window) else _read_lines
+            objects = read(window, report)
+            yield from _with_only_object(objects, report) if path.suffix == ".json" else objects
         else:
             raise UserError(
                 f"{path}: begins with {first!r}, so it is not JSON; {WOULD_WORK} (a plain text "
                 "with format: text, a table of separated values under a name that ends in .csv or "
                 ".tsv)"
             )
+
+
+def _with_only_object(objects: Iterator[object], report: SourceReport) -> Iterator[object]:
+    """Yields objects, a single one as an `OnlyObject`."""
+    for first in objects:
+        line = report.line
+        for second in objects:
+            next_line, report.line = report.line, line
+            yield first
+            report.line = next_line
+            yield second
+            break
+        else:
+            yield OnlyObject(first) if isinstance(first, dict) else first
+    yield from objects
+
+
+def _has_lists(window: _Window) -> bool:
+    """Returns whether a file has a line per list: of a conversation's turns, or of token ids.
+
+    A list of other objects is one of records, which nothing may follow.
+    """
+    end = window.text.find("\n", window.offset)
+    # A `.json` file of one line is a list.
+    while end < 0 and window.path.suffix != ".json" and len(window.text) < _LONG_LINE:
+        if not window.grow(len(window.text)):
+            break
+        end = window.text.find("\n", window.offset)
+    if end < 0:
+        return False
+    try:
+        values = json.loads(window.text[window.offset : end])
+    except (ValueError, RecursionError):
+        return False
+    if not values or any(isinstance(value, dict) and role_in(value) is None for value in values):
+        return False
+    length = end - window.offset
+    while not window.text[window.offset + length :].strip(WHITE_SPACE):
+        if not window.grow(CHUNK):
+            return False
+    return True
+
+
+def _has_texts(window: _Window) -> bool:
+    """Returns whether a file begins with a line that is a text in JSON, not a field of a CSV."""
+    try:
+        _read_value(window, advance=False)
+    except _MalformedJson:
+        return False
+    _, end = _decode(window.text, window.offset)
+    return window.text[end:].lstrip(" \t\r")[:1] in ("", "\n")
 
 
 def _spans_lines(window: _Window) -> bool:

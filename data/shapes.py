@@ -4,7 +4,6 @@ SHAPES is their only table: docs/data.md shows it, and a record is read as the f
 fields it has.
 """
 
-import ast
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -14,6 +13,8 @@ from data import trees
 from data.fields import (
     LABEL_FIELDS,
     REASONING_FIELDS,
+    ROLE_FIELDS,
+    TEXT_FIELDS,
     first_present,
     has_value,
     reasoning_of,
@@ -21,21 +22,32 @@ from data.fields import (
 )
 from data.reasons import (
     BAD_HISTORY,
+    DIALOGUE_IN_TEXT,
     NO_SHAPE,
     NOT_TEXT,
     NOT_TURNS,
     OTHER_REPLIES,
+    SPLIT_TABLE,
     TABLE_NULLS,
     TREE_MESSAGE,
+    TURNS_IN_TEXT,
     Drop,
 )
 from data.table_values import without_unused
+from data.turn_lists import (
+    alternating,
+    as_list,
+    check_commas,
+    dialogue_prompt,
+    dialogue_turns,
+    parsed,
+    role_in,
+    written_turns,
+)
 
 _ONLY_TURNS = ("conversations", "conversation", "messages")  # whose dictionaries are always turns
 _MOSTLY_TURNS = (*_ONLY_TURNS, "items")  # which are turns if the record has nothing else
 TURN_LISTS = (*_MOSTLY_TURNS, "dialogue", "dialog", "turns", "data", "chat", "thread", "contents")
-ROLE_FIELDS = ("from", "role", "speaker", "author", "sender")
-TEXT_FIELDS = ("value", "content", "text", "message", "utterance", "parts")
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "systemInstruction")
 TOOL_FIELDS = ("tools", "functions")
 # Fields of a question and its answer, in a record or an entry of a list of exchanges; the first
@@ -78,11 +90,14 @@ _KNOWN = frozenset(
         *("history", "loss_mask", "chosen", "answers"),
     )
 )
+# Fields of one record, with any list of turns.
+_OF_RECORDS = (
+    *SYSTEM_FIELDS,
+    *TOOL_FIELDS,
+    *LABEL_FIELDS,
+    *("id", "history", "loss_mask", "chat_template_kwargs", "chosen"),
+)
 _SPEAKERS = re.compile(r"(?:\A|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):\s*")
-# A dialogue as text, as in Anthropic's HH-RLHF.
-_DIALOGUE = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
-_DIALOGUE_ROLES = {"Human": "user", "Assistant": "assistant"}
-_LONGEST_PRINTED = 1 << 20  # characters that Python's parser takes without running out of stack
 _END_OF_TEXT = "<|endoftext|>"
 _CALL = re.compile(  # the arguments are JSON, between single quotes or none
     r"""<functioncall>\s*\{\s*"name":\s*"(?P<name>[^"]+)",\s*"arguments":\s*(?P<quote>'?)(?P<arguments>.*?)(?P=quote)\s*\}\s*\Z""",
@@ -127,12 +142,25 @@ def read_turns(record: dict) -> RawTurns:
     Raises:
       Drop: it has none of the shapes, which names its fields; or what its fields hold is broken.
     """
+    if _is_split_table(record):
+        raise Drop(SPLIT_TABLE)
     for shape in SHAPES:
         if (raw := shape.read(record)) is not None:
             return _without_unused_keys(raw, record)
     if broken := next((name for name in _MOSTLY_TURNS if has_value(record.get(name))), None):
+        check_commas(record[broken])
         raise Drop(f"{NOT_TURNS}`{broken}`")
     raise Drop(NO_SHAPE + shown_fields(record))
+
+
+def _is_split_table(record: dict) -> bool:
+    """Returns whether a record is a whole table, as pandas' to_json(orient="split") writes it."""
+    columns, rows = record.get("columns"), record.get("data")
+    return (
+        isinstance(columns, list)
+        and isinstance(rows, list)
+        and all(isinstance(row, list) and len(row) == len(columns) for row in rows)
+    )
 
 
 def _without_unused_keys(raw: RawTurns, record: dict) -> RawTurns:
@@ -173,6 +201,22 @@ def _turn_list(record: dict) -> RawTurns | None:
     return RawTurns([turn for entry in lists[name] for turn in _entry_turns(entry)], {name})
 
 
+def records_of(record: dict) -> str | None:
+    """Returns the field of a file's object whose list may hold records: the only one of TURN_LISTS,
+    without turns, and with nothing else of a record beside it. None if there is none.
+
+    In any other record, such a list of exchanges is one conversation.
+    """
+    names = {str(name).lower(): name for name in record}
+    lists = [names[name] for name in TURN_LISTS if isinstance(record.get(names.get(name)), list)]
+    beside = any(has_value(record.get(names.get(name))) for name in _OF_RECORDS)
+    if len(lists) != 1 or beside or _pair_of(record) is not None:
+        return None
+    entries = record[lists[0]]
+    are_records = all(isinstance(entry, dict) and role_in(entry) is None for entry in entries)
+    return lists[0] if are_records else None
+
+
 def _text_list(record: dict) -> RawTurns | None:
     """A list of texts, in alternation or in pairs, which next to other fields may be anything."""
     lists = _lists(record)
@@ -180,40 +224,19 @@ def _text_list(record: dict) -> RawTurns | None:
         in_pairs = all(map(_is_text_pair, entries))
         texts = [text for pair in entries for text in pair] if in_pairs else entries
         if texts and all(isinstance(text, str) for text in texts):
-            return RawTurns(_alternating(texts), {name})
+            return RawTurns(alternating(texts), {name})
     broken = next((name for name in _MOSTLY_TURNS if name in lists), None)  # or empty
     return None if broken is None else RawTurns(lists[broken], {broken})
 
 
 def _lists(record: dict) -> dict[str, list]:
     """Returns the lists in TURN_LISTS that a record has."""
-    lists = {name: _as_list(record.get(name)) for name in TURN_LISTS}
+    lists = {name: as_list(record.get(name)) for name in TURN_LISTS}
     return {name: entries for name, entries in lists.items() if entries is not None}
 
 
 def _has_dictionary(entries: list | None) -> bool:
     return any(isinstance(entry, dict) for entry in entries or ())
-
-
-def _as_list(value: object) -> list | None:
-    """Returns the list in a field, given as JSON, Python's text or columns; None if there is
-    none."""
-    if isinstance(value, str):
-        value = _parsed(value) if _is_json(value) else None
-    if isinstance(value, dict):
-        value = _from_columns(value)
-    return _with_json_turns(value) if isinstance(value, list) else None
-
-
-def _with_json_turns(entries: list) -> list:
-    """Returns a list, or the turns in it if all its entries are the JSON texts of turns."""
-    turns = []
-    for entry in entries:
-        turn = _parsed(entry) if isinstance(entry, str) and _is_json(entry) else None
-        if not isinstance(turn, dict) or first_present(turn, ROLE_FIELDS) is None:
-            return entries
-        turns.append(turn)
-    return turns
 
 
 def _is_turn(entry: object) -> bool:
@@ -228,41 +251,6 @@ def _is_turn(entry: object) -> bool:
 
 def _is_text_pair(entry: object) -> bool:
     return isinstance(entry, list) and [type(text) for text in entry] == [str, str]
-
-
-def _alternating(texts: list) -> list[Any]:
-    """Returns alternating turns of user and assistant."""
-    return [
-        {"role": ("user", "assistant")[number % 2], "content": text}
-        for number, text in enumerate(texts)
-    ]
-
-
-def _is_json(text: str) -> bool:
-    return text.lstrip()[:1] in ("[", "{")
-
-
-def _parsed(text: str) -> object:
-    """Returns the value of a text in JSON, or as Python prints it (as in CSV), or None."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return ast.literal_eval(text) if len(text) <= _LONGEST_PRINTED else None
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return None
-
-
-def _from_columns(columns: dict) -> object:
-    """Returns the turns of columns such as {"from": [...], "value": [...]}, or None."""
-    if first_present(columns, TEXT_FIELDS) is None or not all(
-        isinstance(column, list) for column in columns.values()
-    ):
-        return None
-    if len({len(column) for column in columns.values()}) != 1:
-        return None
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _entry_turns(entry: object) -> list[Any]:
@@ -291,16 +279,19 @@ def _pair(record: dict) -> RawTurns | None:
 
 
 def _exchange(record: dict, pair: tuple[str, str]) -> RawTurns:
+    changes: list[str] = []
     asked, fields = with_joined_fields(record, pair[0])
     fields |= {pair[1], "history"}
-    question, answer = _side(asked, "user"), _side(record[pair[1]], "assistant")
+    question = _side(asked, "user", changes)
+    answer = _side(record[pair[1]], "assistant", changes)
     if question is None or answer is None:
-        raise Drop(f"{NOT_TEXT}`{pair[0]}` and `{pair[1]}`")
-    if isinstance(record[pair[1]], str):
+        name = pair[0] if question is None else pair[1]
+        raise Drop(f"{NOT_TEXT}`{name}` ({type(record[name]).__name__})")
+    if answer == _one_turn("assistant", record[pair[1]]):
         reasoning = reasoning_of(record)
         answer[-1].update(reasoning)
         fields.update(reasoning)
-    return RawTurns(earlier_turns(record) + question + answer, fields)
+    return RawTurns(earlier_turns(record) + question + answer, fields, tuple(changes))
 
 
 def with_joined_fields(record: Mapping[str, Any], name: str) -> tuple[Any, set[str]]:
@@ -325,37 +316,41 @@ def _pair_of(record: dict) -> tuple[str, str] | None:
     )
 
 
-def _side(value: object, role: str) -> list[dict] | None:
+def _side(value: object, role: str, changes: list[str]) -> list[dict] | None:
     """Returns the turns of one side of an exchange; those of the question are not trained on."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+    if turns := written_turns(value):
+        changes.append(TURNS_IN_TEXT)
+    elif role == "user" and (turns := dialogue_prompt(value)):
+        changes.append(DIALOGUE_IN_TEXT)
+    elif isinstance(value, str):
+        return _one_turn(role, value)
+    else:
+        turns = [value] if role_in(value) else as_list(value)
+    if turns is None or not all(isinstance(turn, dict) for turn in turns):
         return None
-    return [{**turn, CONTEXT: True} for turn in value] if role == "user" else value
+    return [{**turn, CONTEXT: True} for turn in turns] if role == "user" else turns
+
+
+def _one_turn(role: str, text: str) -> list[dict]:
+    return [{"role": role, "content": text}]
 
 
 def _preferred(record: dict) -> RawTurns | None:
     """The better one of two answers, or a whole conversation that ends with it."""
-    turns = dialogue_turns(record.get("chosen")) or _as_list(record.get("chosen"))
+    turns = dialogue_turns(record.get("chosen")) or as_list(record.get("chosen"))
+    has_prompt = record.get("prompt") is not None and record.get("chosen") is not None
     if turns and isinstance(turns[0], dict) and len(turns) > 1:
-        return RawTurns(turns, {"chosen"})
-    if record.get("prompt") is None or record.get("chosen") is None:
+        follows_prompt = has_prompt and role_in(turns[0]) in ("assistant", "thought")
+        if not follows_prompt:
+            return RawTurns(turns, {"chosen"})
+    if not has_prompt:
         return None
     return _exchange(record, ("prompt", "chosen"))
 
 
-def dialogue_turns(value: object) -> list[dict[str, str]]:
-    """Returns the turns of a text of `Human:` and `Assistant:`; empty for other texts."""
-    if not isinstance(value, str) or not _DIALOGUE.match(value.strip()):
-        return []
-    _, *parts = _DIALOGUE.split(value.strip())
-    pairs = zip(parts[::2], parts[1::2], strict=True)
-    return [{"role": _DIALOGUE_ROLES[speaker], "content": text.strip()} for speaker, text in pairs]
-
-
 def _asked_calls(record: dict) -> RawTurns | None:
     """A question, and the calls that answer it, as a list or its JSON text."""
-    calls = _as_list(record.get("answers"))
+    calls = as_list(record.get("answers"))
     if not isinstance(record.get("query"), str) or not calls or not has_value(record.get("tools")):
         return None
     question = {"role": "user", "content": record["query"]}
@@ -374,7 +369,7 @@ def earlier_turns(record: Mapping[str, Any]) -> list[dict]:
         and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
     ):
         raise Drop(BAD_HISTORY)
-    return _alternating([text for pair in history for text in pair])
+    return alternating([text for pair in history for text in pair])
 
 
 def _tree(record: dict) -> RawTurns | None:
@@ -412,7 +407,7 @@ def _glaive(record: dict) -> RawTurns | None:
 def _glaive_turn(role: str, text: str) -> dict:
     text = text.strip().removesuffix(_END_OF_TEXT).strip()
     call = _CALL.search(text) if role == "assistant" else None
-    arguments = _parsed(call["arguments"].replace("\\'", "'")) if call else None
+    arguments = parsed(call["arguments"].replace("\\'", "'")) if call else None
     if not call or not isinstance(arguments, dict):
         return {"role": role, "content": text}
     calls = [{"function": {"name": call["name"], "arguments": arguments}}]

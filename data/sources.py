@@ -25,9 +25,10 @@ from data.plain_records import NO_TEXT, NO_TOKENS, parse_text, parse_tokens
 from data.preference import PreferenceReader
 from data.printable import printable
 from data.reasons import NO_SHAPE, TREE_MESSAGE, Drop
-from data.records import MAX_BYTES, Advance, read_records, would_fit
+from data.records import MAX_BYTES, Advance, OnlyObject, read_records, would_fit
 from data.report import Report, SourceReport
 from data.seen import Seen
+from data.shapes import records_of
 from data.templates.alternation import order_of
 from data.trees import Forest, is_row
 
@@ -57,6 +58,7 @@ class Format(NamedTuple):
 JSON = (".json", ".jsonl", ".jsonlines", ".ndjson")
 """Suffixes of files read as JSON or JSON lines."""
 MOST_NAMED = 5  # files in a message
+MOST_WEIGHT = 1_000_000
 CARD = "README.md"
 """A file about a data set, if it begins like the hub's."""
 FORMATS = {
@@ -102,7 +104,8 @@ class Source:
     template: str = DEFAULT_TEMPLATE
     """Name of the conversations' chat template, one of data.templates.NAMES."""
     weight: float = 1.0
-    """How often each document is seen per epoch, on average; 0.5 alternates between halves."""
+    """How often each document is used per epoch, on average, up to MOST_WEIGHT: with 0.5 in every
+    second epoch, and each epoch has half of the documents."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Maps the records' field names to roles or fields that are read, see `data.fields`."""
     add_bos: bool | None = None
@@ -117,9 +120,10 @@ class Source:
             raise UserError(
                 f"data.sources: format {self.format!r} is unknown; {', '.join(FORMATS)} would work"
             )
-        if not 0 < self.weight < float("inf"):
+        if not 0 < self.weight <= MOST_WEIGHT:
             raise UserError(
-                f"data.sources: weight {self.weight} of {self.path} must be a number above 0"
+                f"data.sources: weight {self.weight} of {self.path} must be a number above 0, up "
+                f"to {MOST_WEIGHT:,}"
             )
         valid = (
             (*ROLE_TARGETS, *TURN_TARGETS, *RECORD_TARGETS)
@@ -282,6 +286,11 @@ def _parsed_records(
 def _parsed_record(
     raw: object, parse: Parse, number: int, report: SourceReport, forest: Forest
 ) -> Iterator[Record]:
+    if isinstance(raw, OnlyObject):
+        name = records_of(raw)
+        if name and any(_is_record(entry, parse) for entry in raw[name]):
+            yield from _inner_records(raw, name, parse, number, report, forest)
+            return
     try:
         record = parse(raw, number, report.records + 1)
     except Drop as drop:
@@ -292,10 +301,16 @@ def _parsed_record(
         if name is None or not isinstance(raw, dict):
             report.drop(str(drop), None if isinstance(raw, np.ndarray) else raw)
             return
-    else:
-        report.keep()
-        yield replace(record, file=report.file, line=report.line)
+        yield from _inner_records(raw, name, parse, number, report, forest)
         return
+    report.keep()
+    yield replace(record, file=report.file, line=report.line)
+
+
+def _inner_records(
+    raw: dict, name: str, parse: Parse, number: int, report: SourceReport, forest: Forest
+) -> Iterator[Record]:
+    """Yields the records in a field of an object, and notes which fields are not read."""
     others = sorted(raw.keys() - {name})
     report.notes.append(
         f"{report.file}: the records are the list in its field `{printable(name)}`"

@@ -1,7 +1,8 @@
 """Values in the rows of a table, as JSON lines of the same rows would hold them.
 
 Columns of JSON texts, which `datasets` writes for values of mixed types, are decoded. Structs are
-marked, because each has the keys of all rows, with None for those that its own row lacks.
+marked, because each has the keys of all rows, with None for those that its own row lacks. Maps,
+which Arrow gives as lists of pairs, become dictionaries.
 """
 
 import json
@@ -40,7 +41,7 @@ def without_unused(value: Any) -> tuple[Any, bool]:
 
 
 def decoders(schema: "pyarrow.Schema") -> dict[str, Decode]:
-    """Returns what decodes the Python values of columns with JSON or structs, at any depth.
+    """Returns what decodes the Python values of columns with JSON, structs or maps, at any depth.
 
     A decoder raises ValueError or RecursionError for a text that is not JSON.
     """
@@ -80,7 +81,7 @@ def _decoder(field: "pyarrow.Field", feature: Any) -> Decode | None:
         inner = {child.name: _decoder(child, parts.get(child.name)) for child in form}
         return _struct_decoder({name: decode for name, decode in inner.items() if decode})
     if types.is_map(form):
-        return _in_all(_decoder(form.item_field, None), lambda pair, item: (pair[0], item(pair[1])))
+        return _map_decoder(_decoder(form.item_field, None))
     if (inner_field := getattr(form, "value_field", None)) is not None:
         return _in_all(_decoder(inner_field, _element(feature)), lambda value, item: item(value))
     return None
@@ -91,6 +92,18 @@ def _in_all(item: Decode | None, apply: Callable[[Any, Decode], Any]) -> Decode 
     if item is None:
         return None
     return lambda entries: entries and [apply(entry, item) for entry in entries]
+
+
+def _map_decoder(item: Decode | None) -> Decode:
+    def decode(pairs: list[tuple[Any, Any]] | None) -> dict | list | None:
+        if pairs is None:
+            return None
+        decoded = [(key, item(value) if item else value) for key, value in pairs]
+        keys = [key for key, _ in decoded]
+        is_plain = all(isinstance(key, str) for key in keys) and len({*keys}) == len(keys)
+        return dict(decoded) if is_plain else decoded
+
+    return decode
 
 
 def _is_json(field: "pyarrow.Field", feature: Any) -> bool:

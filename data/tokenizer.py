@@ -1,5 +1,6 @@
 """Tokenizers of Hugging Face folders and sentencepiece; text never becomes control tokens."""
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -268,19 +269,6 @@ class Tokenizer:
                 run.append(token)
         return text + self._engine.decode(run)
 
-    def control_id(self, token: str) -> int:
-        """Returns the id of a control token by its text.
-
-        Raises:
-          UserError: the tokenizer has no such control token.
-        """
-        if token not in self.controls:
-            raise UserError(
-                f"the tokenizer has no control token {token!r}; it has "
-                f"{', '.join(sorted(self.controls))}"
-            )
-        return self.controls[token].id
-
     def typed(self, text: str) -> set[str]:
         """Returns the texts of control tokens in a text; `encode` treats them as plain letters."""
         return set(self.typed_pattern.findall(text))
@@ -306,7 +294,7 @@ class Tokenizer:
         The original files are copied byte for byte. A sentencepiece model is written as
         tokenizer.model, with a tokenizer_config.json that names LlamaTokenizer; transformers 5
         converts it to its own fast tokenizer, which differs: it applies no sentencepiece
-        normalisation (such as nfkc), merges runs of spaces differently, and turns typed control
+        normalization (such as nfkc), merges runs of spaces differently, and turns typed control
         tokens into control ids.
 
         Args:
@@ -326,6 +314,10 @@ class Tokenizer:
                 files["tokenizer_config.json"] = _dump_json(config)
             files["chat_template.jinja"] = chat_template.encode()
             files.pop(TOOL_TEMPLATE, None)
+            for name in (TOOL_TEMPLATE, "chat_template.json"):  # perhaps copied here before
+                (directory / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # there is none, or it has other templates
+                (directory / TOOL_TEMPLATE).parent.rmdir()
         elif self.chat_template is not None and "chat_template.jinja" in files:
             files["chat_template.jinja"] = self.chat_template.encode()
         for name, content in files.items():

@@ -57,6 +57,20 @@ def _parse_call(call: Any) -> dict[str, Any]:
     return _unicode(parsed | ({"id": call_id} if isinstance(call_id, str) and call_id else {}))
 
 
+def rewrites_arguments(value: Any) -> bool:
+    """Returns whether the arguments of any call are JSON text in another form than they are
+    written in, such as without spaces."""
+    return any(map(_rewrites, value if isinstance(value, list) else [value]))
+
+
+def _rewrites(call: dict[str, Any]) -> bool:
+    function = call.get("function", call)
+    text = function.get("arguments", function.get("parameters"))
+    return isinstance(text, str) and text != json.dumps(
+        json.loads(text or "{}"), ensure_ascii=False
+    )
+
+
 def unread_call_fields(value: Any) -> set[str]:
     """Returns the fields of calls that nothing reads, such as "tool call's field `index`"."""
     unread: set[str] = set()
@@ -111,18 +125,33 @@ def _json_values(text: str) -> list[Any]:
     return values
 
 
-def parse_tools(value: object) -> tuple[dict[str, Any], ...] | None:
-    """Returns the descriptions in `tools`, a list or its JSON text; None for anything else."""
+def parse_tools(value: object) -> tuple[tuple[dict[str, Any], ...], bool] | None:
+    """Returns the descriptions in `tools`, a list or its JSON text, and whether any was put into
+    OpenAI's nested form; None for anything else."""
     try:
         value = json.loads(value) if isinstance(value, str) else value
         if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
             return None
-        return tuple(
-            _unicode(tool if "function" in tool else {"type": "function", "function": tool})
-            for tool in value
-        )
+        return tuple(_unicode(_nested(tool)) for tool in value), any(map(_is_flat, value))
     except (ValueError, TypeError, RecursionError):
         return None
+
+
+def _is_flat(tool: dict[str, Any]) -> bool:
+    """Returns whether a description is that of a function by itself; others, such as that of a
+    service's own tool, stay as they are."""
+    return (
+        "function" not in tool
+        and isinstance(tool.get("name"), str)
+        and tool.get("type") in (None, "function")
+    )
+
+
+def _nested(tool: dict[str, Any]) -> dict[str, Any]:
+    if not _is_flat(tool):
+        return tool
+    function = {name: value for name, value in tool.items() if name != "type"}
+    return {"type": "function", "function": function}
 
 
 def new_id(turn: int, number: int, call: dict[str, Any]) -> str:

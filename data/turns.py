@@ -4,18 +4,26 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from data.conversation import Message, Order
-from data.fields import REASONING_FIELDS, first_present, unread_of, yes_or_no
+from data.conversation import ROLES, Message, Order
+from data.fields import (
+    REASONING_FIELDS,
+    ROLE_FIELDS,
+    TEXT_FIELDS,
+    first_present,
+    unread_of,
+    yes_or_no,
+)
 from data.printable import printable
 from data.reasons import (
+    ARGUMENTS,
     BAD_LOSS_MASK,
     BAD_PART,
     BAD_TURN,
     CALL_OF_ANOTHER,
+    CONTENT_NOT_TEXT,
     DEVELOPER,
     EMPTY_SYSTEM,
     EMPTY_TURN,
@@ -33,56 +41,27 @@ from data.reasons import (
     OPENING_ANSWER,
     OTHERS_FLAG,
     OUT_OF_LOSS,
+    RESULT_AS_TEXT,
     TABLE_NULLS,
     THOUGHT_ALONE,
+    THOUGHT_FLAG,
     TRAILING_HUMAN,
     UNKNOWN_ROLE,
     WHITE_SPACE,
     Drop,
 )
-from data.shapes import CONTEXT, ROLE_FIELDS, TEXT_FIELDS
+from data.roles import role_of
+from data.shapes import CONTEXT
 from data.table_values import without_unused
-from data.tool_calls import new_id, parse_call_text, parse_calls, unread_call_fields
-
-# Role names in public dumps, in lower case and with _ for a hyphen or space.
-_ROLES = {
-    **dict.fromkeys(["human", "user", "prompter", "person", "customer", "client", "usr"], "user"),
-    **dict.fromkeys(
-        [
-            "assistant",
-            "model",
-            "bot",
-            "ai",
-            "llm",
-            "chatbot",
-            "agent",
-            "function_call",
-            "tool_call",
-        ],
-        "assistant",
-    ),
-    **dict.fromkeys(["system", "developer", "sys", "system_prompt"], "system"),
-    **dict.fromkeys(
-        [
-            "tool",
-            "function",
-            "observation",
-            "tool_response",
-            "function_response",
-            "tool_result",
-            "function_result",
-            "tool_output",
-            "ipython",
-        ],
-        "tool",
-    ),
-    **dict.fromkeys(["thinking", "reasoning", "thought", "think"], "thought"),
-}
-# Model names, with any version: gpt, gpt-4o, chatgpt, claude-3-opus.
-_MODELS = re.compile(
-    r"(?:chat_?)?gpt|bing|bard|claude|gemini|gemma|llama|vicuna|alpaca|mistral|mixtral|qwen|deepseek|command_r|grok|phi|palm|kimi|o\d"
+from data.tool_calls import (
+    new_id,
+    parse_call_text,
+    parse_calls,
+    rewrites_arguments,
+    unread_call_fields,
 )
-_VERSION = re.compile(r"(?:_?[\d.]\w*|_(?:\w|\.)+)*")
+from data.turn_lists import as_list
+
 _CALL_ROLES = ("function_call", "tool_call")  # whose text is a call in JSON
 
 _IN_LOSS = ("train", "training", "trainable", "loss", "weight")  # flags that say: trained on
@@ -102,46 +81,65 @@ class Findings:
     """Unread fields with a value."""
 
 
-@lru_cache(maxsize=1024)
-def role_of(name: str) -> str | None:
-    """Returns the role for a name, `thought` for reasoning, or None."""
-    role = _ROLES.get(name)
-    if role is None:
-        normal = re.sub(r"[\s-]+", "_", name.strip().lower())
-        role = _ROLES.get(normal)
-        model = _MODELS.match(normal) if role is None else None
-        if model and _VERSION.fullmatch(normal, model.end()):
-            role = "assistant"
-    return role
-
-
-def read_messages(turns: Sequence[object], findings: Findings) -> list[Message]:
+def read_messages(
+    turns: Sequence[object], findings: Findings, loss_mask: object = None
+) -> list[Message]:
     """Returns raw turns as messages; reasoning turns become part of the answer after them.
 
+    Args:
+      turns: the turns.
+      findings: receives their changes and unread fields.
+      loss_mask: which turns are in the loss: an entry per turn, with or without those of reasoning,
+        or per answer, as a list or its text; None for all.
+
     Raises:
-      Drop: a turn cannot be used.
+      Drop: a turn cannot be used, or the mask does not match the turns.
     """
+    read = [read_message(turn, findings) for turn in turns]
+    if loss_mask is not None:
+        read = _with_loss_mask(read, loss_mask, findings)
     messages: list[Message] = []
-    thoughts: list[str] = []
-    for turn in turns:
-        role, message = read_message(turn, findings)
+    thoughts: list[Message] = []
+    for role, message in read:
         if role == "thought":
-            thoughts.append(message.content)
+            thoughts.append(message)
             continue
-        if thoughts:
-            if role != "assistant":
-                raise Drop(THOUGHT_ALONE)
-            messages.append(
-                replace(
-                    message, reasoning="\n\n".join([*thoughts, message.reasoning or ""]).strip()
-                )
-            )
-            thoughts = []
-        else:
-            messages.append(message)
+        if thoughts and role != "assistant":
+            raise Drop(THOUGHT_ALONE)
+        if message.train and not all(thought.train for thought in thoughts):
+            findings.changes.add(THOUGHT_FLAG)
+        messages.append(_with_thoughts(message, thoughts) if thoughts else message)
+        thoughts = []
     if thoughts:
         raise Drop(THOUGHT_ALONE)
     return messages
+
+
+def _with_thoughts(message: Message, thoughts: Sequence[Message]) -> Message:
+    texts = [*(thought.content for thought in thoughts), message.reasoning or ""]
+    return replace(message, reasoning="\n\n".join(texts).strip())
+
+
+def _with_loss_mask(
+    read: Sequence[tuple[str, Message]], mask: object, findings: Findings
+) -> list[tuple[str, Message]]:
+    """Excludes turns from the loss by a record's `loss_mask`; see `read_messages`."""
+    every, spoken, answers = [
+        [number for number, (role, _) in enumerate(read) if role in roles]
+        for roles in ({*ROLES, "thought"}, ROLES, ("assistant",))
+    ]
+    flags = [yes_or_no(flag) for flag in as_list(mask) or ()]
+    masked = next((turns for turns in (every, spoken, answers) if len(turns) == len(flags)), None)
+    if None in flags or masked is None:
+        raise Drop(BAD_LOSS_MASK)
+    result = list(read)
+    for number, flag in zip(masked, flags, strict=True):
+        role, message = read[number]
+        if not flag and role in ("assistant", "thought"):
+            result[number] = role, replace(message, train=False)
+        if not flag and role == "assistant":
+            findings.changes.add(f"{OUT_OF_LOSS}`loss_mask`")
+    return result
 
 
 def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
@@ -171,13 +169,16 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
     if role == "tool" and isinstance(content, dict | list):
         content = _without_unused(content, findings)
         content = json.dumps(content, ensure_ascii=False, default=str)
+        findings.changes.add(RESULT_AS_TEXT)
     reasoning_fields: list[str] = []
     if role == "assistant" and (thoughts or len(turn) > _USUAL_FIELDS):
         reasoning_fields = _add_reasoning(turn, thoughts)
     if content is None and (calls or thoughts):
         content = ""
         findings.changes.add(NO_CONTENT)
-    if not isinstance(content, str):
+    if content is not None and not isinstance(content, str):
+        raise Drop(f"{CONTENT_NOT_TEXT}`{text_field}` ({type(content).__name__})")
+    if content is None:
         raise Drop(BAD_TURN)
     if role is None:
         raise Drop(UNKNOWN_ROLE + (printable(raw_role.strip())[:60] or "(empty)"))
@@ -235,6 +236,8 @@ def _calls(turn: dict, findings: Findings) -> tuple[tuple[dict[str, Any], ...], 
     except (ValueError, RecursionError) as error:
         raise Drop(str(error)) from None
     findings.unread |= unread_call_fields(value)
+    if rewrites_arguments(value):
+        findings.changes.add(ARGUMENTS)
     return calls, name
 
 
@@ -332,10 +335,11 @@ def _trained(turn: dict, role: str, read: set, findings: Findings) -> bool:
         if name == "weight" and turn[name] not in (0, 1) and value:
             findings.changes.add(FRACTION)
         in_loss = value if name in _IN_LOSS else not value
-        if role == "assistant" and not in_loss:
-            findings.changes.add(f"{OUT_OF_LOSS}`{name}`")
+        if role in ("assistant", "thought") and not in_loss:
+            if role == "assistant":  # reasoning follows the answer after it
+                findings.changes.add(f"{OUT_OF_LOSS}`{name}`")
             trained = False
-        elif role != "assistant" and in_loss and name in _IN_LOSS:
+        elif role not in ("assistant", "thought") and in_loss and name in _IN_LOSS:
             findings.changes.add(OTHERS_FLAG)
     return trained
 
@@ -347,26 +351,6 @@ def _text_field(fields: dict, name: str, read: set) -> str | None:
         return None
     read.add(name)
     return text
-
-
-def with_loss_mask(messages: list[Message], mask: object, findings: Findings) -> list[Message]:
-    """Excludes turns from the loss by a record's `loss_mask`: an entry per turn, or per answer.
-
-    Raises:
-      Drop: it is not such a list.
-    """
-    answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
-    flags = [yes_or_no(flag) for flag in mask] if isinstance(mask, list) else []
-    if None in flags or len(flags) not in (len(messages), len(answers)):
-        raise Drop(BAD_LOSS_MASK)
-    if len(flags) == len(messages):
-        flags = [flags[number] for number in answers]
-    messages = list(messages)
-    for number, flag in zip(answers, flags, strict=True):
-        if not flag:
-            findings.changes.add(f"{OUT_OF_LOSS}`loss_mask`")
-            messages[number] = replace(messages[number], train=False)
-    return messages
 
 
 def with_call_ids(messages: list[Message], changes: set[str]) -> list[Message]:

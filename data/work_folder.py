@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from data import paths
-from data.errors import TransientError, UserError
-from data.folders import no_room
+from data.errors import UserError
+from data.folders import storage_error
 from data.paths import File
 
 
@@ -20,6 +20,7 @@ def worker_scratch(what: str) -> Iterator[Path]:
 
     Raises:
       TransientError: that disk, or a file's destination, is full; the message says which.
+      UserError: neither may have files of this size.
     """
     with tempfile.TemporaryDirectory(prefix=f"longstripe-{what}-") as name:
         try:
@@ -27,13 +28,16 @@ def worker_scratch(what: str) -> Iterator[Path]:
         except UserError:
             raise
         except Exception as error:  # array_record raises RuntimeError
-            if (problem := no_room(error)) is None:
-                raise
             place = getattr(error, "filename2", None) or tempfile.gettempdir()
-            raise TransientError(
-                f"{place} of {platform.node()}: {problem} while a {what} was written; with more "
-                "room there, or another folder in TMPDIR, the same command goes on"
-            ) from error
+            problem = storage_error(
+                error,
+                f"{place} of {platform.node()}",
+                "with more room there, or another folder in TMPDIR, the same command goes on",
+                f" while a {what} was written",
+            )
+            if problem is None:
+                raise
+            raise problem from error
 
 
 def write_bytes(path: str, content: bytes) -> None:

@@ -1,7 +1,7 @@
 """Chat templates: a conversation's ids, and which of them are trained on.
 
 `rendering` runs a Jinja template in the `sandbox` with the real contents, as strings that know
-where their characters came from (`tracked`). Control tokens are recognised in the template's own
+where their characters came from (`tracked`). Control tokens are recognized in the template's own
 text, and in turns only if the template looks for them (`encoder`); `loss` finds what is trained on.
 `built_in` has templates for any tokenizer.
 """

@@ -35,7 +35,7 @@ from .tasks import Task
 NOISE = 0.2
 """Standard deviation of the noise on actions."""
 UNGUIDED = 10
-"""Episodes of uniformly random actions before learning begins; they also normalise the states."""
+"""Episodes of uniformly random actions before learning begins; they also normalize the states."""
 LEARNING_RATE = 3e-4
 BATCH = 256
 
@@ -44,7 +44,7 @@ class IntrinsicReplay(ReplayBuffer):
     """A replay buffer whose rewards are an intrinsic reward's, learned batch by batch.
 
     Attributes:
-      mean, std: [O] of the states, which are stored raw and sampled normalised.
+      mean, std: [O] of the states, which are stored raw and sampled normalized.
       mean_reward: of the last batch.
     """
 
@@ -56,21 +56,21 @@ class IntrinsicReplay(ReplayBuffer):
         self.mean, self.std = torch.zeros(self.obs_shape), torch.ones(self.obs_shape)
         self.mean_reward = 0.0
 
-    def normalise_by_contents(self) -> None:
+    def normalize_by_contents(self) -> None:
         """Takes mean and deviation from the states in the buffer."""
         states = self.observations[: self.pos, 0].astype(np.float64)
         std = states.std(0)
         self.mean = torch.from_numpy(states.mean(0)).float()
         self.std = torch.from_numpy(np.where(std < 1e-6, 1.0, std)).float()
 
-    def normalised(self, states: Tensor) -> Tensor:
+    def normalized(self, states: Tensor) -> Tensor:
         """Returns states as the networks take them."""
         return ((states - self.mean) / self.std).clamp(-10, 10)
 
     def sample(self, batch_size: int, env: Any = None) -> ReplayBufferSamples:
         """Returns a batch with intrinsic rewards, after a step of the intrinsic reward on it."""
         samples = super().sample(batch_size, env)
-        before, after = map(self.normalised, (samples.observations, samples.next_observations))
+        before, after = map(self.normalized, (samples.observations, samples.next_observations))
         batch = Transitions(before, samples.actions, after)
         self.optimizer.zero_grad()
         self.intrinsic.loss(batch).backward()
@@ -137,7 +137,7 @@ class Explorer:
 
         def learned(state: Float[np.ndarray, " O"]) -> Float[np.ndarray, " A"]:
             with torch.no_grad():
-                states = self.replay.normalised(torch.from_numpy(state).float()[None])
+                states = self.replay.normalized(torch.from_numpy(state).float()[None])
                 action = self.learner.actor(states)[0].numpy()
             return action + generator.normal(0, NOISE, size)
 
@@ -158,7 +158,7 @@ class Explorer:
         """Takes the optimizer steps that follow an episode of this many decisions."""
         self.episodes += 1
         if self.episodes == UNGUIDED:
-            self.replay.normalise_by_contents()
+            self.replay.normalize_by_contents()
         if self.episodes >= UNGUIDED:
             seeds = np.random.SeedSequence((self.seed, 2, self.episodes)).generate_state(2)
             np.random.seed(int(seeds[0]))  # the library's source of randomness for batches

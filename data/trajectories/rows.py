@@ -51,7 +51,7 @@ class Scales(NamedTuple):
     return_scale: float
 
     def state(self, observation: Float32[np.ndarray, "*n O"]) -> Float32[np.ndarray, "*n O"]:
-        """Returns normalised states."""
+        """Returns normalized states."""
         return ((observation - self.mean) / self.std).astype(np.float32)
 
     @classmethod

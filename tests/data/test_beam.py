@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from data import paths, record_store
 from data.clean import SETS, CleanConfig
-from data.errors import TransientError, UserError
+from data.errors import UserError
 from data.prepare import prepare
 from data.report import SourceReport
 from data.sources import Source
@@ -256,8 +256,8 @@ def test_rerunning_after_a_failure_keeps_finished_work(sources, tokenizer, tmp_p
     assert len(written) == parts + shards + 2, "more than the failed files are written again"
 
 
-def test_a_workers_full_disk_is_named_and_the_same_command_continues(tokenizer, tmp_path):
-    """A limit on file sizes stands in for the disk."""
+def test_a_workers_limit_on_file_sizes_is_named_and_the_same_command_continues(tokenizer, tmp_path):
+    """As after a full disk, which differs in the message."""
     folder = tmp_path / "in"
     folder.mkdir()
     for file in range(2):
@@ -269,7 +269,7 @@ def test_a_workers_full_disk_is_named_and_the_same_command_continues(tokenizer, 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, before[1]))  # the job itself fits
     try:
-        with pytest.raises(TransientError, match="File too large while a part was") as error:
+        with pytest.raises(UserError, match=r"File too large while a part was .*ulimit") as error:
             prepare(source, tokenizer, LENGTH, beam, progress=False, engine=Beam())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -99,10 +99,9 @@ def test_a_system_text_becomes_the_first_turn_and_tools_are_reported():
     ]
     with pytest.raises(Drop, match="`history`"):
         contents({"instruction": "c", "output": "d", "history": ["a", "b"]})
-    described = Cleaner().clean({**exchange, "tools": [{"name": "f"}]})
-    assert described.changes == set() and described.tools == (
-        {"type": "function", "function": {"name": "f"}},
-    )
+    tool = {"type": "function", "function": {"name": "f"}}
+    described = Cleaner().clean({**exchange, "tools": [tool]})
+    assert described.changes == set() and described.tools == (tool,)
     for broken in ("f(x)", {"name": "f"}, ["f"]):
         assert Cleaner().clean({**exchange, "tools": broken}).changes == {
             "descriptions in `tools` left out"

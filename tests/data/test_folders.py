@@ -2,6 +2,7 @@
 can read the result."""
 
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 import pytest
 
 from data import folders
-from data.errors import UserError
+from data.errors import UserError, is_transient
 from tests.conftest import REPOSITORY
 
 NAME = "0123456789abcdef0123"
@@ -89,6 +90,30 @@ def test_a_full_disk_is_named(tmp_path):
     with pytest.raises(FileNotFoundError), folders.named_errors(tmp_path):
         open(tmp_path / "none").close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def small_files():
+    """A limit of 1,000 bytes on the size of files."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_limit_on_the_size_of_files_is_named_and_would_be_hit_again(tmp_path, small_files):
+    words = r": File too large{}; files may have 1,000 bytes; a higher limit, .*ulimit -f"
+    with (
+        pytest.raises(UserError, match=f"^{tmp_path}" + words.format("")) as error,
+        folders.named_errors(tmp_path),
+        open(tmp_path / "a", "wb") as file,
+    ):
+        file.write(bytes(2000))
+    assert not is_transient(error.value)
+    building = words.format(f" while {NAME} was written")
+    with pytest.raises(UserError, match=f"^{tmp_path}{building}") as error:
+        build(tmp_path / NAME, "a" * 2000)
+    assert not is_transient(error.value)
 
 
 def test_a_parent_that_cannot_be_written_to_is_named():

@@ -39,7 +39,18 @@ def job() -> Job:
         Source("/books", format="text", add_bos=True, control_tokens=True),
     ]
     clean = CleanConfig(html="always", near_duplicates=0.8, languages=("en", "de"))
-    return Job(sources, 1, tokenizer, 4096, 0.25, clean, "last", True, True, True)
+    return Job(
+        sources=sources,
+        train_sources=1,
+        tokenizer=tokenizer,
+        context_length=4096,
+        held_out_fraction=0.25,
+        clean=clean,
+        train_on="last",
+        cut_prompts=True,
+        unpaired=True,
+        share_prompts=True,
+    )
 
 
 def test_a_job_is_read_as_it_was_written(job):

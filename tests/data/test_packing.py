@@ -1,12 +1,14 @@
 """The packing plan: every token once, without overlaps, with little padding, the same on every
 machine."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.packing import plan
+from data.packing import plan, visits
 
 LENGTHS = st.lists(st.integers(0, 90), max_size=60)
 
@@ -62,13 +64,47 @@ def test_the_padding_share_by_hand():
     assert plan([], 10, 0, 0).padding_share == 0
 
 
-def test_weights_equal_the_average_number_of_visits():
-    weights = np.array([0.5, 1.0, 2.25] * 40)
-    visits = np.zeros(120)
-    for epoch in range(200):
-        pieces = plan([10] * 120, 40, 7, epoch, weights).pieces
-        visits += np.bincount(pieces[:, 0], minlength=120)
-    assert np.allclose(visits.reshape(40, 3).mean(0) / 200, [0.5, 1.0, 2.25], atol=0.03)
+def _times(documents, weights, seed, epoch):
+    """Returns how often an epoch's plan has each document."""
+    packed = plan([10] * documents, 40, seed, epoch, weights)
+    return np.bincount(packed.documents, minlength=documents)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.decimals(0, 4, places=3), st.integers(1, 60), st.integers(-3, 2**70))
+def test_any_number_of_epochs_use_a_document_as_often_as_its_weight_says(weight, documents, seed):
+    times = np.zeros(documents, int)
+    for epoch in range(8):
+        now = _times(documents, [float(weight)] * documents, seed, epoch)
+        assert abs(now.sum() - float(weight) * documents) <= 3, "epochs share them evenly"
+        times += now
+        due = weight * (epoch + 1)
+        assert set(times) <= {math.floor(due), math.ceil(due)}
+
+
+def test_the_documents_of_small_and_of_mixed_sources_are_shared_between_epochs():
+    weights = np.repeat([0.5, 1.0, 2.5, 0.25], [100, 3, 40, 1])
+    first, second, *others = (_times(144, weights, 7, epoch) for epoch in range(4))
+    assert (first + second)[:100].tolist() == [1] * 100 and first[:100].sum() == 50
+    assert first[100:103].tolist() == [1] * 3
+    assert (first + second)[103:143].tolist() == [5] * 40 and 99 <= first[103:143].sum() <= 101
+    assert sum(others, first + second)[143] == 1
+
+
+def test_a_decimal_weight_stays_exact_after_a_million_epochs():
+    """0.7 * 10 * epochs is a whole number; in binary, the 0.7 that is stored is less."""
+    for start in (0, 10**6, 10**15):
+        times = sum(visits(np.arange(50), 0.7, 3, start + epoch) for epoch in range(10))
+        assert times.tolist() == [7] * 50
+
+
+def test_whole_weights_give_the_recorded_order():
+    """Recorded: a run that began before fractional weights had their own rule must resume."""
+    assert plan([5, 9, 3, 7], 12, 0, 1, [2.0, 1.0, 3.0, 1.0]).rows == (
+        ((2, 0, 3), (2, 0, 3), (0, 0, 5)),
+        ((3, 0, 7), (0, 0, 5)),
+        ((1, 0, 9), (2, 0, 3)),
+    )
 
 
 def test_a_row_holds_at_least_one_token():

@@ -1,14 +1,25 @@
 """Preference records: TRL's shapes, and others of public data sets, become two conversations that
 begin alike."""
 
+import json
+
 import pytest
 
 from data.clean import CleanConfig, Cleaner
+from data.encode import Encoder
 from data.preference import PreferenceReader
 from data.reasons import Drop
 from data.report import Report
 from data.sources import Source
 from data.sources import read as read_source
+from data.tokenizer import Tokenizer
+from tests.conftest import REPOSITORY
+
+TINY = REPOSITORY / "data/fixtures/tiny_tokenizer"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def turns(*texts, first="user"):
@@ -146,6 +157,81 @@ def test_earlier_answers_are_part_of_the_prompt():
     assert [train for *_, train in messages_of(pair.chosen)] == [False, False, False, True]
 
 
+LONG = {
+    "prompt": turns("Hi"),
+    "chosen": turns("Hello", "Which?", "This.", first="assistant"),
+    "rejected": turns("Hello", "Which?", "That.", first="assistant"),
+}
+
+
+def test_everything_after_an_explicit_prompt_is_in_the_loss():
+    """Also what both completions begin with, as in TRL's tokens of a completion."""
+    pair, *_ = read({"system": "Be brief.", **LONG})
+    for conversation in (pair.chosen, pair.rejected):
+        assert [(m.role, m.train) for m in conversation.messages] == [
+            ("system", False),
+            ("user", False),
+            ("assistant", True),
+            ("user", True),
+            ("assistant", True),
+        ]
+    flagged = [{**LONG["chosen"][0], "train": False}, *LONG["chosen"][1:]]
+    pair, changes, _ = read({**LONG, "chosen": flagged})
+    answers = [m.train for m in pair.chosen.messages if m.role == "assistant"]
+    assert answers == [False, True] and changes == {"turns left out of the loss by `train`"}
+    begun = [*turns("Hi", "Well,")]
+    pair, *_ = read({**LONG, "prompt": begun})
+    assert [m.train for m in pair.chosen.messages] == [False, False, True, True, True]
+
+
+def test_the_loss_of_a_pair_covers_trls_completion(tmp_path):
+    from transformers import AutoTokenizer
+
+    Tokenizer.load(TINY).with_controls(["<|im_start|>", "<|im_end|>"]).save(tmp_path, CHATML)
+    ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    [document] = Encoder(("tokenizer",), ours, 4096).encode(read(LONG)[0]).documents
+    prompt = theirs.apply_chat_template(
+        LONG["prompt"], add_generation_prompt=True, return_dict=False
+    )
+    ends = {"chosen": slice(document.chosen), "rejected": slice(document.chosen, None)}
+    for name, part in ends.items():
+        whole = theirs.apply_chat_template(LONG["prompt"] + LONG[name], return_dict=False)
+        assert document.tokens[part].tolist() == whole
+        assert document.loss_mask[part].tolist() == [
+            int(number >= len(prompt)) for number in range(len(whole))
+        ]
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr])
+def test_the_texts_of_turns_are_read_as_turns(write):
+    """As in the CSV files of `datasets`."""
+    written = "a prompt or completion that is the text of a list of turns: read as these turns"
+    answers = [turns(text, first="assistant") for text in ("This.", "That.")]
+    wholes = [turns("Which?", text) for text in ("This.", "That.")]
+    for first, (chosen, rejected) in (
+        ({"prompt": write(turns("Which?"))}, map(write, answers)),
+        ({"prompt": "Which?"}, map(write, answers)),
+        ({"prompt": "Which?"}, (write(turn) for [turn] in answers)),
+        ({}, map(write, wholes)),
+    ):
+        pair, changes, unread = read({**first, "chosen": chosen, "rejected": rejected})
+        assert messages_of(pair.chosen) == GOOD and messages_of(pair.rejected) == BAD
+        assert changes == {written} and not unread
+    record = {"prompt": write(turns("Which?")), "completion": write(answers[0]), "label": True}
+    labelled, changes, _ = read(record)
+    assert messages_of(labelled.conversation) == GOOD and changes == {written}
+
+
+def test_a_dialogue_in_a_prompt_ends_before_its_answer():
+    dialogue = {"prompt": "\n\nHuman: Which?\n\nAssistant:"}
+    read_as = {"a prompt of `Human:` and `Assistant:` read as turns"}
+    pair, changes, _ = read({**dialogue, "chosen": "This.", "rejected": "That."})
+    assert messages_of(pair.chosen) == GOOD and messages_of(pair.rejected) == BAD
+    assert changes == read_as
+    labelled, changes, _ = read({**dialogue, "completion": "This.", "label": True})
+    assert messages_of(labelled.conversation) == GOOD and changes == read_as
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
@@ -229,6 +315,34 @@ def test_labelled_completions_are_read(record):
         assert read({**record, "label": label})[0].desirable is False
     for label in (1, "True", " true ", "1", "yes"):
         assert read({**record, "label": label})[0].desirable is True
+
+
+@pytest.mark.parametrize("label", ["label", "kto_tag"])
+def test_the_last_answer_of_a_labelled_conversation_is_its_completion(label):
+    """As LLaMA-Factory has it for KTO."""
+    for name in ("messages", "conversations"):
+        labelled, changes, unread = read({name: turns("Which?", "This."), label: False})
+        assert messages_of(labelled.conversation) == GOOD and labelled.desirable is False
+        assert not changes and not unread
+    labelled, *_ = read({"prompt": "Which?", "completion": "This.", label: "true"})
+    assert messages_of(labelled.conversation) == GOOD and labelled.desirable is True
+    long = [*turns("Hi", "Hello", "Which?"), {"role": "thought", "content": "so"}]
+    labelled, *_ = read({"messages": [*long, *turns("This.", first="assistant")], label: 1})
+    answers = [m for m in labelled.conversation.messages if m.role == "assistant"]
+    assert [m.train for m in answers] == [False, True] and answers[1].reasoning == "so"
+    for talk, reason in (
+        (turns("Which?", "This.", "Why?"), "a conversation with a `label` that does not end"),
+        (turns("This.", first="assistant"), "completions without a prompt"),
+    ):
+        with pytest.raises(Drop, match=reason):
+            read({"messages": talk, label: True})
+
+
+def test_a_labelled_completion_may_have_reasoning_and_a_last_question():
+    thought = {"role": "thought", "content": "so"}
+    completion = [thought, *turns("This.", "Why?", first="assistant")]
+    labelled, *_ = read({"prompt": "Which?", "completion": completion, "label": True})
+    assert messages_of(labelled.conversation) == GOOD
 
 
 def test_labels_of_a_csv_file_are_read(tmp_path):

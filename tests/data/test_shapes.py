@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from data.clean import Cleaner
+from data.errors import UserError
+from data.fields import ROLE_FIELDS, TEXT_FIELDS
 from data.reasons import UNDESIRABLE, Drop
 from data.report import Report
 from data.shapes import (
     PAIRS,
-    ROLE_FIELDS,
     SHAPES,
     SYSTEM_FIELDS,
-    TEXT_FIELDS,
     TOOL_FIELDS,
     TURN_LISTS,
 )
@@ -275,6 +275,74 @@ def test_replies_below_the_best_ranked_are_counted():
     assert Cleaner().clean(TREE).changes == changes
 
 
+QUESTION, REPLY = ({"role": role, "content": text} for role, text in ONE)
+IN_TEXT = "a prompt or completion that is the text of a list of turns: read as these turns"
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr])
+@pytest.mark.parametrize("names", [("prompt", "completion"), ("prompt", "chosen")])
+def test_the_text_of_turns_in_a_pair_is_read_as_turns(write, names):
+    """As in the CSV files of `datasets`."""
+    for question, answer in (
+        (write([QUESTION]), write([REPLY])),
+        ("Hi?", write([REPLY])),
+        ("Hi?", write(REPLY)),
+        (write([QUESTION]), "Hello."),
+    ):
+        cleaned = Cleaner().clean(dict(zip(names, (question, answer), strict=True)))
+        assert [(turn.role, turn.content) for turn in cleaned.messages] == ONE
+        assert cleaned.changes == {IN_TEXT}
+    call = {"function": {"name": "f", "arguments": {}}}
+    cleaned = Cleaner().clean(
+        dict(zip(names, ("Hi?", write([{"role": "assistant", "tool_calls": [call]}])), strict=True))
+    )
+    assert cleaned.messages[1].tool_calls and IN_TEXT in cleaned.changes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"name": "Ada", "text": "Hi"}]',
+        '[{"speaker": "Ada", "text": "Hi"}]',
+        '{"a": 1}',
+        "[{",
+        "[]",
+    ],
+)
+def test_an_answer_in_json_stays_text(text):
+    cleaned = Cleaner().clean({"prompt": "Hi?", "completion": text})
+    assert cleaned.messages[1].content == text and not cleaned.changes
+
+
+@pytest.mark.parametrize("name", ["messages", "prompt", "completion"])
+def test_turns_that_lost_their_commas_are_named(name):
+    """What pandas writes to a CSV file for a list of turns read from Parquet."""
+    import numpy as np
+
+    record = {"prompt": "Hi?", "completion": "Hello.", name: str(np.array(FLAT))}
+    if name == "messages":
+        record = {name: record[name]}
+    with pytest.raises(Drop, match="turns that lost the commas between them"):
+        Cleaner().clean(record)
+
+
+def test_a_dialogue_in_a_prompt_is_read_as_turns():
+    """As in older forms of HH-RLHF."""
+    record = {"prompt": "\n\nHuman: Hi?\n\nAssistant: Hello.\n\nHuman: And?\n\nAssistant:"}
+    cleaned = Cleaner().clean({**record, "completion": "Bye."})
+    assert [(turn.role, turn.content) for turn in cleaned.messages] == TWO
+    assert [turn.train for turn in cleaned.messages] == [False, False, False, True]
+    assert cleaned.changes == {"a prompt of `Human:` and `Assistant:` read as turns"}
+
+
+def test_a_preferred_answer_of_several_turns_follows_its_prompt():
+    columns = {name: [turn[name] for turn in FLAT[1:]] for name in ("role", "content")}
+    for chosen in (FLAT[1:], columns):
+        cleaned = Cleaner().clean({"prompt": QUESTION, "chosen": chosen})
+        assert [(turn.role, turn.content) for turn in cleaned.messages] == TWO
+        assert not cleaned.unread
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
@@ -283,7 +351,8 @@ def test_replies_below_the_best_ranked_are_counted():
         ({f"f{number}": 1 for number in range(30)}, "f11, ...$"),
         ({"a\x1b[2J": 1}, "the fields a\ufffd\\[2J"),
         ({"messages": "hello"}, "turns that are not a list: `messages`"),
-        ({"question": "a", "answer": 3}, "`question` and `answer`"),
+        ({"question": "a", "answer": 3}, r"not text: `answer` \(int\)$"),
+        ({"question": 3.5, "answer": "a"}, r"not text: `question` \(float\)$"),
     ],
 )
 def test_an_unknown_shape_is_dropped_with_its_fields(record, reason):
@@ -409,6 +478,70 @@ def test_unread_fields_are_named():
         "record field `system`",
         "record field `instruction`",
     }
+
+
+EXCHANGES = [{"question": f"Q{number}", "answer": f"A{number}"} for number in range(2)]
+
+
+def read_file(tmp_path, content, name="data.json"):
+    (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    report = Report()
+    records = list(read(Source(str(tmp_path / name)), report))
+    return [[turn.content for turn in record.messages] for record in records], report.sources[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "not_read"),
+    [
+        ({"data": EXCHANGES}, None),
+        ({"items": EXCHANGES}, None),
+        ({"conversations": EXCHANGES}, None),
+        ({"Data": EXCHANGES, "version": "1.0"}, "version"),
+        ({"data": [{**EXCHANGES[0], "answer": None}, *EXCHANGES]}, None),
+        ({"data": [{"prompt": "Q0", "completion": "A0"}, EXCHANGES[1]]}, None),
+        ({"conversations": [{"conversations": [pair]} for pair in EXCHANGES]}, None),
+    ],
+)
+def test_exchanges_in_a_files_only_object_are_records(tmp_path, content, not_read):
+    texts, report = read_file(tmp_path, content)
+    assert texts == [["Q0", "A0"], ["Q1", "A1"]]
+    [note] = report.notes
+    assert "the records are the list in its field" in note
+    assert (f"not read: the fields {not_read}" in note) == bool(not_read)
+    spread = json.dumps(content, indent=1)
+    assert read_file(tmp_path, spread)[0] == texts
+
+
+def test_bad_answers_in_a_files_only_object_are_dropped(tmp_path):
+    pairs = [{"prompt": str(good), "completion": "A", "label": good} for good in (True, False)]
+    texts, report = read_file(tmp_path, {"data": pairs})
+    assert texts == [["True", "A"]] and report.dropped == {UNDESIRABLE: 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        ([{"conversations": EXCHANGES}], "data.json"),
+        ({"conversations": EXCHANGES}, "data.jsonl"),
+        ({"id": 1, "conversations": EXCHANGES}, "data.json"),
+        ({"loss_mask": [1, 1], "conversations": EXCHANGES}, "data.json"),
+        ({"data": [{"role": "user", "content": "Q0"}, {"role": "gpt", "content": "A0"},
+                   {"role": "user", "content": "Q1"}, {"role": "gpt", "content": "A1"}]}, "data.json"),
+        ({"data": ["Q0", "A0", "Q1", "A1"]}, "data.json"),
+    ],
+)  # fmt: skip
+def test_turns_and_exchanges_of_a_record_are_one_conversation(tmp_path, content, name):
+    assert read_file(tmp_path, content, name)[0] == [["Q0", "A0", "Q1", "A1"]]
+
+
+def test_pandas_forms_of_a_table_are_read_or_refused(tmp_path):
+    import pandas
+
+    frame = pandas.DataFrame(EXCHANGES)
+    assert read_file(tmp_path, frame.to_json(orient="table"))[0] == [["Q0", "A0"], ["Q1", "A1"]]
+    for index in (True, False):
+        with pytest.raises(UserError, match=r"a table of `columns` and `data` \(to_json\("):
+            read_file(tmp_path, frame.to_json(orient="split", index=index))
 
 
 def test_unread_fields_are_counted_per_source(tmp_path):

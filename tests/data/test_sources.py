@@ -207,6 +207,33 @@ def test_a_useless_file_is_a_one_line_error(tmp_path, content, reason):
     )
 
 
+def _lines(*values):
+    return "\n".join(map(json.dumps, values))
+
+
+def test_lines_may_be_lists_or_texts(tmp_path):
+    path = tmp_path / "data.jsonl"
+    talks = [
+        [{"role": "user", "content": f"Q{i}"}, {"role": "assistant", "content": "A" * 1_500_000}]
+        for i in range(2)
+    ]
+    path.write_text(_lines(*talks))
+    records, _ = _read(path)
+    assert [record.messages[0].content for record in records] == ["Q0", "Q1"]
+    path.write_text(_lines([1, 2, 3], [4, 5])[:-1])
+    records, report = _read(path, format="tokens")
+    assert [record.tokens.tolist() for record in records] == [[1, 2, 3]]
+    assert report.dropped == {"cut off or malformed JSON": 1}
+    for texts in (["one text", "two\nlines"], ["one text"]):
+        path.write_text(_lines(*texts))
+        assert [record.text for record in _read(path, format="text")[0]] == texts
+    path.write_text(_lines([[1, 2, 3], [4, 5]]) + "\n\n")
+    assert len(_read(path, format="tokens")[0]) == 2
+    path.write_text('"Q","A"\n"Hi","Ho"')
+    with pytest.raises(UserError, match="a table of separated values under a name that ends"):
+        _read(path)
+
+
 @pytest.mark.parametrize("name", ["empty.parquet", "empty.npy"])
 def test_a_table_or_array_without_rows_is_named(tmp_path, name):
     if name == "empty.npy":
@@ -739,6 +766,8 @@ def test_a_compressed_file_without_its_suffix_is_named(tmp_path):
 def test_a_sources_fields_and_add_bos_are_validated():
     for options, words in (
         ({"fields": {"a": "usr"}}, "'a' stands for 'usr'"),
+        ({"weight": float("inf")}, "weight inf of .* must be a number above 0, up to 1,000,000"),
+        ({"weight": 1e300}, "weight 1e.300 of .* must be a number above 0, up to 1,000,000"),
         ({"add_bos": True}, "is for format: text"),
         ({"control_tokens": True}, "is for format: text"),
     ):

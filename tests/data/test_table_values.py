@@ -126,7 +126,7 @@ def test_json_is_decoded_in_every_nested_type():
         "struct": (pyarrow.StructArray.from_arrays([texts[:1]], ["x"]), {"x": {"a": [None]}}),
         "map": (
             pyarrow.MapArray.from_arrays(one, pyarrow.array(["k", "l"]), texts),
-            [("k", {"a": [None]}), ("l", None)],
+            {"k": {"a": [None]}, "l": None},
         ),
         "dictionary": (
             pyarrow.DictionaryArray.from_arrays(pyarrow.array([0]), texts),
@@ -138,6 +138,25 @@ def test_json_is_decoded_in_every_nested_type():
         assert decode[name](array[0].as_py()) == expected, name
     plain = pyarrow.schema([("a", pyarrow.list_(pyarrow.string())), ("b", pyarrow.int8())])
     assert decoders(plain) == {}
+
+
+def test_turns_that_are_maps_are_read_as_turns(tmp_path):
+    turn = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    talk = [[("role", "user"), ("content", "Hi?")], [("role", "assistant"), ("content", "Ho.")]]
+    table = pyarrow.table({"messages": pyarrow.array([talk], pyarrow.list_(turn))})
+    parquet.write_table(table, tmp_path / "maps.parquet")
+    [(messages, _)], _ = _conversations(tmp_path / "maps.parquet")
+    assert [(message.role, message.content) for message in messages] == [
+        ("user", "Hi?"),
+        ("assistant", "Ho."),
+    ]
+
+
+def test_a_map_with_a_key_twice_or_other_keys_stays_a_list_of_pairs():
+    for key, pairs in ((pyarrow.string(), [("a", 1), ("a", 2)]), (pyarrow.int8(), [(1, 1)])):
+        array = pyarrow.array([pairs, None], pyarrow.map_(key, pyarrow.int8()))
+        decode = decoders(pyarrow.schema([("x", array.type)]))["x"]
+        assert decode(array[0].as_py()) == pairs and decode(None) is None
 
 
 def test_broken_json_is_left_out_and_counted(tmp_path):

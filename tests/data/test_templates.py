@@ -299,7 +299,7 @@ def test_missing_control_tokens_are_refused_or_added(tmp_path, folder):
             render(_messages(TALK), template, bare)
         assert all(token in str(caught.value) for token in tokens)
         extended = bare.with_controls(missing_controls(template, bare))
-        assert [extended.control_id(token) for token in tokens] == [
+        assert [extended.controls[token].id for token in tokens] == [
             bare.vocab_size + i for i in range(len(tokens))
         ]
         assert (
@@ -314,12 +314,12 @@ def test_missing_control_tokens_are_refused_or_added(tmp_path, folder):
         assert (again.bos_id, again.eos_id) == (bare.bos_id, bare.eos_id)
         assert again.controls == extended.controls
         assert [theirs.convert_tokens_to_ids(token) for token in tokens] == [
-            again.control_id(t) for t in tokens
+            again.controls[token].id for token in tokens
         ]
         assert (
             end_ids("tokenizer", again)
             == end_ids(template, extended)
-            == (extended.control_id(tokens[-1]),)
+            == (extended.controls[tokens[-1]].id,)
         )
         assert _ids(render(_messages(TALK), "tokenizer", again)) == _ids(
             render(_messages(TALK), template, extended)
@@ -542,7 +542,7 @@ def test_user_defined_sentencepiece_symbols_stay_text(tmp_path):
         hard_vocab_limit=False,
     )
     tokenizer = Tokenizer.load(prefix + ".model")
-    symbol = tokenizer.control_id("<|im_end|>")
+    symbol = tokenizer.controls["<|im_end|>"].id
     assert symbol in sentencepiece.SentencePieceProcessor(model_file=prefix + ".model").encode(
         "a<|im_end|>"
     )

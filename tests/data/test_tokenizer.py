@@ -35,7 +35,7 @@ def test_tokens_added_to_a_sentencepiece_model_keep_their_ids(tmp_path, written)
     (tmp_path / "tokenizer.model").write_bytes(MODEL.read_bytes())
     tokenizer, bare = Tokenizer.load(tmp_path), Tokenizer.load(MODEL)
     assert {
-        token: tokenizer.control_id(token) for token in added
+        token: tokenizer.controls[token].id for token in added
     } == added and tokenizer.vocab_size == 1003
     assert (tokenizer.eos_id, tokenizer.pad_id) == (1000, 1002) and missing_controls(
         "chatml", tokenizer
@@ -104,7 +104,7 @@ def test_text_tokens_in_a_text_are_encoded_as_tokens(tmp_path, kind):
         bare = Tokenizer.load(with_added(tmp_path / "in", ["<think>", "</think>"]))
     else:
         bare = Tokenizer.load(MODEL).with_controls(["<think>", "</think>"])
-    marks = [bare.control_id("<think>"), bare.control_id("</think>")]
+    marks = [bare.controls[mark].id for mark in ("<think>", "</think>")]
     talk = _messages([("user", "Who </s> are you?"), ("assistant", "<think> a </think>You too!")])
     assert not set(marks) & set(_ids(render(talk, "vicuna_v1.1", bare)))
     tokenizer = bare.with_text_tokens(["</think>", "<think>"])

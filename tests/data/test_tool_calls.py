@@ -387,6 +387,49 @@ def test_broken_calls_are_dropped_with_a_reason(turn, reason):
         Cleaner().clean({"messages": [{"role": "user", "content": "a"}, turn]})
 
 
+def test_only_descriptions_of_functions_are_put_into_openais_form(family):
+    """Those of a service's own tools are written as transformers writes them."""
+    name, ours, theirs = family
+    function = {"name": "add", "parameters": {"type": "object"}}
+    nested = {"type": "function", "function": function}
+    others = [{"type": "web_search"}, {"type": "custom", "name": "patch"}]
+    record = {"messages": _talk(False, False)}
+    for flat in (function, {"type": "function", **function}):
+        cleaned = Cleaner().clean({**record, "tools": [flat, nested]})
+        assert list(cleaned.tools) == [nested, nested]
+        assert cleaned.changes == {"descriptions of tools put into OpenAI's form, under `function`"}
+    cleaned = Cleaner().clean({**record, "tools": [nested, *others]})
+    assert list(cleaned.tools) == [nested, *others] and not cleaned.changes
+    if name != "mistral":  # whose template reads `function`
+        expected = theirs.apply_chat_template(
+            record["messages"], tools=[nested, *others], return_dict=False
+        )
+        ids, _ = _ids_and_mask(render(cleaned.messages, "tokenizer", ours, tools=cleaned.tools))
+        assert ids == expected
+
+
+@pytest.mark.parametrize("arguments", ['{"city":"Ulm"}', '{"x": 1.50}', '{"x": "\\u00e9"}', ""])
+def test_arguments_and_results_that_are_written_anew_are_counted(arguments):
+    def changes(arguments, result):
+        call = {"id": "abcdef123", "function": {"name": "weather", "arguments": arguments}}
+        turns = [
+            {"role": "user", "content": "How is Ulm?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": result},
+            {"role": "assistant", "content": "Sunny."},
+        ]
+        cleaned = Cleaner().clean({"messages": turns})
+        return cleaned.messages[2].content, cleaned.changes
+
+    anew = "arguments of a call that were JSON text, written anew"
+    assert changes(arguments, "sunny") == ("sunny", {anew})
+    assert changes('{"city": "Ulm", "x": 1.5}', "sunny") == ("sunny", set())
+    assert changes({"city": "Ulm"}, '{"sky":1}') == ('{"sky":1}', set())
+    as_text = "a tool's result that was a JSON value, written as JSON text"
+    assert changes({}, {"sky": 1}) == ('{"sky": 1}', {as_text})
+    assert changes({}, [{"sky": 1}]) == ('[{"sky": 1}]', {as_text})
+
+
 def test_only_the_completion_of_a_prompt_is_trained_on(tmp_path):
     """As texts under a template, as lists of turns, and as plain text."""
     tokenizer = Tokenizer.load(TINY)
@@ -422,7 +465,7 @@ def test_only_the_completion_of_a_prompt_is_trained_on(tmp_path):
     texts, dropped = trained("sharegpt")
     assert texts[0] == ("Say hello to the\n\nworld, please", "world, please")
     assert texts[1] == ("One?\n\nTwo.\n\nThree?\n\nFour.", "Four.")
-    assert list(dropped.values()) == [1] and "`prompt` and `completion`" in next(iter(dropped))
+    assert list(dropped.values()) == [1] and "`completion` (list)" in next(iter(dropped))
     texts, dropped = trained("text")
     assert [text.strip() for text in texts[0]] == [
         "Say hello to the world, please",

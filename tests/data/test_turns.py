@@ -7,9 +7,9 @@ from data.clean import Cleaner
 from data.conversation import Conversation
 from data.encode import Encoder
 from data.reasons import Drop
+from data.roles import role_of
 from data.templates.alternation import order_of
 from data.tokenizer import Tokenizer
-from data.turns import role_of
 from tests.conftest import REPOSITORY
 
 USER, ANSWER = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}
@@ -97,13 +97,42 @@ def test_loss_flags_and_masks_are_counted():
         "a flag puts a turn that is not the assistant's into the loss: ignored",
     }
     assert cleaned.unread == {"turn field `train`"}
-    for mask in ([0, 0, 0, 1], [False, True]):
+    for mask in ([0, 0, 0, 1], [False, True], "[0, 0, 0, 1]", "[False, True]"):
         masked = clean(USER, ANSWER, USER, ANSWER, loss_mask=mask)
         assert [turn.train for turn in masked.messages if turn.role == "assistant"] == [False, True]
         assert masked.changes == {"turns left out of the loss by `loss_mask`"} and not masked.unread
     for mask in ([1], "1101", [1, 1, 1, None], 3):
         with pytest.raises(Drop, match="`loss_mask` does not match the turns"):
             clean(USER, ANSWER, USER, ANSWER, loss_mask=mask)
+
+
+THOUGHT = {"role": "thought", "content": "so"}
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 0, 0, 1], [0, 1, 0, 0, 1], [0, 0, 0, 1], [0, 1]], ids=str)
+def test_a_loss_mask_may_have_an_entry_for_reasoning(mask):
+    masked = clean(USER, THOUGHT, ANSWER, USER, ANSWER, loss_mask=mask)
+    assert [turn.train for turn in masked.messages if turn.role == "assistant"] == [False, True]
+    assert masked.changes == {"turns left out of the loss by `loss_mask`"}
+
+
+@pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}, {"masked": True}], ids=str)
+def test_a_flag_on_reasoning_alone_is_counted(flag):
+    ignored = "a flag takes reasoning out of the loss, but not its answer: ignored"
+    flagged = clean(USER, {**THOUGHT, **flag}, ANSWER)
+    assert flagged.messages[1].train and flagged.changes == {ignored} and not flagged.unread
+    masked = clean(USER, THOUGHT, ANSWER, loss_mask=[0, 0, 1])
+    assert masked.messages[1].train and masked.changes == {ignored}
+    both = clean(USER, {**THOUGHT, **flag}, {**ANSWER, **flag})
+    assert not both.messages[1].train and ignored not in both.changes
+    assert not clean(USER, {**THOUGHT, "train": True}, ANSWER).changes
+
+
+@pytest.mark.parametrize("content", [42, 1.5, True])
+def test_a_content_that_is_no_text_is_named(content):
+    kind = type(content).__name__
+    with pytest.raises(Drop, match=rf"a turn whose content is not text: `content` \({kind}\)"):
+        clean(USER, {"role": "assistant", "content": content})
 
 
 @pytest.mark.parametrize(
