@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 from data.errors import UserError
 from data.printable import printable
+from data.tokenizer import TOOL_TEMPLATE
 from data.within import file_within
 from trainer import entry
 from trainer.options import FreeText, command, option
@@ -18,6 +20,7 @@ _OTHERS = (
     "README.md",
     "model.safetensors.index.json",
     "adapter_config.json",
+    "trained_config.json",
     "LICENSE",
     "LICENSE.md",
     "LICENSE.txt",
@@ -25,34 +28,44 @@ _OTHERS = (
 )
 
 
-def export_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """Returns an export's files, and the names of everything else in its folder.
+def export_files(folder: Path) -> tuple[list[str], list[str]]:
+    """Returns the names of an export's files, and of everything else in its folder.
 
     Raises:
       UserError: the folder is not an export, or a link in it leads outside.
     """
     from trainer.huggingface.assets import ASSET_FILES
 
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = sorted(_names(folder)) if folder.is_dir() else []
     files = [
-        file
+        name
         for name in names
         if (name in (*ASSET_FILES, *_OTHERS) or _WEIGHTS.fullmatch(name))
-        and (file := file_within(folder, name))
+        and file_within(folder, name)
     ]
-    if not any(_WEIGHTS.fullmatch(file.name) for file in files):
+    if not any(map(_WEIGHTS.fullmatch, files)):
         raise UserError(
             f"{folder}: contains no exported model (no .safetensors); pass a folder written by "
             "scripts.export_hf"
         )
-    return files, [name for name in names if name not in {file.name for file in files}]
+    return files, [name for name in names if name not in files]
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """Yields the names in a folder, and those of separate chat templates in their own folder."""
+    templates = PurePosixPath(TOOL_TEMPLATE).parent.name
+    for path in folder.iterdir():
+        if path.name == templates and path.is_dir():
+            yield from (f"{templates}/{inner.name}" for inner in path.iterdir())
+        else:
+            yield path.name
 
 
 def listing(folder: Path, repository: str) -> str:
     """Lists the files to upload, with sizes, and other names; raises like `export_files`."""
     files, others = export_files(folder)
     lines = [f"{folder}: files to upload to {repository}:"]
-    lines += [f"  {file.name}  {file.stat().st_size:,} bytes" for file in files]
+    lines += [f"  {name}  {(folder / name).stat().st_size:,} bytes" for name in files]
     if others:
         lines.append(f"  not uploaded, since they are not part of an export: {', '.join(others)}")
     return printable("\n".join(lines))
@@ -92,7 +105,7 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
         # File by file: upload_folder sends everything in the folder.
         api.create_commit(
             repository,
-            [CommitOperationAdd(file.name, file) for file in files],
+            [CommitOperationAdd(name, folder / name) for name in files],
             commit_message=message,
         )
     except HfHubHTTPError as error:

@@ -14,6 +14,7 @@ from ..checks import require_int
 # supports one takes it; all others refuse another value by name.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
+        "add_cross_attention": (False, None),
         "attention_bias": (False, None),
         "attention_chunk_size": (None,),
         "attention_dropout": (0, None),
@@ -28,8 +29,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "expert_capacity": (None,),
         "first_k_dense_replace": (0, None),
         "final_logit_softcapping": (None,),
-        "hidden_act": ("silu", None),
-        "hidden_activation": ("silu", None),
+        "hidden_act": ("silu", "swish", None),  # two names of the same function
+        "hidden_activation": ("silu", "swish", None),
+        "is_causal": (True, None),
+        "is_encoder_decoder": (False, None),
         "kv_lora_rank": (None,),
         "layer_types": (None,),
         "local_rope": (None,),
@@ -46,7 +49,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "num_local_experts": (0, 1, None),
         "output_router_logits": (False, None),
         "partial_rotary_factor": (1, None),
+        "per_layer_config": (None, {}),
         "pretraining_tp": (1, None),
+        "pruned_heads": ({}, None),
         "qk_layernorm": (False, None),
         "query_pre_attn_scalar": (None,),
         "resid_pdrop": (0, None),
@@ -233,6 +238,11 @@ class Family:
             **own,
         }
 
+    def published(self, written: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a whole config.json in the form of the family's published ones, which older
+        versions of transformers need; warns if that form cannot describe the model."""
+        return dict(written)
+
     def _writes(self, name: str) -> bool:
         return (
             name in self.takes if name in NEUTRAL else name not in ("adapter", "family", *BY_FAMILY)
@@ -262,19 +272,20 @@ def _check_types(config: Mapping[str, Any]) -> None:
 def _check_quantization(config: Mapping[str, Any] | None, methods: tuple[str, ...]) -> None:
     """Raises ValueError unless weights are unquantized, in one of these methods, or in
     bitsandbytes' NF4 with double quantization."""
-    if config and config.get("quant_method") in methods:
+    if not config or config.get("quant_method") in methods:
         return
     nf4 = {
         "quant_method": "bitsandbytes",
+        "load_in_8bit": False,
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": True,
     }
-    for name, needed in nf4.items() if config else ():
-        if config is not None and config.get(name) != needed:
+    for name, needed in nf4.items():
+        if (config.get(name) or False) != needed:
             raise ValueError(
                 f"quantization_config: {name}: found {config.get(name)!r}, and only {needed!r} is "
-                "read, NF4 with double quantization; use the unquantised model, which "
+                "read, NF4 with double quantization; use the unquantized model, which "
                 "adapter.quantize quantizes on reading"
             )
 

@@ -76,7 +76,6 @@ GPT_OSS = GptOss(
         "expert_bias": True,
         "activation": "clamped",
         "norm_topk_prob": True,
-        "output_bias": True,
     },
     defaults={
         "num_hidden_layers": 36,

@@ -3,9 +3,11 @@ sliding window, or RoPE on part of each head."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from ..rope_config import PER_CHANNEL, RopeConfig
 from .family import Family
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -36,6 +38,29 @@ class Phi3Family(Family):
             **super().write(fields),
             _ORIGINAL: rope.get(_ORIGINAL, fields["max_position_embeddings"]),
         }
+
+    def published(self, written: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Family.published`. Transformers 4 refuses a `rope_scaling` with other than these
+        three fields, and scales by the quotient of the two lengths; transformers 5 prefers it to
+        `rope_parameters`, and scales by the same unless it has a factor."""
+        rope = written.get("rope_scaling") or {}
+        if not set(PER_CHANNEL) <= rope.keys():
+            return dict(written)
+        three = {"type": "longrope", **{name: rope[name] for name in PER_CHANNEL}}
+        changed = {**written, "rope_scaling": three}
+        length = written["max_position_embeddings"]
+        said, meant = (
+            RopeConfig.from_hf({**self.normalise(config), "rope_parameters": None}, length)
+            for config in (changed, written)
+        )
+        if said == meant:
+            return changed
+        warnings.warn(
+            "config.json: only transformers 5 can load it, since version 4 scales longrope by "
+            f"max_position_embeddings / {_ORIGINAL}, which is not this model's factor",
+            stacklevel=2,
+        )
+        return dict(written)
 
 
 PHI3 = Phi3Family(

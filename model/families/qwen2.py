@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from ..checks import require_int
 from .family import WindowedFamily
 
-QWEN2 = WindowedFamily(
+
+class QwenFamily(WindowedFamily):
+    """A family whose layers have a window from `max_window_layers` on, unless `layer_types` says
+    otherwise."""
+
+    def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Family.normalise`. A window that no layer has is disabled."""
+        config = dict(config)
+        if config.get("use_sliding_window") and not self._windowed(config):
+            config["use_sliding_window"] = False
+        return super().normalise(config)
+
+    @staticmethod
+    def _windowed(config: Mapping[str, Any]) -> bool:
+        """Whether a layer has a window, with transformers' defaults of the fields."""
+        if config.get("layer_types") is not None:
+            return "sliding_attention" in config["layer_types"]
+        first = config.get("max_window_layers", 28)
+        require_int("max_window_layers", first, at_least=0)
+        has_size = config.get("sliding_window", 4096) is not None
+        return has_size and first < config.get("num_hidden_layers", 32)
+
+
+QWEN2 = QwenFamily(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     computes={"attention_bias": True, "output_bias": False},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .family import WindowedFamily
+from .qwen2 import QwenFamily
 
 
 def _sizes(hidden: int, ffn: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def _sizes(hidden: int, ffn: int, layers: int, heads: int, **more: Any) -> dict[
     }
 
 
-QWEN3 = WindowedFamily(
+QWEN3 = QwenFamily(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     computes={"qk_norm": "head"},

@@ -17,17 +17,27 @@ class SmolLM3Family(WindowedFamily):
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`. Published configs have `pretraining_tp`, which transformers'
-        SmolLM3 does not read."""
+        SmolLM3 does not read.
+
+        Raises:
+          ValueError: layers have a window that `use_sliding_window` disables: some of transformers'
+            attention implementations then apply it, and others do not.
+        """
         config = super().normalise(config)
         has_window = (
             config.pop("use_sliding_window", False) and config.get("sliding_window") is not None
         )
+        if not has_window and "sliding_attention" in (config.get("layer_types") or ()):
+            raise ValueError(
+                "layer_types: found 'sliding_attention' without use_sliding_window true and a "
+                "sliding_window; these two, or 'full_attention' in every layer, would work"
+            )
         interval = config.pop("no_rope_layer_interval", None) or 4
         layers = config.get("num_hidden_layers", _LAYERS)
         config.pop("pretraining_tp", None)
         if config.get("no_rope_layers") is None:
             config["no_rope_layers"] = [int((i + 1) % interval != 0) for i in range(layers)]
-        if not has_window:  # transformers then attends to everything, whatever layer_types says
+        if not has_window:
             config["sliding_window"] = config["layer_types"] = None
         elif config.get("layer_types") is None:
             config["layer_types"] = [

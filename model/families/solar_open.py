@@ -53,7 +53,7 @@ class SolarOpen(Family):
 SOLAR_OPEN = SolarOpen(
     model_type="solar_open",
     architecture="SolarOpenForCausalLM",
-    computes={"router_scores": "sigmoid", "router_correction": True},
+    computes={"router_scores": "sigmoid", "router_correction": True, "output_bias": False},
     defaults=_SIZES,
     takes=(
         "attention_bias",

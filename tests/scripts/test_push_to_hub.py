@@ -11,6 +11,7 @@ import huggingface_hub.constants
 import pytest
 import yaml
 
+from data.tokenizer import TOOL_TEMPLATE
 from model.config import TransformerConfig
 from scripts import export_hf, push_to_hub
 from tests.conftest import REPOSITORY
@@ -18,6 +19,7 @@ from trainer.config import load
 from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.schema import ModelConfig, RunConfig, TrainConfig
 from trainer.huggingface.card import base_without_hub_name, model_card, write_card
+from trainer.huggingface.peft import TRAINED_CONFIG
 from trainer.text import _with_absolute_model
 
 CARD = "---\nlibrary_name: transformers\n---\n# mine\n"
@@ -112,6 +114,21 @@ def test_every_file_is_sent_into_a_private_repository_by_default(hub, exported, 
     )
     assert {token for _, token, _ in hub.sent} == {"Bearer hf_ours"}
     assert f"{hub.address}/me/mine" in capsys.readouterr().out
+
+
+def test_all_files_of_an_adapter_are_sent(tmp_path):
+    names = (
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        TRAINED_CONFIG,
+        TOOL_TEMPLATE,
+    )
+    (tmp_path / TOOL_TEMPLATE).parent.mkdir()
+    for name in (*names, f"{TOOL_TEMPLATE}.bak"):
+        (tmp_path / name).write_text("{}")
+    files, others = push_to_hub.export_files(tmp_path)
+    assert {*files} == {*names} and others == [f"{TOOL_TEMPLATE}.bak"]
 
 
 def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(
@@ -228,7 +245,13 @@ def test_a_card_describes_the_checkpoint_and_its_run(tmp_path):
     )
     assert str(tmp_path) not in card
     write_card(checkpoint, config, tmp_path, library="peft")
-    assert "library_name: peft" in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert "library_name: peft" in card and "`trained_config.json`" in card
+    assert "resize_token_embeddings" not in card
+    run = yaml.safe_load((checkpoint / "assets/run.yaml").read_text())
+    run["data"]["add_control_tokens"] = True
+    (checkpoint / "assets/run.yaml").write_text(yaml.safe_dump(run))
+    assert "resize_token_embeddings(32000)" in model_card(checkpoint, config, library="peft")
 
 
 def test_a_card_lists_non_default_fields_and_the_base_by_its_hub_name(tmp_path):

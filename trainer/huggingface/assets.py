@@ -18,16 +18,19 @@ from data.within import file_within, read_json, read_text
 from model.adapter import Quantization
 from model.attention import Mask
 from model.config import TransformerConfig
+from model.families import FAMILIES
 from model.rope_config import RopeConfig
 from trainer.config.fields import check_kinds
 from trainer.config.yaml_text import MAX_BYTES, parse
 
-from .folder import SMALL_FILES, tensor_dtypes
+from .folder import EMBEDDING, HEAD, SMALL_FILES, tensor_dtypes
 from .table import DTYPES
 
 # Files of a Hugging Face model other than weights. The list is fixed, since a training run adds
 # files (its configuration) that do not belong in an export.
-ASSET_FILES = tuple(name for name in SMALL_FILES if name != "adapter_config.json")
+ASSET_FILES = tuple(
+    name for name in SMALL_FILES if name not in ("adapter_config.json", "trained_config.json")
+)
 
 # Fields of config.json about the source's files that an export lacks or changes.
 _OF_ITS_FILES = ("auto_map", "quantization_config")
@@ -48,15 +51,22 @@ SOURCE_DTYPE_FILE = "source_dtype.json"
 def copy_assets(folder: str | Path, assets: str | Path) -> None:
     """Copies a Hugging Face folder's files to a checkpoint's `assets`, and records its dtypes."""
     folder, assets = Path(folder), Path(assets)
-    assets.mkdir(parents=True, exist_ok=True)
-    for name in ASSET_FILES:
-        if file := file_within(folder, name):
-            shutil.copyfile(file, assets / name)
+    copy_files(folder, assets)
     # Except codes.
     dtypes = {
         name: dtype for name, dtype in tensor_dtypes(folder).items() if dtype in DTYPES.values()
     }
+    if HEAD in dtypes:  # the only tensor of some tied models, whose exports have the other
+        dtypes.setdefault(EMBEDDING, dtypes[HEAD])
     write_source_dtype(assets, dtypes)
+
+
+def copy_files(folder: Path, to: Path) -> None:
+    """Copies those of ASSET_FILES that a folder has, some of them in folders of their own."""
+    for name in ASSET_FILES:
+        if file := file_within(folder, name):
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, to / name)
 
 
 def described(
@@ -79,8 +89,33 @@ def described(
     except ValueError:  # of another model
         return fields, only_there
     changed = {name for name in fields if name not in before or fields[name] != before[name]}
-    if changed.intersection(_ROPE):
+    if changed.intersection(_ROPE) or _has_old_rule(source, config):
         changed |= _ROPE
+    # Another length may change a factor that the source's RoPE leaves to be computed from it.
+    for differing in (changed, changed | _ROPE):
+        result, left_out = _merged(fields, source, differing)
+        if _describes(result, config):
+            return result, left_out
+    # A field contradicts what training changed: drop the source's fields.
+    return fields, only_there
+
+
+def _has_old_rule(source: Mapping[str, Any], config: TransformerConfig) -> bool:
+    """Whether a config.json has an older name of the RoPE rule, which some programs do not read."""
+    ropes = [source.get(name) for name in ("rope_scaling", "rope_parameters")]
+    rules = [rope.get("rope_type", rope.get("type")) for rope in ropes if isinstance(rope, dict)]
+    return any(rule not in (None, config.rope.rule) for rule in rules)
+
+
+def _merged(
+    fields: dict[str, Any], source: Mapping[str, Any], changed: set[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns a trained model's fields with those of its source that still hold, and the names of
+    the others.
+
+    Args:
+      changed: the names of fields that training has changed.
+    """
     left_out = [
         name for name in source if name in _OF_ITS_FILES or (name in changed and name not in fields)
     ]
@@ -100,15 +135,16 @@ def described(
             # Programs read one of the two spellings, so a field in one is written in both.
             other = source.get("rope_parameters" if rope == "rope_scaling" else "rope_scaling")
             result[rope] = {**_unknown_numbers(other), **result[rope]}
+    return result, left_out
+
+
+def _describes(fields: dict[str, Any], config: TransformerConfig) -> bool:
+    """Whether these fields of a config.json describe the model."""
     try:
-        same = (
-            dataclasses.replace(TransformerConfig.from_hf_dict(result), adapter=config.adapter)
-            == config
-        )
+        model = TransformerConfig.from_hf_dict(fields)
     except ValueError:
-        same = False
-    # A field contradicts what training changed: drop the source's fields.
-    return (result, left_out) if same else (fields, only_there)
+        return False
+    return dataclasses.replace(model, adapter=config.adapter) == config
 
 
 def _unknown_numbers(rope: Any) -> dict[str, Any]:
@@ -117,6 +153,7 @@ def _unknown_numbers(rope: Any) -> dict[str, Any]:
         "rope_type",
         "type",
         "rope_theta",
+        "partial_rotary_factor",
     }
     fields = rope if isinstance(rope, dict) else {}
     return {
@@ -129,11 +166,13 @@ def _unknown_numbers(rope: Any) -> dict[str, Any]:
 def write_config(config: TransformerConfig, assets: str | Path) -> None:
     """Writes a trained model's config.json over its source's in `assets`.
 
-    A warning names the fields left out; see `described`.
+    Warnings name the fields left out, and what its form cannot say; see `described` and
+    `Family.published`.
     """
     path = Path(assets) / "config.json"
     source = _read_json(path) if path.is_file() else {}
     content, left_out = described(config, source) if source else (config.to_hf(), [])
+    content = FAMILIES[config.family].published(content)
     if left_out:
         warnings.warn(
             f"{path.name} of the source: left out, since they no longer hold: "

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from model.sharding import Parameter
 # safetensors' name -> numpy's for readable dtypes. All are exact in float32, so import and export
 # change no bit.
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # The bits of infinity in 16-bit dtypes, without the sign; NaN's are larger.
 _INFINITY = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
@@ -31,23 +32,31 @@ class HoldsNaN(ValueError):
 
 
 def check_numbers(name: str, tensor: np.ndarray) -> None:
-    """Checks that a tensor holds no NaN.
+    """Checks that a tensor holds no NaN; warns if it holds infinity, which may be meant.
 
     Raises:
       HoldsNaN: `tensor`, called `name`, does.
     """
     infinity = _INFINITY.get(str(tensor.dtype))
     # Comparing integers is several times faster than finding NaN in 16-bit floats with numpy.
-    found = (
-        np.isnan(tensor)
+    is_finite = (
+        np.isfinite(tensor)
         if infinity is None
-        else (tensor.view(np.uint16) & np.uint16(0x7FFF)) > infinity
+        else (tensor.view(np.uint16) & np.uint16(0x7FFF)) < infinity
     )
+    if is_finite.all():
+        return
+    found = np.isnan(tensor)
     if found.any():
         raise HoldsNaN(
             f"tensor {name} holds NaN ({np.count_nonzero(found):,} of the {tensor.size:,} numbers "
             "read of it); another copy of the model, without NaN, would work"
         )
+    warnings.warn(
+        f"tensor {name} holds infinity, which is kept; unless it is meant, another copy of the "
+        "model would work",
+        stacklevel=2,
+    )
 
 
 @dataclass(frozen=True)
@@ -281,22 +290,33 @@ def hf_layout(config: TransformerConfig, stacked: bool = False) -> list[HFEntry]
     return _shared(entries, family.interleaved) if config.num_experts else entries
 
 
-def layout_of(files: Iterable[str], config: TransformerConfig) -> list[HFEntry]:
+def layout_of(files: Collection[str], config: TransformerConfig) -> list[HFEntry]:
     """Returns what each tensor of a Hugging Face folder is: `hf_layout`, stacked as the folder is.
+
+    The embedding of a tied model may be there as the head only, as transformers reads it too.
 
     Args:
       files: names of the folder's tensors, such as `model.layers.0.mlp.experts.gate_up_proj`.
     """
-    published = hf_layout(config)
+    layout = hf_layout(config, stacked=_are_stacked(files, config))
+    if not config.tie_word_embeddings or EMBEDDING in files or HEAD not in files:
+        return layout
+    return [
+        dataclasses.replace(entry, hf_name=HEAD) if entry.hf_name == EMBEDDING else entry
+        for entry in layout
+    ]
+
+
+def _are_stacked(files: Collection[str], config: TransformerConfig) -> bool:
+    """Whether each layer's experts are in one tensor, as transformers 5 has them in memory."""
     if not config.num_experts:
-        return published
+        return False
     family = FAMILIES[config.family]
     known = {name for name in family.stacked.values() if name not in family.tensors.values()}
     only_stacked = tuple(
-        known - {entry.hf_name.removeprefix("model.layers.{i}.") for entry in published}
+        known - {entry.hf_name.removeprefix("model.layers.{i}.") for entry in hf_layout(config)}
     )
-    is_stacked = any(name.endswith(only_stacked) for name in files)
-    return hf_layout(config, stacked=True) if is_stacked else published
+    return any(name.endswith(only_stacked) for name in files)
 
 
 def _shared(entries: list[HFEntry], interleaved: bool) -> list[HFEntry]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,14 +15,13 @@ import numpy as np
 
 from data.folders import building, holds_files
 from data.outputs import new_folder
-from data.within import file_within
 from model.adapter import PROJECTIONS
 from model.attention import Mask
 from model.codecs import quantize_nf4
 from model.config import TransformerConfig
 
 from . import bitsandbytes
-from .assets import ASSET_FILES, source_dtype, trained_mask, write_config
+from .assets import copy_files, source_dtype, trained_mask, write_config
 from .table import DTYPES, ExpertsEntry, HFEntry, check_numbers, check_params, hf_layout
 
 
@@ -63,18 +61,10 @@ def write_hf(
     layout = hf_layout(config, stacked)
     check_params({name: tuple(value.shape) for name, value in params.items()}, config)
     common, exceptions = source_dtype(assets)
-    if (mask := trained_mask(assets)) != Mask():
-        warnings.warn(
-            f"{out}: trained with attention.window = {mask.window} and attention.global_tokens = "
-            f"{mask.global_tokens}, which a LLaMA's config.json cannot express: transformers will "
-            "attend to all earlier tokens; the checkpoint keeps them",
-            stacklevel=2,
-        )
+    warn_of_mask(assets, out)
     with building(out, holds_files) as scratch:
         _write_weights(params, layout, common, exceptions, scratch, max_shard_bytes, nf4)
-        for name in ASSET_FILES:
-            if file := file_within(assets, name):
-                shutil.copyfile(file, scratch / name)
+        copy_files(assets, scratch)
         # Both spellings: transformers 4 reads torch_dtype, transformers 5 dtype.
         quantization = (
             {"quantization_config": {**bitsandbytes.CONFIG, "bnb_4bit_compute_dtype": common}}
@@ -102,6 +92,17 @@ def write_hf(
             )
         if finish:
             finish(scratch)
+
+
+def warn_of_mask(assets: Path, out: Path) -> None:
+    """Warns if a run's window or global tokens, by its `assets`, are lost in the export `out`."""
+    if (mask := trained_mask(assets)) != Mask():
+        warnings.warn(
+            f"{out}: trained with attention.window = {mask.window} and attention.global_tokens = "
+            f"{mask.global_tokens}, which a LLaMA's config.json cannot express: transformers will "
+            "attend to all earlier tokens; the checkpoint keeps them",
+            stacklevel=3,
+        )
 
 
 def _write_weights(
@@ -181,12 +182,12 @@ class _Planned:
         for value in self._parts(params):
             with np.errstate(over="ignore"):  # reported below
                 written = np.ascontiguousarray(value, np.dtype(self.dtype_name))
-            check_numbers(self.name, written)
             if self.dtype_name == "float16" and np.isinf(written).sum() > np.isinf(value).sum():
                 raise ValueError(
                     f"tensor {self.name} has numbers up to {np.abs(value).max():g}, which "
                     f"{self.dtype_name}, the dtype of its source model, cannot hold"
                 )
+            check_numbers(self.name, written)
             yield written
 
     def _parts(self, params: _HostLayers) -> Iterator[np.ndarray]:

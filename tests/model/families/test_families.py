@@ -45,6 +45,11 @@ LONGROPE = {
 # lengths shorter than the test sequences.
 KINDS = {
     "qwen2": {"tie_word_embeddings": True, "rope_parameters": YARN},
+    "qwen2 with a window in no layer": {
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 2,
+    },
     "qwen3": {},
     "qwen3 with biases": {"attention_bias": True},
     "mistral": {"sliding_window": None},
@@ -120,6 +125,12 @@ KINDS = {
         "sliding_window": 9,
         "rope_parameters": {**YARN, "truncate": False},
     },
+    "gpt_oss without biases of attention": {
+        "num_hidden_layers": 1,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_bias": False,
+    },
     "granite": {
         "embedding_multiplier": 12.0,
         "attention_multiplier": 0.2,
@@ -140,6 +151,13 @@ KINDS = {
         "moe_intermediate_size": 32,
         "n_shared_experts": 2,
         "routed_scaling_factor": 2.5,
+    },
+    "solar_open with biases": {
+        "num_hidden_layers": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "attention_bias": True,
     },
 }
 
@@ -432,7 +450,16 @@ def check_greedy_decoding(model, lengths, shape=MappingProxyType({"sequence": 2}
         assert best.max() <= 1e-3, "a token is not within 1e-3 of the best one"
 
 
-@pytest.mark.parametrize("model", marked(*ONE_PER_FAMILY), indirect=True)
+@pytest.mark.parametrize(
+    "model",
+    marked(
+        *ONE_PER_FAMILY,
+        "qwen2 with a window in no layer",
+        "gpt_oss without biases of attention",
+        "solar_open with biases",
+    ),
+    indirect=True,
+)
 def test_exporting_an_imported_model_gives_the_same_tensors(model, tmp_path):
     """As one file, and as several with an index; if embeddings are tied, neither has a head."""
     truth, folder, config = model
@@ -590,7 +617,6 @@ NO_COMPUTATION = {
     "chunk_size_feed_forward",
     "dtype",
     "id2label",
-    "is_encoder_decoder",
     "label2id",
     "model_type",
     "output_attentions",
@@ -669,10 +695,19 @@ def test_a_value_that_the_family_does_not_support_is_refused(change, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"use_sliding_window": True, "sliding_window": 128}, ["sliding_window", "128"]),
-        ({"use_sliding_window": True}, ["use_sliding_window", "True"]),
+        (
+            {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 27},
+            ["sliding_window", "128"],
+        ),
+        ({"use_sliding_window": True, "max_window_layers": 27}, ["use_sliding_window", "True"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
         ({"mlp_bias": True}, ["mlp_bias", "True", "Qwen3ForCausalLM"]),
+        ({"is_causal": False}, ["is_causal", "False", "only True"]),
+        ({"is_encoder_decoder": True}, ["is_encoder_decoder", "True", "only False"]),
+        ({"add_cross_attention": True}, ["add_cross_attention", "True", "only False"]),
+        ({"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}, ["per_layer_config", "only None"]),
+        ({"pruned_heads": {"0": [1]}}, ["pruned_heads", "{'0': [1]}"]),
+        ({"use_sliding_window": True, "max_window_layers": "2"}, ["max_window_layers", "'2'"]),
     ],
 )
 def test_unsupported_fields_are_refused_by_name(change, words):
@@ -700,6 +735,45 @@ def test_unsupported_fields_of_gemma_are_refused_by_name(change, words):
             {**TransformerConfig.preset("gemma-3-270m").to_hf(), **change}
         )
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "window",
+    [
+        {"max_window_layers": 2, "sliding_window": 9},
+        {"max_window_layers": 0, "sliding_window": None},
+        {"layer_types": ["full_attention"] * 2, "sliding_window": 9},
+    ],
+)
+def test_a_window_that_no_layer_has_is_full_attention(family, window):
+    config = TransformerConfig.from_hf_dict({"model_type": family, "num_hidden_layers": 2})
+    source = {**config.to_hf(), **window, "use_sliding_window": True}
+    assert transformers.AutoConfig.for_model(**source).layer_types == ["full_attention"] * 2
+    assert TransformerConfig.from_hf_dict(source) == config
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        {"use_sliding_window": False, "sliding_window": 9},
+        {"use_sliding_window": True, "sliding_window": None},
+    ],
+)
+def test_windows_that_smollm3_turns_off_for_some_layers_are_refused(window):
+    types = ["sliding_attention", "full_attention"]
+    config = {"model_type": "smollm3", "num_hidden_layers": 2, "layer_types": types, **window}
+    assert transformers.AutoConfig.for_model(**config).layer_types == types
+    with pytest.raises(ValueError, match=r"^layer_types: found 'sliding_attention' without"):
+        TransformerConfig.from_hf_dict(config)
+
+
+def test_swish_is_silu():
+    config = TransformerConfig.preset("tiny")
+    assert TransformerConfig.from_hf_dict({**config.to_hf(), "hidden_act": "swish"}) == config
+    numbers = torch.linspace(-8, 8, 99)
+    swish, silu = (transformers.activations.ACT2FN[name](numbers) for name in ("swish", "silu"))
+    assert torch.equal(swish, silu)
 
 
 def test_gemma_3_configs_of_transformers_4_are_read():

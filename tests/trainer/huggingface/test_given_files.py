@@ -13,12 +13,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from data.errors import UserError
-from data.tokenizer import Tokenizer
+from data.tokenizer import TOOL_TEMPLATE, Tokenizer
 from model.config import TransformerConfig
 from scripts import export_hf, import_hf
 from tests.model.build import llama
 from trainer.huggingface import adapter_config
-from trainer.huggingface.assets import copy_assets, described
+from trainer.huggingface.assets import copy_assets, described, write_config
 from trainer.huggingface.folder import folder_config
 from trainer.huggingface.table import HoldsNaN, check_numbers
 from trainer.huggingface.write import write_hf
@@ -87,6 +87,33 @@ def test_an_equal_copy_of_the_embedding_is_left_out(folder, tmp_path):
     np.testing.assert_array_equal(logits(out), logits(folder))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_embedding_of_a_tied_model_is_read_from_its_head(folder, tmp_path, dtype):
+    """The head may have another dtype than the other tensors, which its embedding then keeps."""
+    change_json(folder / "config.json", tie_word_embeddings=True)
+    change_weights(folder, lambda weights: weights.update({HEAD: weights.pop(EMBEDDING).to(dtype)}))
+    out = round_trip(folder, tmp_path)
+    written, source = (load_file(path / "model.safetensors") for path in (out, folder))
+    assert HEAD not in written and written[EMBEDDING].dtype == dtype
+    assert torch.equal(written[EMBEDDING], source[HEAD])
+    np.testing.assert_array_equal(logits(out), logits(folder))
+
+
+def test_a_model_that_is_not_tied_needs_its_embedding(folder):
+    change_weights(folder, lambda weights: weights.pop(EMBEDDING))
+    source = open_model(str(folder))
+    with pytest.raises(ValueError, match=f"tensor {EMBEDDING} is missing"):
+        source.read(llama(source.config))
+
+
+def test_tensors_without_numbers_may_be_there(folder):
+    """Transformers writes them for shared experts of width 0."""
+    extra = {"model.layers.0.mlp.shared_experts.up_proj.weight": torch.zeros(0, 32)}
+    change_weights(folder, lambda weights: weights.update(extra))
+    source = open_model(str(folder))
+    source.read(llama(source.config))
+
+
 @pytest.mark.parametrize(
     ("theta", "dtype", "named"),
     [
@@ -123,7 +150,11 @@ def test_a_stored_frequency_table_is_compared(folder, theta, dtype, named):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_nan_is_found_wherever_it_is(dtype):
     special = np.array([0, -0.0, np.inf, -np.inf, 1e-40, 65504, -1], np.float32).astype(dtype)
-    check_numbers("x", special)
+    with pytest.warns(UserWarning, match="tensor x holds infinity, which is kept"):
+        check_numbers("x", special)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_numbers("x", special[np.isfinite(special)])
     check_numbers("x", np.zeros((0, 3), dtype))
     for index in range(12):
         for nan in (np.nan, -np.nan):
@@ -196,6 +227,21 @@ def test_a_link_out_of_a_tokenizers_folder_is_refused(folder, tmp_path):
     (folder / "chat_template.jinja").symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match=r"chat_template\.jinja: leads to"):
         Tokenizer.load(folder)
+
+
+def test_a_separate_template_for_tools_survives(folder, tmp_path):
+    tools = folder / TOOL_TEMPLATE
+    tools.parent.mkdir()
+    tools.write_text("{{ tools }}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    out = round_trip(folder, tmp_path)
+    for name in (TOOL_TEMPLATE, "chat_template.jinja"):
+        assert (out / name).read_bytes() == (folder / name).read_bytes()
+    source = open_model(str(folder))
+    source.write_assets(tmp_path / "assets", source.tokenizer(), "{{ trained }}", "{}")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "assets")
+    assert tokenizer.chat_template == "{{ trained }}"
+    assert not (tmp_path / "assets" / TOOL_TEMPLATE).parent.exists()
 
 
 def test_unused_fields_survive(folder, tmp_path, capsys):
@@ -285,3 +331,74 @@ def test_changed_fields_are_written_and_others_keep_their_spelling():
         9999,
     )
     assert written["own"] == {"a": [1]}
+
+
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+PHI3 = SIZES | {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "rope_theta": 5000.0,
+    "max_position_embeddings": 64,
+    "original_max_position_embeddings": 16,
+    "resid_pdrop": 0.0,
+    "pad_token_id": None,
+    "eos_token_id": 2,
+}
+NESTED = {"original_max_position_embeddings": 16, "rope_theta": 5000.0}
+
+
+def written_config(config, source, folder):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(source))
+    write_config(config, folder)
+    return json.loads((folder / "config.json").read_text())
+
+
+def longrope(source):
+    """Returns what transformers computes from a config.json: frequencies, and the scale."""
+    kind = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["longrope"]
+    return kind(transformers.AutoConfig.for_model(**source), "cpu", seq_len=60)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"type": "longrope", **FACTORS}},
+        {"rope_scaling": {"type": "su", **FACTORS}},
+        {"rope_scaling": {"type": "yarn", **FACTORS}},
+        {"rope_parameters": {"rope_type": "longrope", **FACTORS, **NESTED}},
+        {
+            "rope_parameters": {"rope_type": "longrope", **FACTORS, **NESTED}
+            | {"partial_rotary_factor": 1.0}
+        },
+    ],
+)
+def test_both_versions_of_transformers_read_longrope(tmp_path, rope):
+    """Version 4 refuses a Phi-3 whose rope_scaling has not these three fields; 5 prefers it."""
+    source = PHI3 | rope
+    config = TransformerConfig.from_hf_dict(source)
+    written = written_config(config, source, tmp_path / "same")
+    assert written["rope_scaling"] == {"type": "longrope", **FACTORS}
+    assert written["original_max_position_embeddings"] == 16
+    assert TransformerConfig.from_hf_dict(written) == config
+    frequencies, scale = longrope(written)
+    expected, expected_scale = longrope(PHI3 | {"rope_scaling": {"type": "longrope", **FACTORS}})
+    assert torch.equal(frequencies, expected) and scale == expected_scale
+
+
+@pytest.mark.parametrize("family", ["phi3", "llama"])
+def test_a_longer_model_keeps_its_longrope_and_other_fields(tmp_path, family, recwarn):
+    """A factor that followed from the length is now written; a Phi-3's has no place in version
+    4."""
+    source = PHI3 | {"rope_scaling": {"rope_type": "longrope", **FACTORS}, "house_note": "kept"}
+    if family == "llama":
+        source |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    config = TransformerConfig.from_hf_dict(source)
+    written = written_config(config.with_length(128), source, tmp_path / "longer")
+    assert (written["resid_pdrop"], written["house_note"]) == (0.0, "kept")
+    assert written["rope_scaling"]["factor"] == config.rope.factor == 4
+    theirs, before = longrope(written), longrope(source)
+    assert torch.equal(theirs[0], before[0]) and theirs[1] == before[1]
+    told = [str(warning.message) for warning in recwarn]
+    assert any("only transformers 5 can load it" in text for text in told) == (family == "phi3")
+    assert not any("resid_pdrop" in text for text in told)
