@@ -21,6 +21,8 @@ MAGNITUDE = "lora_magnitude_vector"
 # The last parts of the names of an adapter's parameters.
 ADAPTER_PARTS = ("lora_A", "lora_B", MAGNITUDE)
 Quantization = Literal["none", "nf4", "int8"]
+# Why a model lacks lm_head.
+_TIED = ", whose head is its embedding (tie_word_embeddings: embed_tokens trains both)"
 # Inputs of a matrix that share a scale in NF4.
 NF4_BLOCK = 64
 
@@ -39,7 +41,7 @@ class AdapterConfig:
     all-linear for all. In a mixture the last three are the experts', gate is the router, and
     all-linear means the same as in PEFT for the family."""
     use_rslora: bool = False
-    """Rank-stabilised: s = alpha / sqrt(rank)."""
+    """Rank-stabilized: s = alpha / sqrt(rank)."""
     use_dora: bool = False
     """DoRA: trains the length of each column of W + s B A separately from its direction."""
     train: tuple[str, ...] = ()
@@ -210,19 +212,63 @@ class AdapterConfig:
                     "or none"
                 )
 
-    def check_train(self, names: list[str]) -> None:
-        """Raises ValueError if an entry of `train` matches the end of no module with parameters in
-        `names`."""
-        modules = sorted(
-            {name.rpartition(".")[0].rpartition(".")[2] for name in names} - set(PROJECTIONS)
-        )
+    def check_train(self, names: Iterable[str], fused: Iterable[Sequence[str]]) -> None:
+        """Checks `train` against a model.
+
+        Args:
+          names: of the model's parameters, including the adapters'.
+          fused: as in `check_targets`.
+
+        Raises:
+          ValueError: an entry matches the end of no module's name; or of a module that has an
+            adapter or modules inside, of experts, or of some but not all projections stored as rows
+            of one tensor.
+        """
+        parts = [name.rpartition(".") for name in names]
+        modules = {module: None for module, _, part in parts if part not in ADAPTER_PARTS}
+        adapted = {module for module, _, part in parts if part in ADAPTER_PARTS}
         for entry in self.train:
-            if not any(name.rpartition(".")[0].endswith(entry) for name in names):
-                tied = (
-                    ", whose head is its embedding (tie_word_embeddings: embed_tokens trains both)"
-                    * (entry == "lm_head")
-                )
+            found = [module for module in modules if module.endswith(entry)]
+            if not found:
                 raise ValueError(
-                    f"adapter.train: found {entry!r}, which this model lacks{tied}; needs some of "
-                    f"{', '.join(modules)}"
+                    f"adapter.train: found {entry!r}, which this model lacks"
+                    f"{_TIED if entry == 'lm_head' else ''}; needs some of "
+                    f"{', '.join(sorted({_last(module) for module in modules} - {*PROJECTIONS}))}"
                 )
+            for module in found:
+                if module in adapted:
+                    raise ValueError(
+                        f"adapter.train: found {entry!r}, and {_last(module)} has an adapter; a "
+                        "module has an adapter or is trained in full, so leave it out of "
+                        "adapter.train or of adapter.targets"
+                    )
+                if any(other.startswith(f"{module}.") for other in (*modules, *adapted)):
+                    raise ValueError(
+                        f"adapter.train: found {entry!r}, and {_last(module)} has modules inside, "
+                        "all of which PEFT's format would train; name one without, such as norm"
+                    )
+                if ".experts." in module:
+                    raise ValueError(
+                        f"adapter.train: found {entry!r}, and {_last(module)} is of experts, which "
+                        "PEFT's format holds only as adapters; name it in adapter.targets"
+                        f"{_shared(entry, found)}"
+                    )
+        trained = {_last(module) for module in modules if module.endswith(self.train)}
+        for together in fused:
+            missing = [name for name in together if name not in trained]
+            if 0 < len(missing) < len(together):
+                raise ValueError(
+                    f"adapter.train: {missing[0]} is missing; this model's files store "
+                    f"{', '.join(together)} in one tensor, so all of them are trained, or none"
+                )
+
+
+def _last(module: str) -> str:
+    """The last part of a module's name."""
+    return module.rpartition(".")[2]
+
+
+def _shared(entry: str, found: Iterable[str]) -> str:
+    """Advice if an entry of `train` also matches a feed-forward that all tokens go through."""
+    longer = [module for module in found if ".shared_expert" in module]
+    return f"; {'.'.join(longer[0].split('.')[-2:])} names only the shared one" if longer else ""

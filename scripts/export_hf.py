@@ -7,10 +7,17 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer import entry
 from trainer.options import StorePath, command, no_download, option
+
+if TYPE_CHECKING:
+    from model.config import TransformerConfig
+
+# Fields of config.json that do not change what a model computes, repeat others, or have their own
+# warning.
+_UNCOMPARED = ("bos_token_id", "eos_token_id", "pad_token_id", "rope_parameters", "vocab_size")
 
 
 def _check_flags(arguments: Options, checkpoint: Path, is_adapter: bool, has_experts: bool) -> None:
@@ -55,12 +62,69 @@ def _check_quantized(quantize: str, arguments: Options) -> None:
         )
 
 
+def _warn_of_base(config: TransformerConfig, base: str, out: Path) -> None:
+    """Warns of what PEFT takes from the base's config.json and the run changed.
+
+    Args:
+      config: of the trained model.
+      base: its path or hub name; only its small files are read.
+    """
+    from data.errors import UserError, first_line
+    from data.printable import printable
+    from trainer.huggingface.peft import TRAINED_CONFIG
+    from trainer.model_source import open_model
+
+    try:
+        source = open_model(base, weights=False).config
+    except (ValueError, OSError, UserError) as error:
+        warnings.warn(
+            f"{printable(base)}: the base's configuration was not compared with the run's "
+            f"({first_line(error)}); PEFT uses the base's, this project {TRAINED_CONFIG}",
+            stacklevel=2,
+        )
+        return
+    theirs, ours = source.to_hf(), config.to_hf()
+    changed = [name for name in ours if ours[name] != theirs.get(name) and name not in _UNCOMPARED]
+    if changed:
+        warnings.warn(
+            f"{out}: trained with another {', '.join(changed)} than the base, and PEFT uses the "
+            "base's, so that it may compute another model; --merge writes a whole model, and this "
+            f"project reads {TRAINED_CONFIG}",
+            stacklevel=2,
+        )
+    if config.vocab_size > source.vocab_size:
+        warnings.warn(
+            f"{out}: has {config.vocab_size - source.vocab_size} more tokens than the base: before "
+            f"PEFT loads it, the base needs resize_token_embeddings({config.vocab_size})"
+            f"{'' if _has_rows(config) else '; the run did not train their rows, which are lost'}",
+            stacklevel=2,
+        )
+
+
+def _has_rows(config: TransformerConfig) -> bool:
+    """Whether the adapter holds the vocabulary rows that a run added."""
+    return config.adapter is not None and config.adapter.trains("embed_tokens.weight")
+
+
+def _check_rows(config: TransformerConfig, base: TransformerConfig) -> None:
+    """Raises UserError if a run of an earlier version added vocabulary rows without training
+    them."""
+    from data.errors import UserError
+
+    if config.vocab_size > base.vocab_size and not _has_rows(config):
+        raise UserError(
+            f"--merge: the run added {config.vocab_size - base.vocab_size} tokens and did not "
+            "train their rows, which are in no file; a run with embed_tokens in adapter.train "
+            "(and lm_head, unless tied) saves them"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Writes a Hugging Face folder from a checkpoint, in the original model's dtype.
 
     The folder has safetensors, config, generation config, tokenizer and chat template; for a run
-    with adapters it is in PEFT's format. Needs no accelerator.
+    with adapters, weights and config are in PEFT's format. Needs no accelerator.
     """
 
     checkpoint: StorePath = option(
@@ -145,10 +209,12 @@ def work(arguments: Options) -> None:
         config = dataclasses.replace(config, adapter=adapter)
         _check_quantized(adapter.quantize, arguments)
         if not arguments.merge:
-            peft.write_adapter(params, config, base, out, finish)
+            peft.write_adapter(params, config, base, out, finish, checkpoint / "assets")
+            _warn_of_base(config, arguments.base or named, out)
         else:
             with contextlib.ExitStack() as stack:
                 source = open_adapter(str(checkpoint), arguments.base)
+                _check_rows(config, source.base.stored_config)
                 stored = source.base.stored(stack)
                 base_weights = dequantized(stored, config) if arguments.dequantize else stored
                 write(merged(base_weights, params, config), checkpoint / "assets")

@@ -8,6 +8,7 @@ import hashlib
 from pathlib import Path
 
 from data.tokenizer import Tokenizer
+from data.within import file_within, read_json
 from model.adapter import AdapterConfig
 from model.attention import Mask
 from model.config import TransformerConfig
@@ -17,7 +18,11 @@ from .checkpoint.manifest import fingerprint
 from .checkpoint.readers import read_data, restore_model
 from .huggingface import adapter_config, peft
 from .huggingface.assets import trained_mask
+from .huggingface.folder import TOKENIZERS
 from .source_kinds import ModelSource, Params, StoredSource
+
+# Fields of the base that a run may change, besides the vocabulary.
+_TRAINED = ("rope", "local_rope", "max_position_embeddings", "eos_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +105,10 @@ class PeftAdapter(AdapterSource):
     def fingerprint(self) -> str:
         # Includes its configuration: a different lora_alpha makes a different model of the same
         # weights.
-        content = b"\0".join(
-            (self.folder / name).read_bytes() for name in (adapter_config.CONFIG, peft.WEIGHTS)
-        )
+        names = [adapter_config.CONFIG, peft.WEIGHTS]
+        if file_within(self.folder, peft.TRAINED_CONFIG):
+            names.append(peft.TRAINED_CONFIG)
+        content = b"\0".join((self.folder / name).read_bytes() for name in names)
         return hashlib.sha256(content).hexdigest()[:32]
 
     def read(self, model: LanguageModel) -> Params:
@@ -111,7 +117,42 @@ class PeftAdapter(AdapterSource):
     def adapt(self, base: StoredSource, path: str) -> AdaptedSource:
         if base.config.tie_word_embeddings:
             adapter_config.check_tied(self.folder, self.config)
-        return AdaptedSource(base.config, base.tokenizer_path, base, self)
+        config, _ = adapter_config.read_config(self.folder, base.config.family)
+        has_tokenizer = any(file_within(self.folder, name) for name in TOKENIZERS)
+        return AdaptedSource(
+            self._trained_on(base.config),
+            self.folder if has_tokenizer else base.tokenizer_path,
+            base,
+            dataclasses.replace(self, config=config),
+        )
+
+    def _trained_on(self, base: TransformerConfig) -> TransformerConfig:
+        """Returns the base's configuration with what the run that was exported here changed.
+
+        Raises:
+          ValueError: it was another base, or the run's new vocabulary rows were not trained.
+        """
+        path = self.folder / peft.TRAINED_CONFIG
+        if not file_within(self.folder, path.name):
+            return base
+        try:
+            trained = TransformerConfig.from_hf_dict(read_json(path, self.folder))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}; export the adapter again") from None
+        for name in ("family", "num_hidden_layers", "hidden_size"):
+            if getattr(trained, name) != getattr(base, name):
+                raise ValueError(
+                    f"{path}: {name}: found {getattr(trained, name)!r}, the base has "
+                    f"{getattr(base, name)!r}; give the model it was trained on"
+                )
+        changed = {name: getattr(trained, name) for name in _TRAINED}
+        size = max(trained.vocab_size, base.vocab_size)
+        if size > base.vocab_size and not self.config.trains("embed_tokens.weight"):
+            raise ValueError(
+                f"{path}: vocab_size: found {size}, and the base has {base.vocab_size} rows; the "
+                "others are in no file, since the run did not train embed_tokens"
+            )
+        return dataclasses.replace(base, vocab_size=size, **changed)
 
 
 class CheckpointAdapter(AdapterSource):

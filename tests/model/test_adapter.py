@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from model.adapter import AdapterConfig
+from model.families import FAMILIES
 from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
 from trainer.mesh import place_batch
 from trainer.step import StepBuilder
@@ -231,3 +232,53 @@ def test_an_invalid_adapter_is_refused(fields, facts):
         llama(tiny(adapter=AdapterConfig(**{"rank": 4, **fields})))
     message = str(error.value)
     assert all(fact in message for fact in facts) and "\n" not in message, message
+
+
+MIXTURE = {
+    "family": "qwen2_moe",
+    "attention_bias": True,
+    "output_bias": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "shared_expert_gate": True,
+}
+GPT_OSS = {
+    "family": "gpt_oss",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    **FAMILIES["gpt_oss"].computes,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "words"),
+    [
+        ({}, "q_proj", "found 'q_proj', and q_proj has an adapter; a module has an adapter or is "),
+        ({}, "proj", "found 'proj', and [qkvo]_proj has an adapter"),
+        ({"family": "phi3"}, "gate_proj", "up_proj is missing; this model's files store gate_proj"),
+        (GPT_OSS, "self_attn", "found 'self_attn', and self_attn has modules inside"),
+        (MIXTURE, "down_proj", "found 'down_proj', and down_proj is of experts, .*"),
+        (MIXTURE, "down_proj", ".*; shared_expert.down_proj names only the shared one"),
+    ],
+)
+def test_modules_that_an_export_could_not_hold_are_not_trained_in_full(model, train, words):
+    """PEFT's format has an adapter of a module or its weight, and one weight for projections that
+    its files stack."""
+    adapter = AdapterConfig(rank=4, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+    with pytest.raises(ValueError, match=f"^adapter.train: {words}"):
+        llama(tiny(**model, adapter=dataclasses.replace(adapter, train=(train,))))
+
+
+def test_all_projections_of_one_tensor_or_a_shared_expert_are_trained_in_full():
+    adapter = AdapterConfig(rank=4, targets=("q_proj", "k_proj", "v_proj"))
+    for model, train in (
+        ({"family": "phi3"}, ("gate_proj", "up_proj")),
+        (MIXTURE, ("shared_expert.down_proj",)),
+    ):
+        built = llama(tiny(**model, adapter=dataclasses.replace(adapter, train=train)))
+        trained = {name for name, x in built.parameters.items() if not x.frozen}
+        assert {name for name in trained if "lora" not in name} == {
+            name for name in built.parameters if name.removesuffix(".weight").endswith(train)
+        }

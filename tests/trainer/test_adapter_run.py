@@ -305,6 +305,18 @@ def test_tokens_that_a_runs_adapter_lacks_are_refused(run, command, capfd):
     )
 
 
+def test_new_tokens_need_their_rows_trained(command, capfd):
+    """Otherwise no checkpoint would hold their rows."""
+    capfd.readouterr()
+    flags = ["--data.template", "chatml", "--data.add_control_tokens", "true"]
+    assert train.main(command("added", *flags)) == 2
+    assert (
+        "data.add_control_tokens: the templates need 2 tokens that the base lacks, and with "
+        "adapters only modules in adapter.train are saved; --adapter.train "
+        "'[norm, embed_tokens, lm_head]' would" in capfd.readouterr().err
+    )
+
+
 @pytest.mark.slow
 def test_stages_continue_training_the_same_adapters(command, hf_model):
     """The second stage begins with the adapters of the first, at its positions and on the same

@@ -19,6 +19,7 @@ from model.families import FAMILIES
 
 from . import peft_experts
 from .folder import hub_name
+from .table import hf_layout
 
 CONFIG = "adapter_config.json"
 # The fields of an adapter_config.json. These are read:
@@ -37,8 +38,9 @@ _READ = (
     "base_model_name_or_path",
     "revision",
     "ensure_weight_tying",
+    "exclude_modules",
 )
-# Fields that do not affect what a saved adapter computes: versions, training, initialisation, and
+# Fields that do not affect what a saved adapter computes: versions, training, initialization, and
 # numbers that only matter with another field. The last three are ms-swift's.
 _SILENT = (
     "auto_mapping",
@@ -58,7 +60,7 @@ _EMPTY: tuple[Any, ...] = (None, False, [], {}, "")
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "task_type": ("CAUSAL_LM", None),
-    # These initialise A and B differently and keep the base. The others change the base, now and
+    # These initialize A and B differently and keep the base. The others change the base, now and
     # whenever peft loads it.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
@@ -90,6 +92,30 @@ def _modules(config: TransformerConfig) -> list[str]:
         name for name in config.adapter.projections if name in ATTENTION or not config.num_experts
     ]
     return list(dict.fromkeys(fused.get(name, name) for name in named))
+
+
+def _saved_modules(config: TransformerConfig) -> list[str]:
+    """`adapter.train` with transformers' names for modules that have another one here, such as a
+    router or projections in one tensor."""
+    assert config.adapter is not None
+    modules = {
+        entry.name.rpartition(".")[0]: entry.hf_name.rpartition(".")[0]
+        for entry in hf_layout(config, stacked=True)
+    }
+    names: list[str] = []
+    for entry in config.adapter.train:
+        found = {own: theirs for own, theirs in modules.items() if own.endswith(entry)}
+        differ = any(
+            _last(own) != _last(theirs) or not theirs.endswith(entry)
+            for own, theirs in found.items()
+        )
+        names += [_last(theirs) for theirs in found.values()] if differ else [entry]
+    return list(dict.fromkeys(names))
+
+
+def _last(module: str) -> str:
+    """The last part of a module's name."""
+    return module.rpartition(".")[2]
 
 
 def _patterns(adapter: AdapterConfig, modules: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -127,7 +153,7 @@ def write_config(config: TransformerConfig, base: str | None, folder: Path) -> N
         "use_dora": adapter.use_dora,
         "target_modules": modules,
         **_patterns(adapter, adapted),
-        "modules_to_save": list(adapter.train) or None,
+        "modules_to_save": _saved_modules(config) or None,
         "bias": "none",
     }
     if revision:
@@ -141,8 +167,12 @@ def write_config(config: TransformerConfig, base: str | None, folder: Path) -> N
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
+def read_config(folder: str | Path, family: str | None = None) -> tuple[AdapterConfig, str]:
     """Returns the adapter in a PEFT folder, and the path or name of its base.
+
+    Args:
+      family: the base's, if known: a regular expression in `target_modules` may match projections
+        in one family and the tensor that stacks them in another.
 
     Raises:
       ValueError: not an adapter, or an unsupported kind; one line that names the field.
@@ -172,15 +202,11 @@ def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
             use_rslora=_switch(content, "use_rslora"),
             use_dora=_switch(content, "use_dora"),
             dropout=_dropout(content),
-            targets=_projections(content),
-            # peft prefixes a tied module with the model's name.
-            train=tuple(
-                dict.fromkeys(
-                    name.removeprefix("model.") for name in _names(content, "modules_to_save")
-                )
-            ),
+            targets=_projections(content, family),
+            train=_trained(content),
         )
         _check_patterns(content, adapter)
+        _check_excluded(content, adapter)
         base = _base(content)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error} is missing or of another type; write it again") from None
@@ -263,7 +289,19 @@ def _base(content: Mapping[str, Any]) -> str:
     return f"{base}@{revision}" if revision and named else base
 
 
-def _projections(content: Mapping[str, Any]) -> tuple[str, ...]:
+def _trained(content: Mapping[str, Any]) -> tuple[str, ...]:
+    """The modules in `modules_to_save`, by our names."""
+    names: list[str] = []
+    for name in _names(content, "modules_to_save"):
+        # peft prefixes a tied module with the model's name.
+        *path, last = name.removeprefix("model.").split(".")
+        path = ["mlp" if part == "block_sparse_moe" else part for part in path]
+        last = peft_experts.MODULES.get(last, last)
+        names += [".".join((*path, own)) for own in _FUSED.get(last, (last,))]
+    return tuple(dict.fromkeys(names))
+
+
+def _projections(content: Mapping[str, Any], family: str | None) -> tuple[str, ...]:
     """The projections in `target_modules`, in layer order.
 
     peft writes them as a set, sometimes each layer's separately; the tensors show whether every
@@ -274,7 +312,7 @@ def _projections(content: Mapping[str, Any]) -> tuple[str, ...]:
     if targets == [ALL_LINEAR]:
         return (ALL_LINEAR,)
     if isinstance(found, str) and found not in (*PROJECTIONS, *_FUSED):
-        modules = _matched(found)
+        modules = _of_family(_matched("target_modules", found), family)
         others = sorted(modules - {*PROJECTIONS, *_FUSED})
         if others or not modules:
             raise ValueError(
@@ -290,28 +328,45 @@ def _projections(content: Mapping[str, Any]) -> tuple[str, ...]:
     return (*(name for name in known if name in names), *sorted(names - set(known)))
 
 
-def _matched(pattern: str) -> set[str]:
-    """The last parts of the module names that a regular expression matches, as in peft."""
-    ends = {
-        name: "self_attn"
-        if name in ATTENTION or set(_FUSED.get(name, ())) & set(ATTENTION)
-        else "mlp"
+def _of_family(modules: set[str], family: str | None) -> set[str]:
+    """Returns those of the modules that a family's models have.
+
+    Models have either the fused tensors or the projections, with different names; if the family is
+    not known, the projections are preferred.
+    """
+    if family is not None:
+        fused = FAMILIES[family].fused_projections
+        lacking = {name for names in fused.values() for name in names} | (_FUSED.keys() - fused)
+        return modules - lacking
+    return modules - _FUSED.keys() if modules & set(PROJECTIONS) else modules
+
+
+def _places() -> dict[str, list[str]]:
+    """The full names of every module that may be adapted or excluded, by their last parts."""
+    attention = {*ATTENTION, *(name for name, own in _FUSED.items() if {*own} & {*ATTENTION})}
+    places = {
+        name: [
+            f"model.layers.{i}.{'self_attn' if name in attention else 'mlp'}.{name}"
+            for i in range(_MATCHED_LAYERS)
+        ]
         for name in (*PROJECTIONS, *_FUSED)
     }
-    matched, deadline = set(), time.monotonic() + _MATCH_SECONDS
+    return {**places, "lm_head": ["lm_head"], "embed_tokens": ["model.embed_tokens"]}
+
+
+def _matched(field: str, pattern: str) -> set[str]:
+    """The last parts of the module names that a field's regular expression matches, as in peft."""
+    deadline = time.monotonic() + _MATCH_SECONDS
     try:
         compiled = regex.compile(pattern)
-        for name in (*ends, "lm_head", "embed_tokens"):
-            places = (
-                [f"model.layers.{i}.{ends[name]}.{name}" for i in range(_MATCHED_LAYERS)]
-                if name in ends
-                else ["lm_head" if name == "lm_head" else "model.embed_tokens"]
-            )
+        return {
+            name
+            for name, places in _places().items()
             if any(
                 compiled.fullmatch(place, timeout=max(1e-3, deadline - time.monotonic()))
                 for place in places
-            ):
-                matched.add(name)
+            )
+        }
     except (regex.error, TimeoutError, RecursionError, OverflowError) as error:
         problem = (
             "takes too long to match"
@@ -319,10 +374,32 @@ def _matched(pattern: str) -> set[str]:
             else f"is not a regular expression ({error})"
         )
         raise ValueError(
-            f"target_modules: found {pattern!r:.80}, which {problem}; a list of modules would work"
+            f"{field}: found {pattern!r:.80}, which {problem}; a list of modules would work"
         ) from None
-    # Models have the fused tensors or the projections, with different names.
-    return matched if not matched & set(PROJECTIONS) else matched - set(_FUSED)
+
+
+def _check_excluded(content: Mapping[str, Any], adapter: AdapterConfig) -> None:
+    """Raises ValueError if `exclude_modules` excludes a module with an adapter."""
+    found = content.get("exclude_modules")
+    names = _names(content, "exclude_modules")
+    places = _places()
+    fused = {name for name, own in _FUSED.items() if {*own} & {*adapter.projections}}
+    adapted = {*adapter.projections, *fused} & places.keys()
+    if isinstance(found, str):
+        excluded = _matched("exclude_modules", found) if found else set()
+    else:
+        excluded = {
+            name
+            for name in adapted
+            if any(f".{place}".endswith(f".{end}") for place in places[name] for end in names)
+        }
+    if excluded & adapted:
+        own = excluded & {*adapter.projections}
+        raise ValueError(
+            f"exclude_modules: found {found!r:.80}, which excludes "
+            f"{', '.join(sorted(own or excluded & adapted))}; without these in target_modules it "
+            "would be read"
+        )
 
 
 def check_tied(folder: Path, adapter: AdapterConfig) -> None:

@@ -63,6 +63,8 @@ def model_card(
         "Trained with Longstripe: exact attention over sequences split across devices.",
         _facts(checkpoint, config, run, hub_base or base),
     ]
+    if library == "peft":
+        sections += ["## Use", _use(config, bool(data.get("add_control_tokens")))]
     if rows := _data_rows(data):
         sections += ["## Data", rows]
     if results := _results(checkpoint):
@@ -79,6 +81,21 @@ def model_card(
             f"{fence}yaml\n{recipe}{fence}",
         ]
     return "\n\n".join(sections) + "\n"
+
+
+def _use(config: TransformerConfig, has_new_tokens: bool) -> str:
+    """Returns how to load an adapter, and what of it PEFT does not read."""
+    resize = (
+        f"The run added tokens: the base needs `resize_token_embeddings({config.vocab_size})` "
+        "before PEFT loads the adapter. "
+    )
+    return (
+        "`PeftModel.from_pretrained(base, FOLDER)` loads the adapter, and "
+        "`AutoTokenizer.from_pretrained(FOLDER)` the tokenizer and the chat template it was "
+        f"trained with. {resize if has_new_tokens else ''}`trained_config.json` is the "
+        "configuration it was trained with, which PEFT does not read: if the base's RoPE or length "
+        "differ from it, set them in the base's."
+    )
 
 
 def base_without_hub_name(checkpoint: Path, base: str | None) -> str | None:

@@ -69,13 +69,12 @@ def merged(
     own = {name: parameter.shape for name, parameter in declare(plain).items()}
 
     def merge(name: str) -> Any:
-        if name in trained:
-            return trained[name]
+        weight = trained.get(name, base[name])
         names = [name, *(name.removesuffix("weight") + part for part in adapter.parts)]
         if names[1] not in trained:
-            return base[name]
+            return weight
         return _MergedParameter(
-            [base[name], *(trained[part] for part in names[1:])],
+            [weight, *(trained[part] for part in names[1:])],
             [own[name] for name in names],
             adapter.scale,
             is_of_experts(name),

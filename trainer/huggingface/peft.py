@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from data.errors import UserError
 from data.folders import building, holds_files
 from data.outputs import new_folder
 from data.within import file_within
@@ -29,28 +30,39 @@ from model.language_model import LanguageModel
 
 from . import peft_experts
 from .adapter_config import CONFIG, write_config
+from .assets import copy_files
 from .folder import EMBEDDING, HEAD, are_equal
 from .peft_experts import FactorEntry
 from .read import padded_part
 from .table import DTYPES, HFEntry, HoldsNaN, check_numbers, hf_layout
+from .write import warn_of_mask
 
 WEIGHTS = "adapter_model.safetensors"
+# The configuration of the model that was trained, in an exported adapter: PEFT's format has none.
+TRAINED_CONFIG = "trained_config.json"
 _PREFIX = "base_model.model."
+# Parameters with a row for each token in the files.
+_ROWS = ("embed_tokens.weight", "lm_head.weight")
 
 
 def adapter_layout(
-    config: TransformerConfig, shares_a: bool = False, per_expert: bool = False
+    config: TransformerConfig,
+    shares_a: bool = False,
+    per_expert: bool = False,
+    published: bool = False,
 ) -> list[HFEntry]:
     """Returns every trained parameter of a model with adapters, and its PEFT tensors.
 
     Args:
       shares_a: whether projections in one tensor share an A, as in adapters that PEFT creates.
       per_expert: whether each expert has its own tensors, as with transformers 4.
+      published: whether modules trained in full have the names of published files, as with
+        transformers 4; otherwise transformers 5's, which differ for some routers.
     """
     assert config.adapter is not None
     entries = [
         dataclasses.replace(entry, hf_name=_PREFIX + entry.hf_name)
-        for entry in hf_layout(config)
+        for entry in hf_layout(config, stacked=not published)
         if config.adapter.trains(entry.name)
     ]
     shape_of = {name: parameter.shape for name, parameter in declare(config).items()}
@@ -110,20 +122,33 @@ def write_adapter(
     base: str | None,
     out: str | Path,
     finish: Callable[[Path], None] | None = None,
+    assets: Path | None = None,
 ) -> None:
     """Writes an adapter as a folder that peft can load; `out` appears complete or not at all.
+
+    A warning names a window and global tokens, which the format cannot express.
 
     Args:
       params: the trained parameters by name: arrays, or arrays on disk that are read when sliced.
       config: the model, with its adapters.
       base: the path or name of the base model to record; None for none.
       finish: called with the folder before it becomes `out`, to add files.
+      assets: the checkpoint's folder with the tokenizer, its template and the configuration, which
+        are written too; that of the model as TRAINED_CONFIG.
 
     Raises:
-      UserError: `out` is not empty or cannot be written.
+      UserError: `out` is not empty or cannot be written; or `adapter.train` names modules that the
+        format does not hold.
     """
     out = new_folder(out)
     assert config.adapter is not None
+    try:
+        fused = FAMILIES[config.family].fused_projections.values()
+        config.adapter.check_train(declare(config), fused)
+    except ValueError as error:  # a run of an earlier version, which allowed it
+        raise UserError(f"{error}; --merge writes this run as a whole model") from None
+    if assets:
+        warn_of_mask(assets, out)
     tensors: dict[str, np.ndarray] = {}
     for entry in adapter_layout(config):
         value = np.asarray(params[entry.name])[tuple(map(slice, entry.shape))]
@@ -138,6 +163,10 @@ def write_adapter(
     with building(out, holds_files) as scratch:
         write_config(config, base, scratch)
         save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
+        if assets:
+            copy_files(assets, scratch)
+            # A folder with config.json would be a whole model.
+            (scratch / "config.json").rename(scratch / TRAINED_CONFIG)
         if finish:
             finish(scratch)
 
@@ -158,11 +187,12 @@ def read_adapter(folder: str | Path, model: LanguageModel) -> dict[str, jax.Arra
             options = {
                 "shares_a": _shares_a(files, model.config),
                 "per_expert": peft_experts.is_per_expert(files),
+                "published": _has_published_names(files, model.config),
             }
             layout, padded = (
                 adapter_layout(config, **options) for config in (model.config, model.in_memory)
             )
-            _check_tensors(path, files, layout, model.config.tie_word_embeddings)
+            _check_tensors(path, files, layout, model.config)
             params: dict[str, jax.Array] = {}
             for entry, in_memory in zip(layout, padded, strict=True):
                 read = functools.partial(padded_part, files, entry, in_memory.shape, np.float32)
@@ -195,7 +225,18 @@ def _shares_a(files: Mapping[str, Any], config: TransformerConfig) -> bool:
     )
 
 
-def _check_tensors(path: Path, files: Mapping[str, Any], layout: list[HFEntry], tied: bool) -> None:
+def _has_published_names(files: Mapping[str, Any], config: TransformerConfig) -> bool:
+    """Returns whether modules trained in full have the names of published files."""
+    stacked, published = (
+        {entry.hf_names()[0] for entry in adapter_layout(config, published=published)}
+        for published in (False, True)
+    )
+    return any(name in files for name in published - stacked)
+
+
+def _check_tensors(
+    path: Path, files: Mapping[str, Any], layout: list[HFEntry], config: TransformerConfig
+) -> None:
     expected = [(name, entry) for entry in layout for name in entry.file_tensors()]
     for name, entry in expected:
         if name not in files:
@@ -205,6 +246,8 @@ def _check_tensors(path: Path, files: Mapping[str, Any], layout: list[HFEntry], 
         tensor = files[name].get_slice(name)
         shape = tuple(tensor.get_shape())
         if shape != entry.file_shape:
+            if entry.name in _ROWS and shape[1:] == entry.file_shape[1:]:
+                raise ValueError(f"{path}: tensor {name} {_resized(shape[0], entry.file_shape[0])}")
             raise ValueError(
                 f"{path}: tensor {name} has shape {list(shape)} but needs "
                 f"{list(entry.file_shape)}: the adapter belongs to another base, or has another "
@@ -218,16 +261,32 @@ def _check_tensors(path: Path, files: Mapping[str, Any], layout: list[HFEntry], 
     names = {name for name, _ in expected}
     head, embedding = (f"{_PREFIX}{name}" for name in (HEAD, EMBEDDING))
     # peft saves tied modules twice.
-    if tied and embedding in names and head in files:
+    if config.tie_word_embeddings and embedding in names and head in files:
         if not are_equal(*(files[name].get_slice(name) for name in (head, embedding))):
             raise ValueError(
                 f"{path}: tensor {head} differs from {embedding}, but the base ties its head to "
                 "its embedding; adapters that untie them are not supported"
             )
         names.add(head)
-    unknown = sorted(set(files) - names)
-    if unknown:
-        raise ValueError(f"{path}: tensor {unknown[0]} belongs to no projection of the base")
+    for name in sorted(set(files) - names):
+        if name not in (head, embedding):
+            raise ValueError(f"{path}: tensor {name} belongs to no projection of the base")
+        found = files[name].get_slice(name).get_shape()[0]
+        problem = (
+            "is in the file" if found == config.vocab_size else _resized(found, config.vocab_size)
+        )
+        raise ValueError(
+            f"{path}: tensor {name} {problem}; in {CONFIG}, modules_to_save has to name "
+            f"{name.split('.')[-2]}"
+        )
+
+
+def _resized(found: int, rows: int) -> str:
+    """The end of a message about a tensor with a row for each token."""
+    return (
+        f"has {found:,} rows, the base {rows:,}: the adapter is of a base with resized embeddings; "
+        f"transformers' resize_token_embeddings({found}) and save_pretrained make that base"
+    )
 
 
 def _check_diagonal(path: Path, name: str, tensor: Any, entry: HFEntry) -> None:

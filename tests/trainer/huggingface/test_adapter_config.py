@@ -132,6 +132,36 @@ def test_regular_expressions_match_as_in_peft(tmp_path, pattern, targets):
 
 
 @pytest.mark.parametrize(
+    ("excluded", "names"),
+    [
+        (["lm_head"], ""),
+        ("lm_head", ""),
+        (r".*vision.*", ""),
+        (["k_proj"], ""),
+        (["v_proj"], "v_proj"),
+        (["self_attn.q_proj", "v_proj"], "q_proj, v_proj"),
+        (r".*layers\.3\..*", "q_proj, v_proj"),
+        ("(", r"which is not a regular expression"),
+    ],
+)
+def test_only_modules_without_an_adapter_may_be_excluded(tmp_path, excluded, names):
+    """Which of q_proj and v_proj are, is as in PEFT."""
+    peft = pytest.importorskip("peft")
+    change(tmp_path, exclude_modules=excluded)
+    if names:
+        with pytest.raises(ValueError, match=f"exclude_modules: found .*{names}"):
+            read_config(tmp_path)
+    else:
+        assert read_config(tmp_path)[0] == GOOD
+    if excluded != "(":
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], exclude_modules=excluded)
+        exists = peft.tuners.tuners_utils.check_target_module_exists
+        for name in GOOD.targets:
+            is_adapted = exists(config, f"model.layers.3.self_attn.{name}")
+            assert (is_adapted is True) == (name not in names)
+
+
+@pytest.mark.parametrize(
     ("value", "words"),
     [
         (["q_proj", "lm_head"], "found 'lm_head', needs some of q_proj"),

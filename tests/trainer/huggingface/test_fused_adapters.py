@@ -182,3 +182,40 @@ def test_a_fused_tensor_has_both_its_rank_and_its_alpha(base, tmp_path, change, 
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=message):
         adapter_config.read_config(tmp_path)
+
+
+def test_modules_in_one_tensor_are_trained_in_full_under_its_name(base, tmp_path):
+    """PEFT replaces the tensor by our projections' weights, one above the other."""
+    names = ("q_proj", "k_proj", "v_proj")
+    adapter = AdapterConfig(rank=RANK, alpha=ALPHA, targets=("down_proj",), train=names)
+    config = open_model(str(base)).config.with_adapter(adapter)
+    noise = np.random.default_rng(0)
+    params = {
+        entry.name: noise.normal(size=entry.shape).astype(np.float32)
+        for entry in ours.adapter_layout(config)
+    }
+    ours.write_adapter(params, config, str(base), tmp_path / "ours")
+    written = json.loads((tmp_path / "ours" / adapter_config.CONFIG).read_text())
+    assert written["modules_to_save"] == ["qkv_proj"]
+    assert adapter_config.read_config(tmp_path / "ours")[0].train == names
+    model = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base), tmp_path / "ours"
+    )
+    stacked = [params[f"layers.self_attn.{name}.weight"][1] for name in names]
+    np.testing.assert_array_equal(
+        model.base_model.model.model.layers[1].self_attn.qkv_proj.weight.detach().numpy(),
+        np.concatenate([x.reshape(len(x), -1).T for x in stacked]),
+    )
+
+
+def test_a_regular_expression_matches_the_names_of_the_base(base, tmp_path):
+    """In Phi-3, qkv_proj; and `.*(q|v)_proj` too, as in peft."""
+    for number, pattern in enumerate((r".*\.(qkv_proj|o_proj)", r".*(q|v)_proj|.*\.o_proj")):
+        model = transformers.AutoModelForCausalLM.from_pretrained(base)
+        config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=pattern)
+        folder = tmp_path / str(number)
+        peft.get_peft_model(model, config).save_pretrained(folder)
+        source = open_adapter(str(folder), str(base))
+        assert source.adapter.config.projections == ("q_proj", "k_proj", "v_proj", "o_proj")
+        read = ours.read_adapter(folder, llama(source.config.with_adapter(source.adapter.config)))
+        assert len(read) == 8

@@ -281,3 +281,47 @@ def test_all_linear_means_the_same_as_in_peft():
         "gpt_oss": ATTENTION,
         "qwen2_moe": ATTENTION,  # and the experts shared by all tokens, which have no adapters here
     }
+
+
+@pytest.mark.parametrize(
+    ("family", "module"), [("mixtral", "gate"), ("gpt_oss", "router"), ("granitemoe", "router")]
+)
+def test_a_router_trained_in_full_is_exchanged_with_peft(family, module, tmp_path):
+    """We read PEFT's file, and PEFT ours, with the same logits; and files of earlier versions,
+    whose tensor has the published name."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **KINDS[family][0]})
+    base = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    base.float().save_pretrained(tmp_path / "base")
+    theirs = peft.get_peft_model(
+        base,
+        peft.LoraConfig(
+            r=4, target_modules=["q_proj"], modules_to_save=[module], task_type="CAUSAL_LM"
+        ),
+    )
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if parameter.requires_grad and "lora_A" not in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "theirs")
+    source = open_adapter(str(tmp_path / "theirs"), str(tmp_path / "base"))
+    assert source.adapter.config.train == ("gate",)
+    adapted = source.config.with_adapter(source.adapter.config)
+    params = ours.read_adapter(tmp_path / "theirs", llama(adapted))
+    ours.write_adapter(params, adapted, None, tmp_path / "ours")
+    written = (tmp_path / "ours" / ours.WEIGHTS).read_bytes()
+    assert written == (tmp_path / "theirs" / ours.WEIGHTS).read_bytes()
+    expected = torch_logits(theirs)
+    logits = torch_logits(loaded(tmp_path / "base", tmp_path / "ours"))
+    assert np.abs(logits - expected).max() <= 1e-6 * np.abs(expected).max()
+
+    tensors = safetensors.torch.load_file(tmp_path / "ours" / ours.WEIGHTS)
+    published = {"mixtral": "block_sparse_moe.gate.", "granitemoe": f".{module}.layer."}
+    own = {"mixtral": "mlp.gate.", "granitemoe": f".{module}."}
+    renamed = {
+        name.replace(own[family], published[family]) if family in own else name: x
+        for name, x in tensors.items()
+    }
+    safetensors.torch.save_file(renamed, tmp_path / "ours" / ours.WEIGHTS)
+    for name, x in ours.read_adapter(tmp_path / "ours", llama(adapted)).items():
+        np.testing.assert_array_equal(x, params[name], err_msg=name)

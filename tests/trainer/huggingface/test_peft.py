@@ -1,17 +1,22 @@
 """Adapters against PEFT: losses, logits and files."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import shutil
+import warnings
 
 import jax
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from data.errors import UserError
 from model.adapter import ATTENTION, PROJECTIONS, AdapterConfig
+from model.declarations import declare
 from model.dropout import token_keys
+from scripts import export_hf
 from tests.model.build import llama, mean_loss
 from tests.model.masks import mask
 from trainer.config.schema import OptimizerConfig, TrainConfig
@@ -363,3 +368,149 @@ def tied_copy(folder, copy):
     del weights["lm_head.weight"]
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
     return copy
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("modules", [None, ["embed_tokens", "lm_head"]])
+def test_an_adapter_of_a_resized_base_is_read_with_that_base(hf_model, tmp_path, modules):
+    """With another, the message names the rows of both."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
+    base.resize_token_embeddings(1030)
+    base.save_pretrained(tmp_path / "resized")
+    for path in hf_model.glob("*token*"):
+        shutil.copy(path, tmp_path / "resized")
+    options = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": modules}
+    model = peft.get_peft_model(base, peft.LoraConfig(**options))
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=not modules)
+
+    def read(base):
+        source = open_adapter(str(tmp_path / "adapter"), str(base))
+        return ours.read_adapter(
+            tmp_path / "adapter", llama(source.config.with_adapter(source.adapter.config))
+        )
+
+    with pytest.raises(ValueError, match=r"has 1,030 rows, the base 1,024: .*_embeddings\(1030\)"):
+        read(hf_model)
+    if not modules:
+        with pytest.raises(ValueError, match=r"is in the file; .* modules_to_save has to name "):
+            read(tmp_path / "resized")
+        path = tmp_path / "adapter" / adapter_config.CONFIG
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(content | {"modules_to_save": ["embed_tokens", "lm_head"]}))
+    np.testing.assert_array_equal(
+        read(tmp_path / "resized")["embed_tokens.weight"],
+        model.get_input_embeddings().weight.detach().numpy(),
+    )
+
+
+def exported(source, adapter, folder, recipe="name: a"):
+    """Writes random parameters of a model with an adapter as a run would, then exports them to
+    FOLDER/peft and, merged, to FOLDER/whole; returns the parameters."""
+    source.write_assets(folder / "assets", source.tokenizer(), "{{ 'new' }}", recipe)
+    config, noise = source.config.with_adapter(adapter), np.random.default_rng(0)
+    params = {
+        entry.name: noise.normal(0, 0.1, entry.shape).astype(np.float32)
+        for entry in ours.adapter_layout(config)
+    }
+    ours.write_adapter(params, config, None, folder / "peft", assets=folder / "assets")
+    with contextlib.ExitStack() as stack:
+        whole = merged(source.stored(stack), params, config)
+        write_hf(whole, source.config, folder / "assets", folder / "whole")
+    return params
+
+
+def test_an_export_keeps_what_the_run_changed(hf_model, tmp_path):
+    """Its positions and end tokens, its tokenizer and chat template; and warns of what PEFT does
+    not read. PEFT computes the merged model with the exported configuration."""
+    source = open_model(str(hf_model)).ending_at([7])
+    changes = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    source = dataclasses.replace(source, config=source.config.with_positions(**changes))
+    with pytest.warns(UserWarning, match=f"{tmp_path / 'peft'}: trained with attention.window"):
+        exported(source, ADAPTER, tmp_path, "attention: {window: 16}")
+    with pytest.warns(UserWarning, match=r"another rope_scaling.* than the base"):
+        export_hf._warn_of_base(source.config, str(hf_model), tmp_path / "peft")
+    with pytest.warns(UserWarning, match="was not compared with the run's"):
+        export_hf._warn_of_base(source.config, str(tmp_path / "nowhere"), tmp_path / "peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export_hf._warn_of_base(open_model(str(hf_model)).config, str(hf_model), tmp_path)
+
+    found = open_adapter(str(tmp_path / "peft"), str(hf_model))
+    assert found.config == source.config and found.config.rope.factor == 4.0
+    assert found.tokenizer().chat_template == "{{ 'new' }}"
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "peft")
+    assert theirs.chat_template == "{{ 'new' }}"
+
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "peft" / ours.TRAINED_CONFIG)
+    whole, base = (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32
+        )
+        for folder in (tmp_path / "whole", hf_model)
+    )
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
+    tokens = torch.from_numpy(tokens_of(1, 0)).long()
+    with torch.no_grad():
+        expected, logits = whole(tokens).logits, adapted(tokens).logits
+    assert (expected - logits).abs().max() <= 1e-3 * expected.abs().max()  # bfloat16 weights
+
+    trained = tmp_path / "peft" / ours.TRAINED_CONFIG
+    trained.write_text(trained.read_text().replace('"hidden_size": 32', '"hidden_size": 64'))
+    with pytest.raises(ValueError, match="hidden_size: found 64, the base has 32; give the model"):
+        open_adapter(str(tmp_path / "peft"), str(hf_model))
+
+
+def test_new_rows_of_the_vocabulary_are_exported_if_trained(hf_model, tmp_path):
+    """PEFT on the resized base computes the merged model."""
+    source = open_model(str(hf_model))
+    source = dataclasses.replace(
+        source, config=dataclasses.replace(source.config, vocab_size=source.config.vocab_size + 2)
+    )
+    rows = dataclasses.replace(ADAPTER, train=("embed_tokens", "lm_head"))
+    params = exported(source, rows, tmp_path)
+    config = source.config.with_adapter(rows)
+    with pytest.warns(UserWarning, match=r"has 2 more tokens .* resize_token_embeddings\(1026\)$"):
+        export_hf._warn_of_base(config, str(hf_model), tmp_path / "peft")
+    export_hf._check_rows(config, source.stored_config)
+    untrained = source.config.with_adapter(ADAPTER)
+    with pytest.warns(UserWarning, match="the run did not train their rows, which are lost"):
+        export_hf._warn_of_base(untrained, str(hf_model), tmp_path / "peft")
+    with pytest.raises(UserError, match="--merge: the run added 2 tokens and did not train their"):
+        export_hf._check_rows(untrained, source.stored_config)
+    found = open_adapter(str(tmp_path / "peft"), str(hf_model))
+    read = found.adapter.read(llama(found.config.with_adapter(found.adapter.config)))
+    for name, x in params.items():
+        np.testing.assert_array_equal(read[name], x, err_msg=name)
+    whole, base = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for folder in (tmp_path / "whole", hf_model)
+    )
+    base.resize_token_embeddings(1026)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
+    tokens = torch.tensor([[1025, 3, 1024, 9]])
+    with torch.no_grad():
+        expected, logits = whole(tokens).logits, adapted(tokens).logits
+    assert (expected - logits).abs().max() <= 2e-2 * expected.abs().max()  # bfloat16 weights
+
+    content = json.loads((tmp_path / "peft" / adapter_config.CONFIG).read_text())
+    (tmp_path / "peft" / adapter_config.CONFIG).write_text(
+        json.dumps(content | {"modules_to_save": None})
+    )
+    with pytest.raises(ValueError, match="vocab_size: found 1026, and the base has 1024 rows"):
+        open_adapter(str(tmp_path / "peft"), str(hf_model))
+
+
+def test_a_module_with_both_is_merged_and_not_exported_as_an_adapter(hf_model, tmp_path):
+    """Runs of earlier versions may have trained it in full and adapted it."""
+    both = dataclasses.replace(ADAPTER, targets=("down_proj",), train=("down_proj",))
+    config, noise = open_model(str(hf_model)).config.with_adapter(both), np.random.default_rng(0)
+    name = "layers.mlp.down_proj."
+    shapes = {part: x.shape for part, x in declare(config).items() if part.startswith(name)}
+    params = {part: noise.normal(size=shape).astype(np.float32) for part, shape in shapes.items()}
+    whole = merged({f"{name}weight": np.zeros(shapes[f"{name}weight"])}, params, config)
+    a, b = (params[f"{name}lora_{part}"][1] for part in "AB")
+    np.testing.assert_allclose(
+        whole[f"{name}weight"][1], params[f"{name}weight"][1] + 2.0 * (a @ b), rtol=1e-5, atol=1e-5
+    )
+    with pytest.raises(UserError, match=r"and down_proj has an adapter; .*; --merge writes this"):
+        ours.write_adapter(params, config, None, tmp_path / "peft")
