@@ -23,11 +23,12 @@ from jaxtyping import Array, Float
 
 from .config import TransformerConfig
 from .declarations import EndsFactory
-from .feedforward import RMSNorm, param, scaled_norm
 from .frozen import array
 from .linear import product
 from .loss import LocalLosses, LossSums, global_sums
 from .memory.chunked import chunked, chunked_total
+from .norms import RMSNorm, scaled_norm
+from .projection import param
 from .transformer import TOKENS, Batch, Transformer
 from .weights import Shards
 
@@ -65,7 +66,7 @@ class TrajectorySizes(NamedTuple):
         return max(self.observation, self.action, 2)
 
 
-class Mixture(NamedTuple):
+class ActionMixture(NamedTuple):
     """K actions predicted at each token, and the logarithms of their probabilities."""
 
     actions: Float[Array, "B T K A"]
@@ -147,7 +148,7 @@ class AgenticTransformer(Transformer):
         )
         return {name: array(weight) for name, weight in weights.items()}
 
-    def _predict(self, weights: dict[str, jax.Array], x: Float[Array, "B T E"]) -> Mixture:
+    def _predict(self, weights: dict[str, jax.Array], x: Float[Array, "B T E"]) -> ActionMixture:
         norm = scaled_norm(x, weights["norm.weight"], self.config)
         numbers = (
             product("bte,ea->bta", norm, weights["action_head.weight"], jnp.float32)
@@ -162,14 +163,14 @@ class AgenticTransformer(Transformer):
             if self.sizes.components > 1
             else jnp.zeros((*x.shape[:2], 1), jnp.float32)
         )
-        return Mixture(actions, jax.nn.log_softmax(logits))
+        return ActionMixture(actions, jax.nn.log_softmax(logits))
 
     def local_losses(self, params: Shards, batch: Batch) -> LocalLosses:
         """Returns the losses of this device's tokens."""
 
-        def losses(weights, arrays, labels):
+        def losses(weights, arrays, constants):
             actions, log_probabilities = self._predict(weights, arrays["x"])
-            squares = jnp.square(actions - labels["targets"][:, :, None])
+            squares = jnp.square(actions - constants["targets"][:, :, None])
             if self.sizes.components == 1:
                 return jnp.mean(squares[:, :, 0], -1)
             return -jax.nn.logsumexp(
@@ -216,11 +217,11 @@ class AgenticTransformer(Transformer):
 
 
 def _embed(
-    dtype: Any, weights: dict[str, jax.Array], arrays: Any, labels: dict[str, jax.Array]
+    dtype: Any, weights: dict[str, jax.Array], arrays: Any, constants: dict[str, jax.Array]
 ) -> Float[Array, "B T E"]:
     """Places each token's numbers in its kind's columns, so that one product serves all kinds."""
-    kind = jax.nn.one_hot(labels["kinds"], len(Kind), dtype=dtype)
-    values: Float[Array, "B T W"] = labels["values"].astype(dtype)
+    kind = jax.nn.one_hot(constants["kinds"], len(Kind), dtype=dtype)
+    values: Float[Array, "B T W"] = constants["values"].astype(dtype)
     columns = (kind[..., :, None] * values[..., None, :]).reshape(*kind.shape[:2], -1)
     embedded = product("bti,ie->bte", columns, weights["embed_inputs.weight"])
     biases = product("btk,ke->bte", kind, weights["embed_inputs.bias"])

@@ -52,18 +52,18 @@ def attention_mass(
 
     def local(params: Shards, batch: Batch) -> Float[Array, "N G"]:
         group, asked = batch["group"], batch["asked"]
-        coords, labels = model.local_coords(batch), TokenInfo(batch["positions"])
-        layers = model.layers(labels.positions.shape[1] * model.mesh.shape["sequence"])
+        coords, info = model.local_coords(batch), TokenInfo(batch["positions"])
+        layers = model.layers(info.positions.shape[1] * model.mesh.shape["sequence"])
         x, shards = model.local_embed(params, batch), model.weights.of_layers(params)
         shares = []
         for number in range(model.config.num_hidden_layers):
             layer = layers[number % len(layers)]
             weights = model.weights.layer({name: array[number] for name, array in shards.items()})
-            q, k, v = layer.project(weights, x, labels)
+            q, k, v = layer.project(weights, x, info)
             share = _shares(layer, weights, q, k, coords, group, groups)
             shares.append(jnp.einsum("btg,bt->g", share, asked.astype(jnp.float32)))
             attended = layer.attend(weights, q, k, v, coords)
-            x = layer.finish(weights, x, attended, labels).hidden
+            x = layer.finish(weights, x, attended, info).hidden
         total, tokens = lax.psum((jnp.stack(shares), jnp.sum(asked)), EVERY_TOKEN)
         return total / tokens
 

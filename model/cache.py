@@ -362,7 +362,7 @@ class CachedModel:
         coords = TokenCoords(index, segment_ids, jnp.zeros_like(index))
         # The same length for all tokens, so that cached keys stay valid under the RoPE rules
         # `dynamic` and `longrope`.
-        layers, labels = model.layers(self.capacity), TokenInfo(index)
+        layers, info = model.layers(self.capacity), TokenInfo(index)
 
         # The cache is in the carry, where it is updated in place; restacked, it would be in memory
         # twice.
@@ -370,7 +370,7 @@ class CachedModel:
             x, k, v = carry
             shards, number = of_layer
             weights = model.weights.layer(shards)
-            q, new_k, new_v = layer.project(weights, x, labels)
+            q, new_k, new_v = layer.project(weights, x, info)
             k, v = (write_heads(old, new, number) for old, new in ((k, new_k), (v, new_v)))
             attended = attend(
                 layer.attention,
@@ -379,7 +379,7 @@ class CachedModel:
                 _LayerCache(k, v, number, slots, before, used),
             )
             attended = with_sinks(attended, layer.sinks(weights)).out.astype(x.dtype)
-            return (layer.finish(weights, x, attended, labels).hidden, k, v), None
+            return (layer.finish(weights, x, attended, info).hidden, k, v), None
 
         (x, k, v), _ = scan_periods(
             [functools.partial(run_layer, layer) for layer in layers],

@@ -5,7 +5,7 @@ kept; the backward pass recomputes it.
 Each element has a 32-bit number, from the seed, the step, the row, the token's index in the row,
 the layer, the projection and the feature; it is kept if that number is at least the rate times
 2^32. Each is folded in by adding its product with an odd constant and applying MurmurHash3's
-finaliser (Appleby), a bijection on 32 bits.
+finalizer (Appleby), a bijection on 32 bits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TokenInfo(NamedTuple):
         return self._replace(positions=None)  # type: ignore[arg-type]
 
     def of_layer(self, layer: Any) -> TokenInfo:
-        """Returns the labels within the layer of this number."""
+        """Returns the same within the layer of this number."""
         return self if self.dropout is None else self._replace(dropout=_mix(self.dropout, layer))
 
 

@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from .attention.kernels.softcap import capped
 from .config import TransformerConfig
-from .feedforward import scaled_norm
 from .frozen import Weight, array, rows
 from .linear import product
 from .loss import token_losses
 from .memory.chunked import chunked, chunked_total
+from .norms import scaled_norm
 from .sharding import TensorParallel
 
 Weights = dict[str, Weight]
@@ -57,8 +57,8 @@ class EmbedAndHead:
         """Returns the tokens' rows of the table. Rows are cast after indexing the float32 table, so
         that its gradient is float32."""
 
-        def embed(weights, arrays, labels):
-            table, ids = weights["embed_tokens.weight"], labels["tokens"]
+        def embed(weights, arrays, constants):
+            table, ids = weights["embed_tokens.weight"], constants["tokens"]
             local_size = self.parallel.vocab_size // self.parallel.tensor
             if self.parallel.tensor > 1:
                 ids = ids - self.parallel.rank() * local_size
@@ -75,7 +75,7 @@ class EmbedAndHead:
         """Returns float32 logits of the whole vocabulary on every tensor rank. For evaluation: not
         chunked."""
 
-        def head(weights, arrays, labels):
+        def head(weights, arrays, constants):
             logits = self._local_logits(weights, arrays["x"])
             if self.parallel.tensor > 1:
                 logits = lax.all_gather(logits, "tensor", axis=2, tiled=True)[
@@ -93,15 +93,9 @@ class EmbedAndHead:
 
         Logits exist for one chunk at a time and are recomputed in the backward pass.
         """
-
-        def losses(weights, arrays, labels):
-            return token_losses(
-                self._local_logits(weights, arrays["x"]), labels["targets"], self.parallel
-            )
-
         with jax.named_scope("head_and_loss"):
             return chunked(
-                losses,
+                self._chunk_losses,
                 weights,
                 {"x": x},
                 {"targets": targets},
@@ -122,15 +116,9 @@ class EmbedAndHead:
         Logits exist for one chunk at a time, and no chunk's are computed twice (the loss in blocks
         of Blockwise Parallel Transformer and Ring Attention, Algorithm 1).
         """
-
-        def losses(weights, arrays, labels):
-            return token_losses(
-                self._local_logits(weights, arrays["x"]), labels["targets"], self.parallel
-            )
-
         with jax.named_scope("head_and_loss"):
             return chunked_total(
-                losses,
+                self._chunk_losses,
                 weights,
                 {"x": x},
                 {"targets": targets},
@@ -138,6 +126,14 @@ class EmbedAndHead:
                 dtype=self.dtype,
                 chunk=self.loss_chunk,
             )
+
+    def _chunk_losses(
+        self, weights: Weights, arrays: dict[str, jax.Array], constants: dict[str, jax.Array]
+    ) -> Float[Array, "B T"]:
+        """-log p(target) of a chunk's tokens: the function that `chunked` runs."""
+        return token_losses(
+            self._local_logits(weights, arrays["x"]), constants["targets"], self.parallel
+        )
 
     def _local_logits(self, weights: Weights, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Final norm, and float32 logits of this tensor rank's vocabulary; minus infinity in

@@ -21,10 +21,12 @@ from jaxtyping import Array, Bool, Float, Int
 from .adapter import ROUTER
 from .config import TransformerConfig
 from .dropout import TokenInfo
-from .feedforward import ACTIVATIONS, OUTPUT, Auxiliary, FeedForward, param
+from .feedforward import ACTIVATIONS, Auxiliary, FeedForward
 from .grouped import grouped_product
 from .linear import product
+from .projection import param
 from .sharding import TensorParallel
+from .stages import OUTPUT
 
 # Functions from logits to scores, by `TransformerConfig.router_scores`.
 SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -109,7 +111,7 @@ class Router(nnx.Module):
             self.lora_B = zeros((self.adapter.rank, shape[1]), ("rank", "router"))
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T X"]:
-        """Returns float32 logits of normalised hidden states."""
+        """Returns float32 logits of normalized hidden states."""
         logits = product("te,ex->tx", x, self.weight.get_value(), jnp.float32)
         if self.adapter is not None:
             low = product("te,er->tr", x, self.lora_A[...])
@@ -179,7 +181,7 @@ class ExpertProjection(nnx.Module):
 
 
 def _named(grouped: Float[Array, "M N"]) -> Float[Array, "M N"]:
-    """Returns a grouped product under the name by which `memory.remat` recognises it, since it is
+    """Returns a grouped product under the name by which `memory.remat` recognizes it, since it is
     not a dot."""
     return checkpoint_name(grouped, "expert_product")
 
@@ -255,7 +257,7 @@ class Experts(nnx.Module):
         return jnp.einsum("tke,tk->te", outputs, routes.weights).astype(x.dtype)
 
 
-class Mixture(nnx.Module):
+class MixtureOfExperts(nnx.Module):
     """A router and its experts instead of a feed-forward; and a shared expert, if any."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -275,9 +277,9 @@ class Mixture(nnx.Module):
             )
 
     def __call__(
-        self, x: Float[Array, "B T E"], parallel: TensorParallel, labels: TokenInfo
+        self, x: Float[Array, "B T E"], parallel: TensorParallel, info: TokenInfo
     ) -> tuple[Float[Array, "B T E"], Auxiliary]:
-        """Returns the mixture of normalised hidden states, summed over the tensor ranks, and the
+        """Returns the mixture of normalized hidden states, summed over the tensor ranks, and the
         router's sums over this device's tokens, as in `router_sums`."""
         x = parallel.whole(x)
         tokens = x.reshape(-1, x.shape[-1])
@@ -287,7 +289,7 @@ class Mixture(nnx.Module):
         if self.config.shared_expert_intermediate_size:
             y += self._shared(x, parallel)
         # Decoding trains nothing and needs no sums.
-        real = labels.real
+        real = info.real
         sums = {} if real is None else router_sums(logits, routes, real.reshape(-1))
         return parallel.combine(y, "mlp"), sums
 

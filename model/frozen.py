@@ -1,4 +1,4 @@
-"""Untrained weights, `FrozenWeight`: without gradient, stored and sent in fewer bits than
+"""Frozen weights, `FrozenWeight`: without gradient, stored and sent in fewer bits than
 float32."""
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
 
 
 class FrozenWeight(abc.ABC):
@@ -34,12 +35,17 @@ class Plain(FrozenWeight):
 
     def dequantize(self, dtype: Any) -> Float[Array, ...]:
         """See `FrozenWeight.dequantize`."""
-        return jax.lax.stop_gradient(self.value).astype(dtype)
+        return lax.stop_gradient(self.value).astype(dtype)
 
     def part(self, i: Any, count: int, axis: int) -> Plain:
         """See `FrozenWeight.part`."""
-        size = self.value.shape[axis] // count
-        return Plain(jax.lax.dynamic_slice_in_dim(self.value, i * size, size, axis))
+        return Plain(part_of(self.value, i, count, axis))
+
+
+def part_of(x: Shaped[Array, ...], i: Any, count: int, axis: int) -> Shaped[Array, ...]:
+    """Returns part i of `count` equal parts of an array along an axis."""
+    size = x.shape[axis] // count
+    return lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
 
 Weight = jax.Array | FrozenWeight

@@ -1,7 +1,7 @@
 """One decoder layer as plain code: norm, projections, RoPE; attention; output projection, norm,
 feed-forward.
 
-`model.memory` scans, rematerialises and splits it.
+`model.memory` scans, rematerializes and splits it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from .attention import AttentionOp, Keys, Queries, TokenCoords, attend
 from .config import TransformerConfig
 from .declarations import bind, read_by
 from .dropout import TokenInfo
-from .feedforward import KEYS_VALUES, OUTPUT, QUERIES, Auxiliary
+from .feedforward import Auxiliary
 from .frozen import array
 from .memory.chunked import chunked_with_sums, passed_through
 from .memory.options import MemoryConfig
 from .modules import Tokens
 from .rope_config import RopeConfig
 from .sharding import TensorParallel
+from .stages import KEYS_VALUES, OUTPUT, QUERIES
 
 Heads = Float[Array, "B T H D"]
 Hidden = Float[Array, "B T E"]
@@ -73,50 +74,48 @@ class ShardedLayer:
     length: int
 
     def __call__(
-        self, weights: dict, x: Hidden, labels: TokenInfo, coords: TokenCoords
+        self, weights: dict, x: Hidden, info: TokenInfo, coords: TokenCoords
     ) -> LayerOutput:
         """Returns the layer's output."""
-        q, k, v = self.project(weights, x, labels)
-        return self.finish(weights, x, self.attend(weights, q, k, v, coords), labels)
+        q, k, v = self.project(weights, x, info)
+        return self.finish(weights, x, self.attend(weights, q, k, v, coords), info)
 
-    def project(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Heads, Heads, Heads]:
+    def project(self, weights: dict, x: Hidden, info: TokenInfo) -> tuple[Heads, Heads, Heads]:
         """Returns queries, keys and values, for the heads in the weights."""
         project = self._projection(_queries_keys_values)
         weights = read_by(self.config, (QUERIES, KEYS_VALUES), weights)
         return self._position_wise(
-            lambda *part: ({}, project(*part)), weights, x, labels, self.memory.projection_chunk
+            lambda *part: ({}, project(*part)), weights, x, info, self.memory.projection_chunk
         )[1]
 
     def project_through(
-        self, weights: dict, x: Hidden, labels: TokenInfo
+        self, weights: dict, x: Hidden, info: TokenInfo
     ) -> tuple[Hidden, tuple[Heads, Heads, Heads]]:
         """Returns x, and queries, keys and values. Using the returned x lets its gradient
         accumulate in place (see `passed_through`)."""
-        return self._project_through(
-            _queries_keys_values, (QUERIES, KEYS_VALUES), weights, x, labels
-        )
+        return self._project_through(_queries_keys_values, (QUERIES, KEYS_VALUES), weights, x, info)
 
-    def queries_through(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Hidden, Heads]:
+    def queries_through(self, weights: dict, x: Hidden, info: TokenInfo) -> tuple[Hidden, Heads]:
         """Returns x and the queries; see `project_through`."""
-        return self._project_through(_queries, (QUERIES,), weights, x, labels)
+        return self._project_through(_queries, (QUERIES,), weights, x, info)
 
     def keys_values_through(
-        self, weights: dict, x: Hidden, labels: TokenInfo
+        self, weights: dict, x: Hidden, info: TokenInfo
     ) -> tuple[Hidden, tuple[Heads, Heads]]:
         """Returns x, and the keys and values; see `project_through`."""
-        return self._project_through(_keys_values, (KEYS_VALUES,), weights, x, labels)
+        return self._project_through(_keys_values, (KEYS_VALUES,), weights, x, info)
 
     def _project_through(
-        self, read: Callable, stages: tuple[str, ...], weights: dict, x: Hidden, labels: TokenInfo
+        self, read: Callable, stages: tuple[str, ...], weights: dict, x: Hidden, info: TokenInfo
     ) -> tuple[Hidden, Any]:
         project, weights = self._projection(read), read_by(self.config, stages, weights)
         if self.memory.policy.products:
-            return x, project(weights, x, labels)
+            return x, project(weights, x, info)
         return passed_through(
             project,
             weights,
             x,
-            labels,
+            info,
             dtype=self.dtype,
             chunk=self._chunk(self.memory.projection_chunk),
         )
@@ -124,11 +123,11 @@ class ShardedLayer:
     def _projection(self, read: Callable) -> Callable:
         """The position-wise work from a layer's input to the mixer's projections read by `read`."""
 
-        def project(weights, x, labels):
+        def project(weights, x, info):
             layer = bind(self.config, weights)
             with jax.named_scope("input_norm"):
                 x = self.parallel.whole(layer.mixer_input(x))
-            tokens = Tokens(labels, self.rope, self.length, self.parallel)
+            tokens = Tokens(info, self.rope, self.length, self.parallel)
             with jax.named_scope("qkv_projection"):
                 return read(layer.mixer, x, tokens)
 
@@ -146,16 +145,16 @@ class ShardedLayer:
         """Returns the learnt scores that join the softmax denominators, if the model has any."""
         return array(weights[SINKS]) if SINKS in weights else None
 
-    def finish(self, weights: dict, x: Hidden, attended: Heads, labels: TokenInfo) -> LayerOutput:
+    def finish(self, weights: dict, x: Hidden, attended: Heads, info: TokenInfo) -> LayerOutput:
         """Returns the layer's output from its input and attention's output."""
 
-        def finish(weights, arrays, labels):
+        def finish(weights, arrays, info):
             layer = bind(self.config, weights)
             with jax.named_scope("attention_output"):
-                mixed = layer.mixer.output(arrays["attended"], self.parallel, labels.dropout)
+                mixed = layer.mixer.output(arrays["attended"], self.parallel, info.dropout)
             with jax.named_scope("feed_forward"):
                 hidden, auxiliary = layer.output(
-                    arrays["x"], mixed, lambda x: layer.mlp(x, self.parallel, labels), self._add
+                    arrays["x"], mixed, lambda x: layer.mlp(x, self.parallel, info), self._add
                 )
             return auxiliary, hidden
 
@@ -163,7 +162,7 @@ class ShardedLayer:
             finish,
             read_by(self.config, (OUTPUT,), weights),
             {"x": x, "attended": attended},
-            labels.without_positions,
+            info.without_positions,
             self.memory.feed_forward_chunk,
         )
         return LayerOutput(hidden, auxiliary)
@@ -174,15 +173,15 @@ class ShardedLayer:
         return x + (branch if multiplier == 1 else branch * multiplier)
 
     def _position_wise(
-        self, fn: Callable, weights: dict, arrays: Any, labels: Any, chunk: int
+        self, fn: Callable, weights: dict, arrays: Any, info: Any, chunk: int
     ) -> tuple[Any, Any]:
         """Returns the sums and results of fn, run in chunks of tokens that are recomputed in the
         backward pass; all at once with the remat policy `everything`, which keeps the results of
         products."""
         if self.memory.policy.products:
-            return fn(weights, arrays, labels)
+            return fn(weights, arrays, info)
         return chunked_with_sums(
-            fn, weights, arrays, labels, dtype=self.dtype, chunk=self._chunk(chunk)
+            fn, weights, arrays, info, dtype=self.dtype, chunk=self._chunk(chunk)
         )
 
     def _chunk(self, chunk: int) -> int:

@@ -1,4 +1,4 @@
-"""The transformer's Flax modules: each declares its parameters (shape, initialiser, logical axes,
+"""The transformer's Flax modules: each declares its parameters (shape, initializer, logical axes,
 stage, Hugging Face's name) and computes with them.
 """
 
@@ -14,23 +14,14 @@ from jaxtyping import Array, Float
 
 from .config import TransformerConfig
 from .dropout import TokenInfo
-from .experts import Mixture
-from .feedforward import (
-    ATTENTION,
-    KEYS_VALUES,
-    OUTPUT,
-    QK_NORMS,
-    QUERIES,
-    Auxiliary,
-    DropoutKeys,
-    FeedForward,
-    Projection,
-    RMSNorm,
-    param,
-)
+from .experts import MixtureOfExperts
+from .feedforward import Auxiliary, FeedForward
+from .norms import QK_NORMS, RMSNorm
+from .projection import DropoutKeys, Projection, param
 from .rope import apply_rope, attention_scaling, inverse_frequencies
 from .rope_config import RopeConfig
 from .sharding import TensorParallel
+from .stages import ATTENTION, KEYS_VALUES, OUTPUT, QUERIES
 
 Hidden = Float[Array, "B T E"]
 
@@ -39,11 +30,11 @@ class Tokens(NamedTuple):
     """Inputs of projections besides hidden states.
 
     Attributes:
-      labels: the tokens', within the layer. rope: the layer's rotary embedding, or None; length: of
+      info: the tokens', within the layer. rope: the layer's rotary embedding, or None; length: of
         the whole row, see `model.rope`.
     """
 
-    labels: TokenInfo
+    info: TokenInfo
     rope: RopeConfig | None
     length: int
     parallel: TensorParallel
@@ -103,7 +94,7 @@ class SelfAttention(nnx.Module):
         )
 
     def queries(self, x: Float[Array, "B T E"], tokens: Tokens) -> Float[Array, "B T Hq D"]:
-        """Returns the queries of normalised hidden states, for the heads in the weights."""
+        """Returns the queries of normalized hidden states, for the heads in the weights."""
         return self._positioned(
             self._heads(self.q_proj, x, tokens), getattr(self, "q_norm", None), tokens
         )
@@ -120,7 +111,7 @@ class SelfAttention(nnx.Module):
     def _heads(
         self, projection: Projection, x: Float[Array, "B T E"], tokens: Tokens
     ) -> Float[Array, "B T H D"]:
-        return projection.add_bias(projection(x, tokens.parallel, tokens.labels.dropout))
+        return projection.add_bias(projection(x, tokens.parallel, tokens.info.dropout))
 
     def _positioned(
         self, heads: Float[Array, "B T H D"], norm: Any, tokens: Tokens
@@ -134,7 +125,7 @@ class SelfAttention(nnx.Module):
         with jax.named_scope("rope"):
             return apply_rope(
                 heads,
-                tokens.labels.positions,
+                tokens.info.positions,
                 frequencies,
                 attention_scaling(tokens.rope),
                 tokens.length,
@@ -153,9 +144,9 @@ class SelfAttention(nnx.Module):
         )
 
 
-def feed_forward(config: TransformerConfig, rngs: nnx.Rngs) -> FeedForward | Mixture:
+def feed_forward(config: TransformerConfig, rngs: nnx.Rngs) -> FeedForward | MixtureOfExperts:
     """Returns what follows attention in a layer: a feed-forward, or a mixture of them."""
-    return (Mixture if config.num_experts else FeedForward)(config, rngs=rngs)
+    return (MixtureOfExperts if config.num_experts else FeedForward)(config, rngs=rngs)
 
 
 class DecoderLayer(nnx.Module):

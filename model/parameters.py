@@ -1,4 +1,4 @@
-"""A model's parameters on a mesh: their declaration, placement and initialisation."""
+"""A model's parameters on a mesh: their declaration, placement and initialization."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class ModelParameters(abc.ABC):
         )
 
     def init(self, seed: int) -> dict[str, Float[Array, ...]]:
-        """Returns freshly initialised, sharded parameters, drawn without padding so that the mesh
+        """Returns freshly initialized, sharded parameters, drawn without padding so that the mesh
         changes no number."""
         if self.config.adapter is not None and self.config.adapter.quantize != "none":
             adapter = dataclasses.replace(self.config.adapter, quantize="none")

@@ -38,8 +38,8 @@ from .codecs import (
     quantize_int8,
     quantize_nf4,
 )
-from .frozen import FrozenWeight
-from .sharding import HIDDEN, Parameter
+from .frozen import FrozenWeight, part_of
+from .sharding import HIDDEN, Parameter, mesh_axes_of
 
 # The arrays of a weight, by the kind of quantization.
 QUANTIZED_PARTS = {"nf4": ("codes", "absmax", "nested"), "int8": ("codes", "absmax")}
@@ -60,7 +60,7 @@ class Nf4Weight(FrozenWeight):
         """See `FrozenWeight.dequantize`. The product of level and scale is rounded once, as
         bitsandbytes does.
 
-        The TPU compiler materialises the interleaved pair of 4-bit values. With the barrier these
+        The TPU compiler materializes the interleaved pair of 4-bit values. With the barrier these
         are uint8 codes; without it they would be float32 levels, a full copy of the weight. The
         table of levels goes through the barrier too: a level known before the loop over layers
         would be broadcast there to the weight's shape, and kept for all layers.
@@ -109,12 +109,6 @@ class Int8Weight(FrozenWeight):
             self.absmax if self.absmax.shape[axis] == 1 else part_of(self.absmax, i, count, axis)
         )
         return Int8Weight(part_of(self.codes, i, count, axis), absmax)
-
-
-def part_of(x: Shaped[Array, ...], i: Any, count: int, axis: int) -> Shaped[Array, ...]:
-    """Returns part i of `count` equal parts of an array along an axis."""
-    size = x.shape[axis] // count
-    return lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
 
 def _nf4_levels(codes: UInt8[Array, ...], table: Float[Array, "16"]) -> Float[Array, ...]:
@@ -288,7 +282,7 @@ def _assemble(
         [(0, after - before) for after, before in zip(padded_blocks, own_blocks, strict=True)],
     )
     for axis, entry in enumerate(spec):
-        if "tensor" in ((entry,) if isinstance(entry, str) else entry or ()):
+        if "tensor" in mesh_axes_of(entry):
             scales = part_of(
                 scales, lax.axis_index("tensor"), scales.shape[axis] // absmax.shape[axis], axis
             )

@@ -70,7 +70,7 @@ class Parameter:
 
     frozen: whether it has no gradient in any run of the model; `trainable` may freeze others.
     granularity: along each axis, how many elements stay on one device; () for 1 along all.
-    stages: of a layer, those that read it (`modules.STAGES`).
+    stages: of a layer, those that read it (`stages.STAGES`).
     constant: whether no run trains it; it is frozen, and keeps its dtype everywhere.
     inputs: how many of a matrix's axes, after those of layers and experts, are a product's inputs;
         0 for a table of rows; None for vectors.
@@ -145,13 +145,13 @@ class TensorParallel:
         block = config.adapter.block if config.adapter else 1
         widths = config.expert_width, config.shared_expert_intermediate_size
         return cls(
-            tensor,
-            kv_heads or shared,
-            kv_heads,
-            all(width // block % tensor == 0 for width in widths),
-            -(-config.vocab_size // tensor) * tensor,
-            query,
-            key,
+            tensor=tensor,
+            heads=kv_heads or shared,
+            kv_heads=kv_heads,
+            mlp=all(width // block % tensor == 0 for width in widths),
+            vocab_size=-(-config.vocab_size // tensor) * tensor,
+            query_heads=query,
+            key_heads=key,
         )
 
     @property
@@ -270,15 +270,16 @@ class Sharding:
         }
 
 
+def mesh_axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the mesh axes that an entry of a PartitionSpec names."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
 def storage_axes_of(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
     """Returns the array axes split by storage, each with its mesh axes."""
     splits = []
     for i, entry in enumerate(spec):
-        axes = tuple(
-            axis
-            for axis in ((entry,) if isinstance(entry, str) else entry or ())
-            if axis in STORAGE_AXES
-        )
+        axes = tuple(axis for axis in mesh_axes_of(entry) if axis in STORAGE_AXES)
         if axes:
             splits.append((i, axes))
     return splits
@@ -289,9 +290,7 @@ def storage_spec(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
     with its own experts: only the remaining storage axes are gathered."""
     return PartitionSpec(
         *(
-            tuple(
-                name for name in ((entry,) if isinstance(entry, str) else entry) if name != "expert"
-            )
+            tuple(name for name in mesh_axes_of(entry) if name != "expert")
             if entry and RULES[axis].expert
             else entry
             for entry, axis in zip(spec, axes, strict=True)
@@ -303,12 +302,7 @@ def without_storage(spec: PartitionSpec) -> PartitionSpec:
     """Returns the spec of a gathered array: its splits other than storage."""
 
     def others(entry):
-        axes = tuple(
-            axis
-            for axis in ((entry,) if isinstance(entry, str) else entry or ())
-            if axis not in STORAGE_AXES
-        )
-        return axes or None
+        return tuple(axis for axis in mesh_axes_of(entry) if axis not in STORAGE_AXES) or None
 
     return PartitionSpec(*map(others, spec))
 

@@ -23,10 +23,12 @@ from .attention.kernels import Kernel, get_kernel
 from .attention.names import BATCH_AXES
 from .dropout import TokenInfo
 from .experts import RouterTotals, router_losses, router_measures
-from .feedforward import QK_NORMS, Auxiliary
+from .families import FAMILIES
+from .feedforward import Auxiliary
 from .layer import LayerOutput, ShardedLayer
 from .memory.options import MemoryConfig, check_combination
 from .memory.runners import layer_runner
+from .norms import QK_NORMS
 from .parameters import ModelParameters
 from .sharding import TensorParallel
 from .weights import Shards
@@ -89,7 +91,8 @@ class Transformer(ModelParameters):
             sequence_parallel=parallel.split_tokens,
         )
         if self.config.adapter is not None:
-            self.config.adapter.check_train(list(self.own_shapes))
+            fused = FAMILIES[self.config.family].fused_projections.values()
+            self.config.adapter.check_train(self.own_shapes, fused)
         if (
             (norm := QK_NORMS[self.config.qk_norm])
             and norm.needs_all_heads
@@ -97,7 +100,7 @@ class Transformer(ModelParameters):
         ):
             raise ValueError(
                 f"memory.attention_groups: found {self.memory.attention_groups}; the family "
-                f"{self.config.family} normalises all heads together, so it needs 1"
+                f"{self.config.family} normalizes all heads together, so it needs 1"
             )
         if parallel.split_tokens and not (parallel.heads and parallel.mlp):
             config = self.config
@@ -180,12 +183,12 @@ class Transformer(ModelParameters):
     def local_layers(self, params: Shards, batch: Batch) -> LayerOutput:
         """Returns the last layer's hidden states, and the auxiliary sums of all layers."""
         real = batch["segment_ids"] > 0 if self.config.num_experts else None
-        labels = TokenInfo(batch["positions"], batch.get("dropout"), real)
+        info = TokenInfo(batch["positions"], batch.get("dropout"), real)
         runner = layer_runner(
-            self.layers(labels.positions.shape[1] * self.mesh.shape["sequence"]), self.weights
+            self.layers(info.positions.shape[1] * self.mesh.shape["sequence"]), self.weights
         )
         x = self.local_embed(params, batch)
-        output = runner.run(self.weights.of_layers(params), x, labels, self.local_coords(batch))
+        output = runner.run(self.weights.of_layers(params), x, info, self.local_coords(batch))
         return output._replace(hidden=self.parallel.whole(output.hidden))
 
     def auxiliary_losses(self, sums: Auxiliary, batch: Batch) -> dict[str, Float[Array, ""]]:

@@ -37,6 +37,7 @@ LAYERS = (
         "quantized_weights",
         "rope",
         "sharding",
+        "stages",
     ),
     (
         "memory.chunked",
@@ -45,6 +46,8 @@ LAYERS = (
         "memory.policies",
     ),  # needed to run a decoder layer in pieces
     (
+        "norms",
+        "projection",
         "feedforward",
         "experts",
         "modules",

@@ -250,37 +250,37 @@ def chunked_total(
     weights: Mapping[str, Weight],
     arrays: Arrays,
     constants: Arrays,
-    shares: Float[Array, "B T"],
+    loss_weights: Float[Array, "B T"],
     *,
     dtype: Any,
     chunk: int = 0,
 ) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
-    """Returns the sum of fn(weights, arrays, constants) * shares over all tokens, and fn's values
-    without gradient.
+    """Returns the sum of fn(weights, arrays, constants) * loss_weights over all tokens, and fn's
+    values without gradient.
 
     The gradient is computed in the forward pass, chunk by chunk, while the values are available:
     the backward pass only scales it by the sum's cotangent, and nothing is computed twice.
 
     Args:
       fn: position-wise, returns float32 [B, c]; otherwise all arguments are as in `chunked`.
-      shares: float32, not differentiated.
+      loss_weights: float32, not differentiated.
     """
-    size = _chunk_size(shares.shape[1], chunk)
+    size = _chunk_size(loss_weights.shape[1], chunk)
 
-    def total(weights, arrays, constants, shares):
+    def total(weights, arrays, constants, loss_weights):
         values = fn(weights, arrays, constants)
-        return jnp.sum(values * shares), lax.stop_gradient(values)
+        return jnp.sum(values * loss_weights), lax.stop_gradient(values)
 
     @jax.custom_vjp
-    def run(weights, arrays, constants, shares):
+    def run(weights, arrays, constants, loss_weights):
         cast_weights = cast(weights, dtype)
         return _sum_over_chunks(
             lambda part: total(cast(cast_weights, jnp.float32), *part),
-            (arrays, constants, shares),
+            (arrays, constants, loss_weights),
             size,
         )
 
-    def forward(weights, arrays, constants, shares):
+    def forward(weights, arrays, constants, loss_weights):
         cast_weights = cast(weights, dtype)
 
         def step(part):
@@ -294,7 +294,7 @@ def chunked_total(
             dw, dx = pull(jnp.ones_like(value))
             return (value, dw), (values, dx)
 
-        (value, dw), (values, dx) = _sum_over_chunks(step, (arrays, constants, shares), size)
+        (value, dw), (values, dx) = _sum_over_chunks(step, (arrays, constants, loss_weights), size)
         return (value, values), (dw, dx)
 
     def backward(residuals, cotangents):
@@ -302,4 +302,4 @@ def chunked_total(
         return dw, dx, None, None
 
     run.defvjp(forward, backward)
-    return run(weights, arrays, constants, shares)
+    return run(weights, arrays, constants, loss_weights)

@@ -28,9 +28,9 @@ from model.attention import (
 )
 from model.declarations import declare_layer, read_by
 from model.dropout import TokenInfo
-from model.feedforward import ATTENTION, KEYS_VALUES, QUERIES
-from model.frozen import FrozenWeight, Weight, split
+from model.frozen import FrozenWeight, Weight, part_of, split
 from model.layer import ShardedLayer, with_sink_gradient
+from model.stages import ATTENTION, KEYS_VALUES, QUERIES
 
 from .chunked import cast, vjp
 from .layer_runner import ScanRunner
@@ -42,13 +42,13 @@ OUT_AND_LSE = (2, 1)
 class HeadGroupRunner(ScanRunner):
     """A scan in which each layer attends in groups of heads."""
 
-    def run_layer(self, layer, weights, x, labels, coords):
+    def run_layer(self, layer, weights, x, info, coords):
         attend_in_groups = GroupedAttention(
             layer.project_through, layer.attention, HeadGroups.of(layer), layer.dtype
         )
         stages = (QUERIES, KEYS_VALUES, ATTENTION)
-        x, attended = attend_in_groups(read_by(layer.config, stages, weights), x, labels, coords)
-        return layer.finish(weights, x, attended, labels)
+        x, attended = attend_in_groups(read_by(layer.config, stages, weights), x, info, coords)
+        return layer.finish(weights, x, attended, info)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,8 @@ class HeadGroups:
     axes: dict[str, int | None]
 
     @classmethod
-    def of(cls, layer: Any) -> HeadGroups:
-        """Returns the groups of a `ShardedLayer`, with the axes its parameters declare."""
+    def of(cls, layer: ShardedLayer) -> HeadGroups:
+        """Returns a layer's groups, with the axes its parameters declare."""
 
         def heads_axis(axes):
             return next((i for i, axis in enumerate(axes) if axis in ("heads", "kv_heads")), None)
@@ -80,8 +80,7 @@ class HeadGroups:
 
     def take(self, x: jax.Array, i: Any, axis: int) -> jax.Array:
         """Returns group i of the heads along `axis`."""
-        size = x.shape[axis] // self.count
-        return lax.dynamic_slice_in_dim(x, i * size, size, axis)
+        return part_of(x, i, self.count, axis)
 
     def put(self, x: jax.Array, part: jax.Array, i: Any, axis: int) -> jax.Array:
         """Returns all heads, with `part` as their group i."""
@@ -140,7 +139,7 @@ class GroupedAttention:
     place.
 
     Attributes:
-      project: (weights, x, labels) -> x, (q, k, v) for the heads in the weights; closes over no
+      project: (weights, x, info) -> x, (q, k, v) for the heads in the weights; closes over no
         traced value.
       dtype: the compute dtype.
     """
@@ -154,7 +153,7 @@ class GroupedAttention:
         self,
         weights: dict[str, Weight],
         x: Float[Array, "B T E"],
-        labels: TokenInfo,
+        info: TokenInfo,
         coords: TokenCoords,
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B T Hq D"]]:
         """Returns x, and attention's output of all heads.
@@ -165,22 +164,22 @@ class GroupedAttention:
         """
         run = jax.custom_vjp(lambda *arrays: self._forward(*arrays)[0])
         run.defvjp(self._forward, self._backward)
-        return run(weights, x, labels, coords)
+        return run(weights, x, info, coords)
 
-    def _forward(self, weights, x, labels, coords):
+    def _forward(self, weights, x, info, coords):
         weights = cast(weights, self.dtype)
 
         def attend(_, i):
             group = self.groups.weights(weights, i)
-            _, (q, k, v) = self.project(group, x, labels)
+            _, (q, k, v) = self.project(group, x, info)
             sinks = ShardedLayer.sinks(group)
             return (), self.attention.forward(Queries(q, coords), Keys(k, v, coords), sinks)
 
         out, lse = name_for_remat(*self.groups.over(attend, (), OUT_AND_LSE)[1])
-        return (x, out), (weights, x, labels, coords, out, lse)
+        return (x, out), (weights, x, info, coords, out, lse)
 
     def _backward(self, residuals, cotangents):
-        weights, x, labels, coords, out, lse = residuals
+        weights, x, info, coords, out, lse = residuals
         dx, dout = cotangents
         groups = self.groups
         trained, _ = split(weights)
@@ -189,7 +188,7 @@ class GroupedAttention:
         def add_group(carry, i):
             dx, d_shared = carry
             group = groups.weights(weights, i)
-            (_, (q, k, v)), pull = vjp(lambda w, x: self.project(w, x, labels), group, x)
+            (_, (q, k, v)), pull = vjp(lambda w, x: self.project(w, x, info), group, x)
             result = AttentionPartial(groups.take(out, i, 2), groups.take(lse, i, 1))
             d_group = groups.take(dout, i, 2)
             gradients = self.attention.backward(

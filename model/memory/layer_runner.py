@@ -36,13 +36,13 @@ class LayerRunner(abc.ABC):
 
     @abc.abstractmethod
     def run(
-        self, shards: Shards, x: Float[Array, "B T E"], labels: TokenInfo, coords: TokenCoords
+        self, shards: Shards, x: Float[Array, "B T E"], info: TokenInfo, coords: TokenCoords
     ) -> LayerOutput:
         """Returns the last layer's hidden states, and the auxiliary sums of all layers.
 
         Args:
           shards: of all layers' parameters, stacked, named as within the layer.
-          x: the input of the first layer; labels: the tokens', not yet of a layer.
+          x: the input of the first layer; info: the tokens', not yet of a layer.
         """
 
 
@@ -55,23 +55,21 @@ class ScanRunner(LayerRunner):
     and keep it for every layer.
     """
 
-    def run(self, shards, x, labels, coords):
+    def run(self, shards, x, info, coords):
         def body(layer, carry, of_layer):
-            x, labels, coords = carry
+            x, info, coords = carry
             shards, number = of_layer
             x = checkpoint_name(x, "layer_input")
             y, auxiliary = self.run_layer(
-                layer, self.weights.layer(shards), x, labels.of_layer(number), coords
+                layer, self.weights.layer(shards), x, info.of_layer(number), coords
             )
-            return (y, labels, coords), auxiliary
+            return (y, info, coords), auxiliary
 
         memory = self.layers[0].memory
         bodies = [functools.partial(body, layer) for layer in self.layers]
-        numbers = (
-            None if labels.dropout is None else jnp.arange(jax.tree.leaves(shards)[0].shape[0])
-        )
+        numbers = None if info.dropout is None else jnp.arange(jax.tree.leaves(shards)[0].shape[0])
         (y, *_), auxiliary = scan_layers(
-            bodies, (x, labels, coords), (shards, numbers), memory.remat, memory.every_k
+            bodies, (x, info, coords), (shards, numbers), memory.remat, memory.every_k
         )
         return LayerOutput(y, auxiliary)
 
@@ -80,8 +78,8 @@ class ScanRunner(LayerRunner):
         layer: ShardedLayer,
         weights: dict[str, jax.Array],
         x: Float[Array, "B T E"],
-        labels: TokenInfo,
+        info: TokenInfo,
         coords: TokenCoords,
     ) -> LayerOutput:
         """Returns one layer's output from its whole weights."""
-        return layer(weights, x, labels, coords)
+        return layer(weights, x, info, coords)

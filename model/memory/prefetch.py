@@ -29,10 +29,10 @@ from model.attention import (
 )
 from model.declarations import read_by
 from model.dropout import TokenInfo
-from model.feedforward import KEYS_VALUES, OUTPUT, QUERIES
 from model.frozen import Weight, split
 from model.layer import SINKS, LayerOutput, ShardedLayer
 from model.sharding import gather_frozen, reduce_scatter
+from model.stages import KEYS_VALUES, OUTPUT, QUERIES
 from model.weights import Shards, WeightGatherer
 
 from .chunked import vjp
@@ -48,7 +48,7 @@ _SPACES = {"device": jax.memory.Space.Device, "host": jax.memory.Space.Host}
 class PrefetchRunner(LayerRunner):
     """Runs the layers in turn; holds two layers' weights at a time."""
 
-    def run(self, shards, x, labels, coords):
+    def run(self, shards, x, info, coords):
         specs = {name: self.weights.layer_spec(name) for name in shards}
         trained = frozenset(name for name in shards if not self.weights.is_frozen(name))
         dtypes = {
@@ -67,7 +67,7 @@ class PrefetchRunner(LayerRunner):
         )
         run = jax.custom_vjp(lambda *arrays: layers.forward(*arrays)[0])
         run.defvjp(layers.forward, layers.backward)
-        return run(shards, x, labels, coords)
+        return run(shards, x, info, coords)
 
 
 class _Residuals(NamedTuple):
@@ -77,13 +77,13 @@ class _Residuals(NamedTuple):
       shards: of all layers. kept: each layer's input and, if the remat policy keeps them,
         attention's out and lse.
       whole: the packed weights of the last layer, where the backward pass begins.
-      labels, coords: the tokens'.
+      info, coords: the tokens'.
     """
 
     shards: Shards
     kept: Results
     whole: list[jax.Array]
-    labels: TokenInfo
+    info: TokenInfo
     coords: TokenCoords
 
 
@@ -103,14 +103,14 @@ class _PrefetchedLayers:
     packed: PackedShards
     count: int
 
-    def forward(self, shards: Shards, x, labels, coords):
+    def forward(self, shards: Shards, x, info, coords):
         """Returns the output of all layers, and the residuals."""
         policy = self.layers[0].memory.policy
 
         def run_layer(layer, carry, i):
-            x, whole, labels, coords = carry
+            x, whole, info, coords = carry
             weights = self._weights(self.packed.unpack(whole), self._of_layer(shards, i)[1])
-            of_layer = labels.of_layer(i)
+            of_layer = info.of_layer(i)
             q, k, v = layer.project(weights, x, of_layer)
             (out, lse), whole = layer.attention.forward_and_gather(
                 Queries(q, coords),
@@ -123,25 +123,25 @@ class _PrefetchedLayers:
             )
             kept = jax.device_put(x, _SPACES[policy.inputs])
             y, auxiliary = layer.finish(weights, x, out, of_layer)
-            return (y, whole, labels, coords), ((kept, *attention), auxiliary)
+            return (y, whole, info, coords), ((kept, *attention), auxiliary)
 
         # In stages, if the compiler needs them.
         whole = [gather_frozen(array[None], RANKS) for array in self._of_layer(shards, 0)[0]]
         (y, whole, *_), results = scan_periods(
             [functools.partial(run_layer, layer) for layer in self.layers],
-            (x, whole, labels, coords),
+            (x, whole, info, coords),
             jnp.arange(self.count),
         )
         kept, auxiliary = unzipped(results)
-        return LayerOutput(y, stacked(auxiliary)), _Residuals(shards, kept, whole, labels, coords)
+        return LayerOutput(y, stacked(auxiliary)), _Residuals(shards, kept, whole, info, coords)
 
     def backward(self, residuals: _Residuals, cotangents: LayerOutput):
         """Returns the gradients of the shards and of x."""
-        shards, kept, whole, labels, coords = residuals
+        shards, kept, whole, info, coords = residuals
         dy, d_auxiliary = cotangents
 
         def run_layer(layer, carry, layer_inputs):
-            dx, whole, d_above, labels, coords = carry
+            dx, whole, d_above, info, coords = carry
             (i, d_auxiliary), (x, *attention) = layer_inputs
             x, *attention = jax.device_put((x, *attention), jax.memory.Space.Device)
             travelled, others = map(
@@ -164,19 +164,19 @@ class _PrefetchedLayers:
                 d_output,
                 below,
                 d_above,
-                labels.of_layer(i),
+                info.of_layer(i),
                 coords,
             )
             d_travelling, d_others = unpack_gradients({name: dw[name] for name in trained})
             d_packed = self.packed.pack_gradients(d_travelling)
-            return (dx, whole, d_packed, labels, coords), (
+            return (dx, whole, d_packed, info, coords), (
                 self.packed.unpack_gradient(d_above),
                 d_others,
             )
 
         (dx, _, d_first, *_), results = scan_periods(
             [functools.partial(run_layer, layer) for layer in self.layers],
-            (dy, whole, self.packed.zero_gradients(), labels, coords),
+            (dy, whole, self.packed.zero_gradients(), info, coords),
             (jnp.arange(self.count), d_auxiliary),
             kept,
             reverse=True,
@@ -189,7 +189,7 @@ class _PrefetchedLayers:
         }
         return {name: {**d_travelling, **d_others}.get(name) for name in shards}, dx, None, None
 
-    def _backward_layer(self, layer, weights, kept, d_output, below, d_above, labels, coords):
+    def _backward_layer(self, layer, weights, kept, d_output, below, d_above, info, coords):
         """Returns a layer's dx and dw; `below`, all ranks' packed shards of the layer below; and
         this rank's sum of `d_above`, the packed gradients of the layer above.
 
@@ -198,7 +198,7 @@ class _PrefetchedLayers:
         x, *saved = kept
         attention = layer.attention
         (_, (q, k, v)), pull = vjp(
-            lambda w, x: layer.project_through(w, x, labels),
+            lambda w, x: layer.project_through(w, x, info),
             read_by(layer.config, (QUERIES, KEYS_VALUES), weights),
             x,
         )
@@ -207,7 +207,7 @@ class _PrefetchedLayers:
         if not saved:
             saved, whole = attention.forward_and_gather(queries, keys, below, sinks)
         dw_output, dx, dout = vjp(
-            lambda *arrays: layer.finish(*arrays, labels),
+            lambda *arrays: layer.finish(*arrays, info),
             read_by(layer.config, (OUTPUT,), weights),
             x,
             saved[0],

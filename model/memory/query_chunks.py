@@ -48,7 +48,7 @@ from .layer_runner import ScanRunner
 class QueryChunkRunner(ScanRunner):
     """A scan in which the tokens go through each layer in chunks."""
 
-    def run_layer(self, layer, weights, x, labels, coords):
+    def run_layer(self, layer, weights, x, info, coords):
         in_chunks = LayerInChunks(
             layer.queries_through,
             layer.keys_values_through,
@@ -58,7 +58,7 @@ class QueryChunkRunner(ScanRunner):
             HeadGroups.of(layer),
             layer.dtype,
         )
-        return in_chunks(weights, x, labels, coords)
+        return in_chunks(weights, x, info, coords)
 
 
 class KeySource(Protocol):
@@ -84,11 +84,11 @@ class ProjectedByGroup(NamedTuple):
     them."""
 
     x: Float[Array, "B T E"]
-    labels: TokenInfo
+    info: TokenInfo
     coords: TokenCoords
 
     def group(self, layer: LayerInChunks, weights: dict[str, Weight], i: Any) -> Keys:
-        _, (k, v) = layer.keys_values(layer.groups.weights(weights, i), self.x, self.labels)
+        _, (k, v) = layer.keys_values(layer.groups.weights(weights, i), self.x, self.info)
         return Keys(k, v, self.coords)
 
 
@@ -97,9 +97,9 @@ class LayerInChunks:
     """Runs a layer in chunks of queries, inside `shard_map`.
 
     Attributes:
-      queries, keys_values: (weights, x, labels) -> x and q, or x and (k, v), for the weights'
+      queries, keys_values: (weights, x, info) -> x and q, or x and (k, v), for the weights'
         heads.
-      finish: (weights, x, attention's output, labels) -> LayerOutput. All are position-wise and
+      finish: (weights, x, attention's output, info) -> LayerOutput. All are position-wise and
         close over no traced value.
       chunks: how many; divides a device's tokens.
       dtype: the compute dtype.
@@ -117,7 +117,7 @@ class LayerInChunks:
         self,
         weights: dict[str, Weight],
         x: Float[Array, "B T E"],
-        labels: TokenInfo,
+        info: TokenInfo,
         coords: TokenCoords,
     ) -> LayerOutput:
         """Returns the layer's output.
@@ -136,21 +136,21 @@ class LayerInChunks:
             )
         run = jax.custom_vjp(lambda *arrays: self._forward(*arrays)[0])
         run.defvjp(self._forward, self._backward)
-        return run(weights, x, labels, coords)
+        return run(weights, x, info, coords)
 
-    def _forward(self, weights, x, labels, coords):
+    def _forward(self, weights, x, info, coords):
         weights = cast(weights, self.dtype)
-        residuals = (weights, x, labels, coords)
+        residuals = (weights, x, info, coords)
 
         def run_chunk(carry, chunk):
             source, sums = carry
             # Without the barrier, the chunks' common work on keys would be hoisted, and kept by
             # differentiation.
-            source, (x, labels, chunk_coords) = lax.optimization_barrier((source, chunk))
+            source, (x, info, chunk_coords) = lax.optimization_barrier((source, chunk))
             float32_weights = cast(weights, jnp.float32)
-            _, q = self.queries(float32_weights, x, labels)
+            _, q = self.queries(float32_weights, x, info)
             out, _ = self._attend(weights, source, q, chunk_coords)
-            hidden, auxiliary = self.finish(float32_weights, x, out, labels)
+            hidden, auxiliary = self.finish(float32_weights, x, out, info)
             return (source, jax.tree.map(jnp.add, sums, auxiliary)), hidden
 
         (_, sums), y = over_chunks(
@@ -161,29 +161,29 @@ class LayerInChunks:
         )
         return LayerOutput(y, sums), residuals
 
-    def _zero_sums(self, weights, x, labels, coords):
+    def _zero_sums(self, weights, x, info, coords):
         """Zeros like the layer's auxiliary sums."""
 
         def sums():
-            _, q = self.queries(cast(weights, jnp.float32), x, labels)
+            _, q = self.queries(cast(weights, jnp.float32), x, info)
             return self.finish(
-                cast(weights, jnp.float32), x, q, labels
+                cast(weights, jnp.float32), x, q, info
             ).auxiliary  # q has the shape of attention's output
 
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums))
 
     def _backward(self, residuals, cotangents):
-        weights, x, labels, coords = residuals
+        weights, x, info, coords = residuals
         dy, d_auxiliary = cotangents
 
         def add_chunk(sums, chunk):
             dw, dkv, source = sums
-            source, (x, labels, chunk_coords, dy) = lax.optimization_barrier((source, chunk))
+            source, (x, info, chunk_coords, dy) = lax.optimization_barrier((source, chunk))
             float32_weights = cast(weights, jnp.float32)
-            (_, q), pull = vjp(lambda w, x: self.queries(w, x, labels), float32_weights, x)
+            (_, q), pull = vjp(lambda w, x: self.queries(w, x, info), float32_weights, x)
             out, lse = self._attend(weights, source, q, chunk_coords)
             dw_finish, dx, dout = vjp(
-                lambda *arrays: self.finish(*arrays, labels), float32_weights, x, out
+                lambda *arrays: self.finish(*arrays, info), float32_weights, x, out
             )[1](LayerOutput(dy, d_auxiliary))
             dkv, (dq, d_sinks) = self._gradients(
                 dkv, weights, source, Queries(q, chunk_coords), AttentionPartial(out, lse), dout
@@ -197,7 +197,7 @@ class LayerInChunks:
             ), dx
 
         (_, kv), pull = vjp(
-            lambda w, x: self.keys_values(w, x, labels), cast(weights, jnp.float32), x
+            lambda w, x: self.keys_values(w, x, info), cast(weights, jnp.float32), x
         )
         trained, _ = split(weights)
         dw, dkv = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (trained, kv))
@@ -205,7 +205,7 @@ class LayerInChunks:
         (dw, dkv, _), dx = over_chunks(
             add_chunk,
             (dw, dkv, self._key_source(*residuals)),
-            (x, labels, coords, dy),
+            (x, info, coords, dy),
             x.shape[1] // self.chunks,
         )
         dw_kv, dx = pull(
@@ -213,11 +213,11 @@ class LayerInChunks:
         )
         return jax.tree.map(jnp.add, dw, dw_kv), dx, None, None
 
-    def _key_source(self, weights, x, labels, coords) -> KeySource:
+    def _key_source(self, weights, x, info, coords) -> KeySource:
         """The source of all chunks' keys."""
         if self.groups.count > 1:
-            return ProjectedByGroup(x, labels, coords)
-        _, (k, v) = self.keys_values(cast(weights, jnp.float32), x, labels)
+            return ProjectedByGroup(x, info, coords)
+        _, (k, v) = self.keys_values(cast(weights, jnp.float32), x, info)
         return ProjectedOnce(Keys(k, v, coords))
 
     def _attend(self, weights, source, q, q_coords):

@@ -71,7 +71,7 @@ def scan_layers(
 
     def run_group(carry, xs):
         number, group = xs
-        # Only hidden states: TPU compilers cannot put the carry's integer labels on the host.
+        # Only hidden states: TPU compilers cannot put the carry's integer arrays on the host.
         carry = jax.tree.map(
             lambda x: checkpoint_name(x, "group_input") if x.ndim > 2 else x, carry
         )

@@ -15,8 +15,8 @@ from model.attention.kernels import get_kernel
 from model.attention.layout import permutation
 from model.config import TransformerConfig
 from model.families import FAMILIES
-from model.feedforward import rms_norm
 from model.memory.options import MemoryConfig
+from model.norms import rms_norm
 from tests.model.build import mesh_of
 
 SIZES = TrajectorySizes(observation=5, action=2)

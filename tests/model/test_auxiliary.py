@@ -10,8 +10,9 @@ import pytest
 
 from model import declarations, modules
 from model.attention.layout import permutation
-from model.feedforward import FeedForward, rms_norm
+from model.feedforward import FeedForward
 from model.language_model import LanguageModel
+from model.norms import rms_norm
 from model.rope import apply_rope, inverse_frequencies
 from tests.model.build import ALL_AT_ONCE, llama, packed_batch, tiny
 from trainer.config.schema import OptimizerConfig, TrainConfig
@@ -30,8 +31,8 @@ class RoutedFeedForward(FeedForward):
     """Returns the router z-loss summed over the tokens, with the gate as the router (Zoph et al.,
     ST-MoE)."""
 
-    def __call__(self, x, parallel, labels):
-        y, _ = super().__call__(x, parallel, labels)
+    def __call__(self, x, parallel, info):
+        y, _ = super().__call__(x, parallel, info)
         return y, {
             "z": jnp.sum(
                 jnp.square(jax.nn.logsumexp(self.gate_proj(x, parallel).astype(jnp.float32), -1))

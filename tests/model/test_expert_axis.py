@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from model.dropout import TokenInfo
-from model.experts import Mixture
+from model.experts import MixtureOfExperts
 from model.sharding import TensorParallel
 from planning.compiled.transfers import transfers
 from tests.model.build import mesh_of
@@ -27,7 +27,7 @@ NAMES = {"gate.weight": "gate"} | {
 @functools.cache
 def initial():
     """Returns a mixture's graph and state, and its weights by short names."""
-    graph, state = nnx.split(Mixture(CONFIG, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(MixtureOfExperts(CONFIG, rngs=nnx.Rngs(0)))
     return (
         graph,
         state,

@@ -13,7 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from model.adapter import AdapterConfig
 from model.config import TransformerConfig
 from model.dropout import TokenInfo
-from model.experts import Mixture, RouterTotals, route, router_measures, router_sums
+from model.experts import MixtureOfExperts, RouterTotals, route, router_measures, router_sums
 from model.families import FAMILIES
 from model.sharding import TensorParallel
 from tests.errors import within
@@ -57,11 +57,11 @@ def skewed(kind, gate):
     return gate
 
 
-@pytest.mark.parametrize("normalised", [False, True])
-def test_every_token_gets_all_of_its_experts(normalised):
+@pytest.mark.parametrize("normalized", [False, True])
+def test_every_token_gets_all_of_its_experts(normalized):
     """For any routing, in one compiled program: outputs and gradients."""
-    config = mixture(norm_topk_prob=normalised)
-    module = Mixture(config, rngs=nnx.Rngs(0))
+    config = mixture(norm_topk_prob=normalized)
+    module = MixtureOfExperts(config, rngs=nnx.Rngs(0))
     graph, state = nnx.split(module)
     names = {"gate.weight": "gate"} | {
         f"experts.{name}.weight": name for name in ("gate_proj", "up_proj", "down_proj")
@@ -126,16 +126,16 @@ def test_router_losses_and_loads_match_transformers():
     model = llama(config)
     params = model.init(0)
     real = batch["segment_ids"].reshape(-1) > 0
-    logits, plain = [], Mixture.__call__
+    logits, plain = [], MixtureOfExperts.__call__
 
-    def recording(self, x, parallel, labels):
+    def recording(self, x, parallel, info):
         jax.debug.callback(
             lambda x: logits.append(np.asarray(x)), self.gate(x.reshape(-1, 64)), ordered=True
         )
-        return plain(self, x, parallel, labels)
+        return plain(self, x, parallel, info)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mixture, "__call__", recording)
+        patch.setattr(MixtureOfExperts, "__call__", recording)
         sums = llama(config, feed_forward_chunk=0).loss(params, batch)
         jax.effects_barrier()
     assert len(logits) == 3
@@ -234,8 +234,15 @@ def test_a_score_correction_affects_the_choice_but_not_the_weight():
     assert routes.experts.tolist() == [[3, 1]]
     chosen = 2.5 / (1 + np.exp([1.0, -1.0]))
     np.testing.assert_allclose(routes.weights[0], chosen, rtol=1e-6)
-    normalised = route(logits, dataclasses.replace(config, norm_topk_prob=True), jnp.zeros(4))
-    assert float(normalised.weights.sum()) == pytest.approx(2.5)
+    normalized = route(logits, dataclasses.replace(config, norm_topk_prob=True), jnp.zeros(4))
+    assert float(normalized.weights.sum()) == pytest.approx(2.5)
+
+
+def test_scores_that_are_all_zero_give_finite_weights():
+    """In float32 a sigmoid below -104 is 0, and the weights would be 0 / 0."""
+    config = corrected(norm_topk_prob=True)
+    routes = route(jnp.full((1, 8), -200.0), config, jnp.zeros(8))
+    assert routes.weights.tolist() == [[0, 0, 0]]
 
 
 def test_tensor_splits_all_expert_widths_or_none():
@@ -345,3 +352,17 @@ def test_steps_do_not_depend_on_mesh_or_accumulation(mesh, parts, memory):
     error = np.abs(np.divide(losses, expected) - 1).max()
     within(error, 1e-5, "steps of a mixture", (mesh, parts, memory))
     assert measures == pytest.approx(expected_measures, rel=1e-5)
+
+
+def test_held_out_losses_do_not_depend_on_accumulation():
+    config = mixture(**LOSSES)
+    model, batch = llama(config), packed_batch(config, rows=4, length=32)
+    abstract, parts = text_batch(4, 32, model.mesh), TrainConfig(steps=1, accumulation=2)
+    builder = StepBuilder(model, model.loss, abstract, train_config=parts)
+    params, placed = model.init(0), place_batch(batch, model.mesh)
+    sums = builder.lower_evaluate().compile()(params, placed)
+    expected = jax.jit(model.loss)(params, placed)
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(sums), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(x, y, rtol=1e-5, err_msg=jax.tree_util.keystr(path))

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from model import declarations, modules
-from model.feedforward import STAGES, FeedForward, RMSNorm, rms_norm
+from model.feedforward import FeedForward
 from model.modules import DecoderLayer, SelfAttention
+from model.norms import RMSNorm, rms_norm
 from model.rope import apply_rope, inverse_frequencies
+from model.stages import STAGES
 from tests.model.build import llama, packed_batch, permuted, tiny
 from trainer.huggingface.table import hf_layout
 

@@ -9,8 +9,8 @@ import pytest
 
 from model.declarations import LAYERS, declare, declare_layer, read_by
 from model.families import FAMILIES
-from model.feedforward import KEYS_VALUES, OUTPUT, QUERIES
 from model.padding import fits, logical_axes, vocabulary_axes
+from model.stages import KEYS_VALUES, OUTPUT, QUERIES
 
 from .build import tiny
 

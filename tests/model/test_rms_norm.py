@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.feedforward import rms_norm
+from model.norms import rms_norm
 
 EPSILON = 1e-5
 

@@ -12,18 +12,18 @@ from tests.model.attention.jaxprs import operations
 LENGTH = 13  # prime: its only smaller divisor is one token
 
 
-def fn(weights, arrays, labels):
-    return jnp.tanh(arrays["x"] @ weights["w"]) * labels["n"][..., None]
+def fn(weights, arrays, constants):
+    return jnp.tanh(arrays["x"] @ weights["w"]) * constants["n"][..., None]
 
 
-def total(weights, arrays, labels):
-    return fn(weights, arrays, labels).sum(-1)
+def total(weights, arrays, constants):
+    return fn(weights, arrays, constants).sum(-1)
 
 
-def value(chunk, weights, arrays, labels, shares):
-    y = chunked(fn, weights, arrays, labels, dtype=jnp.float32, chunk=chunk)
+def value(chunk, weights, arrays, constants, loss_weights):
+    y = chunked(fn, weights, arrays, constants, dtype=jnp.float32, chunk=chunk)
     summed, values = chunked_total(
-        total, weights, {"x": y}, labels, shares, dtype=jnp.float32, chunk=chunk
+        total, weights, {"x": y}, constants, loss_weights, dtype=jnp.float32, chunk=chunk
     )
     return summed, (y, values)
 
@@ -33,9 +33,9 @@ def inputs():
     rng = np.random.default_rng(0)
     weights = {"w": rng.normal(size=(6, 6)).astype(np.float32)}
     x = rng.normal(size=(2, LENGTH, 6)).astype(np.float32)
-    labels = {"n": rng.integers(0, 3, (2, LENGTH), np.int32)}
-    shares = rng.random((2, LENGTH), np.float32)
-    return weights, {"x": x}, labels, shares
+    constants = {"n": rng.integers(0, 3, (2, LENGTH), np.int32)}
+    loss_weights = rng.random((2, LENGTH), np.float32)
+    return weights, {"x": x}, constants, loss_weights
 
 
 def test_a_shorter_last_chunk_changes_no_result(inputs):

@@ -55,7 +55,7 @@ def in_chunks(chunks, groups, weights, x, positions, coords):
         SIZE, schedule="local", kernel=get_kernel("reference"), axis="sequence", size=1
     )
 
-    def finish(weights, x, attended, labels):
+    def finish(weights, x, attended, info):
         return onward(weights, x, attended)
 
     keys_values = functools.partial(project, "kv")
