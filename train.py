@@ -121,8 +121,8 @@ def next_commands(config: "RunConfig", processes: int) -> str:
     )
 
 
-def fits(config: "RunConfig", machine: str, memory: str | None) -> bool:
-    """Prints a dry run of the recipe; returns whether it fits the machine."""
+def report_dry_run(config: "RunConfig", machine: str, memory: str | None) -> bool:
+    """Prints what the recipe would take on a machine; returns whether it fits."""
     from planning.dry_run import dry_run
 
     if config.evaluations or config.samples.prompts:
@@ -168,10 +168,8 @@ def train_all_stages(config: "RunConfig") -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Trains as the command line says; returns the exit code, 1 if a --dry-run does not fit."""
-    status = 0
 
-    def work() -> None:
-        nonlocal status
+    def work() -> int:
         words = list(sys.argv[1:] if argv is None else argv)
         words, offline = take_switch(words, "--no-download")
         if offline:
@@ -189,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
             from trainer.config.recipes import recipe_list
 
             print(recipe_list())
-            return
+            return 0
         from trainer.config import load as configuration
 
         config = configuration.load(words, own=["dry-run", "gpu-memory", "no-download"])
@@ -197,12 +195,12 @@ def main(argv: list[str] | None = None) -> int:
             from eval.live import with_tests
 
             config = with_tests(config)
-        if machine is None:
-            train_all_stages(config)
-        else:
-            status = 0 if fits(config, machine, memory) else 1
+        if machine is not None:
+            return 0 if report_dry_run(config, machine, memory) else 1
+        train_all_stages(config)
+        return 0
 
-    return entry.run(work) or status
+    return entry.run(work)
 
 
 if __name__ == "__main__":

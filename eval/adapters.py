@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from model.adapter import Quantization
-from trainer.entry import NoDownload, store_path
+from trainer.arguments import NoDownload, store_path
 
 
 def add_flags(parser: argparse.ArgumentParser, several: bool) -> None:

@@ -24,7 +24,7 @@ from eval.compare import Difference, Group, differences
 from eval.compare import scores_of as case_scores
 from eval.page import STYLE, chart, table, text
 from eval.report_input import Evaluation, Run, Score, read_run, scores_by_run
-from trainer import entry
+from trainer import arguments, entry
 from trainer.checkpoint.fetch import run_copy
 from trainer.reporting.rows import is_number
 from trainer.run.bucket import in_bucket
@@ -386,13 +386,13 @@ def page(runs: Sequence[Run]) -> str:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(
+    parser = arguments.CommandParser(
         prog="python -m eval.report", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     parser.add_argument(
         "runs",
         nargs="+",
-        type=entry.store_path,
+        type=arguments.store_path,
         metavar="RUN",
         help="folder of a run, here or in a bucket; two are shown side by side",
     )

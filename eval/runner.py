@@ -21,7 +21,7 @@ from eval import adapters
 from eval.journal import JOURNAL, Answer, Journal
 from model.attention.names import SCHEDULES
 from model.config import TransformerConfig
-from trainer import entry
+from trainer import arguments
 from trainer.host import host_bytes
 from trainer.options import (
     AboveZero,
@@ -102,7 +102,7 @@ def add_flags(
     if new_tokens is not None:
         parser.add_argument(
             "--max-new-tokens",
-            type=entry.tokens,
+            type=arguments.tokens,
             default=new_tokens,
             help=f"maximum tokens per answer (default {new_tokens})",
         )

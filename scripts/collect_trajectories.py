@@ -61,7 +61,7 @@ class Order:
     Attributes:
       policy: 'random', 'ou' or 'search'.
       index: the episode's number among its policy's episodes.
-      weights: [A, O] of a linear policy on states normalised by `mean` and `std`; None for other
+      weights: [A, O] of a linear policy on states normalized by `mean` and `std`; None for other
         policies.
     """
 

@@ -86,7 +86,7 @@ def read_contents(files: Sequence[Path], task: Task) -> Contents:
 def visits(states: Mapping[str, Float[np.ndarray, "m O"]]) -> dict[str, Int[np.ndarray, "C C"]]:
     """Returns how many states of each algorithm are in each cell of one grid.
 
-    The grid spans all states along the first two principal components of the standardised states,
+    The grid spans all states along the first two principal components of the standardized states,
     without the outermost 1% along each.
     """
     every = np.concatenate(list(states.values())).astype(np.float64)

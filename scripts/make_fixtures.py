@@ -20,7 +20,7 @@ from data.outputs import new_folder
 from data.synthetic import tasks
 from data.synthetic.wording import wording_like
 from data.templates.built_in import VICUNA, VICUNA_SYSTEM
-from trainer import entry
+from trainer import arguments, entry
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "fixtures"
 SEED = 20240229  # an arbitrary date, never tuned
@@ -410,7 +410,7 @@ Written by `python -m scripts.make_fixtures`, except `dirty.json`. Places and pe
 
 
 if __name__ == "__main__":
-    parser = entry.CommandParser(
+    parser = arguments.CommandParser(
         prog="python -m scripts.make_fixtures", description=__doc__.splitlines()[0]
     )
     parser.add_argument(

@@ -17,7 +17,7 @@ from model.memory.options import MemoryConfig
 from model.memory.policies import POLICIES
 from planning.machines import EXAMPLES, gpu_gib, is_gpu, topology_of
 from planning.memory_options import MEMORY_OPTIONS
-from trainer import entry
+from trainer import arguments
 from trainer.config.schema import AttentionConfig
 from trainer.config.yaml_text import MAX_BYTES, parse
 from trainer.options import (
@@ -126,9 +126,9 @@ class Options:
     )
 
 
-def parser() -> entry.CommandParser:
+def parser() -> arguments.CommandParser:
     """Returns the command's parser; defaults come from the recipe or from train.py."""
-    options = entry.CommandParser(
+    options = arguments.CommandParser(
         prog="python -m scripts.plan",
         allow_abbrev=False,
         description=(
@@ -147,7 +147,7 @@ def parser() -> entry.CommandParser:
     for axis in MESH_AXES:
         options.add_argument(
             f"--{axis}",
-            type=entry.at_least_one,
+            type=arguments.at_least_one,
             help=f"devices along the axis {axis}, as in --mesh",
         )
     _add_memory_options(options)

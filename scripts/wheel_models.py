@@ -22,7 +22,7 @@ from data.errors import UserError
 from data.folders import building
 from data.outputs import new_folder
 from data.printable import printable_output
-from trainer.entry import CommandParser
+from trainer.arguments import CommandParser
 
 # The files of a complete folder; folders are renamed into place atomically.
 COMPLETE = ("config.json", "tokenizer.json", "model.safetensors")

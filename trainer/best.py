@@ -74,11 +74,9 @@ class BestCheckpoint:
         return self.config.best is not None and not self.is_measured
 
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Takes a step's metrics; returns whether they contain a new best.
-
-        Measuring the best step again does not count, and a non-finite value is never the best.
-        """
-        if self.config.best is None or self.config.best not in metrics or step == self.step:
+        """Takes a step's metrics; returns whether they contain a new best, which a non-finite value
+        never is."""
+        if self.config.best is None or self.config.best not in metrics:
             return False
         self.is_measured = True
         value = float(metrics[self.config.best])

@@ -11,6 +11,7 @@ import numpy as np
 from model.loss import LossSums
 
 from .objective import AUXILIARY, BY_SOURCE, Objective, Params
+from .overlap import one_behind
 from .step import StepBuilder
 
 
@@ -57,9 +58,9 @@ class HeldOutLoss:
         if self._sums is None:
             return {}
         batches = (self._objective.to_device(batch) for batch in self._objective.held_out())
+        computed = (self._sums(params, batch) for batch in batches)
         batch_sums = [
-            jax.tree.map(lambda x: np.asarray(x, np.float64), self._sums(params, batch))
-            for batch in batches
+            jax.tree.map(lambda x: np.asarray(x, np.float64), sums) for sums in one_behind(computed)
         ]
         sums: LossSums = jax.tree.map(lambda *parts: sum(parts), *batch_sums)
         if not sums.weight:

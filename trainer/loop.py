@@ -29,7 +29,8 @@ from .evaluation import Evaluation
 from .mesh import make_mesh, start_devices
 from .objective import AUXILIARY, BY_SOURCE, DeviceBatch, HostBatch, Objective
 from .reporting.boards import import_wandb
-from .reporting.metrics import Meter, MetricsLog
+from .reporting.meter import Meter
+from .reporting.metrics_log import MetricsLog
 from .reporting.profiling import Profiler
 from .run.cluster import barrier, first_then_others, require_same
 from .run.directory import RunDirectory
@@ -205,11 +206,12 @@ class _Training:
     ) -> None:
         """Takes the remaining steps, evaluating and saving when due."""
         state, best, notice = self.state, self.state.best, None
-        for _ in () if best.exhausted else self._steps(profiler, log):
-            notice = get_notice()
-            self._after_step(saves, log, notice)
-            if best.exhausted:
-                break
+        if not best.exhausted:
+            for _ in self._steps(profiler, log):
+                notice = get_notice()
+                self._after_step(saves, log, notice)
+                if best.exhausted:
+                    break
         if best.exhausted:
             log.say(f"stopped at step {state.step}: {best.why}")
         saves.wait()
@@ -297,10 +299,10 @@ class _Training:
         )
         computed = self.meter.when_computed(metrics)
         next_batch = None if last else self._next_batch(batches, computed)
-        metrics = jax.device_get(metrics)  # waits for the step
-        state.finite.count(state.step, metrics)
         lengths = self.objective.lengths(state.step)
         shared = self.objective.shared_lengths(state.step)
+        metrics = jax.device_get(metrics)  # waits for the step
+        state.finite.count(state.step, metrics)
         self.meter.count(lengths, self.objective.tokens_per_batch, shared)
         state.tokens_seen += int(lengths.sum())
         state.step += 1

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from data.errors import UserError
-from model.sharding import Parameter
+from model.sharding import Parameter, mesh_axes_of
 
 from . import rounding
 from .config.schema import OptimizerConfig
@@ -443,6 +443,5 @@ def _fitting(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     last = spec[-1] if len(spec) == len(shape) else None
     if last is None:
         return sharding
-    axes = (last,) if isinstance(last, str) else last
-    parts = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    parts = math.prod(sharding.mesh.shape[axis] for axis in mesh_axes_of(last))
     return sharding if shape[-1] % parts == 0 else sharding.update(spec=(*spec[:-1], None))

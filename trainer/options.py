@@ -22,17 +22,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
 from data.errors import UserError
-from trainer import entry
+from trainer import arguments, entry
 
 T = TypeVar("T")
-Tokens = Annotated[int, entry.tokens]
-TokensOr0 = Annotated[int, entry.tokens_or_0]
-AtLeastOne = Annotated[int, entry.at_least_one]
-AtLeastZero = Annotated[int, entry.at_least_zero]
-AboveZero = Annotated[float, entry.above_zero]
-NotNegative = Annotated[float, entry.not_negative]
-FreeText = Annotated[str, entry.free_text]
-StorePath = Annotated[str, entry.store_path]
+Tokens = Annotated[int, arguments.tokens]
+TokensOr0 = Annotated[int, arguments.tokens_or_0]
+AtLeastOne = Annotated[int, arguments.at_least_one]
+AtLeastZero = Annotated[int, arguments.at_least_zero]
+AboveZero = Annotated[float, arguments.above_zero]
+NotNegative = Annotated[float, arguments.not_negative]
+FreeText = Annotated[str, arguments.free_text]
+StorePath = Annotated[str, arguments.store_path]
 REQUIRED: Any = object()
 FIELDS = "The recipe's fields are described by python train.py --help."
 
@@ -61,7 +61,7 @@ def other_words(metavar: str, text: str = "") -> Any:
 
 def no_download() -> Any:
     """Returns the field of --no-download, which takes effect on parsing."""
-    return option("", action=entry.NoDownload)
+    return option("", action=arguments.NoDownload)
 
 
 def check_each_once(name: str, values: Iterable[object]) -> None:
@@ -132,11 +132,11 @@ def parse(options: type[T], argv: Sequence[str] | None = None) -> T:
     return options(**{key: _frozen(value) for key, value in values.items()})
 
 
-def parser_of(options: type) -> entry.CommandParser:
+def parser_of(options: type) -> arguments.CommandParser:
     """Returns the parser of a dataclass of options, named and described as in `parse`."""
     module = sys.modules[options.__module__]
     name = module.__spec__.name if module.__spec__ else module.__name__
-    parser = entry.CommandParser(
+    parser = arguments.CommandParser(
         prog=f"python -m {name.removesuffix('.__main__')}",
         description=_description(options, module),
         allow_abbrev=False,

@@ -266,7 +266,7 @@ class PreferenceObjective(TextObjective):
         name = f"{documents.folder.name}-{documents.name}-{self._reference_fingerprint()}.f32"
         return reference_log_likelihoods(
             loader,
-            lambda step: loader.batch(step, **self._local),
+            lambda step: loader.batch(step, **self._read_part),
             load,
             local_folder(data.prepared) / "references" / name,
             self.config.logging.console and sys.stderr.isatty(),
@@ -288,9 +288,9 @@ class PreferenceObjective(TextObjective):
             out_shardings=replicated,
         )
 
-        def log_likelihoods(batch: PairBatch) -> np.ndarray:
+        def log_likelihoods(batch: PairBatch) -> jax.Array:
             tokens, _ = _split(self.to_device(self._permuted(batch)))
-            return np.asarray(compiled(params, tokens))
+            return compiled(params, tokens)
 
         return log_likelihoods
 

@@ -1,7 +1,7 @@
 """The reference of preference tuning: log-likelihoods of all completions under the initial model.
 
-They are computed once, before the first step, and stored next to the prepared data, so no step
-needs a second model. An interrupted start continues where it stopped.
+They are computed once, before the first step, and process 0 stores them next to the prepared data,
+so no step needs a second model. An interrupted start continues where it stopped.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import Float, Float32
 
 from data.errors import UserError
@@ -21,6 +22,7 @@ from data.pairs import PairBatch, PairLoader
 from data.progress import ProgressBar
 from data.within import read_bytes
 
+from .overlap import one_behind
 from .run.cluster import first_then_others
 
 SAVE_EVERY = 60.0
@@ -28,8 +30,9 @@ SAVE_EVERY = 60.0
 
 _DIGEST_BYTES = 32  # a file is a SHA-256 followed by the float32 numbers it covers, two per pair
 
-LogLikelihoods = Callable[[PairBatch], Float[np.ndarray, "B D"]]
-"""Returns the log-likelihood of each document in a batch, from this process's part."""
+LogLikelihoods = Callable[[PairBatch], Float[jax.Array, "B D"]]
+"""Returns the log-likelihood of each document in a batch, from this process's part; the same array
+in all processes."""
 
 
 def reference_log_likelihoods(
@@ -42,7 +45,8 @@ def reference_log_likelihoods(
 ) -> Float32[np.ndarray, "documents 2"]:
     """Returns the log-likelihoods of all pairs of a loader, reusing those in the file `path`.
 
-    All processes call it, and all must see the file.
+    All processes call it and get the same. Only the file that process 0 sees counts: with data in a
+    bucket, every machine has a folder of its own.
 
     Args:
       loader: of unweighted documents; its first epoch has each once.
@@ -56,7 +60,7 @@ def reference_log_likelihoods(
       UserError: a log-likelihood is not finite, so the pair's losses would not be either.
     """
     count, steps = len(loader.documents), -(-len(loader) // loader.batch_size)
-    values = first_then_others(lambda _: _stored(path, count), lambda _: "")
+    values = _of_first_process(path, count)
     numbers = [
         [
             loader.row_pairs(row)
@@ -73,9 +77,10 @@ def reference_log_likelihoods(
     first = jax.process_index() == 0
     show = first and progress
     with ProgressBar("reference log-likelihoods", len(missing), "steps", show) as bar:
-        for step in missing:
-            computed = log_likelihoods(read(step)).reshape(loader.batch_size, -1, 2)
-            for pairs, places in zip(numbers[step], computed, strict=True):
+        results = one_behind((step, log_likelihoods(read(step))) for step in missing)
+        for step, computed in results:
+            rows = np.asarray(computed).reshape(loader.batch_size, -1, 2)
+            for pairs, places in zip(numbers[step], rows, strict=True):
                 values[pairs] = places[: len(pairs)]
                 if not np.isfinite(values[pairs]).all():
                     raise UserError(
@@ -90,6 +95,20 @@ def reference_log_likelihoods(
     if first:
         _write(path, values)
     return values
+
+
+def _of_first_process(path: Path, count: int) -> Float32[np.ndarray, "documents 2"]:
+    """Returns the content of process 0's file, in all processes.
+
+    If they began with different contents, some would enter the computation of a batch, a collective
+    one, without the others, and wait for ever.
+    """
+    unknown = np.full((count, 2), np.nan, np.float32)
+    values = first_then_others(
+        lambda message: _stored(path, count) if message is None else unknown, lambda _: ""
+    )
+    # A copy: what the devices return cannot be written to.
+    return np.array(multihost_utils.broadcast_one_to_all(values))
 
 
 def _stored(path: Path, count: int) -> Float32[np.ndarray, "documents 2"]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from .checkpoint.clock import SaveClock
 from .checkpoint.local_tier import LocalTier
 from .checkpoint.store import CheckpointStore
-from .reporting.metrics import MetricsLog
+from .reporting.metrics_log import MetricsLog
 from .run.watchdog import Watchdog
 from .state import TrainingState
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,13 @@ from typing import Any
 from data.errors import UserError
 from model.attention.names import MESH_AXES
 
+from .checkpoint.commit import CHECKPOINTS, located
 from .config.checks import check
 from .config.schema import MeshConfig, RunConfig
 from .mesh import start_devices
 from .run.cluster import first_then_others
 from .run.directory import EARLIER_STAGES
+from .run.identity import recorded_identity, saved_steps
 from .run.opening import check_run, has_begun
 
 
@@ -132,7 +133,7 @@ def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) ->
         whether another stage follows.
 
     Raises:
-      UserError: as `stages_of`; or a stage's folder holds another run.
+      UserError: as `stages_of` and `_first_unfinished`.
     """
     stages = stages_of(config)
     if len(stages) == 1:
@@ -143,6 +144,11 @@ def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) ->
     first = first_then_others(
         lambda index: _first_unfinished(stages) if index is None else int(index), str
     )
+    if first == len(stages):
+        location = stages[-1].location
+        path = located(location) / CHECKPOINTS / str(saved_steps(location)[-1])
+        print(f"stage {first} of {first} is finished: {path}", flush=True)
+        return path
     for index in range(first, len(stages) - 1):
         _announce(stages, index)
         train(stages[index], True)
@@ -151,16 +157,40 @@ def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) ->
 
 
 def _first_unfinished(stages: list[RunConfig]) -> int:
-    """Returns the index of the first stage after which no other has begun.
+    """Returns the index of the first stage after which no other has begun; the number of stages if
+    the last has ended and nothing is left to continue from.
 
     Raises:
-      UserError: an earlier stage's folder holds another run.
+      UserError: an earlier stage's folder holds another run, or a longer or shorter one; or the
+        checkpoint with which a stage began is gone.
     """
-    for index, (stage, following) in enumerate(itertools.pairwise(stages)):
-        if not has_begun(following):
-            return index
-        check_run(stage)  # the next one has begun, so this one, if it is the same run, is finished
-    return len(stages) - 1
+    begun = max((i for i, stage in enumerate(stages) if has_begun(stage)), default=0)
+    for index, stage in enumerate(stages[:begun]):
+        if has_begun(stage):
+            _require_ended(stage, index)
+    if begun == 0 or saved_steps(stages[begun - 1].location):
+        return begun
+    check_run(stages[begun])
+    finished = max(saved_steps(stages[begun].location), default=0)
+    if begun == len(stages) - 1 and finished >= stages[begun].train.steps:
+        return len(stages)
+    raise UserError(
+        f"stage {begun + 1} needs the checkpoint in {stages[begun - 1].location}, which is gone; "
+        "restore that folder, or start again with another --run_dir"
+    )
+
+
+def _require_ended(stage: RunConfig, index: int) -> None:
+    """Raises UserError if the folder of a stage, from which the next one has begun, holds another
+    run, or one of another length: it would not be trained any further."""
+    run = check_run(stage, steps_known=False)
+    trained = recorded_identity(run)["train.steps"]
+    if trained != stage.train.steps:
+        raise UserError(
+            f"stages[{index}].steps: found {stage.train.steps}, but stage {index + 1} has ended "
+            f"after {trained} steps, and stage {index + 2} has begun from it; {trained} would "
+            "work, or another --run_dir"
+        )
 
 
 def _announce(stages: list[RunConfig], index: int) -> None:

@@ -153,7 +153,7 @@ class TrainingState:
         restored = self.store.restore(
             checkpoint_step, self.builder.abstract_saved, self.builder.abstract_optimizer
         )
-        self._go_on(
+        self._resume_from(
             restored.model,
             restored.optimizer,
             restored.data or {},
@@ -170,11 +170,11 @@ class TrainingState:
         if restored is None:
             return False
         place = f"local checkpoint, {self.local.folder}"
-        self._go_on(restored.model, restored.optimizer, restored.data, place)
+        self._resume_from(restored.model, restored.optimizer, restored.data, place)
         return True
 
-    def _go_on(self, model: Params, optimizer: Any, data: dict[str, Any], path: str) -> None:
-        """Takes over a checkpoint's state; `path` names it."""
+    def _resume_from(self, model: Params, optimizer: Any, data: dict[str, Any], path: str) -> None:
+        """Resumes from a checkpoint's state; `path` names it."""
         self._check_fingerprints(data, path)
         if jax.process_index() == 0 and (change := difference(data.get("versions", versions()))):
             print(

@@ -24,7 +24,7 @@ from model.dropout import token_keys
 from model.loss import LossSums
 from model.memory.options import MemoryConfig
 from model.quantized_weights import weights_in
-from model.sharding import OnHost
+from model.sharding import OnHost, mesh_axes_of
 from model.transformer import ROUTER_TOTALS
 
 from .config.schema import OptimizerConfig, RunConfig, TrainConfig
@@ -230,7 +230,7 @@ class StepBuilder:
         """Returns the traced evaluation step; needs no devices, and raises most option errors."""
 
         def evaluate(params, batch):
-            whole = self._whole_batch(params, batch)
+            whole = self._whole_batch(params, batch) | self._router_totals(params, batch)
             return self._over_parts(lambda part: self.loss(params, {**part, **whole}), batch)
 
         return jax.jit(evaluate).trace(self.abstract_params, self.abstract_batch)
@@ -341,7 +341,7 @@ class StepBuilder:
             abstract = self.abstract_batch["index" if name == "dropout" else name]
             rows, *rest = x.shape
             row_axes, *other_axes = tuple(abstract.sharding.spec) or (None,)
-            shards = math.prod(self.model.mesh.shape[axis] for axis in _as_tuple(row_axes))
+            shards = math.prod(self.model.mesh.shape[axis] for axis in mesh_axes_of(row_axes))
             x = (
                 x.reshape(shards, parts, -1, *rest)
                 .swapaxes(0, 1)
@@ -355,8 +355,3 @@ class StepBuilder:
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(fn, batch))
         return lax.scan(add, zeros, {name: split(name, x) for name, x in batch.items()})[0]
-
-
-def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Returns an entry of a PartitionSpec as a tuple of mesh axes."""
-    return (axes,) if isinstance(axes, str) else axes or ()

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from data.batch import DTYPES, Batch, permute
+from data.batch import Batch, dtypes, permute
 from data.engine import PROCESSES, Engine
 from data.errors import UserError
 from data.loader import Loader
@@ -41,7 +41,13 @@ from .model_source import chat_templates, choose_model, for_templates
 from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
 from .run.cluster import first_then_others
 from .run.directory import RunDirectory
-from .text_checks import check_same, check_vocabulary, data_warnings, longest_document
+from .text_checks import (
+    check_new_rows,
+    check_same,
+    check_vocabulary,
+    data_warnings,
+    longest_document,
+)
 
 
 def text_batch(
@@ -52,11 +58,10 @@ def text_batch(
     Args:
       with_sources: whether the batch also holds each token's source, `source_ids`.
     """
-    dtypes = {**DTYPES, "source_ids": np.int32} if with_sources else DTYPES
     sharding = batch_sharding(mesh)
     return {
         name: jax.ShapeDtypeStruct((rows, length), dtype, sharding=sharding)
-        for name, dtype in dtypes.items()
+        for name, dtype in dtypes(with_sources).items()
     }
 
 
@@ -88,13 +93,13 @@ def prepare_text(
 
     sources = [
         Source(
-            path_of(source),
-            source.format,
-            source.template or data.template,
-            source.weight,
-            source.fields,
-            source.add_bos,
-            source.control_tokens,
+            path=path_of(source),
+            format=source.format,
+            template=source.template or data.template,
+            weight=source.weight,
+            fields=source.fields,
+            add_bos=source.add_bos,
+            control_tokens=source.control_tokens,
         )
         for source in data.sources
     ]
@@ -197,6 +202,7 @@ class TextObjective(Objective):
                     self.config.adapter, dropout=source.adapter.config.dropout
                 )
                 self.config = dataclasses.replace(self.config, adapter=adapter)
+        check_new_rows(self.config.adapter, source.config, chosen.config.vocab_size)
         self.source = source
         if self.tokenizer.vocab_size > self.source.config.vocab_size:
             more = (
@@ -264,24 +270,21 @@ class TextObjective(Objective):
         return local_part(self.mesh, rows, length)
 
     @functools.cached_property
-    def _reading(self) -> tuple[_ReadPart, Int[np.ndarray, " T"]]:
-        """This process's part of a batch, and the order of its tokens in the layout."""
-        layout = permutation(
-            self.config.data.context_length,
-            self.mesh.shape["sequence"],
-            self.config.attention.layout,
-        )
-        indices, order = local_order(self.part, layout)
-        return {"rows": self.part.rows.tolist(), "indices": indices}, order
-
-    @property
     def order(self) -> Int[np.ndarray, " T"]:
         """The permutation from this process's reading order to the mesh's layout."""
-        return self._reading[1]
+        return local_order(self.part, self._layout)[1]
+
+    @functools.cached_property
+    def _read_part(self) -> _ReadPart:
+        """The part of a batch that this process reads, in the order of the rows' tokens."""
+        indices, _ = local_order(self.part, self._layout)
+        return {"rows": self.part.rows.tolist(), "indices": indices}
 
     @property
-    def _local(self) -> _ReadPart:
-        return self._reading[0]
+    def _layout(self) -> Int[np.ndarray, " L"]:
+        """The permutation of a row's tokens into the mesh's layout."""
+        length, shards = self.config.data.context_length, self.mesh.shape["sequence"]
+        return permutation(length, shards, self.config.attention.layout)
 
     def _load(self, split: str) -> Loader:
         """Returns the loader of one split of the prepared data."""
@@ -310,12 +313,12 @@ class TextObjective(Objective):
 
     def batches(self, step: int) -> Iterator[HostBatch]:
         """Yields the loader's batches from `step` on, in the mesh's layout."""
-        yield from map(self._permuted, self.loader.batches(step, **self._local))
+        yield from map(self._permuted, self.loader.batches(step, **self._read_part))
 
     def held_out(self) -> Iterator[HostBatch]:
         """Yields the held-out batches, if any, in the mesh's layout."""
         if self._held_out_loader is not None:
-            yield from map(self._permuted, self._held_out_loader.epoch_batches(**self._local))
+            yield from map(self._permuted, self._held_out_loader.epoch_batches(**self._read_part))
 
     def _permuted(self, batch: Batch) -> HostBatch:
         return cast(HostBatch, permute(batch, self.order))

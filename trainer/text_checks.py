@@ -9,8 +9,9 @@ import numpy as np
 
 from data.errors import UserError
 from data.loader import Loader
-from data.prepared import Prepared
+from data.prepared import Documents, Prepared
 from model.adapter import AdapterConfig
+from model.config import TransformerConfig
 from model.lengths import extended, trained_length
 
 from .adapted_source import AdaptedSource, CheckpointAdapter
@@ -37,6 +38,7 @@ def data_warnings(
         _padding_warning(loader, longest),
         _repetition_warning(config, loader),
         _held_out_warning(config, prepared),
+        *_untrained_warnings(config, prepared),
     )
     return [warning for warning in warnings if warning]
 
@@ -66,14 +68,27 @@ def _repetition_warning(config: RunConfig, loader: Loader) -> str | None:
         )
     train = config.train.for_epochs(rows)
     epochs = train.steps * batch / rows
-    if epochs <= MOST_EPOCHS:
+    number, weight = _heaviest_source(loader.documents)
+    times = epochs * weight
+    if times <= MOST_EPOCHS:
         return None
-    usual = dataclasses.replace(train, epochs=USUAL_EPOCHS).for_epochs(rows).steps
+    documents, remedy = "every document", "a smaller weight or fewer steps would repeat them less"
+    if not loader.documents.equally_often:
+        documents += f" of {config.data.sources[number].path} (weight {weight:g})"
+    if weight <= 1:
+        usual = dataclasses.replace(train, epochs=USUAL_EPOCHS).for_epochs(rows).steps
+        remedy = f"{USUAL_EPOCHS} epochs would be {usual:,} steps"
     return (
-        f"{train.steps:,} steps of {batch:,} rows are {epochs:,.0f} epochs of {rows:,} rows: every "
-        f"document is trained on {epochs:,.0f} times; {USUAL_EPOCHS} epochs would be {usual:,} "
-        "steps"
+        f"{train.steps:,} steps of {batch:,} rows are {f'{epochs:,.1f}'.removesuffix('.0')} epochs "
+        f"of {rows:,} rows: {documents} is trained on {times:,.0f} times; {remedy}"
     )
+
+
+def _heaviest_source(documents: Documents) -> tuple[int, float]:
+    """Returns the number and weight of the source whose documents are used most often."""
+    has_documents = np.diff(documents.source_starts) > 0
+    weights = np.where(has_documents, documents.source_weights, 0.0)
+    return int(weights.argmax()), float(weights.max())
 
 
 def _held_out_warning(config: RunConfig, prepared: Prepared) -> str | None:
@@ -91,6 +106,21 @@ def _held_out_warning(config: RunConfig, prepared: Prepared) -> str | None:
         f"no held-out loss: a share of {data.held_out_fraction:g} picks none of {documents}; raise "
         "data.held_out_fraction or set data.held_out_path"
     )
+
+
+def _untrained_warnings(config: RunConfig, prepared: Prepared) -> list[str]:
+    """Returns a warning for each source whose documents are all held out, as of a small one."""
+    trained, held_out = (
+        np.diff(documents.source_starts).tolist()
+        for documents in (prepared.train, prepared.held_out)
+    )
+    return [
+        f"{source.path}: {'its 1 document is' if count == 1 else f'all {count:,} documents are'} "
+        "held out, so the source is not trained on; a smaller data.held_out_fraction than "
+        f"{config.data.held_out_fraction:g}, or data.held_out_path, would leave it for training"
+        for source, rest, count in zip(config.data.sources, trained, held_out, strict=False)
+        if count and not rest
+    ]
 
 
 def longest_document(prepared: Prepared) -> int:
@@ -131,6 +161,20 @@ def check_vocabulary(source: AdaptedSource, rows: int) -> None:
             f"data.add_control_tokens: the templates need {source.config.vocab_size - rows} tokens "
             f"that the run of {source.adapter.folder} did not have; python -m scripts.export_hf "
             "--merge makes a whole model of it; as model.path it gets them"
+        )
+
+
+def check_new_rows(adapter: AdapterConfig, model: TransformerConfig, rows: int) -> None:
+    """Raises UserError if vocabulary rows that the templates add to the base's `rows` are neither
+    trained nor in the base: no checkpoint or export would hold them."""
+    names = ("embed_tokens",) if model.tie_word_embeddings else ("embed_tokens", "lm_head")
+    missing = [name for name in names if not adapter.trains(f"{name}.weight")]
+    if adapter.rank and model.vocab_size > rows and missing:
+        raise UserError(
+            f"data.add_control_tokens: the templates need {model.vocab_size - rows} tokens that "
+            "the base lacks, and with adapters only modules in adapter.train are saved; "
+            f"--adapter.train '[{', '.join((*adapter.train, *missing))}]' would train and save "
+            "their rows"
         )
 
 

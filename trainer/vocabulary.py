@@ -13,7 +13,7 @@ def draw_rows(
 ) -> dict[str, jax.Array]:
     """Returns the parameters with new vocabulary rows after `stored_rows`.
 
-    A new row is the mean of the stored ones plus initialisation noise; noise alone would be far
+    A new row is the mean of the stored ones plus initialization noise; noise alone would be far
     from every embedding the other layers were trained on.
     """
     config = model.config

@@ -27,8 +27,8 @@ from data.errors import UserError
 from data.printable import printable_output
 from data.within import read_json
 
+from .arguments import CommandParser
 from .devices import GPU_MEMORY_SHARE, GPUS, TPUS
-from .entry import CommandParser
 from .host import host_bytes
 
 

@@ -99,7 +99,7 @@ _FA2_H100 = (
     "FlashAttention-3, arXiv 2407.08608, abstract: FlashAttention-2 reaches 35% on an H100 (the "
     "kernel that the papers use); FlashAttention-3 reaches up to 75%"
 )
-_GEMM = "FlashAttention-2, section 1: optimised GEMM reaches 80-90%; the lower end"
+_GEMM = "FlashAttention-2, section 1: optimized GEMM reaches 80-90%; the lower end"
 _NCCL = (
     "NCCL's own model of a ring (src/graph/tuning.cc, hwLat, protocol Simple): 3.4 us over "
     "NVLink, 5.7 PCIe, 9.6 network"

@@ -78,7 +78,7 @@ def _shifted(rounds: Sequence[plan.Round]) -> list[plan.Round]:
     """The rounds, each with the permutes that run in it.
 
     `balanced` lists a round's inputs and results with it; inputs are fetched one round earlier, and
-    results returned one round later. Such a plan is recognised by a first computing round without
+    results returned one round later. Such a plan is recognized by a first computing round without
     sends.
     """
     computing = [number for number, planned in enumerate(rounds) if planned.tasks]

@@ -39,7 +39,7 @@ from planning.topology import topology_devices
 from scripts.benchmarks import balance_time
 from scripts.benchmarks.balance import measure
 from scripts.benchmarks.commands import write_json
-from trainer import entry
+from trainer import arguments, entry
 from trainer.config.schema import MeshConfig
 from trainer.options import Tokens, add_options, option
 from trainer.xla_flags import FLAGS
@@ -350,7 +350,7 @@ def work(table: str, options: dict[str, Any], output: Path | None) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = entry.CommandParser(
+    parser = arguments.CommandParser(
         prog="python -m scripts.benchmarks.bench_schedules",
         description=__doc__.splitlines()[0],
         allow_abbrev=False,

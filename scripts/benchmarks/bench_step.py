@@ -154,7 +154,7 @@ def device_facts() -> dict:
     import jax
 
     from trainer.devices import peak_flops
-    from trainer.reporting.metrics import peak_device_gib
+    from trainer.reporting.meter import peak_device_gib
 
     device = jax.devices()[0]
     return {

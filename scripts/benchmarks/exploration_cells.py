@@ -82,10 +82,6 @@ class Cell:
         both = self.protocol != "ours" and self.method == SHORTEST
         return ("best in the data", "the paper's") if both else ("best in the data",)
 
-    def with_method(self, method: str) -> Cell:
-        """Returns another training with the same task, protocol and seed."""
-        return dataclasses.replace(self, method=method)
-
     @property
     def name(self) -> str:
         """The run's folder, below the output."""

@@ -92,6 +92,7 @@ TESTS = {
         "tests/trainer/test_kto.py",
         "tests/trainer/test_adapter_run.py",
     ),
+    "trainer/evaluation.py": ("tests/trainer/test_evaluation.py",),
     "trainer/optimizer.py": (
         "tests/trainer/test_optimizer.py",
         "tests/trainer/test_average.py",

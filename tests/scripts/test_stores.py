@@ -10,12 +10,12 @@ import pytest
 import train
 from tests.conftest import REPOSITORY
 from tests.scripts.test_help import COMMANDS
-from trainer import entry, xla_flags
+from trainer import arguments, xla_flags
 from trainer.config import checks, fields
 
 # Commands whose options hold no local path, or that open their one path through fsspec.
 OTHERS = {"scripts.quickstart", "scripts.restarts", "scripts.launch_tpu", "scripts.benchmarks.page"}
-NO_PATHS = (int, float, entry.at_least_one, entry.store_path, entry.free_text)
+NO_PATHS = (int, float, arguments.at_least_one, arguments.store_path, arguments.free_text)
 
 
 class ParserFound(Exception):
@@ -32,7 +32,7 @@ def parser_of(main, monkeypatch) -> argparse.ArgumentParser:
     with monkeypatch.context() as patch:
         for name in ("parse_args", "parse_known_args"):
             patch.setattr(argparse.ArgumentParser, name, keep)
-            patch.setattr(entry.CommandParser, name, keep)
+            patch.setattr(arguments.CommandParser, name, keep)
         with pytest.raises(ParserFound):
             main([])
     return parsers[0]

@@ -24,7 +24,7 @@ from scripts.benchmarks.checkpoint_stores import measure
 from scripts.quickstart import CASES, RECIPE
 from tests import gcs_server, s3_server
 from tests.soak.attacks import ROOT, Failed
-from trainer.reporting.metrics import MEASURED
+from trainer.reporting.meter import MEASURED
 from trainer.run.bucket import Bucket, in_bucket
 from trainer.run.mirror import logs_and_others
 

@@ -30,7 +30,7 @@ from scripts.tpu.workers import write_archive
 from tests import s3_server, small_run
 from tests.soak import injected
 from tests.soak.attacks import ROOT, Failed
-from trainer.reporting.metrics import MEASURED
+from trainer.reporting.meter import MEASURED
 from trainer.run.bucket import Bucket
 from trainer.run.mirror import logs_and_others
 

@@ -13,7 +13,7 @@ from scripts.launch_local import free_port
 from tests import small_run
 from tests.soak.attacks import ROOT, Case, Failed
 from tests.soak.forks import Forked, server
-from trainer.reporting.metrics import MEASURED
+from trainer.reporting.meter import MEASURED
 
 STEPS, SAVE_EVERY, EVALUATE_EVERY = 12, 3, 4
 FLAGS = (

@@ -17,9 +17,9 @@ from data.conversation import Conversation
 from data.encode import Encoder
 from data.printable import printable
 from data.report import Report, SourceReport
+from data.roles import role_of
 from data.sources import Source, read
 from data.tokenizer import Tokenizer
-from data.turns import role_of
 from tests.soak.attacks import ROOT, Case, Failed, refusal
 
 PIECES = (

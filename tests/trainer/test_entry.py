@@ -71,6 +71,10 @@ def test_out_of_memory_is_one_line_with_remedies(work, needed, capfd):
         assert word in lines[0]
 
 
+def test_the_exit_code_is_that_of_the_work_if_it_returns_one():
+    assert [entry.run(lambda result=result: result) for result in (None, [3], 0, 3)] == [0, 0, 0, 3]
+
+
 def test_other_errors_keep_their_traceback():
     def broken():
         raise RuntimeError("a mistake of ours")

@@ -5,6 +5,8 @@ import json
 import shutil
 import signal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
@@ -12,6 +14,7 @@ import yaml
 import train
 from scripts import launch_local
 from tests import small_run
+from tests.model.build import mesh_of
 from tests.trainer.test_processes import wait_for
 from trainer.checkpoint import local_tier, readers
 
@@ -48,6 +51,65 @@ def test_training_continues_when_local_saves_fail(small_recipe, tmp_path, monkey
     assert "checkpoint of step 3 could not" not in stderr, "the same reason again"
     assert checkpoints == [(1, 1), (4, 2), (5, 2)]
     assert not list((tmp_path / "host").glob("*/*/*"))
+
+
+def tier(folder, name):
+    """The local tier of a run on one device."""
+    (folder / name).mkdir(exist_ok=True)
+    return local_tier.LocalTier(
+        str(folder / "host"), folder / name, str(folder / name), mesh_of({})
+    )
+
+
+def abstract(arrays):
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        for name, x in arrays.items()
+    }
+
+
+def trained_to(step, folder, name):
+    """A tier with a local checkpoint of a step, restored before; and the step restored."""
+    run, model = tier(folder, name), {"w": jnp.full(4, step, jnp.float32)}
+    restored = run.restore(abstract(model), abstract(model), 0)
+    run.claim()
+    run.save(step, model, model, {"step": step})
+    run.wait()
+    run.close()
+    return run, restored and restored.step
+
+
+def test_a_copied_run_leaves_the_originals_local_checkpoints(tmp_path, capsys):
+    original, _ = trained_to(7, tmp_path, "original")
+    shutil.copytree(tmp_path / "original", tmp_path / "copy")
+    copy, restored = trained_to(5, tmp_path, "copy")
+    assert restored is None and copy.run != original.run
+    stderr = capsys.readouterr().err
+    assert f"{tmp_path}/copy is a copy of {tmp_path}/original; its local checkpoints" in stderr
+    assert f"found a local checkpoint of another run ({tmp_path}/original); if that" in stderr
+    copy.finish()
+    (tmp_path / "original").rename(tmp_path / "renamed")
+    renamed, restored = trained_to(9, tmp_path, "renamed")
+    assert restored == 7 and renamed.run == original.run
+    assert "is a copy" not in capsys.readouterr().err
+    (tmp_path / "copy").rename(tmp_path / "original")
+    assert trained_to(6, tmp_path, "original")[0].run == copy.run, "by its own record now"
+
+
+def test_a_step_is_recorded_before_it_can_be_complete(tmp_path, monkeypatch):
+    """A kill between its last part and the record of the whole must not hide it."""
+    seen, write_part = [], local_tier.write_part
+
+    def watched(path, header, shards):
+        seen.append(json.loads((tmp_path / "run/local.json").read_text()))
+        write_part(path, header, shards)
+
+    monkeypatch.setattr(local_tier, "write_part", watched)
+    run, _ = trained_to(3, tmp_path, "run")
+    trained_to(4, tmp_path, "run")
+    assert [(record["step"], record["begun"]) for record in seen] == [(None, 3), (3, 4)]
+    run.finish()
+    assert json.loads((tmp_path / "run/local.json").read_text())["begun"] is None
 
 
 @pytest.fixture(autouse=True)

@@ -73,7 +73,15 @@ def test_policies_named_elsewhere_are_policies():
 
 
 def test_tensor_parallel_decides_every_axis_split_over_tensor():
-    parallel = TensorParallel(2, True, False, True, 128, 8, 2)
+    parallel = TensorParallel(
+        tensor=2,
+        heads=True,
+        kv_heads=False,
+        mlp=True,
+        vocab_size=128,
+        query_heads=8,
+        key_heads=2,
+    )
     assert {axis: getattr(parallel, axis) for axis, rule in RULES.items() if rule.tensor} == {
         "heads": True,
         "kv_heads": False,

@@ -28,7 +28,7 @@ from trainer.config.schema import (
 from trainer.evaluation import HeldOutLoss
 from trainer.loop import train
 from trainer.objective import Objective
-from trainer.reporting.metrics import MEASURED
+from trainer.reporting.meter import MEASURED
 from trainer.run.preemption import Preempted
 
 STEPS, ROWS, LENGTH = 6, 16, 4

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+from decimal import Decimal
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +110,15 @@ def test_warmup_as_a_fraction_equals_warmup_in_steps(schedule):
         match=r"optimizer\.warmup_fraction: found 0\.1, needs to be left out with .*warmup_steps",
     ):
         OptimizerConfig(warmup_fraction=0.1, warmup_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("share", "steps"), [("0.07", 100), ("0.14", 50), ("0.03", 1000), ("0.031", 100)]
+)
+def test_a_warmup_fraction_is_of_the_written_decimal(share, steps):
+    """0.07 * 100 in binary is more than 7, which made a warm-up of 8 steps."""
+    config = OptimizerConfig(warmup_fraction=float(share))
+    assert config.first_steps(steps) == math.ceil(Decimal(share) * steps)
 
 
 def trained(config, mesh):

@@ -34,7 +34,7 @@ from tests import small_run
 from trainer.checkpoint import readers as checkpoint
 from trainer.config.schema import DistributedConfig, MeshConfig
 from trainer.mesh import batch_sharding, local_order, make_mesh, part_of_slices, simulate
-from trainer.reporting.metrics import MEASURED
+from trainer.reporting.meter import MEASURED
 from trainer.run import cluster
 
 # 2 processes with 2 devices each, and a program that compiles fast: twelve starts compile it.

@@ -242,9 +242,9 @@ def test_stored_codes_are_read_unchanged(base, tmp_path):
 @pytest.mark.parametrize(
     ("config", "facts"),
     [
-        ({"quant_method": "gptq", "bits": 4}, ["quantization_config", "'gptq'", "unquantised"]),
+        ({"quant_method": "gptq", "bits": 4}, ["quantization_config", "'gptq'", "unquantized"]),
         ({"quant_method": "awq", "bits": 4}, ["'awq'", "adapter.quantize"]),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ["load_in_4bit", "None"]),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ["load_in_8bit", "True"]),
     ],
     ids=str,
 )

@@ -20,7 +20,7 @@ from trainer.config import load as config
 from trainer.finite import FiniteSteps
 from trainer.loop import _Training
 from trainer.mesh import make_mesh
-from trainer.reporting.metrics import MEASURED
+from trainer.reporting.meter import MEASURED
 from trainer.run.opening import open_run
 from trainer.step import StepBuilder
 from trainer.text import TextObjective

@@ -4,6 +4,7 @@ any stage, bitwise."""
 import dataclasses
 import json
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -135,14 +136,93 @@ def test_finished_stages_are_not_trained_again(recipe, tmp_path, capsys):
         and "stage 2 of 3: 256 tokens, 8 steps" in capsys.readouterr().out
     )
     for stage in stages_of(config)[:2]:
-        stage.folder.mkdir(parents=True)
-        (stage.folder / "config.yaml").write_text(dump(stage))
+        pretend_trained(stage)
     trained.clear()
     train_stages(config, remember)
     assert trained == [256, 512]
-    changed = dataclasses.replace(config.stages[0], steps=10)
-    with pytest.raises(UserError, match=r"stages/1.*train.steps"):
-        train_stages(dataclasses.replace(config, stages=(changed, *config.stages[1:])), remember)
+
+
+def pretend_trained(stage):
+    """Makes a stage's folder look as if it had ended."""
+    (stage.folder / "checkpoints" / str(stage.train.steps)).mkdir(parents=True)
+    (stage.folder / "config.yaml").write_text(dump(stage))
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+@pytest.mark.parametrize("steps", [8, 10])
+def test_a_stage_cannot_change_its_length_once_the_next_has_begun(
+    recipe, tmp_path, schedule, steps
+):
+    """With a constant learning rate its run could be longer, but the next stage began without."""
+    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
+    config = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, schedule=schedule)
+    )
+    for stage in stages_of(config)[:2]:
+        pretend_trained(stage)
+    changed = dataclasses.replace(config.stages[0], steps=steps)
+    expected = (
+        rf"^stages\[0\].steps: found {steps}, but stage 1 has ended after 9 steps, and stage 2 has "
+        "begun from it; 9 would work, or another --run_dir$"
+    )
+    with pytest.raises(UserError, match=expected):
+        train_stages(
+            dataclasses.replace(config, stages=(changed, *config.stages[1:])),
+            lambda *_: pytest.fail("trained"),
+        )
+
+
+def test_a_changed_stage_is_refused_once_the_next_has_begun(recipe, tmp_path):
+    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
+    for stage in stages_of(config)[:2]:
+        pretend_trained(stage)
+    changed = dataclasses.replace(config.stages[0], learning_rate=1e-4, steps=10)
+    with pytest.raises(
+        UserError, match=r"stages/1: another run .*optimizer.learning_rate is 0.003"
+    ):
+        train_stages(
+            dataclasses.replace(config, stages=(changed, *config.stages[1:])),
+            lambda *_: pytest.fail("trained"),
+        )
+
+
+def test_a_finished_curriculum_needs_none_of_its_earlier_stages(recipe, tmp_path, capsys):
+    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
+    for stage in stages_of(config):
+        pretend_trained(stage)
+    shutil.rmtree(tmp_path / "run/stages")
+    last = train_stages(config, lambda *_: pytest.fail("trained"))
+    assert last == tmp_path / "run/checkpoints/7"
+    assert f"stage 3 of 3 is finished: {last}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("begun", "removed", "expected"),
+    [
+        (2, "stages/1", "stage 2 needs the checkpoint in {run}/stages/1, which is gone; restore"),
+        (3, "stages/2", "stage 3 needs the checkpoint in {run}/stages/2, which is gone; restore"),
+        (3, "stages", "stage 3 needs the checkpoint in {run}/stages/2, which is gone; restore"),
+        (3, "stages/2/checkpoints", "stage 3 needs the checkpoint in {run}/stages/2, which"),
+    ],
+)
+def test_an_unfinished_stage_needs_the_one_before_it(recipe, tmp_path, begun, removed, expected):
+    """Otherwise earlier stages would be trained again, or a missing model's folder be named."""
+    run = tmp_path / "run"
+    config = load(["--config", str(recipe), "--run_dir", str(run)])
+    for stage in stages_of(config)[:begun]:
+        pretend_trained(stage)
+    newest = stages_of(config)[begun - 1].folder / "checkpoints"
+    next(newest.iterdir()).rename(newest / "1")
+    shutil.rmtree(run / removed)
+    with pytest.raises(UserError, match=expected.format(run=run)):
+        train_stages(config, lambda *_: pytest.fail("trained"))
+
+
+def test_another_run_in_the_folder_is_found_before_the_first_stage(recipe, tmp_path):
+    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
+    pretend_trained(dataclasses.replace(config, stages=()))
+    with pytest.raises(UserError, match="run: another run is in this folder"):
+        train_stages(config, lambda *_: pytest.fail("trained"))
 
 
 def test_a_single_stage_overrides_the_recipe(recipe, tmp_path):
@@ -167,8 +247,7 @@ def test_one_process_decides_for_all_which_stage_is_next(recipe, tmp_path, monke
     yet, and does not ask for a lock."""
     config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
     for stage in stages_of(config)[:2] if process == 0 else []:
-        stage.folder.mkdir(parents=True)
-        (stage.folder / "config.yaml").write_text(dump(stage))
+        pretend_trained(stage)
     monkeypatch.setattr(
         "trainer.stages.first_then_others",
         lambda work, encode: work(None) if process == 0 else work(encode(1)),

@@ -1,8 +1,10 @@
 """A text objective's messages about its data: the report is printed once, and an empty held-out set
 is a warning."""
 
+import hashlib
 import json
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -43,6 +45,54 @@ def test_a_held_out_set_is_never_silently_empty(opened, small_recipe, tmp_path, 
     assert "warning" not in capsys.readouterr().err
     assert opened().has_held_out
     assert "warning" not in capsys.readouterr().err
+
+
+def test_a_source_that_is_held_out_as_a_whole_is_named(opened, small_recipe, tmp_path, capsys):
+    """By hand: a record is held out if the hash of its id, as a share of 2^64, is below the
+    fraction."""
+    digest = hashlib.sha256(b"held-out\0alone").digest()
+    share = int.from_bytes(digest[:8], "big") / 2**64
+    tiny, many = tmp_path / "tiny.json", small_recipe.parent / "conversations.json"
+    turns = [{"from": "human", "value": "A?"}, {"from": "gpt", "value": "B."}]
+    tiny.write_text(json.dumps([{"id": "alone", "conversations": turns}]), encoding="utf-8")
+    sources = json.dumps([{"path": str(many)}, {"path": str(tiny), "weight": 5}])
+    flags = ("--data.sources", sources, "--data.held_out_path", "null")
+    opened(*flags, "--data.held_out_fraction", f"{share + 0.001}")
+    assert (
+        f"warning: {tiny}: its 1 document is held out, so the source is not trained on; a smaller "
+        f"data.held_out_fraction than {share + 0.001:g}, or data.held_out_path, would"
+    ) in capsys.readouterr().err
+    opened(*flags, "--data.held_out_fraction", f"{share - 0.001}")
+    assert "is held out" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("weights", "epochs", "times"),
+    [((1, 0.1), 15, 15), ((0.1, 0.1), 15, None), ((0.5, 0.1), 30, 15), ((1, 70), 1, 70)],
+)
+def test_repetitions_are_those_of_the_source_with_the_largest_weight(
+    opened, small_recipe, tmp_path, capsys, weights, epochs, times
+):
+    few, many = tmp_path / "few.json", small_recipe.parent / "conversations.json"
+    few.write_text(json.dumps(json.loads(many.read_text())[:3]), encoding="utf-8")
+    sources = [
+        {"path": str(path), "weight": weight}
+        for path, weight in zip((many, few), weights, strict=True)
+    ]
+    opened(
+        *("--data.sources", json.dumps(sources), "--data.held_out_path", "null"),
+        *("--data.held_out_fraction", "0", "--train.epochs", str(epochs)),
+    )
+    lines = [line for line in capsys.readouterr().err.splitlines() if " rows are " in line]
+    if times is None:
+        assert not lines
+        return
+    (line,), weight = lines, max(weights)
+    path, words = (many, few)[weights.index(weight)], re.escape(f"(weight {weight:g})")
+    found = re.search(rf"every document of {path} {words} is trained on (\d+) times; (.*)", line)
+    assert found and abs(int(found[1]) - times) <= 0.05 * times, line
+    assert ("a smaller weight" in found[2]) == (weight > 1)
+    assert ("3 epochs would be " in found[2]) == (weight <= 1)
 
 
 @pytest.fixture

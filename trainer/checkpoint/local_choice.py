@@ -79,8 +79,8 @@ def candidates(
         for part in parts:
             if part.run != expected.run:
                 refused[
-                    f"found a local checkpoint of another run ({part.location}); delete it to free "
-                    "its space"
+                    f"found a local checkpoint of another run ({part.location}); if that run no "
+                    "longer needs it, delete it to free its space"
                 ] = None
             elif part.step <= after:
                 continue

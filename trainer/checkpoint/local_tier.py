@@ -4,7 +4,8 @@ keeps a copy of another host's.
     FOLDER/RUN/process_2/step_40.part_2     its own shards, see `local_part`
     FOLDER/RUN/process_2/step_40.part_1     the copy of process 1's
 
-RUN is the run's identifier, kept with the newest complete step in the run folder's `local.json`.
+RUN is the run's identifier, kept with the newest complete step in the run folder's `local.json`
+(`local_record`).
 FOLDER is on each host's disk or in its memory (`checkpoint.local`), where a restart finds it on the
 hosts that are back: one host may be lost. No file is shared, so this does not depend on the store
 of `run_dir` or its speed.
@@ -23,7 +24,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import re
 import secrets
 import shutil
 import sys
@@ -38,7 +38,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from data.printable import printable
-from data.within import parse_json, read_bytes
+from data.within import parse_json
 from trainer.checkpoint.local_choice import (
     Candidate,
     Expected,
@@ -61,6 +61,7 @@ from trainer.checkpoint.local_part import (
     verify_part,
     write_part,
 )
+from trainer.checkpoint.local_record import RECORD, own_record, place_of, read_record
 from trainer.checkpoint.local_transfer import Hosts
 from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.saving import flatten
@@ -72,9 +73,6 @@ from trainer.run.cluster import (
 )
 from trainer.run.logs import replace_file
 
-RECORD = "local.json"  # in the run's folder: the run's identifier, the newest complete local step
-_RECORD_BYTES = 4096
-_RUN = re.compile(r"[0-9a-f]{16}")  # also a folder name
 _MODEL, _OPTIMIZER = "model/", "optimizer/"  # prefixes of array names in a part
 _GOOD = "good"  # what a process reports if nothing failed
 _LONGEST_ORDER = 200  # characters
@@ -104,7 +102,7 @@ class LocalTier:
           location: of the run, for messages.
         """
         self.root, self.location = Path(folder).expanduser().absolute(), location
-        self.record = run_folder / RECORD
+        self.run_folder = run_folder
         self.mesh = _described(mesh)
         self.process, self.processes = jax.process_index(), jax.process_count()
         # Called by process 0's thread just before a local checkpoint is written.
@@ -129,9 +127,12 @@ class LocalTier:
         self.hosts.close()
 
     def recorded(self) -> dict[str, Any]:
-        """Returns what `local.json` says, as process 0 sees it; empty if there is none."""
+        """Returns `own_record` of the run's folder, as process 0 sees it."""
         return first_then_others(
-            lambda sent: _read_record(self.record) if sent is None else parse_json(sent), json.dumps
+            lambda sent: (
+                own_record(self.run_folder, self.location) if sent is None else parse_json(sent)
+            ),
+            json.dumps,
         )
 
     def describe(self, model: Mapping[str, Any], optimizer: Any, every: int) -> str:
@@ -146,9 +147,10 @@ class LocalTier:
         return f"{line}; copied to process {keeper} ({where})"
 
     def claim(self) -> None:
-        """Writes the run's identifier to its folder, in process 0, once the run is locked."""
-        if self.process == 0 and _read_record(self.record).get("run") != self.run:
-            self._write_record(None)
+        """Writes the run's identifier and place to its folder, in process 0, once the run is
+        locked."""
+        if self.process == 0:
+            self._write_record()
 
     # Restoring
 
@@ -163,6 +165,11 @@ class LocalTier:
         """
         record = self.recorded()
         self.run, self.newest = str(record.get("run") or self.attempt), None
+        if original := record.get("copy_of"):
+            self._say(
+                f"{self.location} is a copy of {original}; its local checkpoints stay that run's, "
+                "and this one goes on without them"
+            )
         abstract = _flat(model, optimizer)
         for path in self.folder.glob("*.tmp"):  # of a killed process
             path.unlink(missing_ok=True)
@@ -290,7 +297,7 @@ class LocalTier:
             self.folder.parent.rmdir()
         self.newest = None
         if self.process == 0:
-            self._write_record(None)
+            self._write_record(step=None, begun=None)
 
     def _finish(self, header: Header, shards: Iterator[np.ndarray]) -> None:
         """The thread's work: writes this process's part and copies those it keeps for others."""
@@ -304,6 +311,8 @@ class LocalTier:
 
     def _write(self, header: Header, shards: Iterator[np.ndarray]) -> None:
         if self.process == 0:
+            with contextlib.suppress(OSError):  # of the run's folder, as in `_conclude`
+                self._write_record(begun=header.step)
             self.before()
         _make(self.folder)
         path = self.folder / part_name(header.step, self.process)
@@ -340,7 +349,7 @@ class LocalTier:
         self.newest = step
         if self.process == 0:
             with contextlib.suppress(OSError):  # of the run's folder, which the loop hits too
-                self._write_record(step)
+                self._write_record(step=step)
 
     def _delete(self, unneeded: Callable[[Header], bool]) -> None:
         """Deletes parts in this process's folder."""
@@ -363,9 +372,13 @@ class LocalTier:
                 if path.parent != self.folder and path.stat().st_mtime < self._begun:
                     path.unlink()
 
-    def _write_record(self, step: int | None) -> None:
-        text = json.dumps({"run": self.run, "step": step}) + "\n"
-        replace_file(self.record, text.encode())
+    def _write_record(self, **changes: int | None) -> None:
+        """Writes `local.json`: what it says of this run, its place, and the changes."""
+        record = read_record(self.run_folder)
+        if record.get("run") != self.run:
+            record = {"run": self.run, "step": None}
+        written = {**record, **place_of(self.run_folder, self.location), **changes}
+        replace_file(self.run_folder / RECORD, (json.dumps(written) + "\n").encode())
 
 
 def _problem(work: Callable[..., None], *arguments: Any) -> str:
@@ -389,16 +402,6 @@ def _make(folder: Path) -> None:
     """Makes a folder that only this user reads: it will hold the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.parent.chmod(0o700)
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    """Returns the content of `local.json`; empty if it is missing or not ours."""
-    try:
-        record = parse_json(read_bytes(path, path.parent, _RECORD_BYTES))
-    except (OSError, ValueError):
-        return {}
-    known = isinstance(record, dict) and _RUN.fullmatch(str(record.get("run")))
-    return record if known else {}
 
 
 def _described(mesh: Mesh) -> str:

@@ -55,7 +55,7 @@ def manifest(
     }
     if shapes is not None:
         content["shapes"] = {name: list(shape) for name, shape in shapes.items()}
-    return _serialise(content)
+    return _serialize(content)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     checksum = content.pop("sha256", None)
     # Bytes, not parsed content: a flipped bit in a key or in white space must not go unseen.
-    if checksum != _checksum(content) or data != _serialise(content):
+    if checksum != _checksum(content) or data != _serialize(content):
         raise DamagedError(f"{folder}: {MANIFEST} is damaged (its own checksum differs)")
     if content["format"] != _FORMAT:
         raise ForeignError(
@@ -163,7 +163,7 @@ def _threads() -> int:
     return min(8, os.cpu_count() or 1)
 
 
-def _serialise(content: dict[str, Any]) -> bytes:
+def _serialize(content: dict[str, Any]) -> bytes:
     return (json.dumps({**content, "sha256": _checksum(content)}, indent=1) + "\n").encode()
 
 

@@ -139,6 +139,24 @@ SWITCHES = (
         "optimizer.schedule", lambda name, _: name == "wsd", "wsd", ("optimizer.decay_fraction",)
     ),
     Switch(
+        "optimizer.schedule",
+        lambda name, _: name != "constant",
+        "cosine, linear or wsd",
+        ("optimizer.final_fraction",),
+    ),
+    Switch(
+        "optimizer.name",
+        lambda name, _: name != "adafactor",
+        "adamw, lion or muon",
+        ("optimizer.beta1", "optimizer.beta2"),
+    ),
+    Switch(
+        "optimizer.name",
+        lambda name, _: name in ("adamw", "muon"),
+        "adamw or muon",
+        ("optimizer.epsilon",),
+    ),
+    Switch(
         "memory.remat",
         lambda _, config: config.memory.policy.every_k,
         "every_k or offload_every_k",
@@ -155,6 +173,13 @@ SWITCHES = (
     Switch("logging.profile_steps", _is_given, "[FIRST, LAST]", ("logging.profile_processes",)),
 )
 _DEFAULTS = RunConfig()
+
+
+def without_effect(config: RunConfig) -> tuple[str, ...]:
+    """Returns the fields whose values make no difference to a configuration."""
+    return tuple(
+        field for switch in SWITCHES if not switch.counts(config) for field in switch.fields
+    )
 
 
 def check_switches(config: RunConfig, source: str) -> None:

@@ -11,6 +11,9 @@ from model.attention.names import Tokens
 
 from .require import require, require_at_least
 
+TODAY = "today"
+"""The `template_date` that stands for the day on which a run first starts."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SourceConfig:
@@ -54,8 +57,9 @@ class DataConfig:
     text_tokens: tuple[str, ...] = ()
     """Added tokens of the tokenizer that turns may contain as text, such as [<think>, </think>]."""
     template_date: str = TEMPLATE_DATE.date().isoformat()
-    """Date, YYYY-MM-DD or `today`, for chat templates that write one (strftime_now); fixed so that
-    the same data gives the same ids. Chats and evaluations of the model keep it."""
+    """Date, YYYY-MM-DD or `today` (of the run's first start), for chat templates that write one
+    (strftime_now); fixed so that the same data gives the same ids. Chats and evaluations of the
+    model keep it."""
     chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Variables for the chat template, such as {enable_thinking: false} for Qwen 3's; a record's
     field of this name overrides them. Chats and evaluations of the model keep them."""
@@ -93,7 +97,7 @@ class DataConfig:
             self.held_out_fraction,
             "a share from 0 to below 1",
         )
-        # The date is recorded, so that a run that continues tomorrow keeps it.
+        # The date is recorded; `load` gives a run that continues tomorrow the recorded one.
         object.__setattr__(self, "template_date", _date(self.template_date))
         for index, source in enumerate(self.sources):
             require(
@@ -106,7 +110,7 @@ class DataConfig:
 
 def _date(text: str) -> str:
     """Returns a date as YYYY-MM-DD; `today` works too."""
-    if text == "today":
+    if text == TODAY:
         return datetime.date.today().isoformat()
     try:
         return datetime.date.fromisoformat(text).isoformat()

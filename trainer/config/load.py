@@ -1,5 +1,6 @@
 """Loads a run's configuration: a YAML recipe with `--section.field value` overrides."""
 
+import contextlib
 import dataclasses
 import operator
 import os
@@ -19,7 +20,7 @@ from model.config import ADJUSTABLE
 
 from . import command_line
 from .checks import SWITCHES, check, check_switches
-from .data import SourceConfig
+from .data import TODAY, SourceConfig
 from .fields import AUTO, FIELDS, check_names, clean_set, field_names
 from .mesh import MeshConfig
 from .schema import VERSION, RunConfig
@@ -69,7 +70,7 @@ def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
     _refuse_planned_over(config, words.recipe or "command line")
     if not config.name:
         config = dataclasses.replace(config, name=_name(words.recipe, flags))
-    config = _as_begun(config, recipe, {flag.name for flag in words.flags})
+    config = _as_begun(config, recipe, flags)
     source = words.recipe or "command line"
     if words.recipe and words.flags:
         source = f"{source} with the command line"
@@ -276,9 +277,9 @@ def _without_switched_off(config: RunConfig, flags: Mapping[str, str]) -> RunCon
 CHANGED_DEFAULTS = ("data.template", "data.clean.html", "data.clean.rate_limits")
 
 
-def _as_begun(config: RunConfig, recipe: Mapping[str, Any], flags: set[str]) -> RunConfig:
-    """The configuration with the old defaults of a run that began with them, for fields of
-    CHANGED_DEFAULTS that neither the recipe nor a flag gives.
+def _as_begun(config: RunConfig, recipe: Mapping[str, Any], flags: Mapping[str, str]) -> RunConfig:
+    """The configuration with what the run in its folder began with: the old defaults, for fields of
+    CHANGED_DEFAULTS that neither the recipe nor a flag gives, and the day, for `today`.
 
     Standard error says so.
     """
@@ -289,14 +290,30 @@ def _as_begun(config: RunConfig, recipe: Mapping[str, Any], flags: set[str]) -> 
         given = field in flags or _entry(recipe, field) is not None
         if given or value in (None, default) or not isinstance(value, type(default)):
             continue
-        print(
-            f"{config.location}: keeps {field} {printable(str(value))}, with which it began; the "
-            f"default is now {default}",
-            file=sys.stderr,
-            flush=True,
-        )
-        config = _with_value(config, field.split("."), value)
+        config = _keeping(config, field, value, f"the default is now {default}")
+    field = "data.template_date"
+    day, today = _entry(stored, field), config.data.template_date
+    wants_today = flags.get(field, _entry(recipe, field)) == TODAY
+    if wants_today and isinstance(day, str) and day != today:
+        with contextlib.suppress(ValueError):  # no date: opening the run reports the reason
+            config = _keeping(config, field, day, f"today is {today}")
     return config
+
+
+def _keeping(config: RunConfig, field: str, value: Any, otherwise: str) -> RunConfig:
+    """The configuration with a field's value in the run's folder, of which standard error says so.
+
+    Args:
+      otherwise: what the value would be in a new run, for the message.
+    """
+    kept = _with_value(config, field.split("."), value)
+    print(
+        f"{config.location}: keeps {field} {printable(str(value))}, with which it began; "
+        f"{otherwise}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return kept
 
 
 def _entry(written: Mapping[str, Any], field: str) -> Any:

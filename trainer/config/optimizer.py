@@ -13,7 +13,7 @@ class OptimizerConfig:
 
     name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
     """AdamW; Lion, with one moment; Adafactor, with a row and a column of the second moment; or
-    Muon, which orthogonalises updates of the layers' matrices and trains all other parameters by
+    Muon, which orthogonalizes updates of the layers' matrices and trains all other parameters by
     AdamW with Nesterov momentum, without weight decay."""
     learning_rate: float = 2e-5
     """Peak learning rate."""
@@ -26,22 +26,26 @@ class OptimizerConfig:
     warmup_fraction: float = 0.0
     """Share of the steps used for warm-up, such as 0.03, instead of warmup_steps."""
     final_fraction: float = 0.1
-    """Learning rate at the last step, as a share of the peak; ignored if constant."""
+    """Learning rate at the last step, as a share of the peak; not with constant."""
     decay_fraction: float = 0.2
     """Share of the steps, at the end, over which wsd decays linearly."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay of the first moment; Lion's share of the moment in an update. Muon's matrices always
+    have 0.95, and Adafactor has no first moment."""
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """Decay of the second moment; of Lion's only moment. Muon's matrices have no second moment, and
+    Adafactor's decays by a rule of its own."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment, or to the norm by which Muon divides a matrix; Lion
+    and Adafactor do without."""
     weight_decay: float = 0.0
     """Decoupled weight decay, for matrices only."""
     clip_norm: float = 1.0
     """Global norm to which the gradient is clipped; 0 never clips."""
     moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
     """Storage precision of both moments; updates compute in float32. 8bit: 8-bit floats with a
-    scale per 128 numbers, rounded stochastically; moments of norms and biases stay float32."""
+    scale per 128 numbers, rounded stochastically; moments of norms and biases stay float32. Only
+    AdamW and Lion can have 8bit, and Adafactor needs float32."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage precision of the trained weights. bfloat16 rounds each update stochastically, so that
     steps too small for its 8 bits still move weights on average."""
@@ -82,7 +86,15 @@ class OptimizerConfig:
             self.moment_dtype != "8bit" or self.name in ("adamw", "lion"),
             "optimizer.moment_dtype",
             self.moment_dtype,
-            f"float32 or bfloat16 with optimizer.name {self.name}",
+            f"float32{' or bfloat16' * (self.name == 'muon')} with optimizer.name {self.name}",
+        )
+        # The longer it trains, the less Adafactor's second moment changes in a step: by less than
+        # bfloat16 resolves from about step 1,000 on.
+        require(
+            self.moment_dtype != "bfloat16" or self.name != "adafactor",
+            "optimizer.moment_dtype",
+            self.moment_dtype,
+            "float32 with optimizer.name adafactor",
         )
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             require(0 <= beta < 1, f"optimizer.{name}", beta, "a number from 0 to below 1")
@@ -104,9 +116,9 @@ class OptimizerConfig:
 
     def first_steps(self, steps: int) -> int:
         """Returns the number of warm-up steps in a run of `steps`."""
-        return (
-            math.ceil(self.warmup_fraction * steps) if self.warmup_fraction else self.warmup_steps
-        )
+        if not self.warmup_fraction:
+            return self.warmup_steps
+        return math.ceil(round(self.warmup_fraction * steps, 9))  # 0.07 * 100 is more than 7
 
     def decay_steps(self, steps: int) -> int:
         """Returns the number of steps over which wsd decays, in a run of `steps`."""

@@ -59,7 +59,7 @@ class ModelConfig:
     """Precision of activations and transferred keys and values; parameters and moments are
     float32."""
     seed: int = 0
-    """Seed of the initialiser of a model from scratch."""
+    """Seed of the initializer of a model from scratch."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "overrides", with_lengths(self.overrides, LENGTHS))

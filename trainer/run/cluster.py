@@ -319,42 +319,16 @@ def leave_others(error: BaseException, code: int) -> None:
     JAX would wait for them in vain and then abort. A process that has joined no others is
     unaffected.
     """
-    state = distributed.global_state
-    if state.client is None or state.num_processes == 1:
-        return
-    _leaving.set()
-    # All may have the same error: the first one to report it is enough.
-    with contextlib.suppress(Exception):
-        state.client.key_value_set(
-            _FAILURE,
-            _encoded(error, f"process {state.process_id} of {state.num_processes} failed: "),
-        )
-    if state.process_id == 0:
-        # Gives the others time to read it: this process holds the key-value store.
-        time.sleep(4 * _LOOK_SECONDS)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    if _report_failure(_encoded(error, f"process {process()} of {processes()} failed: ")):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def end_others(code: int, line: str) -> None:
     """Ends the other processes, if any, when a signal ends this one without a save."""
-    state = distributed.global_state
-    if state.client is None or state.num_processes == 1:
-        return
-    _leaving.set()
-    with contextlib.suppress(Exception):
-        client().key_value_set(
-            _FAILURE,
-            json.dumps(
-                {
-                    "code": code,
-                    "message": f"process {state.process_id} of {state.num_processes}: {line}",
-                }
-            ),
-        )
-    if state.process_id == 0:
-        time.sleep(4 * _LOOK_SECONDS)
+    message = f"process {process()} of {processes()}: {line}"
+    _report_failure(json.dumps({"code": code, "message": message}))
 
 
 def end_now(line: str) -> None:
@@ -367,16 +341,22 @@ def end_now(line: str) -> None:
 
 def end_all(message: str) -> None:
     """Tells the others that all are stalled: each prints its stacks and ends with TRY_AGAIN."""
-    state = distributed.global_state
-    if state.client is None or state.num_processes == 1:
-        return
+    _report_failure(json.dumps({"code": TRY_AGAIN, "message": message, "stacks": True}))
+
+
+def _report_failure(failure: str) -> bool:
+    """Gives the others, who then end, this process's failure in JSON; returns whether there are
+    others."""
+    if processes() == 1:
+        return False
     _leaving.set()
+    # All may have the same error: the first one to report it is enough.
     with contextlib.suppress(Exception):
-        state.client.key_value_set(
-            _FAILURE, json.dumps({"code": TRY_AGAIN, "message": message, "stacks": True})
-        )
-    if state.process_id == 0:
+        client().key_value_set(_FAILURE, failure)
+    if process() == 0:
+        # Gives the others time to read it: this process holds the key-value store.
         time.sleep(4 * _LOOK_SECONDS)
+    return True
 
 
 def _end_with_others() -> None:

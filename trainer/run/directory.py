@@ -7,7 +7,8 @@
     RUN/held_out.jsonl        one line per held-out loss
     RUN/NAME.jsonl            one line per result of a test in `evaluations`
     RUN/samples.jsonl         a line of answers to samples.prompts every samples.every steps
-    RUN/local.json            the run's identifier in checkpoint.local, and the newest step there
+    RUN/local.json            the identifier in checkpoint.local, and the newest step there; see
+                              trainer.checkpoint.local_record
     RUN/*.jsonl.unreadable    lines of these files that could not be read when the run resumed
     RUN/tensorboard/          the same metrics for TensorBoard
     RUN/wandb/                the same metrics for Weights & Biases, if logging.wandb is set

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 from data.errors import UserError
 from data.within import read_text
-from trainer.checkpoint.commit import located, steps_in
+from trainer.checkpoint.commit import CHECKPOINTS, located, steps_in
+from trainer.checkpoint.local_record import RECORD, newest_local_step
 from trainer.config import load as configuration
+from trainer.config.checks import without_effect
 from trainer.config.data import SourceConfig
 from trainer.config.fields import SECTIONS
-from trainer.config.schema import RunConfig
+from trainer.config.schema import OptimizerConfig, RunConfig
 from trainer.config.yaml_text import MAX_BYTES, InvalidYAML, parse
 from trainer.run.directory import RunDirectory
 
@@ -76,46 +78,91 @@ def shared_fields(config: RunConfig) -> dict[str, Any]:
 
 
 def require_same(run: RunDirectory, config: RunConfig, steps_known: bool) -> None:
-    """Raises UserError with the first difference unless the folder's run is that of `config`."""
+    """Raises UserError with the first difference unless the folder's run is that of `config`.
+
+    The number of steps may differ if that affects no finished step.
+    """
+    old_fields, new_fields = recorded_identity(run), identity(config)
+    if not steps_known:
+        old_fields["train.steps"] = new_fields["train.steps"]
+    for field in without_effect(config):  # earlier releases accepted any value
+        old_fields.pop(field, None)
+        new_fields.pop(field, None)
+    names = [name for name in {**new_fields, **old_fields} if name != "train.steps"]
+    for name in (*names, "train.steps"):  # last: alone it may be allowed
+        old, new = old_fields.get(name, _NOTHING), new_fields.get(name, _NOTHING)
+        if old == new:
+            continue
+        difference = _first_difference(_Difference(name, old, new))
+        ways_out = _ways_out(run) if name != "train.steps" else _refused_length(run, config, old)
+        if ways_out is None:
+            return
+        raise UserError(
+            f"{run}: another run is in this folder: {difference.name} is "
+            f"{difference.old!r} there and {difference.new!r} now; {ways_out}"
+        )
+
+
+def recorded_identity(run: RunDirectory) -> dict[str, Any]:
+    """`identity` of the folder's run.
+
+    Raises:
+      UserError: its configuration cannot be read.
+    """
     try:
         written = parse(read_text(run.config, run.folder, MAX_BYTES), str(run.config))
         configuration.check_version(written, str(run.config))
-        old_fields = _identity(_with_defaults(written, configuration.resolved(RunConfig())))
+        return _identity(_with_defaults(written, configuration.resolved(RunConfig())))
     except (OSError, InvalidYAML, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise UserError(
             f"{run.config}: cannot be read as a run's configuration ({error}); give another "
             f"--run_dir, or delete {run}"
         ) from error
-    new_fields = identity(config)
-    if not steps_known:
-        old_fields["train.steps"] = new_fields["train.steps"]
-    if _is_longer(run, config, old_fields, new_fields):
-        return
-    for name in {**new_fields, **old_fields}:
-        old, new = old_fields.get(name, _NOTHING), new_fields.get(name, _NOTHING)
-        if old != new:
-            difference = _first_difference(_Difference(name, old, new))
-            raise UserError(
-                f"{run}: another run is in this folder: {difference.name} is "
-                f"{difference.old!r} there and {difference.new!r} now; "
-                f"{_ways_out(run, difference.name)}"
-            )
 
 
-def _is_longer(
-    run: RunDirectory, config: RunConfig, old: dict[str, Any], new: dict[str, Any]
-) -> bool:
-    """Returns whether `config` only changes the run's length, without affecting finished steps."""
-    if {**old, "train.steps": 0} != {**new, "train.steps": 0}:
-        return False
-    finished = max(_steps(run), default=0)
-    stable = min(config.optimizer.stable_steps(fields["train.steps"]) for fields in (old, new))
-    return stable > 0 and finished <= stable
+def saved_steps(location: str) -> list[int]:
+    """The steps that a run has checkpoints of in its folder, ascending."""
+    return steps_in(located(location) / CHECKPOINTS)
 
 
-def _steps(run: RunDirectory) -> list[int]:
-    """The steps that the run has checkpoints of."""
-    return steps_in(located(str(run)) / run.checkpoints.name)
+def _refused_length(run: RunDirectory, config: RunConfig, old: int) -> str | None:
+    """Says why a run of `old` steps cannot change its length, and what would work; None if it can,
+    since that affects no finished step."""
+    optimizer, new, shorter = config.optimizer, config.train.steps, min(old, config.train.steps)
+    stable = min(optimizer.stable_steps(steps) for steps in (old, new))
+    saved = max(saved_steps(str(run)), default=0)
+    # Local checkpoints count without checkpoint.local too: a later start may continue from them.
+    finished = max(saved, newest_local_step(run.folder, str(run)))
+    if stable > 0 and finished <= stable:
+        return None
+    if not finished:
+        return _ways_out(run)
+    if stable > 0:
+        ends = "ends" if optimizer.schedule == "constant" else "decays"
+        reason = f"a run of {shorter} steps {ends} after step {stable}, and {finished} are finished"
+    else:
+        reason = f"a run can change its length with {_extendable(optimizer)}"
+    if saved <= stable < finished and stable > 0:
+        remedy = f"without {run}/{RECORD} it continues from step {saved}, and {new} would work"
+    elif new < old:
+        remedy = f"{finished if optimizer.schedule == 'constant' and stable else old} would work"
+    elif saved:
+        remedy = (
+            f"--model.path {run} --run_dir NEW starts from its trained weights, with new moments"
+        )
+    else:
+        remedy = "give another --run_dir"
+    return f"{reason}; {remedy}"
+
+
+def _extendable(optimizer: OptimizerConfig) -> str:
+    """Says which optimizer settings a run lacks to change its length."""
+    needed = []
+    if optimizer.warmup_fraction:
+        needed.append("optimizer.warmup_steps instead of warmup_fraction")
+    if optimizer.schedule != "constant":
+        needed.append("optimizer.schedule constant, or wsd before it decays")
+    return ", and ".join(needed)
 
 
 class _Difference(NamedTuple):
@@ -142,17 +189,12 @@ def _first_difference(whole: _Difference) -> _Difference:
     return next(_first_difference(entry) for entry in entries if entry.old != entry.new)
 
 
-def _ways_out(run: RunDirectory, field: str) -> str:
-    """Advice for a folder whose run differs in `field`; never deletes a trained model."""
-    if not (_steps(run) or run.checkpoints.is_dir()):
-        return f"give another --run_dir, or delete {run}"
-    if field == "train.steps":
-        return (
-            f"--model.path {run} --run_dir NEW starts from its trained weights, with new "
-            "moments; a run can be extended with optimizer.schedule constant, or wsd before it "
-            "decays"
-        )
-    return "give another --run_dir"
+def _ways_out(run: RunDirectory) -> str:
+    """Advice for a folder with another run; never deletes a trained model."""
+    local = newest_local_step(run.folder, str(run))
+    if saved_steps(str(run)) or run.checkpoints.is_dir() or local:
+        return "give another --run_dir"
+    return f"give another --run_dir, or delete {run}"
 
 
 def _with_defaults(written: Any, defaults: Any) -> Any:

@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import NamedTuple
 
-from data.errors import TransientError, UserError, causes, is_transient
+from data.errors import TransientError, UserError, causes, file_size_limit, is_transient
 
 SUCCESS = 0
 UNEXPECTED = 1  # a bug, with a traceback
@@ -55,7 +55,7 @@ def outcome_of(error: BaseException) -> Outcome:
     if is_transient(error):
         return Outcome(TRY_AGAIN, one_line(str(error) or type(error).__name__))
     if isinstance(error, (UserError, ValueError, OSError)):
-        return Outcome(WRONG_INPUT, one_line(str(error)))
+        return Outcome(WRONG_INPUT, one_line(_with_limit(error)))
     return Outcome(UNEXPECTED, None)
 
 
@@ -68,6 +68,12 @@ def one_line(message: str) -> str:
     """Returns the message on one line, without its middle if longer than MAX_MESSAGE."""
     line, half = " ".join(message.split("\n")), MAX_MESSAGE // 2
     return line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}"
+
+
+def _with_limit(error: Exception) -> str:
+    """The message of an error; of one about a file above a limit on sizes, with the limit."""
+    message, limit = str(error), file_size_limit(error)
+    return f"{message}; {limit}" if limit and limit not in message else message
 
 
 def _wraps_an_interrupt(error: BaseException) -> bool:

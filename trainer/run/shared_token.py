@@ -1,4 +1,4 @@
-"""The secret by which a run's processes recognise each other at the rendezvous."""
+"""The secret by which a run's processes recognize each other at the rendezvous."""
 
 from __future__ import annotations
 

@@ -85,7 +85,10 @@ def test_parts_that_do_not_match_the_run_are_named(changes, reason):
 
 
 def test_a_part_of_another_run_is_named():
-    line = "found a local checkpoint of another run (runs/x); delete it to free its space"
+    line = (
+        "found a local checkpoint of another run (runs/x); if that run no longer needs it, delete "
+        "it to free its space"
+    )
     assert candidates(complete_step(10, run="other"), EXPECTED, after=0) == ([], [line])
 
 

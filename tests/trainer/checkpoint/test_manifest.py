@@ -115,7 +115,7 @@ def test_the_first_of_several_damaged_files_is_named(folder):
 
 def resigned(content):
     """A manifest with arbitrary content and a matching checksum."""
-    return module._serialise({key: value for key, value in content.items() if key != "sha256"})
+    return module._serialize({key: value for key, value in content.items() if key != "sha256"})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 field and the remedy."""
 
 import dataclasses
+import datetime
 import re
 import subprocess
 import sys
@@ -380,6 +381,10 @@ def test_only_the_positions_of_a_pretrained_model_may_be_overridden(tmp_path):
             ["optimizer.moment_dtype: found '8bit'", "float32 or bfloat16", "muon"],
         ),
         (
+            "--optimizer.moment_dtype bfloat16 --optimizer.name adafactor",
+            ["optimizer.moment_dtype: found 'bfloat16', needs float32", "adafactor"],
+        ),
+        (
             "--optimizer.weight_dtype bfloat16 --memory.moments_on_host true",
             ["memory.moments_on_host: found True", "optimizer.weight_dtype bfloat16"],
         ),
@@ -449,6 +454,26 @@ def test_only_the_positions_of_a_pretrained_model_may_be_overridden(tmp_path):
         (
             "--optimizer.decay_fraction 0.5",
             ["optimizer.schedule: found 'cosine' with optimizer.decay_fraction; needs wsd"],
+        ),
+        (
+            "--optimizer.schedule constant --optimizer.final_fraction 0",
+            ["optimizer.schedule: found 'constant' with optimizer.final_fraction; needs cosine, "],
+        ),
+        (
+            "--optimizer.name adafactor --optimizer.beta1 0.8",
+            ["optimizer.name: found 'adafactor' with optimizer.beta1; needs adamw, lion or muon"],
+        ),
+        (
+            "--optimizer.name adafactor --optimizer.beta2 0.99",
+            ["optimizer.name: found 'adafactor' with optimizer.beta2; needs adamw, lion or muon"],
+        ),
+        (
+            "--optimizer.name adafactor --optimizer.epsilon 1e-6",
+            ["optimizer.name: found 'adafactor' with optimizer.epsilon; needs adamw or muon"],
+        ),
+        (
+            "--optimizer.name lion --optimizer.epsilon 1e-6",
+            ["optimizer.name: found 'lion' with optimizer.epsilon; needs adamw or muon"],
         ),
         (
             "--memory.every_k 3",
@@ -575,6 +600,13 @@ def test_what_a_flag_switches_off_is_left_out(tmp_path):
     config = load(["--config", recipe, *flags, "--optimizer.schedule", "constant"])
     assert (config.adapter.alpha, config.adapter.targets) == (16.0, ("all-linear",))
     assert (config.optimizer.decay_fraction, config.train.evaluate_every) == (0.2, 0)
+    beta = write(tmp_path, {"optimizer": {"beta2": 0.99, "epsilon": 1e-6}})
+    muon = load(["--config", beta, "--optimizer.name", "muon", "--optimizer.beta1", "0.8"])
+    assert (muon.optimizer.beta1, muon.optimizer.beta2, muon.optimizer.epsilon) == (0.8, 0.99, 1e-6)
+    lion = load(["--config", beta, "--optimizer.name", "lion"]).optimizer
+    assert (lion.beta2, lion.epsilon) == (0.99, 1e-8)
+    adafactor = load(["--config", beta, "--optimizer.name", "adafactor"]).optimizer
+    assert (adafactor.beta2, adafactor.epsilon) == (0.95, 1e-8)
     with pytest.raises(UserError, match=r"adapter\.rank: found 0 with adapter\.alpha"):
         load(["--config", recipe, *flags, "--adapter.alpha", "8"])
     data = {"held_out_fraction": 0.0, "held_out_path": "a.json"}
@@ -973,3 +1005,32 @@ def test_a_run_that_began_with_another_default_template_resumes_with_it(tmp_path
     assert (cleaned.html, cleaned.rate_limits) == ("detect", False), "the flag is obeyed"
     (run / "config.yaml").write_text("{", encoding="utf-8")
     assert load(["--config", write(tmp_path), "--run_dir", str(run)]).data.template == "tokenizer"
+
+
+def test_a_run_of_today_keeps_the_day_of_its_first_start(tmp_path, capsys):
+    recipe = write(tmp_path, {"data": {"template_date": "today"}}, "dated.yaml")
+    run, today = tmp_path / "run", datetime.date.today().isoformat()
+    command = ["--config", recipe, "--run_dir", str(run)]
+    first = load(command)
+    assert first.data.template_date == today and not capsys.readouterr().err
+    run.mkdir()
+    began = dump(first).replace(today, "2025-12-31")
+    (run / "config.yaml").write_text(began, encoding="utf-8")
+    assert load(command).data.template_date == "2025-12-31"
+    assert capsys.readouterr().err == (
+        f"{run}: keeps data.template_date 2025-12-31, with which it began; today is {today}\n"
+    )
+    plain = ["--config", write(tmp_path), "--run_dir", str(run)]
+    flag = ["--data.template_date", "today"]
+    assert load([*plain, *flag]).data.template_date == "2025-12-31"
+    # Another date that is given is not replaced, so the folder refuses the run as another one.
+    assert load([*command, "--data.template_date", "2026-01-05"]).data.template_date == "2026-01-05"
+    assert load(plain).data.template_date == "2025-01-01"
+    # Stages keep the day of the first one.
+    (run / "stages/1").mkdir(parents=True)
+    (run / "stages/1/config.yaml").write_text(began.replace("2025-12-31", "2025-12-30"))
+    assert load(command).data.template_date == "2025-12-30"
+    for content in ("{", "data: {template_date: 7}", "data: {template_date: yesterday}"):
+        (run / "stages/1/config.yaml").write_text(content, encoding="utf-8")
+        (run / "config.yaml").write_text(content, encoding="utf-8")
+        assert load(command).data.template_date == today, "opening the run reports the reason"

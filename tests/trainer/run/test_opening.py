@@ -4,6 +4,7 @@ identity.py."""
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import pathlib
 import re
@@ -130,7 +131,7 @@ def test_another_run_is_refused(config, change, words):
 
 def test_a_trained_run_can_be_lengthened_from_its_weights_but_is_never_deleted(config):
     run = open_run(config)
-    run.checkpoints.mkdir()
+    (run.checkpoints / "50").mkdir(parents=True)
     for change, remedy in (
         (
             {"train": TrainConfig(steps=200)},
@@ -143,34 +144,108 @@ def test_a_trained_run_can_be_lengthened_from_its_weights_but_is_never_deleted(c
         assert remedy in str(error.value) and "delete" not in str(error.value)
 
 
+NO_SCHEDULE = "a run can change its length with optimizer.schedule constant, or wsd before it"
+FROM_ITS_WEIGHTS = "--run_dir NEW starts from its trained weights, with new moments"
+
+
 @pytest.mark.parametrize(
-    ("schedule", "finished", "steps", "allowed"),
+    ("schedule", "finished", "steps", "refusal"),
     [
-        ("constant", 100, 200, True),
-        ("constant", 100, 150, True),
-        ("constant", 100, 60, False),
-        ("wsd", 80, 200, True),
-        ("wsd", 100, 200, False),
-        ("cosine", 50, 200, False),
-        ("linear", 50, 200, False),
+        ("constant", 100, 200, None),
+        ("constant", 50, 60, None),
+        ("constant", 100, 60, ["60 steps ends after step 60, and 100 are", "; 100 would work"]),
+        ("constant", 70, 60, ["60 steps ends after step 60, and 70 are", "; 70 would work"]),
+        ("wsd", 80, 200, None),
+        ("wsd", 100, 200, ["100 steps decays after step 80, and 100 are", FROM_ITS_WEIGHTS]),
+        ("wsd", 60, 50, ["50 steps decays after step 40, and 60 are", "; 100 would work"]),
+        ("cosine", 50, 200, [NO_SCHEDULE, FROM_ITS_WEIGHTS]),
+        ("linear", 50, 200, [NO_SCHEDULE, FROM_ITS_WEIGHTS]),
+        ("linear", 50, 40, [NO_SCHEDULE, "; 100 would work"]),
     ],
 )
 def test_a_run_can_be_lengthened_if_no_finished_step_depends_on_its_length(
-    config, schedule, finished, steps, allowed
+    config, schedule, finished, steps, refusal
 ):
     config = dataclasses.replace(config, optimizer=OptimizerConfig(schedule=schedule))
     assert config.train.steps == 100
     run = open_run(config)
     (run.checkpoints / str(finished)).mkdir(parents=True)
-    longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
-    if allowed:
+    longer = with_steps(config, steps)
+    if refusal is None:
         open_run(longer)
         assert yaml.safe_load(run.config.read_text())["train"]["steps"] == steps
     else:
-        with pytest.raises(
-            UserError, match=r"optimizer\.schedule constant, or wsd before it decays"
-        ):
+        with pytest.raises(UserError) as error:
             open_run(longer)
+        assert all(words in str(error.value) for words in refusal), error.value
+
+
+def with_steps(config, steps):
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+
+
+def test_the_field_that_keeps_a_run_from_another_length_is_named(config):
+    """The schedule allows it, so advice to change the schedule would not help."""
+    fraction = OptimizerConfig(schedule="constant", warmup_fraction=0.5)
+    config = dataclasses.replace(config, optimizer=fraction)
+    run = open_run(config)
+    (run.checkpoints / "50").mkdir(parents=True)
+    with pytest.raises(UserError) as error:
+        open_run(with_steps(config, 200))
+    assert "with optimizer.warmup_steps instead of warmup_fraction; --model" in str(error.value)
+    assert "schedule" not in str(error.value)
+
+
+def test_a_length_that_is_allowed_is_not_what_another_run_is_refused_for(config):
+    config = dataclasses.replace(config, optimizer=OptimizerConfig(schedule="constant"))
+    open_run(config)
+    with pytest.raises(UserError, match=r"folder: train.batch_size is \d+ there and 3 now; give"):
+        open_run(
+            dataclasses.replace(
+                config, train=dataclasses.replace(config.train, steps=200, batch_size=3)
+            )
+        )
+
+
+@pytest.mark.parametrize("record", [{"step": 90}, {"step": 80, "begun": 90}])
+def test_a_run_is_not_lengthened_from_a_local_checkpoint_that_has_decayed(config, record):
+    """The newest checkpoint in its folder has not, but the run would go on from the local one."""
+    config = dataclasses.replace(config, optimizer=OptimizerConfig(schedule="wsd"))
+    run = open_run(config)
+    (run.checkpoints / "40").mkdir(parents=True)
+    local = run.folder / "local.json"
+    local.write_text(json.dumps({"run": "0123456789abcdef", **record}))
+    before = run.config.read_text()
+    with pytest.raises(UserError) as error:
+        open_run(with_steps(config, 200))
+    assert "100 steps decays after step 80, and 90 are finished" in str(error.value)
+    assert f"; without {local} it continues from step 40, and 200 would work" in str(error.value)
+    assert run.config.read_text() == before
+    local.unlink()
+    open_run(with_steps(config, 200))
+
+
+@pytest.mark.parametrize(
+    "record", [{"step": 80}, {"step": None}, {"step": 90, "location": "/original", "inode": 0}]
+)
+def test_a_run_is_lengthened_if_its_local_checkpoints_have_not_decayed(config, record):
+    """A copy's record is of the original, whose local checkpoints it does not use."""
+    config = dataclasses.replace(config, optimizer=OptimizerConfig(schedule="wsd"))
+    run = open_run(config)
+    (run.checkpoints / "40").mkdir(parents=True)
+    (run.folder / "local.json").write_text(json.dumps({"run": "0123456789abcdef", **record}))
+    open_run(with_steps(config, 200))
+
+
+def test_a_run_with_nothing_but_local_checkpoints_is_not_to_be_deleted(config):
+    run = open_run(config)
+    (run.folder / "local.json").write_text('{"run": "0123456789abcdef", "step": 9}')
+    for other in (
+        with_steps(config, 200),
+        dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=1.0)),
+    ):
+        with pytest.raises(UserError, match=r"; give another --run_dir$"):
+            open_run(other)
 
 
 def test_an_older_run_resumes_with_defaults_for_newer_fields(config):
@@ -188,6 +263,18 @@ def test_an_older_run_resumes_with_defaults_for_newer_fields(config):
         UserError, match=r"optimizer.moment_dtype is 'float32' there and 'bfloat16' now"
     ):
         open_run(dataclasses.replace(config, optimizer=OptimizerConfig(moment_dtype="bfloat16")))
+
+
+def test_an_older_run_resumes_without_options_that_its_optimizer_never_read(config):
+    config = dataclasses.replace(config, optimizer=OptimizerConfig(name="adafactor"))
+    run = open_run(config)
+    written = yaml.safe_load(run.config.read_text())
+    written["optimizer"]["beta2"] = 0.99
+    run.config.write_text(yaml.safe_dump(written))
+    open_run(config)
+    run.config.write_text(yaml.safe_dump(written))
+    with pytest.raises(UserError, match=r"optimizer\.name is 'adafactor' there and 'adamw' now"):
+        open_run(dataclasses.replace(config, optimizer=OptimizerConfig(beta2=0.95)))
 
 
 def test_a_run_of_another_version_is_refused(config):

@@ -6,6 +6,7 @@ import http.client
 import io
 import os
 import re
+import resource
 import socket
 import ssl
 import urllib.error
@@ -212,6 +213,24 @@ def test_each_cause_has_its_exit_code(cause):
     result = outcome_of(error)
     assert result.code == code
     assert (result.message is None) == (code == UNEXPECTED) and "\n" not in (result.message or "")
+
+
+def test_a_limit_on_the_size_of_files_is_named_once():
+    """In TensorStore's words, as a failed save reports it, and in our own."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    try:
+        words = "saving checkpoint 4 failed: OUT_OF_RANGE: Failed to write 9 bytes: File too large"
+        message = outcome_of(OSError(f"{words} [os_error_code='27']")).message
+        assert message.endswith(
+            "; files may have 5,000 bytes; a higher limit, such as ulimit -f unlimited, would work"
+        )
+        assert outcome_of(UserError(message)).message == message
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert outcome_of(system_error(errno.EFBIG)).message.endswith(
+        "File too large; a file system for larger files would work"
+    )
 
 
 def test_the_page_has_a_row_for_each_code(repository):
