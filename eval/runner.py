@@ -118,8 +118,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 def check_flags(args: argparse.Namespace) -> None:
     """Raises UserError if the shared flags contradict each other."""
-    if args.rows < 1 or args.rows % args.fsdp:
-        next_multiple = max(-(-args.rows // args.fsdp), 1) * args.fsdp
+    if args.rows % args.fsdp:
+        next_multiple = -(-args.rows // args.fsdp) * args.fsdp
         raise UserError(
             f"--rows: {args.rows} is not a multiple of --fsdp {args.fsdp}; {next_multiple} would "
             "work"

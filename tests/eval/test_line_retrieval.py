@@ -27,8 +27,8 @@ from trainer import inference
             "--rows: 3 is not a multiple of --fsdp 2; 4 would work",
         ),
         (
-            "--output {folder} --lines 2 --rows 0",
-            "--rows: 0 is not a multiple of --fsdp 1; 1 would work",
+            "--output {folder} --lines 2 --rows 3 --fsdp 2",
+            "--rows: 3 is not a multiple of --fsdp 2; 4 would work",
         ),
         (
             "--output {folder} --lines 20 --keys short",
