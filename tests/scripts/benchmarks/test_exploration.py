@@ -135,7 +135,9 @@ def test_half_a_table_is_completed_elsewhere(stored):
         for method, last in (("BC-10%", 1.0), ("DT", 2.0), ("AT, N = 4", 10.0))
     }
     exploration_table.save_result(first, "command")
-    assert stored().rows[task]["verdict"] == "no goal"
+    row = stored().rows[task]
+    assert row["verdict"] == "not measured"
+    assert row["found"].endswith("for AT, N = 32; so far BC-10% 1; DT 2; AT, N = 4 10")
     second = {
         Cell(task, "ours", "AT, N = 32", 0): [
             Answer("best in the data", episode_returns(12.0), 1.0)
