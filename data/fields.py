@@ -11,6 +11,8 @@ SHOWN_FIELDS = 12  # names of fields in a message
 ROLE_FIELDS = ("from", "role", "speaker", "author", "sender")
 TEXT_FIELDS = ("value", "content", "text", "message", "utterance", "parts")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
+IN_LOSS = ("train", "training", "trainable", "loss", "weight")  # flags that say: trained on
+NOT_IN_LOSS = ("mask", "masked")  # flags that say: not trained on
 # A record's verdict on its answer, as TRL and others name it.
 LABEL_FIELDS = ("label", "kto_tag")
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

@@ -18,7 +18,6 @@ from data.clean import TEMPLATE_KWARGS, CleanConfig, Cleaned, Cleaner, own_id
 from data.conversation import Conversation, Labelled, Message, Order, Preference
 from data.fields import (
     LABEL_FIELDS,
-    TEXT_FIELDS,
     first_present,
     is_desirable,
     renamed,
@@ -27,14 +26,20 @@ from data.fields import (
 )
 from data.reasons import DIALOGUE_IN_TEXT, DUPLICATE, NOT_A_RECORD, TURNS_IN_TEXT, Drop
 from data.seen import Seen
-from data.turn_lists import dialogue_prompt, dialogue_turns, role_in, written_turns
+from data.turn_lists import (
+    dialogue_prompt,
+    dialogue_turns,
+    repeated_turns,
+    role_in,
+    written_answer,
+    written_prompt,
+    written_turns,
+)
 
 CHOSEN = ("chosen", "chosen_response")
 REJECTED = ("rejected", "rejected_response")
 PROMPTS = ("prompt", "question", "instruction", "query", *shapes.TURN_LISTS)
 COMPLETIONS = ("completion", "response")
-_TURNS = (*CHOSEN, *REJECTED, *COMPLETIONS, *PROMPTS)
-"""Fields that may be the text of a list of turns."""
 TARGETS = ("prompt", "chosen", "rejected", "completion", "label", "system", "tools", "id")
 """Targets of a source's `fields`."""
 _CONTEXT = (*shapes.SYSTEM_FIELDS, *shapes.TOOL_FIELDS, TEMPLATE_KWARGS)
@@ -77,19 +82,26 @@ class PreferenceReader:
         chosen_name, rejected_name = (first_present(record, names) for names in (CHOSEN, REJECTED))
         if chosen_name is None or rejected_name is None:
             return self._read_labelled(record, changes)
+        return self._read_pair(record, (chosen_name, rejected_name), changes)
+
+    def _read_pair(
+        self, record: dict, names: tuple[str, str], changes: set[str]
+    ) -> tuple[Preference, set[str], set[str]]:
+        """Returns what `read` does, for a record with completions in two fields, the chosen one
+        first."""
         prompt = _read_prompt(record)
         # Fields next to both completions are read, or named, with each conversation.
-        read = {chosen_name, rejected_name, *_CONTEXT}
+        read = {*names, *_CONTEXT}
         record_id = own_id(record)
         if record_id is not None:
             read.add("id")
         cleaned, follow = [], bool(prompt.turns)
-        for name in (chosen_name, rejected_name):
+        for name in names:
             turns, is_whole = _completion_turns(record[name], name)
-            if not is_whole or _repeats(prompt.turns, turns):
+            if not is_whole or repeated_turns(prompt.turns, turns):
                 read |= prompt.fields
                 changes |= prompt.changes
-            elif _repeats(prompt.alone, turns):
+            elif repeated_turns(prompt.alone, turns):
                 read.add(prompt.name)
             follow = follow and not is_whole
             cleaned.append(self._clean(record, turns if is_whole else prompt.turns + turns, name))
@@ -106,18 +118,8 @@ class PreferenceReader:
         unread = cleaned[0].unread | cleaned[1].unread | unread_of(record, read, "record")
         preference = Preference(
             record_id or digest.hex()[:16],
-            Conversation(
-                "",
-                tuple(chosen),
-                tools=cleaned[0].tools,
-                template_kwargs=cleaned[0].template_kwargs,
-            ),
-            Conversation(
-                "",
-                tuple(rejected),
-                tools=cleaned[1].tools,
-                template_kwargs=cleaned[1].template_kwargs,
-            ),
+            _conversation(cleaned[0], chosen),
+            _conversation(cleaned[1], rejected),
         )
         return preference, changes, set(unread)
 
@@ -138,19 +140,14 @@ class PreferenceReader:
         completion = turns[len(prompt.turns) :] if is_whole else turns
         cleaned = self._clean(record, prompt.turns + completion, name)
         start = _first_after(prompt.turns, cleaned.messages)
-        messages = tuple(_trained_from(cleaned.messages, start))
+        messages = _trained_from(cleaned.messages, start)
         digest = self._digest([_content(messages), desirable], _beside(cleaned, start))
         read = {name, label_name, *prompt.fields, *_CONTEXT}
         record_id = own_id(record)
         if record_id is not None:
             read.add("id")
-        labelled = Labelled(
-            record_id or digest.hex()[:16],
-            Conversation(
-                "", messages, tools=cleaned.tools, template_kwargs=cleaned.template_kwargs
-            ),
-            desirable,
-        )
+        conversation = _conversation(cleaned, messages)
+        labelled = Labelled(record_id or digest.hex()[:16], conversation, desirable)
         unread = cleaned.unread | unread_of(record, read, "record")
         return labelled, changes | prompt.changes | cleaned.changes, set(unread)
 
@@ -191,9 +188,33 @@ class _Prompt(NamedTuple):
 
 def _with_written_turns(record: dict) -> tuple[dict, set[str]]:
     """Returns a record with turns for the texts of lists of turns, and what was changed."""
-    found = {name: written_turns(record.get(name)) for name in _TURNS if name in record}
-    turns = {name: value for name, value in found.items() if value}
-    return {**record, **turns}, {TURNS_IN_TEXT} if turns else set()
+    prompts = {name: _written_prompt(record, name) for name in PROMPTS}
+    asked = record | {name: turns for name, turns in prompts.items() if turns}
+    names = (*CHOSEN, *REJECTED, *COMPLETIONS)
+    answers = {name: _written_completion(asked, name) for name in names}
+    result = asked | {name: turns for name, turns in answers.items() if turns}
+    is_changed = any([*prompts.values(), *answers.values()])
+    return result, {TURNS_IN_TEXT} if is_changed else set()
+
+
+def _written_prompt(record: Mapping[str, Any], name: str) -> list[Any] | None:
+    """Returns the turns of a prompt's text, unless other fields are joined to it; of a conversation
+    that may begin with any turn in a field for these."""
+    if record.get(name) is None:
+        return None
+    value, _ = shapes.with_joined_fields(record, name)
+    return written_turns(value) if name in shapes.TURN_LISTS else written_prompt(value)
+
+
+def _written_completion(record: Mapping[str, Any], name: str) -> list[Any] | None:
+    """Returns the turns of a completion's text; without a prompt, of a whole conversation."""
+    turns = written_turns(record.get(name))
+    if turns is None:
+        return None
+    prompt = _read_prompt(record)
+    if not prompt.turns:
+        return turns
+    return written_answer(record[name], prompt.turns) or written_answer(record[name], prompt.alone)
 
 
 def _read_prompt(record: Mapping[str, Any]) -> _Prompt:
@@ -263,29 +284,19 @@ def _turns_of(value: object, role: str) -> list[Any] | None:
     return [{"role": role, "content": value}] if isinstance(value, str) else None
 
 
-def _repeats(prompt: Sequence[Any], turns: Sequence[Any]) -> bool:
-    """Returns whether a whole conversation contains the prompt given next to it."""
-    texts = [_text(turn) for turn in turns]
-    return bool(prompt) and all(_text(turn) in texts for turn in prompt)
-
-
-def _text(turn: Any) -> Any:
-    name = first_present(turn, TEXT_FIELDS) if isinstance(turn, dict) else None
-    text = turn[name] if name else None
-    return text.strip() if isinstance(text, str) else text
-
-
 def _first_after(prompt: Sequence[Any], messages: Sequence[Message]) -> int:
-    """Returns the number of the first turn after a prompt, whose turns were marked as context.
+    """Returns the number of the first turn after a prompt, whose turns were marked as context: the
+    assistant's, or the result of a call at the prompt's end.
 
     Raises:
-        Drop: there is none, or it is not the assistant's.
+        Drop: there is none, or another follows the prompt.
     """
     asked = [i for i, message in enumerate(messages) if message.role != "assistant"]
     last = max((i for i in asked if not messages[i].train), default=-1)
     begun = takewhile(lambda turn: role_in(turn) == "assistant", reversed(prompt))
     start = last + 1 + sum(1 for _ in begun)
-    if start >= len(messages) or messages[start].role != "assistant":
+    spoken = next((message.role for message in messages[start:] if message.role != "tool"), None)
+    if spoken != "assistant":
         raise Drop(NO_ANSWER)
     return start
 
@@ -313,6 +324,13 @@ def _trained_from(messages: Sequence[Message], start: int) -> list[Message]:
         replace(message, train=message.train and index >= start)
         for index, message in enumerate(messages)
     ]
+
+
+def _conversation(cleaned: Cleaned, messages: Sequence[Message]) -> Conversation:
+    """Returns a record's conversation, with other turns."""
+    return Conversation(
+        "", tuple(messages), tools=cleaned.tools, template_kwargs=cleaned.template_kwargs
+    )
 
 
 def _beside(cleaned: Cleaned, start: int) -> list:

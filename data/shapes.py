@@ -41,13 +41,16 @@ from data.turn_lists import (
     dialogue_prompt,
     dialogue_turns,
     parsed,
+    repeated_turns,
     role_in,
-    written_turns,
+    written_answer,
+    written_prompt,
 )
 
 _ONLY_TURNS = ("conversations", "conversation", "messages")  # whose dictionaries are always turns
 _MOSTLY_TURNS = (*_ONLY_TURNS, "items")  # which are turns if the record has nothing else
 TURN_LISTS = (*_MOSTLY_TURNS, "dialogue", "dialog", "turns", "data", "chat", "thread", "contents")
+_ANY_LISTS = ("data", "items", "contents")  # TURN_LISTS whose names say nothing of a conversation
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "systemInstruction")
 TOOL_FIELDS = ("tools", "functions")
 # Fields of a question and its answer, in a record or an entry of a list of exchanges; the first
@@ -103,6 +106,8 @@ _CALL = re.compile(  # the arguments are JSON, between single quotes or none
     r"""<functioncall>\s*\{\s*"name":\s*"(?P<name>[^"]+)",\s*"arguments":\s*(?P<quote>'?)(?P<arguments>.*?)(?P=quote)\s*\}\s*\Z""",
     re.DOTALL,
 )
+# Fields of a table as pandas' to_json(orient="split") writes it.
+_SPLIT_FORM = frozenset(("index", "columns", "data", "name", "dtype", "dtypes"))
 CONTEXT = object()  # the key of a turn that is part of a prompt, so not trained on
 
 
@@ -154,11 +159,13 @@ def read_turns(record: dict) -> RawTurns:
 
 
 def _is_split_table(record: dict) -> bool:
-    """Returns whether a record is a whole table, as pandas' to_json(orient="split") writes it."""
+    """Returns whether a record is a whole table, in _SPLIT_FORM."""
     columns, rows = record.get("columns"), record.get("data")
     return (
-        isinstance(columns, list)
+        record.keys() <= _SPLIT_FORM
+        and isinstance(columns, list)
         and isinstance(rows, list)
+        and bool(rows)
         and all(isinstance(row, list) and len(row) == len(columns) for row in rows)
     )
 
@@ -193,7 +200,7 @@ def is_sharegpt(raw: RawTurns) -> bool:
 def _turn_list(record: dict) -> RawTurns | None:
     """A list of turns with roles or of exchanges, perhaps as a JSON text or as columns."""
     lists = _lists(record)
-    name = next((name for name, entries in lists.items() if any(map(_is_turn, entries))), None)
+    name = next((name for name, entries in lists.items() if any(map(_has_turns, entries))), None)
     if name is None:  # a source's `fields` may rename the turns', and drops name broken ones
         name = next((name for name in _ONLY_TURNS if _has_dictionary(lists.get(name))), None)
     if name is None:
@@ -205,7 +212,8 @@ def records_of(record: dict) -> str | None:
     """Returns the field of a file's object whose list may hold records: the only one of TURN_LISTS,
     without turns, and with nothing else of a record beside it. None if there is none.
 
-    In any other record, such a list of exchanges is one conversation.
+    Exchanges in a field that names a conversation are one, unless each has what records have, such
+    as an `id`. In any other record, a list of exchanges is one conversation.
     """
     names = {str(name).lower(): name for name in record}
     lists = [names[name] for name in TURN_LISTS if isinstance(record.get(names.get(name)), list)]
@@ -213,7 +221,13 @@ def records_of(record: dict) -> str | None:
     if len(lists) != 1 or beside or _pair_of(record) is not None:
         return None
     entries = record[lists[0]]
-    are_records = all(isinstance(entry, dict) and role_in(entry) is None for entry in entries)
+    if not all(isinstance(entry, dict) and role_in(entry) is None for entry in entries):
+        return None
+    are_records = (
+        lists[0].lower() in _ANY_LISTS
+        or not any(map(_is_exchange, entries))
+        or all(any(has_value(entry.get(name)) for name in _OF_RECORDS) for entry in entries)
+    )
     return lists[0] if are_records else None
 
 
@@ -239,14 +253,17 @@ def _has_dictionary(entries: list | None) -> bool:
     return any(isinstance(entry, dict) for entry in entries or ())
 
 
-def _is_turn(entry: object) -> bool:
+def _has_turns(entry: object) -> bool:
     """Returns whether an entry of a list has a role and a text, or a question and its answer."""
     if not isinstance(entry, dict) or trees.is_row(entry):
         return False
     has_role = first_present(entry, ROLE_FIELDS) is not None
-    return len(_entry_turns(entry)) == 2 or (
-        has_role and first_present(entry, TEXT_FIELDS) is not None
-    )
+    return _is_exchange(entry) or (has_role and first_present(entry, TEXT_FIELDS) is not None)
+
+
+def _is_exchange(entry: object) -> bool:
+    """Returns whether an entry of a list is a question and its answer."""
+    return len(_entry_turns(entry)) == 2
 
 
 def _is_text_pair(entry: object) -> bool:
@@ -282,8 +299,8 @@ def _exchange(record: dict, pair: tuple[str, str]) -> RawTurns:
     changes: list[str] = []
     asked, fields = with_joined_fields(record, pair[0])
     fields |= {pair[1], "history"}
-    question = _side(asked, "user", changes)
-    answer = _side(record[pair[1]], "assistant", changes)
+    question = _question(asked, changes)
+    answer = None if question is None else _answer(record[pair[1]], question, changes)
     if question is None or answer is None:
         name = pair[0] if question is None else pair[1]
         raise Drop(f"{NOT_TEXT}`{name}` ({type(record[name]).__name__})")
@@ -291,7 +308,12 @@ def _exchange(record: dict, pair: tuple[str, str]) -> RawTurns:
         reasoning = reasoning_of(record)
         answer[-1].update(reasoning)
         fields.update(reasoning)
-    return RawTurns(earlier_turns(record) + question + answer, fields, tuple(changes))
+    earlier = earlier_turns(record)
+    if answer and role_in(answer[0]) in ("system", "user"):
+        end = repeated_turns(earlier + question, answer)
+        if end:  # a whole conversation
+            earlier, question, answer = [], _as_context(answer[:end]), answer[end:]
+    return RawTurns(earlier + question + answer, fields, tuple(changes))
 
 
 def with_joined_fields(record: Mapping[str, Any], name: str) -> tuple[Any, set[str]]:
@@ -316,19 +338,36 @@ def _pair_of(record: dict) -> tuple[str, str] | None:
     )
 
 
-def _side(value: object, role: str, changes: list[str]) -> list[dict] | None:
-    """Returns the turns of one side of an exchange; those of the question are not trained on."""
-    if turns := written_turns(value):
+def _question(value: object, changes: list[str]) -> list[dict] | None:
+    """Returns the turns of a question, whose answers are not trained on."""
+    if turns := written_prompt(value):
         changes.append(TURNS_IN_TEXT)
-    elif role == "user" and (turns := dialogue_prompt(value)):
+    elif turns := dialogue_prompt(value):
         changes.append(DIALOGUE_IN_TEXT)
     elif isinstance(value, str):
-        return _one_turn(role, value)
+        return _one_turn("user", value)
     else:
-        turns = [value] if role_in(value) else as_list(value)
-    if turns is None or not all(isinstance(turn, dict) for turn in turns):
-        return None
-    return [{**turn, CONTEXT: True} for turn in turns] if role == "user" else turns
+        turns = _side(value)
+    return None if turns is None else _as_context(turns)
+
+
+def _answer(value: object, question: list[dict], changes: list[str]) -> list[dict] | None:
+    """Returns the turns of an answer, which may be a whole conversation that repeats its
+    question."""
+    if turns := written_answer(value, question):
+        changes.append(TURNS_IN_TEXT)
+        return turns
+    return _one_turn("assistant", value) if isinstance(value, str) else _side(value)
+
+
+def _side(value: object) -> list[dict] | None:
+    """Returns one side of an exchange that is a turn or a list of turns; None for another value."""
+    turns: list[Any] | None = [value] if role_in(value) else as_list(value)
+    return None if turns is None or not all(isinstance(turn, dict) for turn in turns) else turns
+
+
+def _as_context(turns: list[dict]) -> list[dict]:
+    return [{**turn, CONTEXT: True} for turn in turns]
 
 
 def _one_turn(role: str, text: str) -> list[dict]:
@@ -337,10 +376,14 @@ def _one_turn(role: str, text: str) -> list[dict]:
 
 def _preferred(record: dict) -> RawTurns | None:
     """The better one of two answers, or a whole conversation that ends with it."""
-    turns = dialogue_turns(record.get("chosen")) or as_list(record.get("chosen"))
-    has_prompt = record.get("prompt") is not None and record.get("chosen") is not None
+    chosen, prompt = record.get("chosen"), record.get("prompt")
+    has_prompt = prompt is not None and chosen is not None
+    if has_prompt and isinstance(chosen, str):
+        turns = dialogue_turns(chosen) or written_answer(chosen, _question(prompt, []) or [])
+    else:
+        turns = dialogue_turns(chosen) or as_list(chosen)
     if turns and isinstance(turns[0], dict) and len(turns) > 1:
-        follows_prompt = has_prompt and role_in(turns[0]) in ("assistant", "thought")
+        follows_prompt = has_prompt and role_in(turns[0]) in ("assistant", "thought", "tool")
         if not follows_prompt:
             return RawTurns(turns, {"chosen"})
     if not has_prompt:

@@ -3,16 +3,38 @@
 import ast
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from data.fields import ROLE_FIELDS, TEXT_FIELDS, first_present, has_value
+from data.fields import (
+    IN_LOSS,
+    NOT_IN_LOSS,
+    REASONING_FIELDS,
+    ROLE_FIELDS,
+    TEXT_FIELDS,
+    first_present,
+    has_value,
+)
 from data.reasons import LOST_COMMAS, Drop
 from data.roles import role_of
 
 # A dialogue as text, as in Anthropic's HH-RLHF.
 _DIALOGUE = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _DIALOGUE_ROLES = {"Human": "user", "Assistant": "assistant"}
-_BEGINS_TURNS = re.compile(r"\s*\[?\s*\{")
+_BEGINS_TURNS = re.compile(r"\s*\[\s*\{")
+_WRITTEN_TEXTS = ("value", "content", "text")
+_CALLS = ("tool_calls", "function_call")
+# Fields of turns in a text. JSON with others, such as `sender` or `id`, may be an answer in JSON.
+_WRITTEN_FIELDS = frozenset(
+    (
+        *("from", "role", "name", "tool_call_id"),
+        *_WRITTEN_TEXTS,
+        *_CALLS,
+        *REASONING_FIELDS,
+        *IN_LOSS,
+        *NOT_IN_LOSS,
+    )
+)
 # What NumPy makes of a list of turns.
 _WITHOUT_COMMAS = re.compile(
     r"""\s*\[\{(?=.*['"](?:role|from)['"]:).*\}\s+\{.*\}\]\s*""", re.DOTALL
@@ -50,19 +72,51 @@ def alternating(texts: list) -> list[Any]:
 
 
 def written_turns(value: object) -> list[Any] | None:
-    """Returns the turns of a text that is a list of turns, or one, in JSON or as Python prints it;
-    None for anything else, such as an answer in JSON.
+    """Returns the turns of a text that is a list of turns, in JSON or as Python prints it; None for
+    anything else.
+
+    A list of turns may still be an answer in JSON: see `written_prompt` and `written_answer`.
 
     Raises:
-      Drop: it was one.
+      Drop: the commas between its turns are lost.
     """
     if not isinstance(value, str) or not _BEGINS_TURNS.match(value):
         return None
     found = parsed(value)
     if found is None:
         check_commas(value)
-    turns = [found] if _is_turn(found) else as_list(found)
-    return turns if turns and all(map(_is_turn, turns)) else None
+    if not isinstance(found, list) or not found:
+        return None
+    return found if all(map(_is_written_turn, found)) else None
+
+
+def written_prompt(value: object) -> list[Any] | None:
+    """Returns the turns of a prompt's text, see `written_turns`, if they begin as a prompt does."""
+    turns = written_turns(value)
+    return turns if turns and role_in(turns[0]) in ("system", "user") else None
+
+
+def written_answer(value: object, prompt: Sequence[Any]) -> list[Any] | None:
+    """Returns the turns of an answer's text, see `written_turns`, if they begin as an answer does,
+    or are a whole conversation with the prompt; any other list of turns is the answer itself, in
+    JSON."""
+    turns = written_turns(value)
+    follows_call = bool(prompt) and role_in(prompt[-1]) == "assistant"
+    first = ("assistant", "thought", "tool") if follows_call else ("assistant", "thought")
+    if not turns or role_in(turns[0]) in first:
+        return turns
+    return turns if repeated_turns(prompt, turns) else None
+
+
+def repeated_turns(prompt: Sequence[Any], turns: Sequence[Any]) -> int:
+    """Returns how many turns a conversation has up to the last one of the prompt given next to it;
+    0 if it lacks some of the prompt."""
+    texts, end = [_text_in(turn) for turn in turns], 0
+    for asked in prompt:
+        if _text_in(asked) not in texts[end:]:
+            return 0
+        end = texts.index(_text_in(asked), end) + 1
+    return end
 
 
 def check_commas(value: object) -> None:
@@ -71,14 +125,14 @@ def check_commas(value: object) -> None:
         raise Drop(LOST_COMMAS)
 
 
-def _is_turn(entry: object) -> bool:
-    """Returns whether this is a turn with a known role, and a text or calls."""
+def _is_written_turn(entry: object) -> bool:
+    """Returns whether this is a turn with a known role, a text or calls, and nothing that turns do
+    not have."""
     return (
         isinstance(entry, dict)
         and role_in(entry) is not None
-        and any(
-            has_value(entry.get(name)) for name in (*TEXT_FIELDS, "tool_calls", "function_call")
-        )
+        and any(has_value(entry.get(name)) for name in (*_WRITTEN_TEXTS, *_CALLS))
+        and all(name in _WRITTEN_FIELDS or value is None for name, value in entry.items())
     )
 
 
@@ -87,6 +141,13 @@ def role_in(turn: Any) -> str | None:
     name = first_present(turn, ROLE_FIELDS) if isinstance(turn, dict) else None
     role = turn[name] if name else None
     return role_of(role) if isinstance(role, str) else None
+
+
+def _text_in(turn: Any) -> Any:
+    """Returns the text, or parts, of a raw turn, or None if it has none."""
+    name = first_present(turn, TEXT_FIELDS) if isinstance(turn, dict) else None
+    text = turn[name] if name else None
+    return text.strip() if isinstance(text, str) else text
 
 
 def dialogue_prompt(value: object) -> list[dict[str, str]]:

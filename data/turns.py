@@ -9,6 +9,8 @@ from typing import Any
 
 from data.conversation import ROLES, Message, Order
 from data.fields import (
+    IN_LOSS,
+    NOT_IN_LOSS,
     REASONING_FIELDS,
     ROLE_FIELDS,
     TEXT_FIELDS,
@@ -64,9 +66,7 @@ from data.turn_lists import as_list
 
 _CALL_ROLES = ("function_call", "tool_call")  # whose text is a call in JSON
 
-_IN_LOSS = ("train", "training", "trainable", "loss", "weight")  # flags that say: trained on
-_NOT_IN_LOSS = ("mask", "masked")  # flags that say: not trained on
-_FLAGS = frozenset((*_IN_LOSS, *_NOT_IN_LOSS))
+_FLAGS = frozenset((*IN_LOSS, *NOT_IN_LOSS))
 _TEXT_PARTS, _THOUGHT_PARTS = (None, "text", "input_text", "output_text"), ("thinking", "reasoning")
 _WRITTEN = frozenset(("role", "content", "tool_calls", "tool_call_id", "name"))
 _USUAL_FIELDS = 2  # a role and a text
@@ -325,8 +325,11 @@ def _unicode(text: str, findings: Findings) -> str:
 
 
 def _trained(turn: dict, role: str, read: set, findings: Findings) -> bool:
-    """Returns whether no flag excludes a turn from the loss; adds the flags to `read`."""
-    trained = CONTEXT not in turn
+    """Returns whether no flag excludes a turn from the loss; adds the flags to `read`.
+
+    A prompt's answers are excluded without a flag; its reasoning follows the answer after it.
+    """
+    trained = CONTEXT not in turn or role == "thought"
     for name in _FLAGS & turn.keys():
         value = yes_or_no(turn[name])
         if value is None:
@@ -334,12 +337,12 @@ def _trained(turn: dict, role: str, read: set, findings: Findings) -> bool:
         read.add(name)
         if name == "weight" and turn[name] not in (0, 1) and value:
             findings.changes.add(FRACTION)
-        in_loss = value if name in _IN_LOSS else not value
+        in_loss = value if name in IN_LOSS else not value
         if role in ("assistant", "thought") and not in_loss:
             if role == "assistant":  # reasoning follows the answer after it
                 findings.changes.add(f"{OUT_OF_LOSS}`{name}`")
             trained = False
-        elif role not in ("assistant", "thought") and in_loss and name in _IN_LOSS:
+        elif role not in ("assistant", "thought") and in_loss and name in IN_LOSS:
             findings.changes.add(OTHERS_FLAG)
     return trained
 

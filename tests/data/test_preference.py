@@ -211,7 +211,7 @@ def test_the_texts_of_turns_are_read_as_turns(write):
     for first, (chosen, rejected) in (
         ({"prompt": write(turns("Which?"))}, map(write, answers)),
         ({"prompt": "Which?"}, map(write, answers)),
-        ({"prompt": "Which?"}, (write(turn) for [turn] in answers)),
+        ({"prompt": "Which?"}, map(write, wholes)),
         ({}, map(write, wholes)),
     ):
         pair, changes, unread = read({**first, "chosen": chosen, "rejected": rejected})
@@ -220,6 +220,56 @@ def test_the_texts_of_turns_are_read_as_turns(write):
     record = {"prompt": write(turns("Which?")), "completion": write(answers[0]), "label": True}
     labelled, changes, _ = read(record)
     assert messages_of(labelled.conversation) == GOOD and changes == {written}
+
+
+@pytest.mark.parametrize(
+    ("this", "that"),
+    [
+        ('{"sender": "agent", "message": "hello"}', '{"sender": "client", "message": "hello"}'),
+        ('[{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]', "no"),
+    ],
+)
+def test_completions_in_json_stay_text(this, that):
+    pair, changes, unread = read({"prompt": "As JSON", "chosen": this, "rejected": that})
+    assert [c.messages[1].content for c in (pair.chosen, pair.rejected)] == [this, that]
+    assert not changes and not unread
+    labelled, changes, _ = read({"prompt": "As JSON", "completion": this, "label": True})
+    assert labelled.conversation.messages[1].content == this and not changes
+
+
+def test_fields_joined_to_a_prompt_in_json_keep_it_text():
+    asked = {"instruction": json.dumps(turns("Which?")), "input": "A chat."}
+    pair, changes, unread = read({**asked, "chosen": "This.", "rejected": "That."})
+    assert pair.chosen.messages[0].content == f"{asked['instruction']}\n\nA chat."
+    assert not changes and not unread
+
+
+def test_completions_may_begin_with_the_result_of_the_prompts_call():
+    call = {"id": "a", "function": {"name": "f", "arguments": {}}}
+    prompt = [*turns("Which?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    results = [{"role": "tool", "content": text, "tool_call_id": "a"} for text in ("R", "S")]
+    this, that = (turns(text, first="assistant") for text in ("This.", "That."))
+    record = {"prompt": prompt, "chosen": [*results[:1], *this], "rejected": [*results, *that]}
+    pair, *_ = read(record)
+    for conversation, texts in ((pair.chosen, ["", "This."]), (pair.rejected, ["", "That."])):
+        answers = [m for m in conversation.messages if m.role == "assistant"]
+        assert [m.content for m in answers] == texts
+        assert [m.train for m in answers] == [False, True]
+    labelled, *_ = read({"prompt": prompt, "completion": record["chosen"], "label": True})
+    trained = [m.train for m in labelled.conversation.messages if m.role == "assistant"]
+    assert trained == [False, True]
+    with pytest.raises(Drop, match="do not begin with the assistant's"):
+        last = [*results[:1], *turns("Why?", "This.")]
+        read({"prompt": prompt, "completion": last, "label": True})
+
+
+def test_only_a_flag_on_a_prompts_reasoning_is_counted():
+    thought = {"role": "thinking", "content": "so"}
+    ends = {name: turns(f"{name}.", first="assistant") for name in ("chosen", "rejected")}
+    pair, changes, _ = read({"prompt": [*turns("Which?"), thought], **ends})
+    assert pair.chosen.messages[1].reasoning == "so" and not changes
+    _, changes, _ = read({"prompt": [*turns("Which?"), {**thought, "train": False}], **ends})
+    assert changes == {"a flag takes reasoning out of the loss, but not its answer: ignored"}
 
 
 def test_a_dialogue_in_a_prompt_ends_before_its_answer():

@@ -286,7 +286,6 @@ def test_the_text_of_turns_in_a_pair_is_read_as_turns(write, names):
     for question, answer in (
         (write([QUESTION]), write([REPLY])),
         ("Hi?", write([REPLY])),
-        ("Hi?", write(REPLY)),
         (write([QUESTION]), "Hello."),
     ):
         cleaned = Cleaner().clean(dict(zip(names, (question, answer), strict=True)))
@@ -304,14 +303,56 @@ def test_the_text_of_turns_in_a_pair_is_read_as_turns(write, names):
     [
         '[{"name": "Ada", "text": "Hi"}]',
         '[{"speaker": "Ada", "text": "Hi"}]',
+        '[{"speaker": "agent", "text": "Hi"}]',
+        '{"sender": "agent", "message": "ok", "id": 7}',
+        '{"author": "Claude", "text": "x"}',
+        '{"role": "customer", "text": "late"}',
+        '{"role": "assistant", "content": "Hello."}',
+        '[{"role": "agent", "content": "Hello.", "id": 7}]',
+        '[{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]',
+        '[{"role": "tool", "content": "A"}, {"role": "assistant", "content": "B"}]',
+        "{'role': ['user'], 'content': ['A']}",
         '{"a": 1}',
         "[{",
         "[]",
     ],
 )
 def test_an_answer_in_json_stays_text(text):
-    cleaned = Cleaner().clean({"prompt": "Hi?", "completion": text})
-    assert cleaned.messages[1].content == text and not cleaned.changes
+    for names in (("prompt", "completion"), ("instruction", "output"), ("prompt", "chosen")):
+        cleaned = Cleaner().clean(dict(zip(names, ("Hi?", text), strict=True)))
+        assert cleaned.messages[1].content == text and not cleaned.changes
+
+
+def test_a_question_in_json_stays_text():
+    for text in ('{"author": "user", "text": "A"}', '[{"role": "assistant", "content": "A"}]'):
+        cleaned = Cleaner().clean({"instruction": text, "output": "Hello."})
+        assert cleaned.messages[0].content == text and not cleaned.changes
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr, list])
+def test_a_whole_conversation_in_an_answer_has_its_question_once(write):
+    system = {"role": "system", "content": "S"}
+    cleaned = Cleaner().clean({"prompt": "Hi?", "completion": write([system, QUESTION, REPLY])})
+    assert [(turn.role, turn.content) for turn in cleaned.messages] == [("system", "S"), *ONE]
+    begun = [QUESTION, REPLY, QUESTION]
+    cleaned = Cleaner().clean({"prompt": write(begun), "completion": write([*begun, FLAT[3]])})
+    assert [
+        (turn.content, turn.train) for turn in cleaned.messages if turn.role == "assistant"
+    ] == [
+        ("Hello.", False),
+        ("Bye.", True),
+    ]
+
+
+def test_a_written_answer_may_begin_with_the_result_of_the_prompts_call():
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    result = {"role": "tool", "content": "R"}
+    written = [json.dumps(turns) for turns in ([QUESTION, call], [result, REPLY])]
+    for name in ("completion", "chosen"):
+        cleaned = Cleaner().clean(dict(zip(("prompt", name), written, strict=True)))
+        assert [turn.content for turn in cleaned.messages] == ["Hi?", "", "R", "Hello."]
+        answers = [turn for turn in cleaned.messages if turn.role == "assistant"]
+        assert [turn.train for turn in answers] == [False, True]
 
 
 @pytest.mark.parametrize("name", ["messages", "prompt", "completion"])
@@ -495,7 +536,9 @@ def read_file(tmp_path, content, name="data.json"):
     [
         ({"data": EXCHANGES}, None),
         ({"items": EXCHANGES}, None),
-        ({"conversations": EXCHANGES}, None),
+        ({"contents": EXCHANGES, "topic": "x"}, "topic"),
+        ({"conversations": [{"id": i, **pair} for i, pair in enumerate(EXCHANGES)]}, None),
+        ({"turns": [{"label": True, **pair} for pair in EXCHANGES]}, None),
         ({"Data": EXCHANGES, "version": "1.0"}, "version"),
         ({"data": [{**EXCHANGES[0], "answer": None}, *EXCHANGES]}, None),
         ({"data": [{"prompt": "Q0", "completion": "A0"}, EXCHANGES[1]]}, None),
@@ -524,6 +567,10 @@ def test_bad_answers_in_a_files_only_object_are_dropped(tmp_path):
         ([{"conversations": EXCHANGES}], "data.json"),
         ({"conversations": EXCHANGES}, "data.jsonl"),
         ({"id": 1, "conversations": EXCHANGES}, "data.json"),
+        ({"conversations": EXCHANGES}, "data.json"),
+        ({"conversation_id": "1", "topic": "x", "conversations": EXCHANGES}, "data.json"),
+        ({"title": "x", "Turns": EXCHANGES}, "data.json"),
+        ({"dialogue": [{"id": 1, **EXCHANGES[0]}, EXCHANGES[1]]}, "data.json"),
         ({"loss_mask": [1, 1], "conversations": EXCHANGES}, "data.json"),
         ({"data": [{"role": "user", "content": "Q0"}, {"role": "gpt", "content": "A0"},
                    {"role": "user", "content": "Q1"}, {"role": "gpt", "content": "A1"}]}, "data.json"),
@@ -542,6 +589,17 @@ def test_pandas_forms_of_a_table_are_read_or_refused(tmp_path):
     for index in (True, False):
         with pytest.raises(UserError, match=r"a table of `columns` and `data` \(to_json\("):
             read_file(tmp_path, frame.to_json(orient="split", index=index))
+
+
+def test_a_table_beside_a_conversation_is_named_as_unread(tmp_path):
+    for rows in ([["x", "y"]], []):
+        table = {"columns": ["a", "b"], "data": rows}
+        for record in ({"question": "Hi?", "answer": "Hello."}, {"messages": [QUESTION, REPLY]}):
+            texts, report = read_file(tmp_path, {**record, **table}, "data.jsonl")
+            assert texts == [["Hi?", "Hello."]]
+            assert "record field `columns`" in report.unread
+    with pytest.raises(Drop, match="no known shape"):
+        Cleaner().clean({"columns": ["a", "b"], "data": []})
 
 
 def test_unread_fields_are_counted_per_source(tmp_path):
