@@ -230,30 +230,32 @@ class AdapterConfig:
         for entry in self.train:
             found = [module for module in modules if module.endswith(entry)]
             if not found:
+                others = {last_part(module) for module in modules} - {*PROJECTIONS}
                 raise ValueError(
                     f"adapter.train: found {entry!r}, which this model lacks"
                     f"{_TIED if entry == 'lm_head' else ''}; needs some of "
-                    f"{', '.join(sorted({_last(module) for module in modules} - {*PROJECTIONS}))}"
+                    f"{', '.join(sorted(others))}"
                 )
             for module in found:
+                name = last_part(module)
                 if module in adapted:
                     raise ValueError(
-                        f"adapter.train: found {entry!r}, and {_last(module)} has an adapter; a "
+                        f"adapter.train: found {entry!r}, and {name} has an adapter; a "
                         "module has an adapter or is trained in full, so leave it out of "
                         "adapter.train or of adapter.targets"
                     )
                 if any(other.startswith(f"{module}.") for other in (*modules, *adapted)):
                     raise ValueError(
-                        f"adapter.train: found {entry!r}, and {_last(module)} has modules inside, "
+                        f"adapter.train: found {entry!r}, and {name} has modules inside, "
                         "all of which PEFT's format would train; name one without, such as norm"
                     )
                 if ".experts." in module:
                     raise ValueError(
-                        f"adapter.train: found {entry!r}, and {_last(module)} is of experts, which "
+                        f"adapter.train: found {entry!r}, and {name} is of experts, which "
                         "PEFT's format holds only as adapters; name it in adapter.targets"
                         f"{_shared(entry, found)}"
                     )
-        trained = {_last(module) for module in modules if module.endswith(self.train)}
+        trained = {last_part(module) for module in modules if module.endswith(self.train)}
         for together in fused:
             missing = [name for name in together if name not in trained]
             if 0 < len(missing) < len(together):
@@ -263,7 +265,7 @@ class AdapterConfig:
                 )
 
 
-def _last(module: str) -> str:
+def last_part(module: str) -> str:
     """The last part of a module's name."""
     return module.rpartition(".")[2]
 

@@ -23,7 +23,6 @@ from .attention.kernels import Kernel, get_kernel
 from .attention.names import BATCH_AXES
 from .dropout import TokenInfo
 from .experts import RouterTotals, router_losses, router_measures
-from .families import FAMILIES
 from .feedforward import Auxiliary
 from .layer import LayerOutput, ShardedLayer
 from .memory.options import MemoryConfig, check_combination
@@ -90,9 +89,6 @@ class Transformer(ModelParameters):
             sequence=self.mesh.shape["sequence"],
             sequence_parallel=parallel.split_tokens,
         )
-        if self.config.adapter is not None:
-            fused = FAMILIES[self.config.family].fused_projections.values()
-            self.config.adapter.check_train(self.own_shapes, fused)
         if (
             (norm := QK_NORMS[self.config.qk_norm])
             and norm.needs_all_heads

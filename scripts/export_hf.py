@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import warnings
@@ -16,8 +17,15 @@ if TYPE_CHECKING:
     from model.config import TransformerConfig
 
 # Fields of config.json that do not change what a model computes, repeat others, or have their own
-# warning.
-_UNCOMPARED = ("bos_token_id", "eos_token_id", "pad_token_id", "rope_parameters", "vocab_size")
+# warning; see `_differences`.
+_UNCOMPARED = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "rope_parameters",
+    "original_max_position_embeddings",
+    "vocab_size",
+)
 
 
 def _check_flags(arguments: Options, checkpoint: Path, is_adapter: bool, has_experts: bool) -> None:
@@ -67,7 +75,7 @@ def _warn_of_base(config: TransformerConfig, base: str, out: Path) -> None:
 
     Args:
       config: of the trained model.
-      base: its path or hub name; only its small files are read.
+      base: its path or hub name. Its weights are not read, except to verify a run's.
     """
     from data.errors import UserError, first_line
     from data.printable import printable
@@ -83,9 +91,7 @@ def _warn_of_base(config: TransformerConfig, base: str, out: Path) -> None:
             stacklevel=2,
         )
         return
-    theirs, ours = source.to_hf(), config.to_hf()
-    changed = [name for name in ours if ours[name] != theirs.get(name) and name not in _UNCOMPARED]
-    if changed:
+    if changed := _differences(config, source):
         warnings.warn(
             f"{out}: trained with another {', '.join(changed)} than the base, and PEFT uses the "
             "base's, so that it may compute another model; --merge writes a whole model, and this "
@@ -99,6 +105,17 @@ def _warn_of_base(config: TransformerConfig, base: str, out: Path) -> None:
             f"{'' if _has_rows(config) else '; the run did not train their rows, which are lost'}",
             stacklevel=2,
         )
+
+
+def _differences(config: TransformerConfig, base: TransformerConfig) -> list[str]:
+    """Returns the fields of config.json with which the base's model computes something else."""
+    from model.config import ROUTER_LOSSES
+
+    ours, theirs = config.to_hf(), base.to_hf()
+    skipped = {*_UNCOMPARED, *ROUTER_LOSSES}
+    if config.rope.rule != "dynamic":  # the only one that computes from the length
+        skipped.add("max_position_embeddings")
+    return [name for name in ours if ours[name] != theirs.get(name) and name not in skipped]
 
 
 def _has_rows(config: TransformerConfig) -> bool:
@@ -167,75 +184,106 @@ def work(arguments: Options) -> None:
     """See Options."""
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     # Imported here, so that --help is fast and Ctrl-C ends with one line.
-    import contextlib
-
     from data.outputs import new_folder
-    from data.printable import printable
     from model.config import TransformerConfig
     from trainer.checkpoint.readers import find_checkpoint, stored_average, stored_parameters
     from trainer.huggingface import adapter_config, peft
-    from trainer.huggingface.assets import trained_quantization
-    from trainer.huggingface.card import base_without_hub_name, write_card
+    from trainer.huggingface.card import write_card
     from trainer.huggingface.folder import hub_name
-    from trainer.huggingface.merge import dequantized, merged
-    from trainer.huggingface.verify import check_config, check_tokenizer, compare_logits
     from trainer.huggingface.write import write_hf
-    from trainer.model_source import open_adapter
 
     out = new_folder(arguments.hf_dir)  # before the slow verification of all checksums
     checkpoint = find_checkpoint(arguments.checkpoint, ["model", "assets"])
     params = stored_parameters(checkpoint, verified=True)
-    config = TransformerConfig.from_hf(checkpoint / "assets")
+    assets = checkpoint / "assets"
+    config = TransformerConfig.from_hf(assets)
     if arguments.average:
         params = {**params, **stored_average(checkpoint)}
-    is_adapter = (checkpoint / "assets" / adapter_config.CONFIG).is_file()
+    is_adapter = (assets / adapter_config.CONFIG).is_file()
     library = "peft" if is_adapter and not arguments.merge else "transformers"
     _check_flags(arguments, checkpoint, is_adapter, bool(config.num_experts))
     base = arguments.base
+    if is_adapter:
+        config, named = _with_adapter(config, assets)
+        assert config.adapter is not None
+        _check_quantized(config.adapter.quantize, arguments)
+        base = base or hub_name(named)
 
     def finish(folder: Path) -> None:
         write_card(checkpoint, config, folder, library=library, base=base)
 
-    def write(params: Mapping[str, Any], assets: Path) -> None:
-        stacked = arguments.fuse_experts
-        write_hf(params, config, assets, out, finish=finish, stacked=stacked)
-
-    if not is_adapter:
-        write(params, checkpoint / "assets")
+    if library == "peft":
+        peft.write_adapter(params, config, base, out, finish, assets)
+        _warn_of_base(config, arguments.base or named, out)
     else:
-        adapter, named = adapter_config.read_config(checkpoint / "assets")
-        base = base or hub_name(named)
-        adapter = dataclasses.replace(adapter, quantize=trained_quantization(checkpoint / "assets"))
-        config = dataclasses.replace(config, adapter=adapter)
-        _check_quantized(adapter.quantize, arguments)
-        if not arguments.merge:
-            peft.write_adapter(params, config, base, out, finish, checkpoint / "assets")
-            _warn_of_base(config, arguments.base or named, out)
-        else:
-            with contextlib.ExitStack() as stack:
-                source = open_adapter(str(checkpoint), arguments.base)
-                _check_rows(config, source.base.stored_config)
-                stored = source.base.stored(stack)
-                base_weights = dequantized(stored, config) if arguments.dequantize else stored
-                write(merged(base_weights, params, config), checkpoint / "assets")
+        with contextlib.ExitStack() as stack:
+            whole = _merged(params, config, checkpoint, arguments, stack) if is_adapter else params
+            write_hf(whole, config, assets, out, finish=finish, stacked=arguments.fuse_experts)
+    _warn_of_unnamed(checkpoint, base)
+    _verify(out, config if library == "transformers" else None, arguments.verify)
+    averaged = ", averaged weights" if arguments.average else ""
+    print(
+        f"{arguments.hf_dir}: from {checkpoint}{averaged}; its README.md is a model card; "
+        "fill in the licence"
+    )
+
+
+def _with_adapter(config: TransformerConfig, assets: Path) -> tuple[TransformerConfig, str]:
+    """Returns a checkpoint's configuration with its adapter, and the base's path or name."""
+    from trainer.huggingface import adapter_config
+    from trainer.huggingface.assets import trained_quantization
+
+    adapter, named = adapter_config.read_config(assets)
+    adapter = dataclasses.replace(adapter, quantize=trained_quantization(assets))
+    return dataclasses.replace(config, adapter=adapter), named
+
+
+def _merged(
+    params: Mapping[str, Any],
+    config: TransformerConfig,
+    checkpoint: Path,
+    arguments: Options,
+    stack: contextlib.ExitStack,
+) -> Mapping[str, Any]:
+    """Returns the whole model's parameters; `stack` closes the base's files."""
+    from trainer.huggingface.merge import dequantized, merged
+    from trainer.model_source import open_adapter
+
+    source = open_adapter(str(checkpoint), arguments.base)
+    _check_rows(config, source.base.stored_config)
+    base = source.base.stored(stack)
+    return merged(dequantized(base, config) if arguments.dequantize else base, params, config)
+
+
+def _warn_of_unnamed(checkpoint: Path, base: str | None) -> None:
+    """Warns of a base that the model card cannot name."""
+    from data.printable import printable
+    from trainer.huggingface.card import base_without_hub_name
+
     if unnamed := base_without_hub_name(checkpoint, base):
         warnings.warn(
             f"the base is a local folder ({printable(unnamed)}), which the export does not name; "
             "pass its hub name with --base OWNER/NAME",
             stacklevel=2,
         )
+
+
+def _verify(out: Path, config: TransformerConfig | None, compare: bool) -> None:
+    """Opens the export with transformers.
+
+    Args:
+      config: of a whole model; None for adapters.
+      compare: whether to compare the logits.
+    """
+    from trainer.huggingface.verify import check_config, check_tokenizer, compare_logits
+
     print("opening the folder with transformers", file=sys.stderr, flush=True)
-    if library == "transformers":
+    if config is not None:
         check_config(out, config)
     check_tokenizer(out)
-    if arguments.verify:
+    if compare:
         difference = compare_logits(out)
         print(f"logits differ from transformers' by at most {difference:.1e} of the largest logit")
-    averaged = ", averaged weights" if arguments.average else ""
-    print(
-        f"{arguments.hf_dir}: from {checkpoint}{averaged}; its README.md is a model card; "
-        "fill in the licence"
-    )
 
 
 main = command(Options, work)

@@ -371,13 +371,7 @@ def search_compiled(
 
 def main(argv=None) -> int:
     """Returns 0 if the job fits or may fit, 1 if it does not, 2 if an option is invalid."""
-    status = 0
-
-    def work() -> None:
-        nonlocal status
-        status = run(parser().parse_args(argv))
-
-    return entry.run(work) or status
+    return entry.run(lambda: run(parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

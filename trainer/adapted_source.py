@@ -99,14 +99,22 @@ class AdapterSource(abc.ABC):
 
 
 class PeftAdapter(AdapterSource):
-    """An adapter in PEFT's format."""
+    """An adapter in PEFT's format; of one exported here, the folder also has TRAINED_CONFIG."""
+
+    @property
+    def _is_exported(self) -> bool:
+        return file_within(self.folder, peft.TRAINED_CONFIG) is not None
+
+    @property
+    def mask(self) -> Mask | None:
+        return peft.exported_mask(self.folder) if self._is_exported else None
 
     @property
     def fingerprint(self) -> str:
         # Includes its configuration: a different lora_alpha makes a different model of the same
         # weights.
         names = [adapter_config.CONFIG, peft.WEIGHTS]
-        if file_within(self.folder, peft.TRAINED_CONFIG):
+        if self._is_exported:
             names.append(peft.TRAINED_CONFIG)
         content = b"\0".join((self.folder / name).read_bytes() for name in names)
         return hashlib.sha256(content).hexdigest()[:32]
@@ -118,10 +126,12 @@ class PeftAdapter(AdapterSource):
         if base.config.tie_word_embeddings:
             adapter_config.check_tied(self.folder, self.config)
         config, _ = adapter_config.read_config(self.folder, base.config.family)
+        # Other programs' folders often hold a tokenizer too, but without a template, or with tokens
+        # that have no row.
         has_tokenizer = any(file_within(self.folder, name) for name in TOKENIZERS)
         return AdaptedSource(
             self._trained_on(base.config),
-            self.folder if has_tokenizer else base.tokenizer_path,
+            self.folder if has_tokenizer and self._is_exported else base.tokenizer_path,
             base,
             dataclasses.replace(self, config=config),
         )
@@ -133,7 +143,7 @@ class PeftAdapter(AdapterSource):
           ValueError: it was another base, or the run's new vocabulary rows were not trained.
         """
         path = self.folder / peft.TRAINED_CONFIG
-        if not file_within(self.folder, path.name):
+        if not self._is_exported:
             return base
         try:
             trained = TransformerConfig.from_hf_dict(read_json(path, self.folder))

@@ -19,6 +19,7 @@ from model.language_model import LanguageModel
 from model.sharding import STORAGE_AXES, TensorParallel
 
 from .config.schema import RunConfig
+from .huggingface.peft import check_train
 
 
 def build_language_model(
@@ -26,6 +27,7 @@ def build_language_model(
     model_config: TransformerConfig,
     mesh: Mesh,
     storage_axes: tuple[str, ...] = STORAGE_AXES,
+    allow_any_train: bool = False,
 ) -> LanguageModel:
     """Returns a model of this shape with the run's adapters.
 
@@ -33,11 +35,15 @@ def build_language_model(
 
     Args:
       storage_axes: mesh axes that parameters are split over; () keeps a copy on each device.
+      allow_any_train: whether `adapter.train` may name modules that PEFT's format does not hold, as
+        in checkpoints of earlier versions.
 
     Raises:
-      ValueError: options contradict each other or the mesh.
+      ValueError: options contradict each other, the model or the mesh.
     """
     model_config = model_config.with_adapter(config.adapter)
+    if model_config.adapter is not None and not allow_any_train:
+        check_train(model_config)
     return LanguageModel(
         model_config, mesh, storage_axes=storage_axes, **_options(config, model_config, mesh)
     )

@@ -13,7 +13,7 @@ from model.language_model import LanguageModel
 from model.sharding import STORAGE_AXES
 
 from . import entry
-from .adapted_source import AdaptedSource
+from .adapted_source import AdaptedSource, CheckpointAdapter
 from .build import build_language_model
 from .config.schema import AttentionConfig, MeshConfig, ModelConfig, RunConfig
 from .mesh import make_mesh, simulate
@@ -81,8 +81,13 @@ def open_for_inference(
             schedule=schedule, window=source.mask.window, global_tokens=source.mask.global_tokens
         ),
     )
+    is_runs = isinstance(source, AdaptedSource) and isinstance(source.adapter, CheckpointAdapter)
     model = build_language_model(
-        config, source.config, make_mesh(mesh, schedule=schedule), () if replicate else STORAGE_AXES
+        config,
+        source.config,
+        make_mesh(mesh, schedule=schedule),
+        () if replicate else STORAGE_AXES,
+        allow_any_train=is_runs,  # an earlier version may have trained it
     )
     return InferenceModel(source, model, dtype, beside.quantize if beside.rank else None)
 

@@ -105,10 +105,8 @@ def command(
 
     def main(argv: Sequence[str] | None = None) -> int:
         given = parse(options, argv)
-        codes: list[object] = []
         written = None if output is None else getattr(given, output)
-        code = entry.run(lambda: codes.append(work(given)), written)
-        return code or (codes[0] if codes and isinstance(codes[0], int) else 0)
+        return entry.run(lambda: work(given), written)
 
     return main
 

@@ -59,17 +59,10 @@ def reference_log_likelihoods(
     Raises:
       UserError: a log-likelihood is not finite, so the pair's losses would not be either.
     """
-    count, steps = len(loader.documents), -(-len(loader) // loader.batch_size)
-    values = _of_first_process(path, count)
-    numbers = [
-        [
-            loader.row_pairs(row)
-            for row in range(step * loader.batch_size, (step + 1) * loader.batch_size)
-        ]
-        for step in range(steps)
-    ]
+    values = _of_first_process(path, len(loader.documents))
+    pairs = _pairs_of_steps(loader)
     missing = [
-        step for step in range(steps) if np.isnan(values[np.concatenate(numbers[step])]).any()
+        step for step, rows in enumerate(pairs) if np.isnan(values[np.concatenate(rows)]).any()
     ]
     if not missing:
         return values
@@ -79,15 +72,7 @@ def reference_log_likelihoods(
     with ProgressBar("reference log-likelihoods", len(missing), "steps", show) as bar:
         results = one_behind((step, log_likelihoods(read(step))) for step in missing)
         for step, computed in results:
-            rows = np.asarray(computed).reshape(loader.batch_size, -1, 2)
-            for pairs, places in zip(numbers[step], rows, strict=True):
-                values[pairs] = places[: len(pairs)]
-                if not np.isfinite(values[pairs]).all():
-                    raise UserError(
-                        f"{name}: gives a completion a non-finite log-likelihood, so it cannot be "
-                        "the reference; another model, or model.compute_dtype "
-                        "float32, would work"
-                    )
+            _fill(values, pairs[step], np.asarray(computed), name)
             bar.advance()
             if first and time.monotonic() - saved > SAVE_EVERY:
                 _write(path, values)
@@ -95,6 +80,26 @@ def reference_log_likelihoods(
     if first:
         _write(path, values)
     return values
+
+
+def _pairs_of_steps(loader: PairLoader) -> list[list[np.ndarray]]:
+    """Returns the numbers of the pairs in each row of each step of the first epoch."""
+    size = loader.batch_size
+    return [
+        [loader.row_pairs(row) for row in range(start, start + size)]
+        for start in range(0, len(loader), size)
+    ]
+
+
+def _fill(values: np.ndarray, pairs: list[np.ndarray], computed: np.ndarray, name: str) -> None:
+    """Writes a step's log-likelihoods to their pairs. Raises UserError unless they are finite."""
+    for numbers, places in zip(pairs, computed.reshape(len(pairs), -1, 2), strict=True):
+        values[numbers] = places[: len(numbers)]
+        if not np.isfinite(values[numbers]).all():
+            raise UserError(
+                f"{name}: gives a completion a non-finite log-likelihood, so it cannot be the "
+                "reference; another model, or model.compute_dtype float32, would work"
+            )
 
 
 def _of_first_process(path: Path, count: int) -> Float32[np.ndarray, "documents 2"]:

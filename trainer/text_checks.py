@@ -21,6 +21,9 @@ from .source_kinds import ModelSource
 # The share of padding in an epoch that makes rows too long for the data, and the number of epochs
 # beyond which a run repeats them too often. Fine-tuning takes a few.
 MOST_PADDING, MOST_EPOCHS, USUAL_EPOCHS = 0.5, 10, 3
+# What makes a whole model of an adapter.
+_MERGE_RUN = "python -m scripts.export_hf --merge"
+_MERGE_WITH_PEFT = f"{_MERGE_RUN} of its run, or peft's merge_and_unload,"
 
 
 def data_warnings(
@@ -153,15 +156,19 @@ def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str
 
 
 def check_vocabulary(source: AdaptedSource, rows: int) -> None:
-    """Refuses templates that would add vocabulary rows to the `rows` of an adapter's checkpoint,
-    whose trained or drawn rows would not fit the larger vocabulary.
+    """Refuses templates that would add vocabulary rows to the `rows` of a continued adapter, which
+    trains the same modules as before: their rows would not fit, or no file would have them.
     """
-    if isinstance(source.adapter, CheckpointAdapter) and source.config.vocab_size > rows:
-        raise UserError(
-            f"data.add_control_tokens: the templates need {source.config.vocab_size - rows} tokens "
-            f"that the run of {source.adapter.folder} did not have; python -m scripts.export_hf "
-            "--merge makes a whole model of it; as model.path it gets them"
-        )
+    if source.config.vocab_size <= rows:
+        return
+    owner, remedy = f"the adapter in {source.adapter.folder} does not have", _MERGE_WITH_PEFT
+    if isinstance(source.adapter, CheckpointAdapter):
+        owner, remedy = f"the run of {source.adapter.folder} did not have", _MERGE_RUN
+    raise UserError(
+        f"data.add_control_tokens: the templates need {source.config.vocab_size - rows} tokens "
+        f"that {owner}; {remedy} makes a whole model of it; as model.path it gets them, as does a "
+        "new adapter, without adapter.path"
+    )
 
 
 def check_new_rows(adapter: AdapterConfig, model: TransformerConfig, rows: int) -> None:

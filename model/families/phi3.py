@@ -57,7 +57,7 @@ class Phi3Family(Family):
             return changed
         warnings.warn(
             "config.json: only transformers 5 can load it, since version 4 scales longrope by "
-            f"max_position_embeddings / {_ORIGINAL}, which is not this model's factor",
+            f"max_position_embeddings / {_ORIGINAL} alone, and this model's RoPE scales otherwise",
             stacklevel=2,
         )
         return dict(written)

@@ -14,6 +14,7 @@ import pytest
 from model.adapter import AdapterConfig
 from model.families import FAMILIES
 from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
+from trainer.huggingface.peft import check_train
 from trainer.mesh import place_batch
 from trainer.step import StepBuilder
 from trainer.text import text_batch
@@ -229,7 +230,7 @@ def test_no_float32_array_has_the_size_of_a_frozen_matrix():
 def test_an_invalid_adapter_is_refused(fields, facts):
     """In one line that names the field and a valid value."""
     with pytest.raises(ValueError) as error:
-        llama(tiny(adapter=AdapterConfig(**{"rank": 4, **fields})))
+        check_train(llama(tiny(adapter=AdapterConfig(**{"rank": 4, **fields}))).config)
     message = str(error.value)
     assert all(fact in message for fact in facts) and "\n" not in message, message
 
@@ -268,7 +269,7 @@ def test_modules_that_an_export_could_not_hold_are_not_trained_in_full(model, tr
     its files stack."""
     adapter = AdapterConfig(rank=4, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
     with pytest.raises(ValueError, match=f"^adapter.train: {words}"):
-        llama(tiny(**model, adapter=dataclasses.replace(adapter, train=(train,))))
+        check_train(tiny(**model, adapter=dataclasses.replace(adapter, train=(train,))))
 
 
 def test_all_projections_of_one_tensor_or_a_shared_expert_are_trained_in_full():
@@ -278,6 +279,7 @@ def test_all_projections_of_one_tensor_or_a_shared_expert_are_trained_in_full():
         (MIXTURE, ("shared_expert.down_proj",)),
     ):
         built = llama(tiny(**model, adapter=dataclasses.replace(adapter, train=train)))
+        check_train(built.config)
         trained = {name for name, x in built.parameters.items() if not x.frozen}
         assert {name for name in trained if "lora" not in name} == {
             name for name in built.parameters if name.removesuffix(".weight").endswith(train)

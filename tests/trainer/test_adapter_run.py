@@ -19,8 +19,9 @@ from tests.model.build import llama
 from trainer.checkpoint.readers import restore_model, stored_arrays, stored_average
 from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.load import load
-from trainer.config.schema import ModelConfig
+from trainer.config.schema import MeshConfig, ModelConfig
 from trainer.huggingface import adapter_config
+from trainer.inference import open_for_inference
 from trainer.mesh import make_mesh
 from trainer.model_source import choose_model, for_templates, open_adapter, open_model
 from trainer.stages import stages_of
@@ -287,22 +288,55 @@ def test_the_recipes_model_section_applies_with_a_runs_adapter_too(run, hf_model
         assert np.array_equal(parameters(source)[module], parameters(plain)[module])
 
 
-def test_tokens_that_a_runs_adapter_lacks_are_refused(run, command, capfd):
+@pytest.mark.parametrize(
+    ("exported", "words"),
+    [
+        (False, ["that the run of", "; python -m scripts.export_hf --merge makes a whole model"]),
+        (True, ["that the adapter in", ", or peft's merge_and_unload, makes a whole model of it"]),
+    ],
+)
+def test_tokens_that_a_continued_adapter_lacks_are_refused(
+    run, command, tmp_path, capfd, exported, words
+):
     """Embedding rows, trained or newly initialized, would not match the larger vocabulary."""
+    if exported:
+        assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
     capfd.readouterr()
     flags = [
         "--adapter.path",
-        str(run),
+        str(tmp_path / "peft" if exported else run),
         "--data.template",
         "chatml",
         "--data.add_control_tokens",
         "true",
     ]
     assert train.main(command("larger", *flags)) == 2
-    assert (
-        "data.add_control_tokens: the templates need 2 tokens that the run of"
-        in capfd.readouterr().err
-    )
+    error = capfd.readouterr().err
+    assert "data.add_control_tokens: the templates need 2 tokens" in error
+    assert all(text in error for text in words) and "adapter.train" not in error, error
+
+
+def test_a_run_that_trained_and_adapted_a_module_still_opens(
+    command, hf_model, tmp_path, monkeypatch, capfd
+):
+    """As earlier versions allowed: it answers and is merged, but does not begin or become PEFT's
+    file."""
+    flags = ["--adapter.train", "[down_proj]", "--train.steps", "1"]
+    assert train.main(command("both", *flags)) == 2
+    assert "down_proj has an adapter" in capfd.readouterr().err
+    with monkeypatch.context() as earlier:
+        earlier.setattr("trainer.build.check_train", lambda config: None)
+        assert train.main(command("both", *flags)) == 0
+    folder = command("both")[3]
+    opened = open_for_inference(folder, MeshConfig(fsdp=8), schedule="ring")
+    assert {"weight", "lora_A", "lora_B"} == {
+        name.rpartition(".")[2] for name in opened.read() if ".down_proj." in name
+    }
+    assert export_hf.main([folder, str(tmp_path / "whole"), "--merge"]) == 0
+    assert (tmp_path / "whole" / "model.safetensors").exists()
+    capfd.readouterr()
+    assert export_hf.main([folder, str(tmp_path / "peft")]) == 2
+    assert "; --merge writes this run as a whole model" in capfd.readouterr().err
 
 
 def test_new_tokens_need_their_rows_trained(command, capfd):

@@ -96,6 +96,27 @@ def test_a_copied_run_leaves_the_originals_local_checkpoints(tmp_path, capsys):
     assert trained_to(6, tmp_path, "original")[0].run == copy.run, "by its own record now"
 
 
+def test_a_run_moved_to_another_disk_finds_its_local_checkpoints_as_its_warning_says(
+    tmp_path, capsys
+):
+    """Also after a start that went on without them."""
+    original, _ = trained_to(7, tmp_path, "original")
+    shutil.copytree(tmp_path / "original", tmp_path / "moved")
+    shutil.rmtree(tmp_path / "original")
+    _, restored = trained_to(5, tmp_path, "moved")
+    own = f'"run": "{original.run}", "location": "{tmp_path}/moved"'
+    assert restored is None
+    assert (
+        f"{tmp_path}/moved was moved or copied from {tmp_path}/original; its local checkpoints "
+        "stay that run's, and this one goes on without them. If it was moved, end this start, and "
+        f"set {own} in its local.json\n"
+    ) in capsys.readouterr().err
+    path = tmp_path / "moved" / "local.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | json.loads(f"{{{own}}}")))
+    moved, restored = trained_to(9, tmp_path, "moved")
+    assert restored == 7 and moved.run == original.run
+
+
 def test_a_step_is_recorded_before_it_can_be_complete(tmp_path, monkeypatch):
     """A kill between its last part and the record of the whole must not hide it."""
     seen, write_part = [], local_tier.write_part

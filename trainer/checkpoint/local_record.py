@@ -11,6 +11,7 @@ Process 0 writes it.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def own_record(folder: Path, location: str) -> dict[str, Any]:
-    """Returns `read_record`; in a copy of a run's folder only `copy_of`, the original's location.
+    """Returns `read_record`; in a copy of a run's folder only `copy_of`, the original's location,
+    and, if nothing is there any more, what the record would say if it is the original, moved: its
+    `original_run` and its new `location`.
 
     A copy must not use the original's local checkpoints: it would later delete them. A folder is
     the original's if its path or its inode is, since a rename changes the path, and some file
@@ -47,9 +50,13 @@ def own_record(folder: Path, location: str) -> dict[str, Any]:
     record = read_record(folder)
     if "location" not in record:  # none, or an earlier version's
         return record
-    if any(record.get(name) == value for name, value in place_of(folder, location).items()):
+    place = place_of(folder, location)
+    if any(record.get(name) == value for name, value in place.items()):
         return record
-    return {"copy_of": str(record["location"])}
+    original = str(record["location"])
+    if in_bucket(original) or os.path.exists(original):
+        return {"copy_of": original}
+    return {"copy_of": original, "original_run": record["run"], "location": place["location"]}
 
 
 def place_of(folder: Path, location: str) -> dict[str, Any]:

@@ -165,11 +165,8 @@ class LocalTier:
         """
         record = self.recorded()
         self.run, self.newest = str(record.get("run") or self.attempt), None
-        if original := record.get("copy_of"):
-            self._say(
-                f"{self.location} is a copy of {original}; its local checkpoints stay that run's, "
-                "and this one goes on without them"
-            )
+        if "copy_of" in record:
+            self._say(self._as_copy(record))
         abstract = _flat(model, optimizer)
         for path in self.folder.glob("*.tmp"):  # of a killed process
             path.unlink(missing_ok=True)
@@ -191,6 +188,20 @@ class LocalTier:
         if isinstance(step, int) and step > after and step not in found_steps:
             self._say(f"none of the current hosts has the local checkpoint of step {step}")
         return None
+
+    def _as_copy(self, record: Mapping[str, Any]) -> str:
+        """Returns a warning that a copy of a run's folder does not use the original's local
+        checkpoints, by `own_record`."""
+        original, run = record["copy_of"], record.get("original_run")
+        stays = "its local checkpoints stay that run's, and this one goes on without them"
+        if run is None:
+            return f"{self.location} is a copy of {original}; {stays}"
+        # With the run too: this start will write its own over it.
+        own = {"run": run, "location": record["location"]}
+        return (
+            f"{self.location} was moved or copied from {original}; {stays}. If it was moved, end "
+            f"this start, and set {json.dumps(own)[1:-1]} in its {RECORD}"
+        )
 
     def _say(self, text: str) -> None:
         if self.process == 0:

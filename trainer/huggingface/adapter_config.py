@@ -12,7 +12,7 @@ from typing import Any
 import regex
 
 from data.within import read_json
-from model.adapter import ALL_LINEAR, ATTENTION, PROJECTIONS, ROUTER, AdapterConfig
+from model.adapter import ALL_LINEAR, ATTENTION, PROJECTIONS, ROUTER, AdapterConfig, last_part
 from model.checks import as_float, require_int, require_number
 from model.config import TransformerConfig
 from model.families import FAMILIES
@@ -106,16 +106,11 @@ def _saved_modules(config: TransformerConfig) -> list[str]:
     for entry in config.adapter.train:
         found = {own: theirs for own, theirs in modules.items() if own.endswith(entry)}
         differ = any(
-            _last(own) != _last(theirs) or not theirs.endswith(entry)
+            last_part(own) != last_part(theirs) or not theirs.endswith(entry)
             for own, theirs in found.items()
         )
-        names += [_last(theirs) for theirs in found.values()] if differ else [entry]
+        names += [last_part(theirs) for theirs in found.values()] if differ else [entry]
     return list(dict.fromkeys(names))
-
-
-def _last(module: str) -> str:
-    """The last part of a module's name."""
-    return module.rpartition(".")[2]
 
 
 def _patterns(adapter: AdapterConfig, modules: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -259,8 +259,12 @@ def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
 
 def trained_mask(assets: str | Path) -> Mask:
     """The attention mask of a checkpoint's training, from its run.yaml; full without one."""
-    attention = _recipe(assets).get("attention", {})
-    return Mask(window=attention.get("window"), global_tokens=attention.get("global_tokens", 0))
+    return mask_of(_recipe(assets).get("attention", {}))
+
+
+def mask_of(attention: Mapping[str, Any]) -> Mask:
+    """The attention mask of a recipe's section `attention`."""
+    return Mask(window=attention.get("window"), global_tokens=attention.get("global_tokens") or 0)
 
 
 def trained_quantization(assets: str | Path) -> Quantization:

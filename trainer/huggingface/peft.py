@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,18 @@ from safetensors.numpy import save_file
 from data.errors import UserError
 from data.folders import building, holds_files
 from data.outputs import new_folder
-from data.within import file_within
+from data.within import file_within, read_json
 from model.adapter import ATTENTION, MAGNITUDE
+from model.attention import Mask
 from model.config import TransformerConfig
 from model.declarations import LAYERS, declare
 from model.families import FAMILIES
 from model.language_model import LanguageModel
+from trainer.config.fields import check_kinds
 
 from . import peft_experts
 from .adapter_config import CONFIG, write_config
-from .assets import copy_files
+from .assets import copy_files, mask_of, trained_mask
 from .folder import EMBEDDING, HEAD, are_equal
 from .peft_experts import FactorEntry
 from .read import padded_part
@@ -40,6 +43,7 @@ from .write import warn_of_mask
 WEIGHTS = "adapter_model.safetensors"
 # The configuration of the model that was trained, in an exported adapter: PEFT's format has none.
 TRAINED_CONFIG = "trained_config.json"
+_ATTENTION = "attention"  # its field for the recipe's window and global tokens, which no config has
 _PREFIX = "base_model.model."
 # Parameters with a row for each token in the files.
 _ROWS = ("embed_tokens.weight", "lm_head.weight")
@@ -126,7 +130,7 @@ def write_adapter(
 ) -> None:
     """Writes an adapter as a folder that peft can load; `out` appears complete or not at all.
 
-    A warning names a window and global tokens, which the format cannot express.
+    A warning names a window and global tokens, which peft does not read.
 
     Args:
       params: the trained parameters by name: arrays, or arrays on disk that are read when sliced.
@@ -134,21 +138,39 @@ def write_adapter(
       base: the path or name of the base model to record; None for none.
       finish: called with the folder before it becomes `out`, to add files.
       assets: the checkpoint's folder with the tokenizer, its template and the configuration, which
-        are written too; that of the model as TRAINED_CONFIG.
+        are written too; that of the model, with the mask, as TRAINED_CONFIG.
 
     Raises:
       UserError: `out` is not empty or cannot be written; or `adapter.train` names modules that the
         format does not hold.
     """
     out = new_folder(out)
-    assert config.adapter is not None
     try:
-        fused = FAMILIES[config.family].fused_projections.values()
-        config.adapter.check_train(declare(config), fused)
+        check_train(config)
     except ValueError as error:  # a run of an earlier version, which allowed it
         raise UserError(f"{error}; --merge writes this run as a whole model") from None
     if assets:
         warn_of_mask(assets, out)
+    tensors = _tensors(params, config)
+    with building(out, holds_files) as scratch:
+        write_config(config, base, scratch)
+        save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
+        if assets:
+            copy_files(assets, scratch)
+            _write_trained_config(assets, scratch)
+        if finish:
+            finish(scratch)
+
+
+def check_train(config: TransformerConfig) -> None:
+    """Raises ValueError if `adapter.train` names modules that the model lacks or PEFT's format does
+    not hold."""
+    assert config.adapter is not None
+    config.adapter.check_train(declare(config), FAMILIES[config.family].fused_projections.values())
+
+
+def _tensors(params: Mapping[str, Any], config: TransformerConfig) -> dict[str, np.ndarray]:
+    """Returns the file's tensors by name; arguments as in `write_adapter`."""
     tensors: dict[str, np.ndarray] = {}
     for entry in adapter_layout(config):
         value = np.asarray(params[entry.name])[tuple(map(slice, entry.shape))]
@@ -160,15 +182,34 @@ def write_adapter(
     head, embedding = (f"{_PREFIX}{name}" for name in (HEAD, EMBEDDING))
     if config.tie_word_embeddings and embedding in tensors:
         tensors[head] = tensors[embedding].copy()  # peft saves and loads tied modules twice
-    with building(out, holds_files) as scratch:
-        write_config(config, base, scratch)
-        save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
-        if assets:
-            copy_files(assets, scratch)
-            # A folder with config.json would be a whole model.
-            (scratch / "config.json").rename(scratch / TRAINED_CONFIG)
-        if finish:
-            finish(scratch)
+    return tensors
+
+
+def _write_trained_config(assets: Path, folder: Path) -> None:
+    """Replaces a folder's config.json, with which it would be a whole model, by TRAINED_CONFIG."""
+    path, mask = folder / "config.json", trained_mask(assets)
+    attention = {"window": mask.window, "global_tokens": mask.global_tokens}
+    content = {**read_json(path, folder), _ATTENTION: attention}
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    (folder / TRAINED_CONFIG).write_text(text, encoding="utf-8")
+    path.unlink()
+
+
+def exported_mask(folder: Path) -> Mask | None:
+    """Returns the mask in the TRAINED_CONFIG of an exported adapter; None in an earlier version's.
+
+    Raises:
+      UserError, ValueError: it is no mask; one line that names the file and the field.
+    """
+    path = folder / TRAINED_CONFIG
+    attention = read_json(path, folder).get(_ATTENTION)
+    if attention is None:
+        return None
+    check_kinds({_ATTENTION: attention}, str(path))
+    try:
+        return mask_of(attention)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; export the adapter again") from None
 
 
 def read_adapter(folder: str | Path, model: LanguageModel) -> dict[str, jax.Array]:

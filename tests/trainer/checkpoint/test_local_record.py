@@ -37,7 +37,20 @@ def test_a_renamed_folder_keeps_its_record_even_if_it_was_copied_before(tmp_path
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     (tmp_path / "a").rename(tmp_path / "c")
     assert own_record(tmp_path / "c", "c") == record
-    assert own_record(tmp_path / "b", "b") == {"copy_of": str(tmp_path / "a")}
+    assert own_record(tmp_path / "b", "b")["copy_of"] == str(tmp_path / "a")
+
+
+def test_a_folder_that_may_have_been_moved_to_another_disk_says_its_original_run(tmp_path):
+    """Its inode is new, and its path too; nothing is at the old one."""
+    record = write(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "a")
+    moved = own_record(tmp_path / "b", "b")
+    places = {"copy_of": str(tmp_path / "a"), "location": str(tmp_path / "b")}
+    assert moved == {**places, "original_run": RUN}
+    assert newest_local_step(tmp_path / "b", "b") == 0
+    (tmp_path / "b" / RECORD).write_text(json.dumps(record | {"location": moved["location"]}))
+    assert own_record(tmp_path / "b", "b")["run"] == RUN
 
 
 def test_a_file_system_may_number_its_files_anew(tmp_path):

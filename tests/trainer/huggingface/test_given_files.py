@@ -386,6 +386,15 @@ def test_both_versions_of_transformers_read_longrope(tmp_path, rope):
     assert torch.equal(frequencies, expected) and scale == expected_scale
 
 
+def test_a_scale_that_transformers_4_does_not_compute_is_named(tmp_path):
+    """Also with the factor that the lengths have."""
+    scaling = {"rope_type": "longrope", **FACTORS, "attention_factor": 1.5}
+    source = PHI3 | {"rope_scaling": scaling}
+    with pytest.warns(UserWarning, match=r"only transformers 5 .* model's RoPE scales otherwise$"):
+        written = written_config(TransformerConfig.from_hf_dict(source), source, tmp_path / "same")
+    assert longrope(written)[1] == 1.5
+
+
 @pytest.mark.parametrize("family", ["phi3", "llama"])
 def test_a_longer_model_keeps_its_longrope_and_other_fields(tmp_path, family, recwarn):
     """A factor that followed from the length is now written; a Phi-3's has no place in version

@@ -14,10 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from data.errors import UserError
 from model.adapter import ATTENTION, PROJECTIONS, AdapterConfig
+from model.attention import Mask
 from model.declarations import declare
 from model.dropout import token_keys
+from model.families import FAMILIES
+from model.rope_config import RopeConfig
 from scripts import export_hf
-from tests.model.build import llama, mean_loss
+from tests.model.build import llama, mean_loss, tiny
 from tests.model.masks import mask
 from trainer.config.schema import OptimizerConfig, TrainConfig
 from trainer.huggingface import adapter_config
@@ -41,6 +44,12 @@ KINDS = {
     "norms": dataclasses.replace(ADAPTER, targets=("all-linear",), train=("norm",)),
 }
 LENGTH = 32
+MIXTURE = {
+    "family": "mixtral",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    **FAMILIES["mixtral"].computes,
+}
 
 
 @pytest.fixture(
@@ -437,6 +446,7 @@ def test_an_export_keeps_what_the_run_changed(hf_model, tmp_path):
 
     found = open_adapter(str(tmp_path / "peft"), str(hf_model))
     assert found.config == source.config and found.config.rope.factor == 4.0
+    assert found.mask == Mask(window=16)
     assert found.tokenizer().chat_template == "{{ 'new' }}"
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "peft")
     assert theirs.chat_template == "{{ 'new' }}"
@@ -455,9 +465,53 @@ def test_an_export_keeps_what_the_run_changed(hf_model, tmp_path):
     assert (expected - logits).abs().max() <= 1e-3 * expected.abs().max()  # bfloat16 weights
 
     trained = tmp_path / "peft" / ours.TRAINED_CONFIG
+    content = json.loads(trained.read_text())
+    for window, message in ((0, "window: found 0"), ("wide", "attention.window: found 'wide'")):
+        trained.write_text(json.dumps(content | {"attention": {"window": window}}))
+        with pytest.raises((UserError, ValueError), match=f"{trained}: .*{message}"):
+            open_adapter(str(tmp_path / "peft"), str(hf_model)).mask  # noqa: B018
+    del content["attention"]  # as in exports of earlier versions
+    trained.write_text(json.dumps(content))
+    assert open_adapter(str(tmp_path / "peft"), str(hf_model)).mask == Mask()
     trained.write_text(trained.read_text().replace('"hidden_size": 32', '"hidden_size": 64'))
     with pytest.raises(ValueError, match="hidden_size: found 64, the base has 32; give the model"):
         open_adapter(str(tmp_path / "peft"), str(hf_model))
+
+
+def test_another_programs_tokenizer_does_not_replace_the_bases(hf_model, tmp_path):
+    """Such as one with a token for padding, and without a template."""
+    source = open_model(str(hf_model))
+    exported(source, ADAPTER, tmp_path)
+    (tmp_path / "peft" / ours.TRAINED_CONFIG).unlink()
+    found = open_adapter(str(tmp_path / "peft"), str(hf_model))
+    theirs = transformers.AutoTokenizer.from_pretrained(hf_model)
+    assert found.tokenizer().chat_template == theirs.chat_template != "{{ 'new' }}"
+    assert found.tokenizer().fingerprint == source.tokenizer().fingerprint
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "expected"),
+    [
+        ({}, {"max_position_embeddings": 4096}, []),
+        ({"family": "phi3"}, {"max_position_embeddings": 4096}, []),
+        ({"rope": RopeConfig("linear", factor=2.0)}, {"max_position_embeddings": 4096}, []),
+        (
+            {"rope": RopeConfig("dynamic", factor=2.0)},
+            {"max_position_embeddings": 4096},
+            ["max_position_embeddings"],
+        ),
+        ({}, {"rope": RopeConfig("linear", factor=2.0)}, ["rope_scaling"]),
+        (
+            MIXTURE,
+            {"output_router_logits": True, "router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1},
+            [],
+        ),
+    ],
+)
+def test_an_export_warns_only_of_what_peft_computes_otherwise(fields, changes, expected):
+    """Only the rule `dynamic` computes from the length; the routers' losses only train."""
+    base = tiny(max_position_embeddings=2048, **fields)
+    assert export_hf._differences(dataclasses.replace(base, **changes), base) == expected
 
 
 def test_new_rows_of_the_vocabulary_are_exported_if_trained(hf_model, tmp_path):
