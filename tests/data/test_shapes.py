@@ -582,13 +582,17 @@ def test_turns_and_exchanges_of_a_record_are_one_conversation(tmp_path, content,
 
 
 def test_pandas_forms_of_a_table_are_read_or_refused(tmp_path):
-    import pandas
-
-    frame = pandas.DataFrame(EXCHANGES)
-    assert read_file(tmp_path, frame.to_json(orient="table"))[0] == [["Q0", "A0"], ["Q1", "A1"]]
-    for index in (True, False):
+    """As pandas 3.1 writes them with to_json(orient="table") and orient="split"."""
+    fields = [{"name": "index", "type": "integer"}] + [
+        {"name": name, "type": "string", "extDtype": "str"} for name in EXCHANGES[0]
+    ]
+    schema = {"fields": fields, "primaryKey": ["index"], "pandas_version": "1.4.0"}
+    table = {"schema": schema, "data": [{"index": i, **pair} for i, pair in enumerate(EXCHANGES)]}
+    assert read_file(tmp_path, json.dumps(table))[0] == [["Q0", "A0"], ["Q1", "A1"]]
+    split = {"columns": [*EXCHANGES[0]], "data": [[*pair.values()] for pair in EXCHANGES]}
+    for table in (split, {**split, "index": [0, 1]}):
         with pytest.raises(UserError, match=r"a table of `columns` and `data` \(to_json\("):
-            read_file(tmp_path, frame.to_json(orient="split", index=index))
+            read_file(tmp_path, json.dumps(table))
 
 
 def test_a_table_beside_a_conversation_is_named_as_unread(tmp_path):
