@@ -4,12 +4,10 @@ SHAPES is their only table: docs/data.md shows it, and a record is read as the f
 fields it has.
 """
 
-import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from data import trees
+from data import glaive, trees
 from data.fields import (
     LABEL_FIELDS,
     REASONING_FIELDS,
@@ -40,7 +38,6 @@ from data.turn_lists import (
     check_commas,
     dialogue_prompt,
     dialogue_turns,
-    parsed,
     repeated_turns,
     role_in,
     written_answer,
@@ -99,12 +96,6 @@ _OF_RECORDS = (
     *TOOL_FIELDS,
     *LABEL_FIELDS,
     *("id", "history", "loss_mask", "chat_template_kwargs", "chosen"),
-)
-_SPEAKERS = re.compile(r"(?:\A|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):\s*")
-_END_OF_TEXT = "<|endoftext|>"
-_CALL = re.compile(  # the arguments are JSON, between single quotes or none
-    r"""<functioncall>\s*\{\s*"name":\s*"(?P<name>[^"]+)",\s*"arguments":\s*(?P<quote>'?)(?P<arguments>.*?)(?P=quote)\s*\}\s*\Z""",
-    re.DOTALL,
 )
 # Fields of a table as pandas' to_json(orient="split") writes it.
 _SPLIT_FORM = frozenset(("index", "columns", "data", "name", "dtype", "dtypes"))
@@ -429,48 +420,16 @@ def _tree(record: dict) -> RawTurns | None:
 
 def _glaive(record: dict) -> RawTurns | None:
     """A dialogue in one text with speakers' names; the system text describes functions."""
-    chat = record.get("chat")
+    chat, system = record.get("chat"), record.get("system")
     if not isinstance(chat, str):
         return None
-    before, *pieces = _SPEAKERS.split(chat)
-    if not pieces or before.strip():
+    turns = glaive.dialogue(chat)
+    if turns is None:
         raise Drop(f"{NOT_TURNS}`chat`")
-    roles = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
-    turns = [
-        _glaive_turn(roles[speaker], text)
-        for speaker, text in zip(pieces[::2], pieces[1::2], strict=True)
-    ]
-    system = record.get("system")
     if not isinstance(system, str):
         return RawTurns(turns, {"chat"})
-    text, tools = _described_functions(re.sub(r"\A\s*SYSTEM:\s*", "", system))
+    text, tools = glaive.described_functions(system)
     return RawTurns(turns, {"chat"}, system=text, tools=tools or None)
-
-
-def _glaive_turn(role: str, text: str) -> dict:
-    text = text.strip().removesuffix(_END_OF_TEXT).strip()
-    call = _CALL.search(text) if role == "assistant" else None
-    arguments = parsed(call["arguments"].replace("\\'", "'")) if call else None
-    if not call or not isinstance(arguments, dict):
-        return {"role": role, "content": text}
-    calls = [{"function": {"name": call["name"], "arguments": arguments}}]
-    return {"role": role, "content": text[: call.start()].strip(), "tool_calls": calls}
-
-
-def _described_functions(system: str) -> tuple[str, list[dict]]:
-    """Returns a system text and the JSON objects at its end; the whole text if there are none."""
-    start = system.find("{")
-    decoder, tools, offset = json.JSONDecoder(), [], start
-    while 0 <= offset < len(system):
-        try:
-            value, offset = decoder.raw_decode(system, offset)
-        except (ValueError, RecursionError):
-            return system, []
-        if not isinstance(value, dict) or "name" not in value:
-            return system, []
-        tools.append(value)
-        offset += len(system[offset:]) - len(system[offset:].lstrip())
-    return (system[:start].strip(), tools) if tools else (system, [])
 
 
 SHAPES = (

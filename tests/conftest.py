@@ -16,8 +16,12 @@ from tests import quick_compiler
 # be able to load the TPU compiler, which would otherwise abort because of its lock file.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-# XLA_FLAGS in the environment, even if empty, replaces these flags.
+# XLA_FLAGS in the environment, even if empty, replaces these flags. It is removed below, before
+# pytest-xdist starts its processes, so those get its value in another variable.
+if "PYTEST_XDIST_WORKER" in os.environ and "TESTS_XLA_FLAGS" in os.environ:
+    os.environ["XLA_FLAGS"] = os.environ["TESTS_XLA_FLAGS"]
 FLAGS = os.environ.setdefault("XLA_FLAGS", quick_compiler.XLA_FLAGS)
+os.environ["TESTS_XLA_FLAGS"] = FLAGS
 # On several threads torch, which many tests compare with, may compute a function's first call to
 # only a few digits (github.com/pytorch/pytorch/issues/188792). Two test files run at a time anyway.
 os.environ["OMP_NUM_THREADS"] = "1"
