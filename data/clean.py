@@ -20,6 +20,7 @@ from data.fields import (
     first_present,
     has_value,
     is_undesirable,
+    names_in_capitals,
     renamed,
     unread_of,
 )
@@ -156,7 +157,7 @@ class Cleaner:
           Drop: the record cannot be used.
         """
         as_written = self._as_dictionary(raw_record)
-        written = shapes.names_in_capitals(as_written)
+        written = names_in_capitals(as_written, shapes.KNOWN)
         record = renamed(as_written, {name: known for known, name in written.items()})
         raw = shapes.read_turns(record)
         if is_undesirable(record):

@@ -15,6 +15,9 @@ IN_LOSS = ("train", "training", "trainable", "loss", "weight")  # flags that say
 NOT_IN_LOSS = ("mask", "masked")  # flags that say: not trained on
 # A record's verdict on its answer, as TRL and others name it.
 LABEL_FIELDS = ("label", "kto_tag")
+CHOSEN = ("chosen", "chosen_response")  # completions of a pair
+REJECTED = ("rejected", "rejected_response")
+TOKEN_FIELDS = ("tokens", "input_ids")
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 # Values of a record's `reasoning` that are flags or from an unused column.
 _NO_REASONING = ("", "on", "off", "yes", "no", "true", "false")
@@ -155,6 +158,16 @@ def renamed(fields: dict, names: Mapping[str, str]) -> dict:
         for name, value in others.items()
     }
     return {**kept, **moved}
+
+
+def names_in_capitals(record: Mapping[Any, Any], known: Collection[str]) -> dict[str, Any]:
+    """Returns, by the name in `known` that is read, the names of a record's fields such as
+    `Question`."""
+    return {
+        str(name).lower(): name
+        for name in record
+        if name not in known and str(name).lower() in known and str(name).lower() not in record
+    }
 
 
 def unread_of(fields: Mapping[Any, Any], read: Collection[object], where: str) -> set[str]:

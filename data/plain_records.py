@@ -1,32 +1,40 @@
 """Records of texts and of token ids: a raw value becomes a record, or is dropped for a reason."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from data.clean import own_id
 from data.conversation import Text, Tokens
-from data.fields import is_undesirable, shown_fields, unread_of
+from data.fields import (
+    LABEL_FIELDS,
+    TOKEN_FIELDS,
+    first_present,
+    is_undesirable,
+    names_in_capitals,
+    renamed,
+    shown_fields,
+    unread_of,
+)
 from data.reasons import UNDESIRABLE, Drop
 
 EMPTY_TEXT = "empty text"
 NO_TEXT = "no `text`, nor `prompt` and `completion`"
 NO_TOKENS = "no list of integers in `tokens` or `input_ids`"
-BAD_MASK = "`loss_mask` or `labels` do not match the tokens"
 SHIFTED_LABELS = "`labels` that differ from the tokens (shifted by one?)"
-NOT_A_MASK = "`loss_mask` with numbers other than 0 and 1"
-MASKS = ("loss_mask", "labels")
-"""Fields that say which tokens are trained on; the first one given is read."""
+_MASKS = ("loss_mask", "labels")  # what is trained on; the first one given is read, otherwise:
+_TRL_MASKS = ("completion_mask", "assistant_masks")  # of which all are read, as in TRL
+_TEXT_FIELDS = ("text", "prompt", "completion", *LABEL_FIELDS)
 _PART = 1 << 22  # tokens of an array in memory at a time
 IGNORED_LABEL = -100  # transformers' label for a token that is not trained on
 
 
 def parse_text(raw: object, source: int, number: int) -> tuple[Text, set[str]]:
     """Reads a text, or a prompt and its completion; also returns unread fields."""
-    fields: dict[str, Any] = raw if isinstance(raw, dict) else {"text": raw}
+    fields, written = _fields(raw, "text", _TEXT_FIELDS)
     text, prompt, read = fields.get("text"), "", {"text"}
     if (
         text is None
@@ -44,7 +52,7 @@ def parse_text(raw: object, source: int, number: int) -> tuple[Text, set[str]]:
     if not text.strip():
         raise Drop(EMPTY_TEXT)
     text = _unicode(text)
-    record_id, unread = _record_id(raw, text.encode()), _unread(raw, read)
+    record_id, unread = _record_id(raw, text.encode()), _unread(raw, read, written)
     return Text(record_id, text, source, number, len(prompt)), unread
 
 
@@ -57,33 +65,41 @@ def parse_tokens(raw: object, source: int, number: int) -> tuple[Tokens, set[str
     """Reads token ids with loss mask or labels; also returns unread fields."""
     if isinstance(raw, np.memmap):
         return _parse_array(raw, source, number), set()
-    fields = raw if isinstance(raw, dict) else {"tokens": raw}
+    fields, written = _fields(raw, "tokens", (*TOKEN_FIELDS, *_MASKS, *_TRL_MASKS))
     name = "tokens" if "tokens" in fields else "input_ids"
     tokens = _int32(fields.get(name))
     if tokens is None:
-        raise Drop(
-            NO_TOKENS
-            + (
-                f": it has {shown_fields(fields)}"
-                if isinstance(raw, dict) and name not in raw
-                else ""
-            )
+        found = (
+            f": it has {shown_fields(raw)}" if isinstance(raw, dict) and name not in fields else ""
         )
-    mask_name = next((each for each in MASKS if fields.get(each) is not None), None)
-    mask = np.ones(len(tokens), bool) if mask_name is None else _mask(fields, mask_name, tokens)
-    return Tokens(_record_id(raw, tokens.tobytes()), tokens, mask, source, number), _unread(
-        raw, {name, mask_name or name}
-    )
+        raise Drop(NO_TOKENS + found)
+    first = first_present(fields, _MASKS)
+    candidates = _TRL_MASKS if first is None else (first,)
+    masks = [each for each in candidates if fields.get(each) is not None]
+    mask = np.ones(len(tokens), bool)
+    for each in masks:
+        mask &= _mask(fields[each], each, tokens)
+    unread = _unread(raw, {name, *masks}, written)
+    return Tokens(_record_id(raw, tokens.tobytes()), tokens, mask, source, number), unread
 
 
-def _mask(fields: Mapping[str, Any], name: str, tokens: Int32[np.ndarray, " n"]) -> np.ndarray:
-    """Returns which tokens are trained on [n], by the record's field of this name, one of MASKS."""
-    values = _int32(fields[name], allow_bool=name == "loss_mask")
+def _fields(raw: object, alone: str, known: Collection[str]) -> tuple[dict[str, Any], dict]:
+    """Returns the fields of a record, or a value by itself as the field `alone`; and by their names
+    in `known` those that the record has in capitals."""
+    if not isinstance(raw, dict):
+        return {alone: raw}, {}
+    written = names_in_capitals(raw, known)
+    return renamed(raw, {name: read for read, name in written.items()}), written
+
+
+def _mask(value: object, name: str, tokens: Int32[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+    """Returns which tokens are trained on, by the value of the record's field of this name."""
+    values = _int32(value, allow_bool=name != "labels")
     if values is None or len(values) != len(tokens):
-        raise Drop(BAD_MASK)
-    if name == "loss_mask":
+        raise Drop(f"`{name}` that does not match the tokens")
+    if name != "labels":
         if not np.isin(values, (0, 1)).all():
-            raise Drop(NOT_A_MASK)
+            raise Drop(f"`{name}` with numbers other than 0 and 1")
         return values.astype(bool)
     mask = values != IGNORED_LABEL
     # transformers shifts labels in the model: in a record each is the token at its own place.
@@ -104,10 +120,17 @@ def _parse_array(array: np.memmap, source: int, number: int) -> Tokens:
     )
 
 
-def _unread(raw: object, read: set[str]) -> set[str]:
-    """Returns a record's unread fields; `id` is read if it is an id."""
+def _unread(raw: object, read: set[str], written: Mapping[str, Any]) -> set[str]:
+    """Returns a record's unread fields; `id` is read if it is an id.
+
+    Args:
+      raw: the record.
+      read: the fields that are read.
+      written: how the record writes their names, where it differs.
+    """
     if not isinstance(raw, dict):
         return set()
+    read = {written.get(name, name) for name in read}
     return unread_of(raw, read | ({"id"} if own_id(raw) is not None else set()), "record")
 
 

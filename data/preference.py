@@ -8,7 +8,7 @@ turns; dialogues of `Human:` and `Assistant:` become several.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -17,9 +17,12 @@ from data import shapes
 from data.clean import TEMPLATE_KWARGS, CleanConfig, Cleaned, Cleaner, own_id
 from data.conversation import Conversation, Labelled, Message, Order, Preference
 from data.fields import (
+    CHOSEN,
     LABEL_FIELDS,
+    REJECTED,
     first_present,
     is_desirable,
+    names_in_capitals,
     renamed,
     shown_fields,
     unread_of,
@@ -35,14 +38,16 @@ from data.turn_lists import (
     written_prompt,
     written_turns,
 )
+from data.turns import Findings, read_messages
 
-CHOSEN = ("chosen", "chosen_response")
-REJECTED = ("rejected", "rejected_response")
-PROMPTS = ("prompt", "question", "instruction", "query", *shapes.TURN_LISTS)
+PROMPTS = ("prompt", "question", "instruction", "query", *shapes.TURN_LISTS, "input")
 COMPLETIONS = ("completion", "response")
 TARGETS = ("prompt", "chosen", "rejected", "completion", "label", "system", "tools", "id")
 """Targets of a source's `fields`."""
 _CONTEXT = (*shapes.SYSTEM_FIELDS, *shapes.TOOL_FIELDS, TEMPLATE_KWARGS)
+_KNOWN = frozenset(  # fields of a record that are read
+    (*CHOSEN, *REJECTED, *PROMPTS, *COMPLETIONS, *LABEL_FIELDS, *_CONTEXT, "context", "history")
+)
 NO_PREFERENCE = "no `chosen` and `rejected`, and no `completion` and `label`: it has "
 NO_LABEL = "a `label` that is neither true nor false"
 NOT_A_COMPLETION = "a completion that is no text or list of turns: "
@@ -78,23 +83,27 @@ class PreferenceReader:
         """
         if not isinstance(raw, dict):
             raise Drop(NOT_A_RECORD)
-        record, changes = _with_written_turns(renamed(raw, self.fields))
+        as_written = renamed(raw, self.fields)
+        written = names_in_capitals(as_written, _KNOWN)
+        record, changes = _with_written_turns(
+            renamed(as_written, {name: known for known, name in written.items()})
+        )
         chosen_name, rejected_name = (first_present(record, names) for names in (CHOSEN, REJECTED))
         if chosen_name is None or rejected_name is None:
-            return self._read_labelled(record, changes)
-        return self._read_pair(record, (chosen_name, rejected_name), changes)
+            found = self._read_labelled(record)
+        else:
+            found = self._read_pair(record, (chosen_name, rejected_name))
+        read = {written.get(name, name) for name in found.read}
+        if own_id(record) is not None:
+            read.add("id")
+        unread = unread_of(as_written, read, "record").union(found.unread)
+        return found.record, changes | found.changes, unread
 
-    def _read_pair(
-        self, record: dict, names: tuple[str, str], changes: set[str]
-    ) -> tuple[Preference, set[str], set[str]]:
-        """Returns what `read` does, for a record with completions in two fields, the chosen one
-        first."""
+    def _read_pair(self, record: dict, names: tuple[str, str]) -> "_Found":
+        """Reads a record with completions in two fields, the chosen one first."""
         prompt = _read_prompt(record)
         # Fields next to both completions are read, or named, with each conversation.
-        read = {*names, *_CONTEXT}
-        record_id = own_id(record)
-        if record_id is not None:
-            read.add("id")
+        read, changes = {*names, *_CONTEXT}, set[str]()
         cleaned, follow = [], bool(prompt.turns)
         for name in names:
             turns, is_whole = _completion_turns(record[name], name)
@@ -114,19 +123,16 @@ class PreferenceReader:
             [_content(chosen), _content(rejected)],
             [*_beside(cleaned[0], start), *_beside(cleaned[1], start)],
         )
-        changes |= cleaned[0].changes | cleaned[1].changes
-        unread = cleaned[0].unread | cleaned[1].unread | unread_of(record, read, "record")
         preference = Preference(
-            record_id or digest.hex()[:16],
+            own_id(record) or digest.hex()[:16],
             _conversation(cleaned[0], chosen),
             _conversation(cleaned[1], rejected),
         )
-        return preference, changes, set(unread)
+        changes |= cleaned[0].changes | cleaned[1].changes
+        return _Found(preference, changes, read, cleaned[0].unread | cleaned[1].unread)
 
-    def _read_labelled(
-        self, record: dict, changes: set[str]
-    ) -> tuple[Labelled, set[str], set[str]]:
-        """Returns what `read` does, for a record with one labelled completion."""
+    def _read_labelled(self, record: dict) -> "_Found":
+        """Reads a record with one labelled completion."""
         name, label_name = _completion_name(record), first_present(record, LABEL_FIELDS)
         if name is None or label_name is None:
             raise Drop(NO_PREFERENCE + shown_fields(record))
@@ -143,13 +149,9 @@ class PreferenceReader:
         messages = _trained_from(cleaned.messages, start)
         digest = self._digest([_content(messages), desirable], _beside(cleaned, start))
         read = {name, label_name, *prompt.fields, *_CONTEXT}
-        record_id = own_id(record)
-        if record_id is not None:
-            read.add("id")
         conversation = _conversation(cleaned, messages)
-        labelled = Labelled(record_id or digest.hex()[:16], conversation, desirable)
-        unread = cleaned.unread | unread_of(record, read, "record")
-        return labelled, changes | prompt.changes | cleaned.changes, set(unread)
+        labelled = Labelled(own_id(record) or digest.hex()[:16], conversation, desirable)
+        return _Found(labelled, prompt.changes | cleaned.changes, read, cleaned.unread)
 
     def _digest(self, contents: list, beside: list) -> bytes:
         """Returns a hash of a record's turns and what is beside them; raises Drop for a
@@ -169,6 +171,18 @@ class PreferenceReader:
             return cleaner.clean({**context, "messages": turns})
         except Drop as drop:
             raise Drop(f"{name}: {drop}") from None
+
+
+class _Found(NamedTuple):
+    """What was read of a record."""
+
+    record: Preference | Labelled
+    changes: set[str]
+    """What was changed, as the report counts it."""
+    read: set[str]
+    """Fields of the record that were read, apart from its `id`."""
+    unread: Set[str]
+    """Unread fields with a value within its turns."""
 
 
 class _Prompt(NamedTuple):
@@ -293,8 +307,8 @@ def _first_after(prompt: Sequence[Any], messages: Sequence[Message]) -> int:
     """
     asked = [i for i, message in enumerate(messages) if message.role != "assistant"]
     last = max((i for i in asked if not messages[i].train), default=-1)
-    begun = takewhile(lambda turn: role_in(turn) == "assistant", reversed(prompt))
-    start = last + 1 + sum(1 for _ in begun)
+    begun = [*takewhile(lambda turn: role_in(turn) == "assistant", reversed(prompt))]
+    start = last + 1 + len(read_messages(begun[::-1], Findings()))  # which joins calls
     spoken = next((message.role for message in messages[start:] if message.role != "tool"), None)
     if spoken != "assistant":
         raise Drop(NO_ANSWER)

@@ -68,6 +68,7 @@ TABLE_NULLS = (
 )
 NESTED_TOOLS = "descriptions of tools put into OpenAI's form, under `function`"
 ARGUMENTS = "arguments of a call that were JSON text, written anew"
+JOINED_CALLS = "calls in turns one after another joined to one turn"
 RESULT_AS_TEXT = "a tool's result that was a JSON value, written as JSON text"
 TOOLS_LEFT_OUT = "descriptions in `tools` left out"
 OTHER_REPLIES = "replies of a tree other than the best ranked left out"

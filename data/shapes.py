@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 
 from data import glaive, trees
 from data.fields import (
+    CHOSEN,
     LABEL_FIELDS,
     REASONING_FIELDS,
+    REJECTED,
     ROLE_FIELDS,
     TEXT_FIELDS,
+    TOKEN_FIELDS,
     first_present,
     has_value,
     reasoning_of,
@@ -48,7 +51,13 @@ _ONLY_TURNS = ("conversations", "conversation", "messages")  # whose dictionarie
 _MOSTLY_TURNS = (*_ONLY_TURNS, "items")  # which are turns if the record has nothing else
 TURN_LISTS = (*_MOSTLY_TURNS, "dialogue", "dialog", "turns", "data", "chat", "thread", "contents")
 _ANY_LISTS = ("data", "items", "contents")  # TURN_LISTS whose names say nothing of a conversation
-SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "systemInstruction")
+SYSTEM_FIELDS = (
+    "system",
+    "system_prompt",
+    "system_message",
+    "system_instruction",
+    "systemInstruction",
+)
 TOOL_FIELDS = ("tools", "functions")
 # Fields of a question and its answer, in a record or an entry of a list of exchanges; the first
 # pair present is read.
@@ -79,7 +88,7 @@ PAIRS = (
 )
 # Fields appended to a question after an empty line.
 _JOINED = {"instruction": ("input", "context"), "question": ("context",)}
-_KNOWN = frozenset(
+KNOWN = frozenset(  # fields of a record that are read
     (
         *TURN_LISTS,
         *SYSTEM_FIELDS,
@@ -146,7 +155,22 @@ def read_turns(record: dict) -> RawTurns:
     if broken := next((name for name in _MOSTLY_TURNS if has_value(record.get(name))), None):
         check_commas(record[broken])
         raise Drop(f"{NOT_TURNS}`{broken}`")
-    raise Drop(NO_SHAPE + shown_fields(record))
+    raise Drop(NO_SHAPE + shown_fields(record) + _other_format(record))
+
+
+def _other_format(record: dict) -> str:
+    """Returns, for a message, the format that reads a record without a conversation, if one
+    does."""
+    fields = {str(name).lower(): value for name, value in record.items()}
+    if first_present(fields, CHOSEN) and first_present(fields, REJECTED):
+        name = "preference"
+    elif isinstance(fields.get("text"), str):
+        name = "text"
+    elif any(isinstance(fields.get(name), list) for name in TOKEN_FIELDS):
+        name = "tokens"
+    else:
+        return ""
+    return f" (`format: {name}` reads these)"
 
 
 def _is_split_table(record: dict) -> bool:
@@ -172,15 +196,6 @@ def _without_unused_keys(raw: RawTurns, record: dict) -> RawTurns:
     return raw._replace(
         tools=tools, fields=raw.fields | {name}, changes=(*raw.changes, TABLE_NULLS)
     )
-
-
-def names_in_capitals(record: dict) -> dict[str, str]:
-    """Returns, by the name that is read, the names of a record's fields such as `Question`."""
-    return {
-        str(name).lower(): name
-        for name in record
-        if name not in _KNOWN and str(name).lower() in _KNOWN and str(name).lower() not in record
-    }
 
 
 def is_sharegpt(raw: RawTurns) -> bool:

@@ -70,7 +70,8 @@ FORMATS = {
     ),
     "text": Format(
         (".txt", ".md", *JSON, *tables.SUFFIXES),
-        "a plain UTF-8 text, or JSON records with a string `text`, would work",
+        "a plain UTF-8 text, or JSON records with a string `text`, or the source's `fields`, such "
+        "as {content: text}, would work",
     ),
     "preference": Format(
         (*JSON, *tables.SUFFIXES),

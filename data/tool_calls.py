@@ -6,12 +6,21 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from data.fields import unread_of
+from data.fields import first_present, has_value, shown_fields, unread_of
 from data.printable import printable
+from data.turn_lists import parsed
 
 ID_LENGTH = 9  # Mistral's templates accept ids of nine letters and digits only
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _FENCED = re.compile(r"\s*```(?:json)?[ \t]*\n(.*)```\s*", re.DOTALL)
+# Fields of a call's arguments: OpenAI's, Llama's, LangChain's and Anthropic's. The first one
+# with a value is read.
+_ARGUMENTS = ("arguments", "parameters", "args", "input")
+# Fields beside a call's name that are never its arguments.
+_ABOUT_CALL = frozenset(("name", "function", "type", "id", "call_id", "tool_call_id", "index"))
+# Types that say no more than that this is a call.
+_CALL_TYPES = ("function", "function_call", "tool_call", "tool_use")
+_SCHEMAS = ("input_schema", "inputSchema")  # of Anthropic's and MCP's tools: OpenAI's `parameters`
 
 
 class CallText(NamedTuple):
@@ -28,10 +37,32 @@ def parse_calls(value: object) -> tuple[dict[str, Any], ...]:
     """Returns the calls in `tool_calls` or one `function_call`, with arguments as JSON values.
 
     Raises:
-      ValueError: a call has no name, or its arguments are not a JSON object; the message says
-        which.
+      ValueError: a call has no name, or its arguments are not a JSON object, or under no known
+        name; the message says which.
     """
     return tuple(map(_parse_call, value if isinstance(value, list) else [value]))
+
+
+def written_calls(value: Any, name: str) -> Any:
+    """Returns the value of a turn's field of calls, also if it, or an entry, is JSON or Python
+    text, as in a table's columns.
+
+    Raises:
+      ValueError: a text is neither.
+    """
+    value = _written_call(value, name)
+    return [_written_call(call, name) for call in value] if isinstance(value, list) else value
+
+
+def _written_call(value: Any, name: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    if value.strip() in ("", "null", "None"):
+        return None
+    found = parsed(value)
+    if not isinstance(found, dict | list):
+        raise ValueError(f"`{name}` that is a text, but no call in JSON")
+    return found
 
 
 def _parse_call(call: Any) -> dict[str, Any]:
@@ -42,19 +73,38 @@ def _parse_call(call: Any) -> dict[str, Any]:
         or not function["name"]
     ):
         raise ValueError("a tool call without a name")
-    arguments = function.get("arguments", function.get("parameters"))
-    if isinstance(arguments, str):
+    arguments = _raw_arguments(call)
+    if arguments is None:
+        if any(has_value(function[name]) for name in function.keys() - _ABOUT_CALL):
+            raise ValueError(f"a tool call without `arguments`: it has {shown_fields(function)}")
+        arguments = {}
+    elif isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
             arguments = None
-    elif arguments is None:
-        arguments = {}
     if not isinstance(arguments, dict):
         raise ValueError("a tool call whose arguments are not a JSON object")
     call_id = call.get("id")
-    parsed = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return _unicode(parsed | ({"id": call_id} if isinstance(call_id, str) and call_id else {}))
+    result = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return _unicode(result | ({"id": call_id} if isinstance(call_id, str) and call_id else {}))
+
+
+def _raw_arguments(call: dict[str, Any]) -> Any:
+    """Returns the arguments of a call as written, None if it has none."""
+    fields = _call_fields(call)
+    name = _argument_field(fields)
+    return None if name is None else fields[name]
+
+
+def _call_fields(call: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a call, with those of its `function`."""
+    return {**call, **call.get("function", {})}
+
+
+def _argument_field(fields: dict[str, Any]) -> str | None:
+    with_value = (name for name in _ARGUMENTS if has_value(fields.get(name)))
+    return next(with_value, None) or first_present(fields, _ARGUMENTS)
 
 
 def rewrites_arguments(value: Any) -> bool:
@@ -64,8 +114,7 @@ def rewrites_arguments(value: Any) -> bool:
 
 
 def _rewrites(call: dict[str, Any]) -> bool:
-    function = call.get("function", call)
-    text = function.get("arguments", function.get("parameters"))
+    text = _raw_arguments(call)
     return isinstance(text, str) and text != json.dumps(
         json.loads(text or "{}"), ensure_ascii=False
     )
@@ -75,11 +124,10 @@ def unread_call_fields(value: Any) -> set[str]:
     """Returns the fields of calls that nothing reads, such as "tool call's field `index`"."""
     unread: set[str] = set()
     for call in value if isinstance(value, list) else [value]:
-        function = call.get("function", call)
-        read = {"function", "name", "arguments" if "arguments" in function else "parameters"}
+        fields = _call_fields(call)
+        read = {"function", "name", _argument_field(fields)}
         read |= {"id"} if isinstance(call.get("id"), str) else set()
-        read |= {"type"} if call.get("type") == "function" else set()
-        fields = {**call, **function}
+        read |= {"type"} if call.get("type") in _CALL_TYPES else set()
         unread |= {
             f"tool call's field `{printable(str(name))[:80]}`"
             for name, content in fields.items()
@@ -108,11 +156,11 @@ def parse_call_text(text: str) -> CallText:
             unread |= unread_of(value, {"tool_calls"}, "tool call's")
         inner = value["tool_calls"] if wraps else value
         calls += inner if isinstance(inner, list) else [inner]
-    parsed = parse_calls(calls)
-    if not parsed:
-        raise ValueError("no call")
+    read = parse_calls(calls)
+    if not read:
+        raise ValueError("it holds none")
     reasoning = thought[1].strip() if thought else None
-    return CallText(parsed, reasoning, unread | unread_call_fields(calls))
+    return CallText(read, reasoning, unread | unread_call_fields(calls))
 
 
 def _json_values(text: str) -> list[Any]:
@@ -126,13 +174,17 @@ def _json_values(text: str) -> list[Any]:
 
 
 def parse_tools(value: object) -> tuple[tuple[dict[str, Any], ...], bool] | None:
-    """Returns the descriptions in `tools`, a list or its JSON text, and whether any was put into
-    OpenAI's nested form; None for anything else."""
+    """Returns the descriptions in `tools`, a list or its JSON text or of such texts, and whether
+    any was put into OpenAI's form; None for anything else."""
     try:
         value = json.loads(value) if isinstance(value, str) else value
-        if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        if not isinstance(value, list):
             return None
-        return tuple(_unicode(_nested(tool)) for tool in value), any(map(_is_flat, value))
+        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in value]
+        if not all(isinstance(tool, dict) for tool in tools):
+            return None
+        nested = [_nested(tool) for tool in tools]
+        return tuple(map(_unicode, nested)), nested != tools
     except (ValueError, TypeError, RecursionError):
         return None
 
@@ -140,17 +192,24 @@ def parse_tools(value: object) -> tuple[tuple[dict[str, Any], ...], bool] | None
 def _is_flat(tool: dict[str, Any]) -> bool:
     """Returns whether a description is that of a function by itself; others, such as that of a
     service's own tool, stay as they are."""
+    kind = tool.get("type")
     return (
         "function" not in tool
         and isinstance(tool.get("name"), str)
-        and tool.get("type") in (None, "function")
+        and (kind in (None, "function") or (kind == "custom" and _SCHEMAS[0] in tool))
     )
 
 
 def _nested(tool: dict[str, Any]) -> dict[str, Any]:
+    """Returns a description of a function in OpenAI's form, with its schema in `parameters`."""
     if not _is_flat(tool):
         return tool
-    function = {name: value for name, value in tool.items() if name != "type"}
+    schema = first_present(tool, _SCHEMAS) if tool.get("parameters") is None else None
+    function = {
+        "parameters" if name == schema else name: value
+        for name, value in tool.items()
+        if name != "type" and (schema is None or name != "parameters")
+    }
     return {"type": "function", "function": function}
 
 

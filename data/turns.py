@@ -15,6 +15,8 @@ from data.fields import (
     ROLE_FIELDS,
     TEXT_FIELDS,
     first_present,
+    has_value,
+    shown_fields,
     unread_of,
     yes_or_no,
 )
@@ -30,6 +32,7 @@ from data.reasons import (
     EMPTY_SYSTEM,
     EMPTY_TURN,
     FRACTION,
+    JOINED_CALLS,
     JOINED_PARTS,
     LATE_SYSTEM,
     LEADING_ASSISTANT,
@@ -52,7 +55,7 @@ from data.reasons import (
     WHITE_SPACE,
     Drop,
 )
-from data.roles import role_of
+from data.roles import is_call_role, role_of
 from data.shapes import CONTEXT
 from data.table_values import without_unused
 from data.tool_calls import (
@@ -61,11 +64,11 @@ from data.tool_calls import (
     parse_calls,
     rewrites_arguments,
     unread_call_fields,
+    written_calls,
 )
 from data.turn_lists import as_list
 
-_CALL_ROLES = ("function_call", "tool_call")  # whose text is a call in JSON
-
+_JSON_TYPES = (dict, list, int, float)  # of a tool's result, besides texts and null
 _FLAGS = frozenset((*IN_LOSS, *NOT_IN_LOSS))
 _TEXT_PARTS, _THOUGHT_PARTS = (None, "text", "input_text", "output_text"), ("thinking", "reasoning")
 _WRITTEN = frozenset(("role", "content", "tool_calls", "tool_call_id", "name"))
@@ -84,7 +87,8 @@ class Findings:
 def read_messages(
     turns: Sequence[object], findings: Findings, loss_mask: object = None
 ) -> list[Message]:
-    """Returns raw turns as messages; reasoning turns become part of the answer after them.
+    """Returns raw turns as messages; reasoning turns become part of the answer after them, and
+    calls in turns one after another become one turn.
 
     Args:
       turns: the turns.
@@ -100,7 +104,7 @@ def read_messages(
         read = _with_loss_mask(read, loss_mask, findings)
     messages: list[Message] = []
     thoughts: list[Message] = []
-    for role, message in read:
+    for role, message in _with_calls_joined(turns, read, findings):
         if role == "thought":
             thoughts.append(message)
             continue
@@ -118,6 +122,32 @@ def read_messages(
 def _with_thoughts(message: Message, thoughts: Sequence[Message]) -> Message:
     texts = [*(thought.content for thought in thoughts), message.reasoning or ""]
     return replace(message, reasoning="\n\n".join(texts).strip())
+
+
+def _with_calls_joined(
+    turns: Sequence[object], read: Sequence[tuple[str, Message]], findings: Findings
+) -> list[tuple[str, Message]]:
+    """Joins the calls of `tool_call` turns one after another, which were made at once, as ms-swift
+    does. A call with reasoning of its own, or another place in the loss, stays a turn."""
+    result: list[tuple[str, Message]] = []
+    may_join = False
+    for turn, (role, message) in zip(turns, read, strict=True):
+        is_call = bool(message.tool_calls) and _is_call_turn(turn)
+        before = result[-1][1] if result else message
+        is_alone = message.content or message.reasoning is not None
+        if may_join and is_call and not is_alone and message.train == before.train:
+            calls = before.tool_calls + message.tool_calls
+            result[-1] = role, replace(before, tool_calls=calls)
+            findings.changes.add(JOINED_CALLS)
+        else:
+            result.append((role, message))
+        may_join = is_call
+    return result
+
+
+def _is_call_turn(turn: Any) -> bool:
+    name = first_present(turn, ROLE_FIELDS)
+    return name is not None and is_call_role(turn[name])
 
 
 def _with_loss_mask(
@@ -154,22 +184,20 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
       Drop: the turn cannot be used; the argument is the reason.
     """
     if not isinstance(turn, dict):
-        raise Drop(BAD_TURN)
+        raise Drop(f"{BAD_TURN}: it is a {type(turn).__name__}")
     role_field, text_field = first_present(turn, ROLE_FIELDS), first_present(turn, TEXT_FIELDS)
     raw_role, content = turn.get(role_field), turn.get(text_field)
     if not isinstance(raw_role, str):
-        raise Drop(BAD_TURN)
+        raise Drop(_bad_turn(turn, role_field))
     role = role_of(raw_role)
-    calls, call_field = _calls(turn, findings)
+    calls, call_fields = _calls(turn, findings)
     thoughts: list[str] = []
     if isinstance(content, dict) and role != "tool":
         content = [content]
     if isinstance(content, list):
         content = _joined(content, role, thoughts, findings)
-    if role == "tool" and isinstance(content, dict | list):
-        content = _without_unused(content, findings)
-        content = json.dumps(content, ensure_ascii=False, default=str)
-        findings.changes.add(RESULT_AS_TEXT)
+    if role == "tool" and not isinstance(content, str):
+        content = _result(content, turn, role_field, findings)
     reasoning_fields: list[str] = []
     if role == "assistant" and (thoughts or len(turn) > _USUAL_FIELDS):
         reasoning_fields = _add_reasoning(turn, thoughts)
@@ -179,12 +207,12 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
     if content is not None and not isinstance(content, str):
         raise Drop(f"{CONTENT_NOT_TEXT}`{text_field}` ({type(content).__name__})")
     if content is None:
-        raise Drop(BAD_TURN)
+        raise Drop(_bad_turn(turn, role_field))
     if role is None:
         raise Drop(UNKNOWN_ROLE + (printable(raw_role.strip())[:60] or "(empty)"))
     if raw_role.strip().lower() == "developer":
         findings.changes.add(DEVELOPER)
-    if not calls and raw_role.strip().lower().replace("-", "_") in _CALL_ROLES:
+    if not calls and is_call_role(raw_role):
         calls, content = _calls_in_text(content, thoughts, findings), ""
     if calls and role != "assistant":
         raise Drop(CALL_OF_ANOTHER)
@@ -193,7 +221,7 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
     if len(stripped) != len(content):
         findings.changes.add(WHITE_SPACE)
     reasoning = _unicode("\n\n".join(thoughts), findings) if thoughts else None
-    read = {role_field, text_field, call_field, CONTEXT, *reasoning_fields}
+    read = {role_field, text_field, *call_fields, CONTEXT, *reasoning_fields}
     train, call_id, name = True, None, None
     if len(turn) > _USUAL_FIELDS:
         train = _trained(turn, role, read, findings)
@@ -222,23 +250,52 @@ def _written_fields(turn: dict, reasoning_fields: list[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name in _WRITTEN or name in reasoning_fields)
 
 
-def _calls(turn: dict, findings: Findings) -> tuple[tuple[dict[str, Any], ...], str | None]:
-    """Returns a turn's tool calls, and the field that they were read from."""
-    if turn.get("tool_calls"):
-        name = "tool_calls"
-    elif turn.get("function_call"):
-        name = "function_call"
+def _bad_turn(turn: dict, role_field: str | None) -> str:
+    """Returns why a turn is dropped that lacks a role or a text, with the fields that it has."""
+    null = next((name for name in TEXT_FIELDS if name in turn and turn[name] is None), None)
+    if role_field is not None and not isinstance(turn[role_field], str):
+        wrong = f"`{role_field}` is no text ({type(turn[role_field]).__name__}); "
+    elif role_field is not None and null is not None:
+        wrong = f"`{null}` is null; "
     else:
-        return (), None
-    value = _without_unused(turn[name], findings)
-    try:
-        calls = parse_calls(value)
-    except (ValueError, RecursionError) as error:
-        raise Drop(str(error)) from None
-    findings.unread |= unread_call_fields(value)
-    if rewrites_arguments(value):
-        findings.changes.add(ARGUMENTS)
-    return calls, name
+        wrong = ""
+    return f"{BAD_TURN}: {wrong}it has {shown_fields(_with_values(turn))}"
+
+
+def _with_values(turn: dict) -> dict:
+    return {name: value for name, value in turn.items() if name != CONTEXT and has_value(value)}
+
+
+def _result(content: object, turn: dict, role_field: str | None, findings: Findings) -> object:
+    """Returns a tool's result that is another JSON value than a text as JSON text. Null is one
+    only if no other field of the turn may hold the result."""
+    others = _with_values(turn).keys() - {role_field, "name", "tool_call_id"}
+    is_null = content is None and not others and any(name in turn for name in TEXT_FIELDS)
+    if not is_null and not isinstance(content, _JSON_TYPES):
+        return content
+    findings.changes.add(RESULT_AS_TEXT)
+    content = _without_unused(content, findings)
+    return json.dumps(content, ensure_ascii=False, default=str)
+
+
+def _calls(turn: dict, findings: Findings) -> tuple[tuple[dict[str, Any], ...], set[str]]:
+    """Returns a turn's tool calls, and the fields that were read for them."""
+    read: set[str] = set()
+    for name in ("tool_calls", "function_call"):
+        if not turn.get(name):
+            continue
+        read.add(name)
+        try:
+            value = _without_unused(written_calls(turn[name], name), findings)
+            calls = parse_calls(value) if value else ()
+        except (ValueError, RecursionError) as error:
+            raise Drop(str(error)) from None
+        if calls:
+            findings.unread |= unread_call_fields(value)
+            if rewrites_arguments(value):
+                findings.changes.add(ARGUMENTS)
+            return calls, read
+    return (), read
 
 
 def _calls_in_text(
@@ -248,8 +305,10 @@ def _calls_in_text(
     `thoughts`."""
     try:
         read = parse_call_text(text)
-    except (ValueError, RecursionError):
+    except (json.JSONDecodeError, RecursionError):
         raise Drop(NOT_A_CALL) from None
+    except ValueError as error:
+        raise Drop(f"{NOT_A_CALL}: {error}") from None
     if read.reasoning is not None and read.reasoning not in thoughts:
         thoughts.append(read.reasoning)
     findings.unread |= read.unread
@@ -357,13 +416,15 @@ def _text_field(fields: dict, name: str, read: set) -> str | None:
 
 
 def with_call_ids(messages: list[Message], changes: set[str]) -> list[Message]:
-    """Gives ids to calls, and to tools' turns the ids of the calls they answer, in order.
+    """Gives ids to calls, and to tools' turns the ids of the calls they answer: by name, otherwise
+    in order.
 
     `changes` receives the changes.
     """
     result: list[Message] = []
-    unanswered: list[str] = []
+    unanswered: list[dict[str, Any]] = []
     for turn, message in enumerate(messages):
+        written = message
         if message.tool_calls:
             if not all(call.get("id") for call in message.tool_calls):
                 changes.add(MADE_IDS)
@@ -371,14 +432,17 @@ def with_call_ids(messages: list[Message], changes: set[str]) -> list[Message]:
                 {**call, "id": call.get("id") or new_id(turn, number, call)}
                 for number, call in enumerate(message.tool_calls)
             )
-            unanswered = [call["id"] for call in calls]
-            result.append(replace(message, tool_calls=calls))
+            # Calls in turns one after another were made at once; others came after all results.
+            is_next = bool(result) and bool(result[-1].tool_calls)
+            unanswered = [*(unanswered if is_next else ()), *calls]
+            written = replace(message, tool_calls=calls)
         elif message.role == "tool" and message.tool_call_id is None and unanswered:
-            result.append(replace(message, tool_call_id=unanswered[0]))
-        else:
-            result.append(message)
-        if result[-1].tool_call_id in unanswered:
-            unanswered.remove(result[-1].tool_call_id)
+            named = [call for call in unanswered if call["function"]["name"] == message.name]
+            written = replace(message, tool_call_id=(named or unanswered)[0]["id"])
+        result.append(written)
+        answered = (call for call in unanswered if call["id"] == written.tool_call_id)
+        if (call := next(answered, None)) is not None:
+            unanswered.remove(call)
     return result
 
 

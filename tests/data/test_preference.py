@@ -60,6 +60,13 @@ GOOD, BAD = [ASKED, ("assistant", "This.", True)], [ASKED, ("assistant", "That."
             "rejected": turns("Which?", "That."),
         },
         {
+            "system": "",
+            "input": "Which?",
+            "chosen": "This.",
+            "rejected": "That.",
+        },
+        {"Prompt": "Which?", "Chosen": "This.", "REJECTED": "That."},
+        {
             "conversations": [{"from": "human", "value": "Which?"}],
             "chosen": {"from": "gpt", "value": "This."},
             "rejected": {"from": "gpt", "value": "That."},
@@ -69,7 +76,10 @@ GOOD, BAD = [ASKED, ("assistant", "This.", True)], [ASKED, ("assistant", "That."
             "rejected": "\n\nHuman: Which?\n\nAssistant: That.",
         },
     ],
-    ids=["texts", "question", "turns", "implicit", "repeated", "one turn", "dialogue"],
+    ids=[
+        *("texts", "question", "turns", "implicit", "repeated"),
+        *("input", "capitals", "one turn", "dialogue"),
+    ],
 )
 def test_every_shape_of_pairs_is_read(record):
     pair, changes, unread = read(record)
@@ -137,6 +147,14 @@ def test_renamed_fields_system_and_tools_are_read_and_others_named():
         pair.chosen.tools == pair.rejected.tools
         and pair.chosen.tools[0]["function"]["name"] == "look"
     )
+
+
+def test_unread_fields_are_named_in_their_original_case():
+    pair = {"Prompt": "Which?", "Query": "How?", "Chosen": "This.", "Rejected": "That."}
+    labelled = {"Prompt": "Which?", "Query": "How?", "Completion": "This.", "Label": True}
+    for record in (pair, labelled):
+        *_, unread = read({**record, "Level": 3})
+        assert unread == {"record field `Query`", "record field `Level`"}
 
 
 def test_a_prompt_that_differs_from_the_conversation_is_named():
@@ -261,6 +279,23 @@ def test_completions_may_begin_with_the_result_of_the_prompts_call():
     with pytest.raises(Drop, match="do not begin with the assistant's"):
         last = [*results[:1], *turns("Why?", "This.")]
         read({"prompt": prompt, "completion": last, "label": True})
+
+
+@pytest.mark.parametrize("results", [["F", "G"], []], ids=["results", "no results"])
+def test_completions_follow_several_calls_at_the_prompts_end(results):
+    calls = [{"role": "tool_call", "content": json.dumps({"name": name})} for name in "fg"]
+    results = [{"role": "tool", "content": text} for text in results]
+    chosen, rejected = (
+        [*results, {"role": "assistant", "content": text}] for text in ("This.", "That.")
+    )
+    prompt = [{"role": "user", "content": "Which?"}, *calls]
+    pair, changes, _ = read({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    assert "calls in turns one after another joined to one turn" in changes
+    for messages in (pair.chosen.messages, pair.rejected.messages):
+        roles = [message.role for message in messages]
+        assert roles == ["user", "assistant", *["tool"] * len(results), "assistant"]
+        trained = [message.train for message in messages if message.role == "assistant"]
+        assert trained == [False, True]
 
 
 def test_only_a_flag_on_a_prompts_reasoning_is_counted():

@@ -152,6 +152,13 @@ def turns(record, **options):
         ),
         (
             {
+                "system_instruction": {"parts": [{"text": "Be."}]},
+                "contents": [{"role": role, "parts": [{"text": text}]} for role, text in ONE],
+            },
+            [("system", "Be."), *ONE],
+        ),
+        (
+            {
                 "messages": [
                     {"author": "USER", "message": "Hi?"},
                     {"author": "CHATBOT", "message": "Hello."},
@@ -391,6 +398,13 @@ def test_a_preferred_answer_of_several_turns_follows_its_prompt():
         ({}, "it has no fields"),
         ({f"f{number}": 1 for number in range(30)}, "f11, ...$"),
         ({"a\x1b[2J": 1}, "the fields a\ufffd\\[2J"),
+        ({"text": "a"}, r"the fields text \(`format: text` reads these\)$"),
+        ({"Text": "a"}, r"the fields Text \(`format: text` reads these\)$"),
+        ({"input_ids": [1, 2]}, r"the fields input_ids \(`format: tokens` reads these\)$"),
+        (
+            {"question": "a", "chosen": "b", "rejected": "c"},
+            r"chosen, rejected \(`format: preference` reads these\)$",
+        ),
         ({"messages": "hello"}, "turns that are not a list: `messages`"),
         ({"question": "a", "answer": 3}, r"not text: `answer` \(int\)$"),
         ({"question": 3.5, "answer": "a"}, r"not text: `question` \(float\)$"),

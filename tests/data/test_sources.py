@@ -63,10 +63,12 @@ def test_every_record_of_a_dirty_dump_is_counted(repository):
             "roles do not alternate": 2,
             "empty turn": 2,
             "unknown role: narrator": 1,
-            "a turn without role or text": 1,
-            "a `function_call` or `tool_call` turn whose text is no call in JSON": 1,
+            "a turn without role or text: `value` is null; it has the fields from": 1,
+            "a `function_call` or `tool_call` turn whose text is no call in JSON: a tool call without "
+            "a name": 1,
             "system turn in the middle": 1,
-            "no known shape of a conversation: it has the fields id, text": 1,
+            "no known shape of a conversation: it has the fields id, text (`format: text` reads "
+            "these)": 1,
             "not a record": 1,
             "cut off or malformed JSON": 1,
             "the only answer is a service's error message": 1,
@@ -346,7 +348,7 @@ def test_texts_and_tokens_are_read_from_files_and_folders(tmp_path):
     ]
     assert (
         sum(report.dropped.values()) == 6
-        and report.dropped["`loss_mask` or `labels` do not match the tokens"] == 1
+        and report.dropped["`loss_mask` that does not match the tokens"] == 1
     )
     for array, documents in ((np.arange(6, dtype=np.uint16), 1), (np.arange(6).reshape(2, 3), 2)):
         np.save(tmp_path / "tokens.npy", array)
@@ -428,7 +430,8 @@ def test_labels_and_masks_that_are_not_32_bit_integers_are_dropped(tmp_path):
     path.write_text(json.dumps([{"tokens": [5, 6], **mask} for mask in masks]))
     items, report = _read(path, format="tokens")
     assert [item.record for item in items] == [4] and report.dropped == {
-        "`loss_mask` or `labels` do not match the tokens": 3
+        "`labels` that does not match the tokens": 2,
+        "`loss_mask` that does not match the tokens": 1,
     }
 
 
@@ -449,6 +452,56 @@ def test_labels_are_the_tokens_at_their_own_places(tmp_path):
         "`labels` that differ from the tokens (shifted by one?)": 2,
         "`loss_mask` with numbers other than 0 and 1": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("masks", "trained", "unread"),
+    [
+        ({"completion_mask": [0, 0, 1, 1]}, [0, 0, 1, 1], set()),
+        ({"assistant_masks": [0, 1, 1, 0]}, [0, 1, 1, 0], set()),
+        # As TRL's collator, which sets the labels of either to -100.
+        ({"completion_mask": [0, 0, 1, 1], "assistant_masks": [0, 1, 1, 0]}, [0, 0, 1, 0], set()),
+        ({"completion_mask": [0, 0, 1, 1], "assistant_masks": None}, [0, 0, 1, 1], set()),
+        (
+            {"completion_mask": [0, 0, 1, 1], "loss_mask": [1, 1, 1, 0]},
+            [1, 1, 1, 0],
+            {"completion_mask"},
+        ),
+        ({"Loss_Mask": [1, 1, 1, 0], "Level": 3}, [1, 1, 1, 0], {"Level"}),
+        ({"completion_mask": [0, 1]}, None, "`completion_mask` that does not match the tokens"),
+        (
+            {"assistant_masks": [0, 2, 0, 0]},
+            None,
+            "`assistant_masks` with numbers other than 0 and 1",
+        ),
+    ],
+)
+def test_every_mask_of_tokens_is_read_or_named(tmp_path, masks, trained, unread):
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps([{"input_ids": [5, 6, 7, 8]}, {"Input_ids": [5, 6, 7, 9], **masks}]))
+    items, report = _read(path, format="tokens")
+    if trained is None:
+        assert report.dropped == {unread: 1}
+        return
+    assert items[1].loss_mask.tolist() == list(map(bool, trained))
+    assert report.sources[0].unread == {f"record field `{name}`": 1 for name in unread}
+
+
+def test_names_of_a_texts_fields_are_not_case_sensitive(tmp_path):
+    path = tmp_path / "texts.json"
+    path.write_text(json.dumps([{"Text": "One", "Label": 3}, {"PROMPT": "T", "Completion": "wo"}]))
+    texts, report = _read(path, format="text")
+    assert [(item.text, item.prompt) for item in texts] == [("One", 0), ("Two", 1)]
+    assert report.sources[0].unread == {"record field `Label`": 1}
+
+
+def test_a_text_under_another_name_is_refused_with_what_would_work(tmp_path):
+    path = tmp_path / "code.jsonl"
+    path.write_text('{"content": "int main"}\n')
+    with pytest.raises(UserError, match=r"the fields content\).*`fields`, such as {content: text}"):
+        _read(path, format="text")
+    [text], _ = _read(path, format="text", fields={"content": "text"})
+    assert text.text == "int main"
 
 
 _CONVERSATION = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]

@@ -379,12 +379,134 @@ def test_templates_without_calls_refuse_them_and_omit_tools():
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]},
             "not a JSON object",
         ),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "c", "name": "f", "kwargs": {"a": 1}}]},
+            "^a tool call without `arguments`: it has the fields id, name, kwargs$",
+        ),
+        (
+            {"role": "tool_call", "content": '{"name": "f", "kwargs": {"a": 1}}'},
+            "no call in JSON: a tool call without `arguments`: it has the fields name, kwargs$",
+        ),
+        (
+            {"role": "assistant", "tool_calls": "f(a=1)"},
+            "^`tool_calls` that is a text, but no call in JSON$",
+        ),
         ({"role": "user", "tool_calls": [{"function": {"name": "f"}}]}, "not the assistant's"),
     ],
 )
 def test_broken_calls_are_dropped_with_a_reason(turn, reason):
     with pytest.raises(Drop, match=reason):
         Cleaner().clean({"messages": [{"role": "user", "content": "a"}, turn]})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "f", "args": {"a": 1}, "id": "c", "type": "tool_call"},  # LangChain's
+        {"name": "f", "input": {"a": 1}, "id": "c", "type": "tool_use"},  # Anthropic's
+        {"name": "f", "parameters": {"a": 1}, "id": "c"},
+        {"name": "f", "arguments": None, "args": '{"a": 1}', "id": "c"},
+        {"name": "f", "arguments": "", "input": {"a": 1}, "id": "c"},
+        {"function": {"name": "f"}, "args": {"a": 1}, "id": "c", "type": "function"},
+    ],
+    ids=str,
+)
+def test_arguments_are_read_under_every_name(call):
+    expected = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}, "id": "c"}
+    question = {"role": "user", "content": "Go."}
+    for turn in (
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "", "tool_calls": json.dumps([call])},
+        {"role": "assistant", "content": "", "tool_calls": repr([call])},
+        {"role": "assistant", "content": "", "tool_calls": [json.dumps(call)]},
+        {"role": "assistant", "content": "", "function_call": json.dumps(call)},
+        {"role": "function_call", "content": json.dumps(call)},
+    ):
+        cleaned = Cleaner().clean({"messages": [question, turn]})
+        assert cleaned.messages[1].tool_calls == (expected,)
+        assert not cleaned.unread and not cleaned.changes
+
+
+@pytest.mark.parametrize("none", ["[]", "null", "", "None", [], None])
+def test_turns_without_calls_may_have_a_column_for_them(none):
+    turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
+    columns = {"tool_calls": none, "function_call": none}
+    cleaned = Cleaner().clean({"messages": [{**turn, **columns} for turn in turns]})
+    assert not any(message.tool_calls for message in cleaned.messages) and not cleaned.unread
+    old = {"function_call": {"name": "f", "arguments": "{}"}}
+    cleaned = Cleaner().clean({"messages": [turns[0], {**turns[1], "tool_calls": none, **old}]})
+    assert cleaned.messages[1].tool_calls[0]["function"]["name"] == "f" and not cleaned.unread
+
+
+def _answers(turns):
+    """Returns the names of the calls of each turn, and for each result that of its call."""
+    cleaned = Cleaner().clean({"messages": [{"role": "user", "content": "Go."}, *turns]})
+    calls = [call for message in cleaned.messages for call in message.tool_calls]
+    names = {call["id"]: call["function"]["name"] for call in calls}
+    assert len(names) == len(calls)
+    per_turn = [[c["function"]["name"] for c in m.tool_calls] for m in cleaned.messages]
+    results = {m.content: names[m.tool_call_id] for m in cleaned.messages if m.role == "tool"}
+    return list(filter(None, per_turn)), results, cleaned
+
+
+_ROW = {"role": "tool_call", "content": '{"name": "f", "arguments": {"a": 1}}'}
+_OTHER_ROW = {"role": "tool_call", "content": '{"name": "g", "arguments": {"a": 1}}'}
+_RESULTS = [{"role": "tool_response", "content": text} for text in ("F", "G")]
+_END = {"role": "assistant", "content": "Done."}
+
+
+def test_calls_in_turns_one_after_another_are_one_turn():
+    """As ms-swift writes parallel calls; each result answers its call."""
+    calls, results, cleaned = _answers([_ROW, _OTHER_ROW, *_RESULTS, _END])
+    assert calls == [["f", "g"]] and results == {"F": "f", "G": "g"}
+    joined = "calls in turns one after another joined to one turn"
+    assert joined in cleaned.changes and not cleaned.unread
+    assert [m.role for m in cleaned.messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    in_turn = [_ROW, _RESULTS[0], _OTHER_ROW, _RESULTS[1], _END]
+    calls, results, cleaned = _answers(in_turn)
+    assert calls == [["f"], ["g"]] and results == {"F": "f", "G": "g"}
+    assert joined not in cleaned.changes
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {**_OTHER_ROW, "train": False},
+        {**_OTHER_ROW, "content": "<think>And g.</think>" + _OTHER_ROW["content"]},
+        {"role": "assistant", "tool_calls": [{"name": "g", "arguments": {}}]},
+    ],
+    ids=["loss", "reasoning", "tool_calls"],
+)
+def test_results_of_calls_in_several_turns_answer_them_in_order(second):
+    calls, results, _ = _answers([_ROW, second, *_RESULTS, _END])
+    assert calls == [["f"], ["g"]] and results == {"F": "f", "G": "g"}
+
+
+def test_results_answer_the_call_of_their_name():
+    named = [{**result, "name": name} for result, name in zip(_RESULTS, "fg", strict=True)]
+    _, results, _ = _answers([_ROW, _OTHER_ROW, *reversed(named), _END])
+    assert results == {"F": "f", "G": "g"}
+    _, results, _ = _answers([_ROW, {**_RESULTS[0], "name": "other"}, _END])
+    assert results == {"F": "f"}
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"name": "f", "description": "F.", "input_schema": {"type": "object"}},
+        {"type": "custom", "name": "f", "description": "F.", "input_schema": {"type": "object"}},
+        {"name": "f", "description": "F.", "inputSchema": {"type": "object"}},
+        {"name": "f", "description": "F.", "input_schema": {"type": "object"}, "parameters": None},
+    ],
+    ids=["Anthropic", "Anthropic with type", "MCP", "both columns"],
+)
+def test_tools_of_other_services_are_put_into_openais_form(tool):
+    function = {"name": "f", "description": "F.", "parameters": {"type": "object"}}
+    turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
+    for tools in ([tool], [json.dumps(tool)], json.dumps([tool])):
+        cleaned = Cleaner().clean({"messages": turns, "tools": tools})
+        assert cleaned.tools == ({"type": "function", "function": function},)
+        assert cleaned.changes == {"descriptions of tools put into OpenAI's form, under `function`"}
 
 
 def test_only_descriptions_of_functions_are_put_into_openais_form(family):
@@ -428,6 +550,8 @@ def test_arguments_and_results_that_are_written_anew_are_counted(arguments):
     as_text = "a tool's result that was a JSON value, written as JSON text"
     assert changes({}, {"sky": 1}) == ('{"sky": 1}', {as_text})
     assert changes({}, [{"sky": 1}]) == ('[{"sky": 1}]', {as_text})
+    for value in (4, 1.5, True, None):
+        assert changes({}, value) == (json.dumps(value), {as_text})
 
 
 def test_only_the_completion_of_a_prompt_is_trained_on(tmp_path):

@@ -164,6 +164,34 @@ def test_an_unknown_role_and_part_are_named():
         clean({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, ANSWER)
 
 
+@pytest.mark.parametrize(
+    ("turn", "found"),
+    [
+        ({"role": "assistant", "content": None}, "`content` is null; it has the fields role"),
+        (
+            {"role": "assistant", "content": None, "refusal": "No.", "audio": None},
+            "`content` is null; it has the fields role, refusal",
+        ),
+        ({"role": "assistant", "audio": {"id": "x"}}, "it has the fields role, audio"),
+        ({"type": "message", "text": "Hi.", "ts": "1"}, "it has the fields type, text, ts"),
+        (
+            {"author": {"name": "bob"}, "content": "Hi."},
+            "`author` is no text (dict); it has the fields author, content",
+        ),
+        ({"role": None, "content": ""}, "it has no fields"),
+        ([USER, ANSWER], "it is a list"),
+        (
+            {"role": "tool", "content": None, "output": "4"},
+            "`content` is null; it has the fields role, output",
+        ),
+    ],
+)
+def test_what_a_turn_without_role_or_text_has_is_named(turn, found):
+    with pytest.raises(Drop) as dropped:
+        clean(USER, ANSWER, turn)
+    assert str(dropped.value) == f"a turn without role or text: {found}"
+
+
 SYSTEM = {"role": "system", "content": "Be."}
 
 
