@@ -120,15 +120,14 @@ def frozen_weights(config: TransformerConfig, frozen: Collection[str]) -> int:
 
 
 def flops_per_step(
-    config: TransformerConfig, tokens: float, pairs: float, frozen: Collection[str] | None = None
+    config: TransformerConfig, tokens: float, pairs: float, frozen: int | None = None
 ) -> float:
     """FLOPs of one training step of this model.
 
     `tokens` and `pairs` are as in `training_flops`.
 
     Args:
-      frozen: names of the parameters that are not trained; by default all but adapters, if the
-        model has adapters.
+      frozen: `frozen_weights`; by default all but adapters', if the model has adapters.
     """
     base = config.num_hidden_layers * layer_weights(config) + head_weights(config)
     adapters, adapter = 0, config.adapter
@@ -138,5 +137,6 @@ def flops_per_step(
         size = adapter.rank * sum(config.projection_sizes(name))
         adapters += config.num_hidden_layers * copies * size
     attention_width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    saved = (base if adapters else 0) if frozen is None else frozen_weights(config, frozen)
-    return training_flops(base + adapters, attention_width, tokens, pairs, saved)
+    if frozen is None:
+        frozen = base if adapters else 0
+    return training_flops(base + adapters, attention_width, tokens, pairs, frozen)

@@ -122,12 +122,9 @@ class _Declared(NamedTuple):
         """Returns which parameters are matrices, or stacks of them."""
         return {name: self.parameters[name].is_matrix for name in params}
 
-    def sizes(self, name: str) -> tuple[int, int]:
+    def sizes(self, name: str) -> tuple[int, ...]:
         """Returns the numbers of inputs and outputs of a matrix, without padding."""
-        parameter, shape = self.parameters[name], self.own_shapes[name]
-        assert parameter.inputs is not None
-        first = parameter.stacked + parameter.inputs
-        return math.prod(shape[parameter.stacked : first]), math.prod(shape[first:])
+        return _matrix_shape(self.parameters[name], self.own_shapes[name])[-2:]
 
 
 def _optimizer(
@@ -158,10 +155,10 @@ def _adafactor(
     Memory Cost): each layer's weight, and each expert's, has its own factors and clipping."""
 
     def matrices(tree):
-        """Returns layer weights as [N, inputs, outputs], or [N, X, inputs, outputs]."""
+        """Returns matrices as [..., inputs, outputs], below the axes of layers and experts."""
         return {
-            name: _as_matrices(x, model.parameters[name])
-            if _is_layers_matrix(model.parameters[name])
+            name: x.reshape(_matrix_shape(model.parameters[name], x.shape))
+            if model.parameters[name].is_matrix
             else x
             for name, x in tree.items()
         }
@@ -178,7 +175,7 @@ def _adafactor(
         return {name: clip(name, x) for name, x in updates.items()}
 
     optimizer = optax.chain(
-        optax.scale_by_factored_rms(decay_rate=0.8, epsilon=1e-30),
+        _scale_by_factored_rms(model),
         optax.stateless(clipped),
         optax.add_decayed_weights(config.weight_decay, mask=model.matrices),
         optax.scale_by_learning_rate(rate),
@@ -191,11 +188,76 @@ def _adafactor(
     return optax.GradientTransformation(lambda params: optimizer.init(matrices(params)), update)
 
 
-def _as_matrices(x: jax.Array, parameter: Parameter) -> jax.Array:
-    """Returns a parameter's array with one axis of inputs and one of outputs."""
-    first = parameter.stacked
-    inputs = math.prod(x.shape[first : first + (parameter.inputs or 0)])
-    return x.reshape(*x.shape[:first], inputs, -1)
+def _scale_by_factored_rms(model: _Declared) -> optax.GradientTransformation:
+    """Divides gradients by the root of Adafactor's second moment.
+
+    Takes matrices as [..., inputs, outputs]. State and numbers are `optax.scale_by_factored_rms`'s,
+    which however factors an array's two largest axes, whatever they are: 128 experts would share
+    the factors of a matrix of rank 16. Here each matrix has a row and a column of its own, or its
+    whole second moment if it is small; vectors have theirs.
+    """
+
+    def means_over(name, x) -> tuple[int, int] | None:
+        """Returns the axes over which a matrix's row and column are means, the longer one first."""
+        if not _is_factored(model.parameters[name], model.own_shapes[name]):
+            return None
+        return (-2, -1) if x.shape[-2] > x.shape[-1] else (-1, -2)
+
+    def state_of(count, moments: dict[str, tuple[jax.Array, ...]]) -> optax.FactoredState:
+        row, column, whole = ({name: x[i] for name, x in moments.items()} for i in range(3))
+        return optax.FactoredState(count, row, column, whole)
+
+    def zeros(name, x) -> tuple[jax.Array, ...]:
+        none, axes = jnp.zeros((1,), x.dtype), means_over(name, x)
+        if axes is None:
+            return none, none, jnp.zeros_like(x)
+        return *(jnp.zeros_like(x.sum(axis)) for axis in axes), none
+
+    def scaled(name, gradient, row, column, whole, decay) -> tuple[jax.Array, ...]:
+        """Returns the update, and the new row, column and whole moment."""
+        square, axes = jnp.square(gradient) + 1e-30, means_over(name, gradient)
+        if axes is None:
+            whole = decay * whole + (1 - decay) * square
+            return gradient * whole**-0.5, row, column, whole
+        longer, shorter = axes
+        row = decay * row + (1 - decay) * square.mean(longer)
+        column = decay * column + (1 - decay) * square.mean(shorter)
+        by_row = (row / row.mean(-1, keepdims=True)) ** -0.5
+        update = gradient * jnp.expand_dims(by_row, longer)
+        return update * jnp.expand_dims(column**-0.5, shorter), row, column, whole
+
+    def init(params):
+        moments = {name: zeros(name, x) for name, x in params.items()}
+        return state_of(jnp.zeros((), jnp.int32), moments)
+
+    def update(gradient, state, params=None):
+        decay = 1 - jnp.float32(state.count + 1) ** -0.8
+        results = {
+            name: scaled(name, x, state.v_row[name], state.v_col[name], state.v[name], decay)
+            for name, x in gradient.items()
+        }
+        state = state_of(
+            optax.safe_increment(state.count), {name: x[1:] for name, x in results.items()}
+        )
+        return {name: x[0] for name, x in results.items()}, state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _is_factored(parameter: Parameter, shape: tuple[int, ...]) -> bool:
+    """Whether Adafactor's second moment is a row and a column: of matrices large enough, as in
+    optax."""
+    return parameter.is_matrix and min(_matrix_shape(parameter, shape)[-2:]) >= 128
+
+
+def _matrix_shape(parameter: Parameter, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns a matrix's shape, or a stack's, with one axis of inputs and one of outputs.
+
+    The rows of a table, which has no inputs, are taken for them.
+    """
+    first = parameter.stacked + (parameter.inputs or 1)
+    inputs, outputs = shape[parameter.stacked : first], shape[first:]
+    return (*shape[: parameter.stacked], math.prod(inputs), math.prod(outputs))
 
 
 def _muon(
@@ -279,7 +341,9 @@ def moment_count(config: OptimizerConfig, parameter: Parameter) -> int:
     """Returns how many moments have this parameter's size; Adafactor's factors do not."""
     if config.name == "muon":
         return 1 if _is_layers_matrix(parameter) else 2
-    return {"adamw": 2, "lion": 1, "adafactor": 0}[config.name]
+    if config.name == "adafactor":
+        return 0 if _is_factored(parameter, parameter.shape) else 1
+    return {"adamw": 2, "lion": 1}[config.name]
 
 
 def _is_layers_matrix(parameter: Parameter) -> bool:
@@ -308,8 +372,9 @@ def _with_moments_in(
     """
 
     def cast(state, dtype):
-        return jax.tree.map(
-            lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, state
+        # The state also has counters, and Muon's coefficients, which rounding would change.
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: x.astype(dtype) if _is_moment(path, x) else x, state
         )
 
     def init(params):
@@ -320,6 +385,11 @@ def _with_moments_in(
         return updates, cast(state, dtype)
 
     return optax.GradientTransformation(init, update)
+
+
+def _is_moment(path: tuple[Any, ...], x: jax.Array) -> bool:
+    """Whether an array of a state belongs to a parameter, whose name then ends its path."""
+    return isinstance(path[-1], jax.tree_util.DictKey) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 class EightBitMoments(NamedTuple):
@@ -349,11 +419,7 @@ def _with_moments_in_8_bits(
         scales = collections.defaultdict(dict)
 
         def encode(path, x):
-            if not (
-                jnp.issubdtype(x.dtype, jnp.floating)
-                and isinstance(path[-1], jax.tree_util.DictKey)
-                and _takes_8_bits(parameters[path[-1].key], x.shape)
-            ):
+            if not (_is_moment(path, x) and _takes_8_bits(parameters[path[-1].key], x.shape)):
                 return x
             within, name = place(path)
             random = rounding.random_bits(x.shape, steps, f"{name} {within}")

@@ -22,9 +22,8 @@ import time
 
 from scripts.benchmarks.checkpoint_stores import measure
 from scripts.quickstart import CASES, RECIPE
-from tests import gcs_server, s3_server
+from tests import gcs_server, s3_server, small_run
 from tests.soak.attacks import ROOT, Failed
-from trainer.reporting.meter import MEASURED
 from trainer.run.bucket import Bucket, in_bucket
 from trainer.run.mirror import logs_and_others
 
@@ -134,7 +133,7 @@ class Place:
         else:
             content = pathlib.Path(self.run, "metrics.jsonl").read_bytes()
         rows = map(json.loads, content.splitlines())
-        return [{key: x for key, x in row.items() if key not in MEASURED} for row in rows]
+        return list(map(small_run.without_measured, rows))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,7 +30,6 @@ from scripts.tpu.workers import write_archive
 from tests import s3_server, small_run
 from tests.soak import injected
 from tests.soak.attacks import ROOT, Failed
-from trainer.reporting.meter import MEASURED
 from trainer.run.bucket import Bucket
 from trainer.run.mirror import logs_and_others
 
@@ -40,7 +39,7 @@ SAVE_EVERY = 3  # the launcher gives up without a new checkpoint, so each start 
 PATIENCE = 1800  # seconds of waiting for anything
 STOPPED_SECONDS = 60
 FAILING_SECONDS = 60
-FLAGS = ("--train.evaluate_every", "0", "--checkpoint.every", str(SAVE_EVERY), *small_run.DENSE)
+FLAGS = ("--train.evaluate_every", "0", "--checkpoint.every", str(SAVE_EVERY))
 AGAIN = "starting again in"
 
 
@@ -145,7 +144,7 @@ class Run:
         if export_hf.main([self.url, str(exported)]):
             raise Failed("the run could not be exported")
         weights = (exported / "model.safetensors").read_bytes()
-        kept = [{key: x for key, x in row.items() if key not in MEASURED} for row in rows]
+        kept = list(map(small_run.without_measured, rows))
         return kept, hashlib.sha256(weights).hexdigest()
 
     def end(self) -> None:

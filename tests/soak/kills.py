@@ -13,7 +13,6 @@ from scripts.launch_local import free_port
 from tests import small_run
 from tests.soak.attacks import ROOT, Case, Failed
 from tests.soak.forks import Forked, server
-from trainer.reporting.meter import MEASURED
 
 STEPS, SAVE_EVERY, EVALUATE_EVERY = 12, 3, 4
 FLAGS = (
@@ -27,7 +26,6 @@ FLAGS = (
     str(SAVE_EVERY),
     "--train.evaluate_every",
     str(EVALUATE_EVERY),
-    *small_run.DENSE,
 )
 PHASES = ("start", "preparation", "compile", "training", "save", "evaluation", "export")
 # The phases at which each kill of a case aims: everything before the first step, then what follows
@@ -201,10 +199,7 @@ def run_result(run: pathlib.Path, folder: pathlib.Path) -> dict[str, object]:
     """Returns what a run has logged, without times and memory, and a hash of its last
     checkpoint."""
     rows = {
-        name: [
-            {key: value for key, value in row.items() if key not in MEASURED}
-            for row in small_run.rows(run / f"{name}.jsonl")
-        ]
+        name: list(map(small_run.without_measured, small_run.rows(run / f"{name}.jsonl")))
         for name in ("metrics", "held_out")
     }
     (folder / "digest").unlink(missing_ok=True)

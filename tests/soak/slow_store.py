@@ -112,7 +112,6 @@ def measure(folder: pathlib.Path) -> dict:
         "0",
         "--checkpoint.every",
         "2",
-        *small_run.DENSE,
     ]
     with (
         slow_store(run / "checkpoints", DELAY) as waits,

@@ -4,7 +4,6 @@ file."""
 import pytest
 
 import train
-from tests import small_run
 from tests.soak.slow_store import slow_store
 
 
@@ -25,7 +24,6 @@ def test_a_save_that_waits_is_reported(small_recipe, tmp_path, capfd):
                     "0",
                     "--checkpoint.every",
                     "2",
-                    *small_run.DENSE,
                 ]
             )
             == 0

@@ -16,7 +16,7 @@ from trainer.run.bucket import Bucket
 from trainer.run.mirror import logs_and_others
 
 FOLDER = "runs/mine"
-FLAGS = ("--mesh.fsdp", "1", "--mesh.tensor", "1", "--mesh.simulate", "2", *small_run.DENSE)
+FLAGS = ("--mesh.fsdp", "1", "--mesh.tensor", "1", "--mesh.simulate", "2")
 
 
 def logs(run, name):

@@ -23,7 +23,6 @@ FLAGS = (
     *("--mesh.tensor", "1", "--mesh.sequence", "2", "--mesh.fsdp", "2", "--mesh.simulate", "4"),
     *("--train.steps", str(STEPS), "--train.evaluate_every", "0"),
     *("--checkpoint.every", str(EVERY), "--checkpoint.local_every", str(LOCAL_EVERY)),
-    *small_run.DENSE,
 )
 
 
@@ -40,7 +39,7 @@ def test_training_continues_when_local_saves_fail(small_recipe, tmp_path, monkey
         checkpoints.append((header.step, len(list((tmp_path / "host").glob("*/*/step_*")))))
 
     monkeypatch.setattr(local_tier, "write_part", fails_twice)
-    flags = ("--mesh.fsdp", "4", "--mesh.tensor", "1", *small_run.DENSE)
+    flags = ("--mesh.fsdp", "4", "--mesh.tensor", "1")
     flags += ("--checkpoint.local", str(tmp_path / "host"), "--checkpoint.local_every", "1")
     flags += ("--run_dir", str(tmp_path / "run"), "--train.steps", "6", "--checkpoint.every", "0")
     assert train.main(["--config", str(small_recipe), *flags]) == 0

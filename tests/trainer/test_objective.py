@@ -1,7 +1,6 @@
 """The contract of objectives and evaluations: a small regression on continuous arrays runs through
 the whole loop."""
 
-import json
 import os
 import signal
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from model.attention import Mask
 from model.attention.names import BATCH_AXES
 from model.loss import LossSums, SourceSums
 from model.sharding import Parameter
+from tests import small_run
 from tests.model.build import tiny
 from trainer.config.schema import (
     CheckpointConfig,
@@ -28,7 +28,6 @@ from trainer.config.schema import (
 from trainer.evaluation import HeldOutLoss
 from trainer.loop import train
 from trainer.objective import Objective
-from trainer.reporting.meter import MEASURED
 from trainer.run.preemption import Preempted
 
 STEPS, ROWS, LENGTH = 6, 16, 4
@@ -159,10 +158,7 @@ def run(folder, objective=Regression, accumulation=1):
 
 def logs(folder):
     return {
-        name: [
-            {key: x for key, x in json.loads(line).items() if key not in MEASURED}
-            for line in (folder / f"{name}.jsonl").read_text().splitlines()
-        ]
+        name: list(map(small_run.without_measured, small_run.rows(folder / f"{name}.jsonl")))
         for name in ("metrics", "held_out", "weight_error")
     }
 

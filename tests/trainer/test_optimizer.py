@@ -21,6 +21,7 @@ from model.families import FAMILIES
 from model.sharding import Parameter
 from planning.parts import parts_gib
 from tests.model.build import mesh_of, tiny
+from trainer.checkpoint.saving import flatten
 from trainer.config.checks import check
 from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.schema import MemoryConfig, ModelConfig, OptimizerConfig, RunConfig
@@ -55,6 +56,9 @@ PARAMETERS = {
     "embed_tokens.weight": Parameter((512, 256), ("vocab", "embed"), inputs=0),
 }
 SHAPES = {name: parameter.shape for name, parameter in PARAMETERS.items()}
+SMALL = {
+    "layers.self_attn.q_proj.lora_A": Parameter((2, 256, 8), ("layers", "embed", "rank"), inputs=1)
+}
 MATRIX = {"w.weight": Parameter((64, 128), ("embed", "mlp"), inputs=1)}
 NAMES = ("adamw", "lion", "adafactor", "muon")
 
@@ -325,6 +329,22 @@ def test_muon_takes_optaxs_steps():
     assert moments_of(state[1]) == moments_of(expected_state)
 
 
+def test_bfloat16_moments_do_not_round_muons_coefficients():
+    """The first step, whose moment is not rounded yet, is that of float32."""
+    declared = {"layers.w": Parameter((2, 8, 12), ("layers", "embed", "mlp"), inputs=1)}
+    params = {"layers.w": jnp.zeros((2, 8, 12))}
+    gradient = {"layers.w": jax.random.normal(jax.random.key(0), (2, 8, 12))}
+    steps = []
+    for dtype in ("float32", "bfloat16"):
+        optimizer = optimizer_of(OptimizerConfig(name="muon", moment_dtype=dtype), declared)
+        state = optimizer.init(params)
+        dtypes = {name: str(x.dtype) for name, x in flatten(state).items() if x.ndim}
+        coefficients = [dtypes.pop(name) for name in [*dtypes] if name.endswith("ns_coeffs")]
+        assert coefficients == ["float32"] and set(dtypes.values()) == {dtype}
+        steps.append(optimizer.update(gradient, state, params)[0]["layers.w"])
+    np.testing.assert_array_equal(*steps)
+
+
 def padded_step(name, own, padded, parameter, layers_gradient):
     """The update of one parameter whose array is larger than it, without the padding; the second
     step's, whose gradient is three times the first's, so that Adafactor clips it."""
@@ -341,14 +361,15 @@ def padded_step(name, own, padded, parameter, layers_gradient):
     return np.asarray(updates["w"])[tuple(map(slice, own))]
 
 
+@pytest.mark.parametrize("head_dim", [64, 16])
 @pytest.mark.parametrize("name", NAMES)
-def test_heads_padded_in_memory_do_not_change_a_step(name):
-    """Muon's update and Adafactor's clipping depend on a matrix's size, of which padding is no
-    part."""
-    own, parameter = (2, 256, 6, 64), PARAMETERS["layers.self_attn.q_proj.weight"]
+def test_heads_padded_in_memory_do_not_change_a_step(name, head_dim):
+    """Muon's update, and Adafactor's clipping and factors, which need 128 outputs, depend on a
+    matrix's size, of which padding is no part."""
+    own, parameter = (2, 256, 6, head_dim), PARAMETERS["layers.self_attn.q_proj.weight"]
     gradient = np.random.default_rng(0).normal(size=own)
     alone = padded_step(name, own, own, parameter, gradient)
-    padded = padded_step(name, own, (2, 256, 8, 64), parameter, gradient)
+    padded = padded_step(name, own, (2, 256, 8, head_dim), parameter, gradient)
     np.testing.assert_allclose(padded, alone, rtol=1e-4, atol=1e-6)
 
 
@@ -370,6 +391,48 @@ def test_adafactor_clips_each_layers_weight_alone():
             update, state = reference.update(one, state, weight)
         assert np.sqrt(np.mean(np.square(update))) == pytest.approx(1), "it is clipped"
         np.testing.assert_allclose(-ours[layer].reshape(256, 256), update, rtol=1e-5, atol=1e-6)
+
+
+def adafactors_update(gradients, factored):
+    """The last update of arrays [..., inputs, outputs], each matrix alone, or of vectors
+    [..., outputs], by algorithms 4 and 5 of Adafactor's paper."""
+    axes = (-2, -1) if factored else ()
+    rows = columns = 0.0
+    for step, gradient in enumerate(gradients, 1):
+        decay, square = 1 - step**-0.8, gradient**2 + 1e-30
+        rows = decay * rows + (1 - decay) * square.sum(axes[1:], keepdims=True)
+        columns = decay * columns + (1 - decay) * square.sum(axes[:1], keepdims=True)
+    moment = rows * columns / rows.sum(axes[:1], keepdims=True) if factored else rows
+    return gradient / np.sqrt(moment)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "inputs"),
+    [
+        ((2, 144, 128, 4), ("layers", "experts", "embed", "rank"), 1),
+        ((1, 144, 128, 136), ("layers", "experts", "embed", "mlp"), 1),
+        ((2, 144, 136), ("layers", "experts", "mlp"), None),
+        ((144, 128, 8), ("layers", "embed", "rank"), 1),
+        ((144, 136), ("layers", "norm"), None),
+    ],
+)
+def test_adafactor_factors_each_matrix_alone(shape, axes, inputs):
+    """Not across experts or layers, even if they are the largest axes; nor vectors."""
+    declared = {"w": Parameter(shape, axes, inputs=inputs)}
+    config = OptimizerConfig(
+        name="adafactor", learning_rate=1.0, schedule="constant", warmup_steps=0, clip_norm=0.0
+    )
+    optimizer, params = optimizer_of(config, declared), {"w": jnp.zeros(shape)}
+    random, state = np.random.default_rng(0), optimizer.init(params)
+    stacked = declared["w"].stacked
+    own = tuple(range(stacked, len(shape)))
+    scales = np.expand_dims(random.uniform(0.1, 10, shape[:stacked]), own)
+    gradients = [step * scales * random.normal(size=shape) for step in (1, 3)]
+    for gradient in gradients:
+        updates, state = optimizer.update({"w": jnp.asarray(gradient, jnp.float32)}, state, params)
+    expected = adafactors_update(gradients, inputs is not None and min(shape[-2:]) >= 128)
+    expected /= np.maximum(1, np.sqrt(np.mean(expected**2, own, keepdims=True)))
+    np.testing.assert_allclose(-updates["w"], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["self_attn.o_proj.lora_magnitude_vector", "self_attn.sinks"])
@@ -408,24 +471,26 @@ def test_matrices_are_those_of_two_axes_in_hugging_faces_files():
             assert declared[entry.name].is_matrix == expected, (preset, entry.name)
 
 
+@pytest.mark.parametrize("declared", [PARAMETERS, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("name", NAMES)
-def test_planned_moments_match_the_state(name):
+def test_planned_moments_match_the_state(name, declared):
     mesh, config = mesh_of({}), OptimizerConfig(name=name)
     abstract = {
-        parameter: jax.ShapeDtypeStruct(
-            shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec())
+        name: jax.ShapeDtypeStruct(
+            parameter.shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec())
         )
-        for parameter, shape in SHAPES.items()
+        for name, parameter in declared.items()
     }
     held = sum(
-        x.size for x in jax.tree.leaves(abstract_state(optimizer_of(config), abstract, mesh))
+        x.size
+        for x in jax.tree.leaves(abstract_state(optimizer_of(config, declared), abstract, mesh))
     )
     planned = sum(
         moment_count(config, parameter) * np.prod(parameter.shape)
-        for parameter in PARAMETERS.values()
+        for parameter in declared.values()
     )
     assert held == pytest.approx(
-        planned, abs=0.02 * sum(np.prod(shape) for shape in SHAPES.values())
+        planned, abs=0.02 * sum(np.prod(parameter.shape) for parameter in declared.values())
     )
     sizes = {
         chosen: parts_gib(RunConfig(optimizer=OptimizerConfig(name=chosen)), tiny())["moments"]

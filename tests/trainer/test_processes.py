@@ -34,11 +34,10 @@ from tests import small_run
 from trainer.checkpoint import readers as checkpoint
 from trainer.config.schema import DistributedConfig, MeshConfig
 from trainer.mesh import batch_sharding, local_order, make_mesh, part_of_slices, simulate
-from trainer.reporting.meter import MEASURED
 from trainer.run import cluster
 
 # 2 processes with 2 devices each, and a program that compiles fast: twelve starts compile it.
-SMALLER = ("--mesh.tensor", "1", "--mesh.simulate", "4", *small_run.DENSE)
+SMALLER = ("--mesh.tensor", "1", "--mesh.simulate", "4")
 
 
 @pytest.fixture(autouse=True)
@@ -345,10 +344,7 @@ def test_ten_kills_of_either_process_change_nothing(small_recipe, tmp_path, monk
         )
     for name in ("metrics.jsonl", "held_out.jsonl"):
         after, expected = (
-            [
-                {key: x for key, x in row.items() if key not in MEASURED}
-                for row in small_run.rows(folder / name)
-            ]
+            list(map(small_run.without_measured, small_run.rows(folder / name)))
             for folder in (run, whole)
         )
         assert after == expected
@@ -365,7 +361,7 @@ def agree(rows, expected):
     """The same steps, tokens and padding, and losses equal within a relative 1e-6."""
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     for row, right in zip(rows, expected, strict=True):
-        for name in right.keys() - set(MEASURED):
+        for name in small_run.without_measured(right):
             np.testing.assert_allclose(
                 row[name], right[name], rtol=2e-6 if name == "grad_norm" else 1e-6, err_msg=name
             )

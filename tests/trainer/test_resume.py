@@ -20,7 +20,6 @@ from trainer.config import load as config
 from trainer.finite import FiniteSteps
 from trainer.loop import _Training
 from trainer.mesh import make_mesh
-from trainer.reporting.meter import MEASURED
 from trainer.run.opening import open_run
 from trainer.step import StepBuilder
 from trainer.text import TextObjective
@@ -71,11 +70,7 @@ def assert_same_run(run, whole, final_state):
     }
     for name in ("metrics.jsonl", "held_out.jsonl"):
         rows, wanted = (
-            [
-                {key: value for key, value in row.items() if key not in MEASURED}
-                for row in small_run.rows(r / name)
-            ]
-            for r in (run, whole)
+            list(map(small_run.without_measured, small_run.rows(r / name))) for r in (run, whole)
         )
         assert rows == wanted, name
     assert [row["step"] for row in small_run.rows(run / "metrics.jsonl")] == list(
@@ -274,10 +269,7 @@ def test_a_lengthened_run_equals_the_long_run(small_recipe, tmp_path, schedule):
         for name, x in expected.items():
             assert np.asarray(arrays[name]).tobytes() == np.asarray(x).tobytes(), name
     rows, at_once = (
-        [
-            {key: value for key, value in row.items() if key not in MEASURED}
-            for row in small_run.rows(tmp_path / run / "metrics.jsonl")
-        ]
+        list(map(small_run.without_measured, small_run.rows(tmp_path / run / "metrics.jsonl")))
         for run in ("longer", "at once")
     )
     assert rows == at_once

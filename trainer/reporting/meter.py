@@ -22,7 +22,7 @@ import numpy as np
 from model.attention import Mask
 from model.config import TransformerConfig
 from trainer.devices import peak_flops
-from trainer.flops import flops_per_step, pairs_per_layer
+from trainer.flops import flops_per_step, frozen_weights, pairs_per_layer
 
 NAMES = (
     "loss_nats_per_target",
@@ -38,18 +38,6 @@ NAMES = (
     "peak_device_gib",
     "peak_host_gib",
     "padding_share",
-)
-# Metrics that differ between runs with bitwise equal results.
-MEASURED = (
-    "tokens_per_second",
-    "tokens_per_second_per_device",
-    "mfu",
-    "data_wait_seconds",
-    "step_seconds",
-    "compile_seconds",
-    "peak_device_gib",
-    "peak_host_gib",
-    "wall_seconds",
 )
 
 
@@ -97,10 +85,12 @@ class Meter:
           devices: all devices of the mesh, including other processes'.
           clock: returns seconds.
           mask: the attention mask, for FLOPs.
-          frozen: as in `flops_per_step`.
+          frozen: names of the parameters that are not trained; by default all but adapters, if
+            the model has adapters.
         """
         self._config, self._devices, self._clock, self._mask = config, list(devices), clock, mask
-        self._frozen = frozen
+        # Counted here, since it traces the model's declaration, and the devices wait for `read`.
+        self._frozen = None if frozen is None else frozen_weights(config, frozen)
         peak = peak_flops(self._devices[0].device_kind)
         self._peak = peak * len(self._devices) if peak else None
         self.compile_seconds = 0.0

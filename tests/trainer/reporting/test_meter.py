@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from model.config import TransformerConfig
+from model.declarations import declare
+from tests.small_run import MEASURED
 from tests.trainer.reporting.clock import Clock
-from trainer.flops import flops_per_step
-from trainer.reporting.meter import MEASURED, NAMES, Meter, peak_host_gib
+from trainer import flops
+from trainer.flops import flops_per_step, frozen_weights
+from trainer.reporting.meter import NAMES, Meter, peak_host_gib
 
 
 class Chip:
@@ -87,6 +90,18 @@ def test_only_data_that_arrive_after_the_step_count_as_wait(computed, waited):
 def test_a_step_ends_when_its_arrays_are_ready():
     meter = Meter(TransformerConfig.preset("llama-7b"), [Chip()], Clock())
     assert meter.when_computed({"loss": jax.numpy.ones(3) + 1}).result(60) == 100.0
+
+
+def test_a_reading_does_not_declare_the_model_again(monkeypatch):
+    """That takes milliseconds, while the devices wait for the next step."""
+    config, clock = TransformerConfig.preset("smollm2-135m"), Clock()
+    names = set(declare(config)) - {"embed_tokens.weight"}
+    flops_of_a_token = flops_per_step(config, 1, 1, frozen_weights(config, names))
+    meter = Meter(config, [Chip()], clock, frozen=names)
+    monkeypatch.setattr(flops, "declare", None)
+    meter.count(np.array([1]), 1)
+    clock.tick(1)
+    assert meter.read(1)["mfu"] == pytest.approx(flops_of_a_token / 275e12)
 
 
 def test_mfu_on_unknown_hardware_is_null():
