@@ -16,11 +16,12 @@ from data.templates.encoder import Segment, encode, find_controls
 from data.templates.errors import TemplateError
 from data.templates.loss import trained_ranges
 from data.templates.notes import notes_of
-from data.templates.rendering import Template
+from data.templates.rendering import Rendered, Template
 from data.tokenizer import Tokenizer
 
 # Followed by the token, which data.text_tokens could let a text contain.
 UNREAD_VARIABLE = "the template does not read this of chat_template_kwargs: "
+ARGUMENTS_AS_TEXT = "arguments of calls given to the template as JSON text, as it requires"
 TYPED = "control token in a turn's text, encoded as plain text: "
 _FIELD = "data.template, or the template of one of data.sources"  # for messages
 
@@ -139,10 +140,38 @@ def encode_conversation(
         tokenizer.template_date,
         {**tokenizer.template_kwargs, **template_kwargs},
     )
-    rendered = program.render(messages, tools, add_generation_prompt)
-    notes = notes_of(rendered, messages, tools, program.source)
+    program, rendered = _rendered(program, messages, tools, add_generation_prompt)
+    notes = notes_of(rendered, messages, tools, program.source, template == "tokenizer")
+    if program.arguments_as_text:
+        notes |= {ARGUMENTS_AS_TEXT}
     notes |= {UNREAD_VARIABLE + name for name in program.unread_variables(template_kwargs)}
     controls, typed = find_controls(rendered, tokenizer)
     trained = trained_ranges(rendered, controls, messages, program, tokenizer, tools)
     segments = encode(rendered, controls, trained, tokenizer)
     return Encoding(segments, notes | {TYPED + token for token in typed})
+
+
+def _rendered(
+    program: Template,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    add_generation_prompt: bool,
+) -> tuple[Template, Rendered]:
+    """Returns a conversation as the template writes it, and the template as it was used.
+
+    DeepSeek V3's template accepts only arguments of calls that are JSON text.
+
+    Raises:
+      TemplateError: see `encode_conversation`.
+    """
+    try:
+        return program, program.render(messages, tools, add_generation_prompt)
+    except TemplateError:
+        if not any(message.tool_calls for message in messages):
+            raise
+        of_texts = program._replace(arguments_as_text=True)
+        try:
+            return of_texts, of_texts.render(messages, tools, add_generation_prompt)
+        except TemplateError:
+            pass  # the first refusal is that of the conversation as it is
+        raise

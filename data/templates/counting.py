@@ -121,11 +121,12 @@ def _plain(value: Any) -> Tracked:
 
 
 @pass_environment
-def _joined(environment: Any, value: Any, between: Any = "", attribute: Any = None) -> Tracked:
+def _joined(environment: Any, value: Any, d: Any = "", attribute: Any = None) -> Tracked:
+    """Returns the values joined by the text `d`, which is Jinja's name for it."""
     values = counted(value)
     if attribute is not None:
         values = map(make_attrgetter(environment, attribute), values)
-    return _plain(between).join(map(text_of, values))
+    return _plain(d).join(map(text_of, values))
 
 
 def _indented(
@@ -152,12 +153,16 @@ def _items(value: Any) -> Iterator[Any]:
 
 
 def _eager(name: str) -> Callable[..., Any]:
-    """Returns a counting, eager version of a generator filter of Jinja's."""
+    """Returns a counting, eager version of a generator filter of Jinja's.
+
+    Like Jinja's, it gives nothing for a false value, such as absent `tools`.
+    """
     function = FILTERS[name]
 
     @pass_context
     def eager(context: Any, value: Any, *arguments: Any, **options: Any) -> Iterator[Any]:
-        return iter(list(function(context, counted(value, 2), *arguments, **options)))
+        values = counted(value, 2) if value else ()
+        return iter(list(function(context, values, *arguments, **options)))
 
     return eager
 

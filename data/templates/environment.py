@@ -113,7 +113,7 @@ class Environment(ImmutableSandboxedEnvironment):
                 return self.getattr(obj, str.__str__(argument))
         return self.undefined(obj=obj, name=argument)
 
-    def call(self, context: Any, function: Any, *arguments: Any, **options: Any) -> Any:
+    def call(self, context: Any, function: Any, /, *arguments: Any, **options: Any) -> Any:
         meter.spend(20)  # calling a macro takes as long as many iterations
         if not isinstance(function, Macro):
             for argument in (*arguments, *options.values()):
@@ -172,7 +172,7 @@ def _printed(context: Any, value: Any) -> str:
 class TemplateDict:
     """The function `dict`, as provided to templates by transformers."""
 
-    def __call__(self, *arguments: Any, **options: Any) -> dict:
+    def __call__(self, /, *arguments: Any, **options: Any) -> dict:
         return dict(*arguments, **options)
 
 
@@ -212,14 +212,14 @@ def counted_range(*arguments: int) -> range:
 _DATE_FORMAT = re.compile(r"(?:%-?[A-Za-z%]|[^%])*")
 
 
-def strftime(date: datetime, form: str) -> str:
+def strftime(date: datetime, /, format: str) -> str:
     """Returns a formatted date like transformers' strftime_now, without widths in the format."""
-    if len(form) > 200 or not _DATE_FORMAT.fullmatch(form):
+    if len(format) > 200 or not _DATE_FORMAT.fullmatch(format):
         raise TemplateError(
             "the chat template writes the date in a form with a width, or of more than 200 "
             "characters"
         )
-    return date.strftime(form)
+    return date.strftime(format)
 
 
 def _no_date(form: str) -> NoReturn:

@@ -1,9 +1,12 @@
 """Finds which characters of a rendered conversation are trained on."""
 
 import json
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from data.conversation import Message
@@ -29,8 +32,10 @@ class _Part(NamedTuple):
     """Where the text of other turns before it ends."""
     next_start: int
     """Where the text of other turns after it begins."""
+    last_start: int
+    """Where its last text begins, such as the last argument of a call."""
     last_field: str
-    """The field of its last character."""
+    """The field of that text."""
 
 
 def trained_ranges(
@@ -112,10 +117,11 @@ def _turns(rendered: Rendered) -> dict[int, list[_Part]]:
             numbers.pop()
         if not numbers:
             continue
-        start, (_, end, field) = places[first][0], places[numbers[-1]]
+        start, (last_start, end, field) = places[first][0], places[numbers[-1]]
         previous_end = places[first - 1][1] if first else 0
         next_start = places[following][0] if following < len(places) else at
-        turns.setdefault(turn, []).append(_Part(start, end, previous_end, next_start, field))
+        part = _Part(start, end, previous_end, next_start, last_start, field)
+        turns.setdefault(turn, []).append(part)
     return turns
 
 
@@ -143,17 +149,19 @@ class _Borders:
         self._prompt_tail = ""
         """The part of it after the text of the last turn."""
         self._heading: _Heading | None = None
-        self._number = 0  # of the first control token that may follow an answer
         self._around = _around_answers(
             template.source,
             template.specials,
             template.date,
             json.dumps(template.variables, sort_keys=True, default=str),
         )
-        self._ending = _ending_of(self._around, tokenizer)
+        self._opening = _opening_of(self._around, tokenizer)
+        self._ending = _ending_of(self._around, self._opening, tokenizer)
         self._first_of_user = _first_control(self._around.user, tokenizer)
-        ending = _first_control(self._around.last, tokenizer)
-        self._is_last_ended = bool(ending) and self._around.last.lstrip().startswith(ending)
+        self._end_token = _first_control(self._around.last, tokenizer)
+        self._is_last_ended = bool(self._end_token) and self._around.last.lstrip().startswith(
+            self._end_token
+        )
         if len(messages) > MAX_CALL_TURNS and any(message.tool_calls for message in messages):
             raise TemplateError(
                 f"a conversation with tool calls of more than {MAX_CALL_TURNS} turns"
@@ -179,13 +187,21 @@ class _Borders:
         return turn.start
 
     def _start_after_result(self, number: int, turn: _Part) -> int:
-        """Returns where the generation prompt after a tool's result ends, which may be empty."""
-        try:
-            prompt = self._template.render(self._messages[:number], self._tools, True).text
-        except TemplateError:
-            return turn.start
-        within = turn.previous_end <= len(prompt) <= turn.start
-        return len(prompt) if within and self._text.startswith(prompt) else turn.start
+        """Returns where the generation prompt after a tool's result ends, which may be empty.
+
+        Apertus' template writes a prompt there that the turn itself lacks, since the assistant's
+        turn goes on after a result; it begins after what ends the result.
+        """
+        gap = self._text[turn.previous_end : turn.start]
+        for with_prompt in (True, False):
+            try:
+                prompt = self._template.render(self._messages[:number], self._tools, with_prompt)
+            except TemplateError:
+                continue
+            tail = _tail(prompt)
+            if gap.startswith(tail) and (tail or self._text.startswith(prompt.text)):
+                return turn.previous_end + len(tail)
+        return turn.start
 
     def _prompt_before(self, number: int) -> None:
         """Renders what precedes a turn, with the generation prompt."""
@@ -223,48 +239,90 @@ class _Borders:
 
     def end_of(self, number: int, turn: _Part) -> int:
         """Returns the end of the token that ends a turn, or else of the turn's text."""
-        text, controls = self._text, self._controls
-        if turn.last_field == "content":
-            if (end := self.usual_end_of(turn)) > turn.end:
-                return end
-            while self._number < len(controls) and controls[self._number].token_start < turn.end:
-                self._number += 1
-            following = controls[self._number] if self._number < len(controls) else None
-            ends = (
-                following
-                and following.start < turn.next_start
-                and not text[turn.end : following.start].strip()
-                and not self._opens_next_turn(turn)
-            )
-            return following.token_end if following and ends else turn.end
-        after = text[turn.end : turn.next_start]
-        if number + 1 < len(self._messages):
-            try:
-                alone = self._template.render(self._messages[: number + 1], self._tools)
-            except TemplateError:
-                return turn.end
-            parts = _turns(alone).get(number)
-            same = alone.text.startswith(text[: turn.end])
-            rest = alone.text[turn.end if same else parts[-1].end :] if parts else ""
-            after = after[: _common_length(after, rest)]
-        # The turn ends with a control token, after which the template may write more, such as a
-        # newline.
-        end = turn.end + len(after)
-        after_it = [
-            control.token_end
-            for control in controls
-            if turn.end <= control.token_start and control.token_end <= end
-        ]
-        return after_it[-1] if after_it else end
+        if turn.last_field != "content":
+            return self._end_of_call(number, turn)
+        if (end := self.usual_end_of(turn)) > turn.end:
+            return end
+        return self._end_of_stop(turn.end, turn)
 
-    def _opens_next_turn(self, turn: _Part) -> bool:
+    def _end_of_call(self, number: int, turn: _Part) -> int:
+        """Returns the end of the token that ends a call, or else of the call's text."""
+        following = self._text[turn.end : turn.next_start]
+        if number + 1 < len(self._messages):
+            following = following[: _common_length(following, self._after_call(number, turn))]
+        # The turn ends with a control token, after which the template may write more: a newline, or
+        # the next turn's heading if it always writes a generation prompt, as Command R7B's does.
+        end = text_end = turn.end + len(following)
+        for control in self._controls[self._first_after(turn.end) :]:
+            if control.token_end > text_end:
+                break
+            if control.id == self._opening:
+                end = min(end, control.token_start)
+                break
+            end = control.token_end
+            if control.id == self._tokenizer.eos_id:  # nothing is generated after it
+                break
+        return self._end_of_stop(end, turn) if self._around.has_no_end else end
+
+    def _after_call(self, number: int, turn: _Part) -> str:
+        """Returns what the template writes after a call, whatever turn follows it."""
+        fallback: str | None = None
+        for messages in self._cuts_after_call(number):
+            try:
+                cut = self._template.render(messages, self._tools)
+            except TemplateError:
+                continue
+            parts = _turns(cut).get(number)
+            rest = cut.text[parts[-1].end :] if parts else ""
+            if parts and _last_text(cut.text, parts[-1]) == _last_text(self._text, turn):
+                return rest
+            if fallback is None:
+                fallback = rest
+        if fallback is not None:
+            return fallback
+        # The template refuses a call without a result.
+        following = self._text[turn.end : turn.next_start]
+        ended = self._end_token and self._end_token in following
+        return following.partition(self._end_token)[0] + self._end_token if ended else ""
+
+    def _cuts_after_call(self, number: int) -> Iterator[list[Message]]:
+        """Yields conversations that show what a template writes after a call, the surest first."""
+        *before, call = self._messages[: number + 1]
+        yield [*before, call]
+        if call.content:  # Gemma 4's writes it after the call, or after the results
+            yield [*before, replace(call, content="")]
+        # Apriel's writes the last turn's calls without their ids. The other turn differs from the
+        # following one, whose heading is not the call's.
+        role = "assistant" if self._messages[number + 1].role == "user" else "user"
+        yield [*before, call, Message(role, "a")]
+
+    def _first_after(self, place: int) -> int:
+        """Returns the number of the first control token at or after a place of the text."""
+        return bisect_left(self._controls, place, key=attrgetter("token_start"))
+
+    def _end_of_stop(self, end: int, turn: _Part) -> int:
+        """Returns the end of the control token after an answer with which a model stops.
+
+        Args:
+          end: where the answer's text ends, which is returned if there is none.
+          turn: the answer.
+        """
+        number = self._first_after(end)
+        if number == len(self._controls):
+            return end
+        control = self._controls[number]
+        if control.start >= turn.next_start or self._text[end : control.start].strip():
+            return end
+        return end if self._opens_next_turn(number, turn) else control.token_end
+
+    def _opens_next_turn(self, number: int, turn: _Part) -> bool:
         """Returns whether the control token after an answer begins the next turn's heading.
 
         If a template ends an answer with nothing but the next heading, as GLM-4's does, the model
         stops at that heading's token. Training on it would be wrong if the token opens answers too,
         or if another token ends the last answer.
         """
-        control, *later = self._controls[self._number : self._number + 2]
+        control, *later = self._controls[number : number + 2]
         heading = self._text[control.token_start : turn.next_start]
         around, first = self._around, self._first_of_user
         if first and first in around.answer and heading.startswith(first):
@@ -297,6 +355,8 @@ class _Around(NamedTuple):
     """After the last answer."""
     system: str = ""
     """Before a system turn."""
+    has_no_end: bool = False
+    """Whether nothing ends an answer but the heading of the user's turn that follows."""
 
 
 def _first_control(text: str, tokenizer: Tokenizer) -> str:
@@ -305,17 +365,23 @@ def _first_control(text: str, tokenizer: Tokenizer) -> str:
     return text[controls[0].token_start : controls[0].token_end] if controls else ""
 
 
-def _ending_of(around: _Around, tokenizer: Tokenizer) -> str:
+def _opening_of(around: _Around, tokenizer: Tokenizer) -> int | None:
+    """Returns the id of the control token that opens a user's turn, and often any turn.
+
+    Some templates write the next heading after every answer. It begins as the conversation does.
+    """
+    bos = tokenizer.controls.get(tokenizer.bos_token or "")
+    ids = (control.id for control in find_controls(_plain(around.user), tokenizer).controls)
+    return next((token for token in ids if bos is None or token != bos.id), None)
+
+
+def _ending_of(around: _Around, opening: int | None, tokenizer: Tokenizer) -> str:
     """Returns a template's text after every answer, up to its last control token.
 
     Command R7B's writes two end tokens, others a text before theirs. Empty if answers in the middle
     end differently from the last one, as in Harmony.
     """
     common = around.common
-    # Some templates write the next heading after every answer. It begins as the conversation does.
-    bos = tokenizer.controls.get(tokenizer.bos_token or "")
-    ids = (control.id for control in find_controls(_plain(around.user), tokenizer).controls)
-    opening = next((token for token in ids if bos is None or token != bos.id), None)
     end = 0
     for control in find_controls(_plain(common), tokenizer).controls:
         if control.id == opening:
@@ -342,12 +408,14 @@ def _around_answers(
         return _Around()
     middle = rendered.text[turns[1][-1].end : turns[1][-1].next_start]
     last = rendered.text[turns[3][-1].end :]
+    user = rendered.text[: turns[0][0].start]
     return _Around(
-        user=rendered.text[: turns[0][0].start],
+        user=user,
         answer=rendered.text[turns[1][0].previous_end : turns[1][0].start],
         common=last[: _common_length(last, middle)],
         last=last,
         system=_before_system(template, roles),
+        has_no_end=not last.strip() and bool(middle.strip()) and user.endswith(middle),
     )
 
 
@@ -394,6 +462,11 @@ def _common_length(first: str, second: str) -> int:
         return len(second)
     pairs = enumerate(zip(first, second, strict=False))
     return next((number for number, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _last_text(text: str, part: _Part) -> str:
+    """Returns the last of a turn's own texts in a part of it."""
+    return text[part.last_start : part.end]
 
 
 def _plain(text: str) -> Rendered:

@@ -1,7 +1,7 @@
 """Reports input that a rendered conversation does not contain."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from data.conversation import Message
@@ -15,12 +15,23 @@ TEXT_LEFT_OUT = "text of a turn left out by the template"
 
 
 def notes_of(
-    rendered: Rendered, messages: Sequence[Message], tools: Sequence[dict[str, Any]], template: str
+    rendered: Rendered,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    template: str,
+    is_models_own: bool,
 ) -> frozenset[str]:
     """Returns the template's omissions, as the report counts them.
 
+    Args:
+      rendered: the conversation as the template writes it.
+      messages: its turns.
+      tools: its descriptions of tools.
+      template: the template in Jinja.
+      is_models_own: whether it came with the model, for messages.
+
     Raises:
-      TemplateError: it writes no turn at all, or omits a turn's calls.
+      TemplateError: it writes no turn at all, or omits a call.
     """
     notes: set[str] = set()
     written: dict[int, list[tuple[int, int]]] = {}  # by the id of a source, ranges of it
@@ -45,7 +56,7 @@ def notes_of(
         elif source.field == "reasoning" and source.text.strip() and not ranges:
             can_write = re.search(r"\b(?:reasoning_content|thinking)\b", template)
             notes.add(EARLIER_REASONING_LEFT_OUT if can_write else REASONING_LEFT_OUT)
-    _check_calls(rendered, messages, written)
+    _require_calls(rendered, written.keys(), is_models_own)
     return frozenset(notes)
 
 
@@ -69,21 +80,33 @@ def _is_cut(source, ranges: list[tuple[int, int]]) -> bool:
     return False
 
 
-def _check_calls(
-    rendered: Rendered, messages: Sequence[Message], written: dict[int, list[tuple[int, int]]]
-) -> None:
-    names = {
-        (message_number, call["function"]["name"])
-        for message_number, message in enumerate(messages)
-        for call in message.tool_calls
-    }
-    found = {
-        (source.turn, source.text)
-        for source in rendered.sources
-        if source.field == "tool_calls" and id(source) in written
-    }
-    if names - found:
+def _require_calls(rendered: Rendered, written: Collection[int], is_models_own: bool) -> None:
+    """Raises TemplateError if the template omits a call.
+
+    Each call counts by itself: a turn may call the same function twice.
+
+    Args:
+      rendered: the conversation as the template writes it.
+      written: the ids of the sources that the template writes.
+      is_models_own: whether the template came with the model.
+    """
+    turns: dict[int, list[bool]] = {}  # whether each of a turn's calls is written
+    for source in rendered.call_names:
+        turns.setdefault(source.turn, []).append(id(source) in written)
+    for calls in turns.values():
+        if all(calls):
+            continue
+        if any(calls):
+            which = "only some" if any(calls[1:]) else "only the first"
+            raise TemplateError(
+                f"the chat template writes {which} of a turn's `tool_calls`; one call in a turn "
+                "would work"
+            )
+        remedy = (
+            "a model whose template does"
+            if is_models_own
+            else "one that does, such as the model's own (template: tokenizer),"
+        )
         raise TemplateError(
-            "the chat template does not write a turn's `tool_calls`; one that does, such as the "
-            "model's own (template: tokenizer), would work"
+            f"the chat template does not write a turn's `tool_calls`; {remedy} would work"
         )

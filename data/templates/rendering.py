@@ -1,7 +1,9 @@
 """Renders a chat template with real contents, tracking which characters come from which turn."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -20,6 +22,8 @@ RESERVED = frozenset(
 _FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name")
 # Most turns of a conversation whose roles are remembered; longer ones rarely repeat.
 MOST_ALIKE = 64
+# The names of tracked texts' types in error messages of Python and Jinja.
+_TRACKED = re.compile(r"data\.templates\.tracked\.(?:Tracked|Safe)|(?<=')(?:Tracked|Safe)(?=')")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -35,6 +39,8 @@ class Rendered(NamedTuple):
     """Ranges in {% generation %} blocks; None if the template has no such block."""
     needles: frozenset[str] = frozenset()
     """Texts that the template looks for in others, such as </think>."""
+    call_names: Sequence = ()
+    """The sources of the names of all calls, in order."""
 
 
 class Template(NamedTuple):
@@ -48,6 +54,8 @@ class Template(NamedTuple):
     """What strftime_now writes."""
     variables: Mapping[str, Any] = {}
     """Further variables, such as {"enable_thinking": False}."""
+    arguments_as_text: bool = False
+    """Whether calls have their arguments as JSON text, in OpenAI's form, instead of as values."""
 
     def render(
         self,
@@ -94,7 +102,10 @@ class Template(NamedTuple):
             raise TemplateError(f"chat_template_kwargs may not give {', '.join(reserved)}")
         compiled = compile_template(self.source)
         sources: list[Source] = []
+        if self.arguments_as_text:
+            messages = list(map(_with_arguments_as_text, messages))
         turns = [_fields(message, number, sources) for number, message in enumerate(messages)]
+        names = [call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())]
         descriptions = track(list(tools), -1, "tools", sources) or None
         variables = {
             name: track(value, -1, "variables", sources) for name, value in self.variables.items()
@@ -123,7 +134,8 @@ class Template(NamedTuple):
         except Exception as error:  # Jinja's errors and anything a template's expressions raise
             raise _refusal(messages, error) from None
         generated = meter.generated if _GENERATION.search(self.source) else None
-        return Rendered(str.__str__(text), text.runs, sources, generated, compiled.needles)
+        named = [source for name in names for _, source, _ in name.runs]
+        return Rendered(str.__str__(text), text.runs, sources, generated, compiled.needles, named)
 
     def unread_variables(self, names: Iterable[str]) -> list[str]:
         """Returns those of some variables that the template does not read."""
@@ -223,9 +235,19 @@ def _refusal(messages: Sequence[Message], error: Exception) -> TemplateError:
     """Returns the error of a conversation on which the template failed."""
     roles = [message.role for message in messages]
     names = ", ".join(roles[:8]) + ", ..." * (len(roles) > 8)
-    is_deep = isinstance(error, RecursionError)
-    reason = "macros or lists nested too deeply" if is_deep else str(error)[:200]
+    reason = _TRACKED.sub("str", str(error))[:200]
+    if isinstance(error, RecursionError):
+        reason = "macros or lists nested too deeply"
     return TemplateError(f"the chat template refuses turns {names}: {reason}")
+
+
+def _with_arguments_as_text(message: Message) -> Message:
+    """Returns a turn with its calls' arguments as JSON text."""
+    calls = []
+    for call in message.tool_calls:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return replace(message, tool_calls=tuple(calls))
 
 
 def _fields(message: Message, turn: int, sources: list) -> dict[str, Any]:

@@ -224,7 +224,7 @@ class Tracked(str):
             joined.append(part)
         return self.same(concat(joined))
 
-    def format(self, *values: Any, **named: Any) -> "Tracked":
+    def format(self, /, *values: Any, **named: Any) -> "Tracked":
         """Formats as str.format does; fields may have neither a width nor an attribute."""
         pieces: list[str] = []
         numbers = iter(range(len(values)))
@@ -335,7 +335,7 @@ class Safe(Tracked):
             self.same(concat([_escaped(other), self])) if isinstance(other, str) else NotImplemented
         )
 
-    def _refuse(self, *values: Any, **named: Any) -> Tracked:
+    def _refuse(self, /, *values: Any, **named: Any) -> Tracked:
         raise TemplateError(
             "the chat template modifies a text that it has marked as `safe`, which is not allowed"
         )

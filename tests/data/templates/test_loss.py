@@ -144,13 +144,126 @@ CHATML_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
 )
 def test_the_next_turns_heading_is_not_trained_on(tmp_path, template, roles, expected):
     """What the assistant writes ends before a heading, whatever the next turn's role."""
-    marks = [f"<|{name}|>" for name in ("user", "assistant", "system", "im_start", "end")]
-    tokenizer = tokenizer_with("", tmp_path).with_controls(marks)
-    tokenizer.chat_template = template
     turns = [Message(role, str(number)) for number, role in enumerate(roles.split())]
+    assert marked(template, turns, tmp_path) == expected
+
+
+def marked(template, turns, tmp_path):
+    """Returns the text of some turns with ⟦ and ⟧ around what is trained on."""
+    names = ("user", "assistant", "system", "im_start", "end", "call", "/call", "tool")
+    tokenizer = tokenizer_with("", tmp_path).with_controls([f"<|{name}|>" for name in names])
+    tokenizer.chat_template = template
     segments = encode_conversation(turns, "tokenizer", tokenizer).segments
-    texts = [
+    return "".join(
         ("⟦%s⟧" if segment.train else "%s") % tokenizer.decode(segment.ids, skip_control=False)
         for segment in segments
-    ]
-    assert "".join(texts) == expected
+    )
+
+
+CALL = "{% for c in m.tool_calls %}{{ '<|call|>' + c.function.name + c.function.arguments.x }}"
+REFUSES_LAST_CALL = (
+    "{% if loop.last and m.tool_calls or m.role == 'user' and loop.previtem is defined and "
+    "loop.previtem.tool_calls %}{{ raise_exception('A call needs a result.') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "expected"),
+    [
+        # As Command R7B's, which writes a generation prompt after every conversation.
+        (
+            "{% for m in messages %}{{ '<|im_start|>' + m.role + ':' + m.content }}"
+            + CALL
+            + "<|/call|>{% endfor %}<|end|>{% endfor %}<|im_start|>assistant:",
+            "user call tool call",
+            "<|im_start|>user:0<|end|><|im_start|>assistant:⟦<|call|>f1<|/call|><|end|>⟧"
+            "<|im_start|>tool:2<|end|><|im_start|>assistant:⟦<|call|>f3<|/call|><|end|>⟧"
+            "<|im_start|>assistant:",
+        ),
+        # As GLM's: nothing ends a turn but the heading of the next.
+        (
+            "{{ '<s>' }}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+            + CALL
+            + "<|/call|>{% endfor %}{% endfor %}"
+            + PROMPT
+            + "{% endif %}",
+            "user call tool assistant user call user call assistant",
+            "<s><|user|>0<|assistant|>⟦<|call|>f1<|/call|><|tool|>⟧2<|assistant|>⟦3<|user|>⟧4"
+            "<|assistant|>⟦<|call|>f5<|/call|><|user|>⟧6"
+            "<|assistant|>⟦<|call|>f7<|/call|>⟧<|assistant|>⟦8⟧",
+        ),
+        # As metharme's: only the last answer has an end token.
+        (
+            "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+            + CALL
+            + "<|/call|>{% endfor %}{% endfor %}"
+            + PROMPT
+            + "{% else %}</s>{% endif %}",
+            "user call tool assistant",
+            "<|user|>0<|assistant|>⟦<|call|>f1<|/call|>⟧<|tool|>2<|assistant|>⟦3</s>⟧",
+        ),
+        # As Apriel's, which writes the calls of the last turn without their ids.
+        *(
+            (
+                "{% for m in messages %}{% set last = loop.last %}{{ '<|' + m.role + '|>' + m.content }}"
+                + CALL
+                + "{% if not last %}{{ '#' + c.id + '#' }}{% endif %}]{% endfor %}<|end|></s>{% endfor %}"
+                + PROMPT
+                + "{% endif %}",
+                f"user call {following} assistant",
+                f"<|user|>0<|end|></s><|assistant|>⟦<|call|>f1#id1#]<|end|></s>⟧<|{following}|>2"
+                "<|end|></s><|assistant|>⟦3<|end|></s>⟧",
+            )
+            for following in ("tool", "user")
+        ),
+        # As Apertus': a result is part of the assistant's turn.
+        (
+            "{% for m in messages %}"
+            "{% if m.role == 'user' %}{{ '<|user|>' + m.content + '<|end|><|assistant|>' }}"
+            "{% elif m.role == 'tool' %}{{ '[' + m.content + ']' }}"
+            "{% else %}{{ m.content }}" + CALL + "<|/call|>{% endfor %}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+            "user call tool call tool assistant",
+            "<|user|>0<|end|><|assistant|>⟦<|call|>f1<|/call|>⟧[2]⟦<|call|>f3<|/call|>⟧[4]⟦5⟧",
+        ),
+        # As Mistral's, which writes something before the last question only.
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}"
+            "{{ '[TOOLS]' if messages[loop.index0:] | selectattr('role', 'eq', 'user') | list "
+            "| length == 1 else '' }}{{ '<|user|>' + m.content + '<|end|>' }}"
+            "{% elif m.role == 'tool' %}{{ '<|tool|>' + m.content + '<|/call|>' }}"
+            "{% else %}{{ m.content }}" + CALL + "{% endfor %}</s>{% endif %}{% endfor %}",
+            "user call tool call tool assistant user assistant",
+            "<|user|>0<|end|>⟦<|call|>f1</s>⟧<|tool|>2<|/call|>⟦<|call|>f3</s>⟧<|tool|>4<|/call|>"
+            "⟦5</s>⟧[TOOLS]<|user|>6<|end|>⟦7</s>⟧",
+        ),
+        # A template that refuses a call without a result.
+        (
+            "{% for m in messages %}"
+            + REFUSES_LAST_CALL
+            + "{{ '<|' + m.role + '|>' + m.content }}"
+            + CALL
+            + ")<|/call|>{% endfor %}<|end|>{% endfor %}"
+            + PROMPT
+            + "{% endif %}",
+            "user call tool assistant",
+            "<|user|>0<|end|><|assistant|>⟦<|call|>f1)<|/call|><|end|>⟧<|tool|>2<|end|>"
+            "<|assistant|>⟦3<|end|>⟧",
+        ),
+    ],
+)
+def test_a_call_is_trained_on_from_its_first_token_to_the_token_that_ends_it(
+    tmp_path, template, roles, expected
+):
+    assert marked(template, list(map(_turn, roles.split(), map(str, range(9)))), tmp_path) == (
+        expected
+    )
+
+
+def _turn(role, text):
+    """Returns a turn; of the role `call`, an assistant's call f(x=text)."""
+    if role != "call":
+        return Message(role, text)
+    function = {"name": "f", "arguments": {"x": text}}
+    call = {"type": "function", "function": function, "id": f"id{text}"}
+    return Message("assistant", "", tool_calls=(call,))
