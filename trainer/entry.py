@@ -109,12 +109,18 @@ def _leave_others(error: BaseException, code: int) -> None:
         cluster.leave_others(error, code)
 
 
+# Orbax's lines for errors of its threads, which are raised where the save is waited for.
+_RAISED_TOO = ("run() raised an exception", "Handler Commit operations")
+
+
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """A filter for Orbax's log, which prints tracebacks of errors that it also raises, and, at each
+    """A filter for Orbax's log, which prints errors that it also raises, tracebacks, and, at each
     save where every process writes locally, that it logs no sizes."""
     if "size logging disabled" in str(record.msg):
         return False
     if not os.environ.get("LONGSTRIPE_TRACEBACK"):
+        if any(words in str(record.msg) for words in _RAISED_TOO):
+            return False
         record.msg, record.args, record.exc_info = one_line(record.getMessage()), (), None
     return True
 
@@ -133,7 +139,7 @@ def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     elif os.environ.get("LONGSTRIPE_TRACEBACK"):
         sys.__unraisablehook__(unraisable)
-    else:
+    elif str(unraisable.exc_value) != "Event loop is closed":  # what a failed save had not begun
         _warn_once(
             f"warning: {unraisable.err_msg or unraisable.exc_type.__name__}: {unraisable.exc_value}"
         )
@@ -141,4 +147,4 @@ def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
 
 @functools.lru_cache(maxsize=1000)
 def _warn_once(text: str) -> None:
-    print(one_line(text), file=sys.stderr)
+    sys.stderr.write(f"{one_line(text)}\n")  # in one piece, since threads print too

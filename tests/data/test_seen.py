@@ -32,16 +32,22 @@ def test_a_full_disk_is_an_error_of_the_file_system(tmp_path):
     assert error.value.errno == errno.ENOSPC
 
 
-def test_a_broken_disk_is_named_whether_a_hash_is_looked_up_or_added(tmp_path):
-    class BrokenDisk:
-        def execute(self, *_):
-            error = sqlite3.OperationalError("disk I/O error")
-            error.sqlite_errorcode = sqlite3.SQLITE_IOERR
-            raise error
+class BrokenDisk:
+    def execute(self, *_):
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+        raise error
 
+
+def test_a_broken_disk_is_named_when_the_file_is_made_and_when_it_is_used(tmp_path, monkeypatch):
     seen = SeenOnDisk(tmp_path / "seen")
     seen._database = BrokenDisk()
-    for use in (seen.add, seen.__contains__):
+    monkeypatch.setattr(sqlite3, "connect", lambda *_, **__: BrokenDisk())
+    for use in (
+        lambda: seen.add(bytes(16)),
+        lambda: bytes(16) in seen,
+        lambda: SeenOnDisk(tmp_path / "seen"),
+    ):
         with pytest.raises(OSError, match=r"Input/output error.*seen") as error:
-            use(bytes(16))
+            use()
         assert error.value.errno == errno.EIO

@@ -383,19 +383,24 @@ def test_the_launcher_ends_all_when_the_first_one_fails(capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "warned"),
+    ("name", "value", "advice"),
     [
-        ("SLURM_NTASKS", "4", True),
+        ("SLURM_NTASKS", "4", "start it by srun"),
         ("SLURM_NTASKS", "1", False),
-        ("OMPI_COMM_WORLD_SIZE", "2", True),
-        ("TPU_WORKER_HOSTNAMES", "t1k-w-0,t1k-w-1", True),
+        ("OMPI_COMM_WORLD_SIZE", "2", "process_id $OMPI_COMM_WORLD_RANK --distributed.num_proc"),
+        ("PMI_SIZE", "2", "process_id $PMI_RANK --distributed.num_processes $PMI_SIZE"),
+        ("WORLD_SIZE", "8", "one process per host uses all its devices"),
+        ("WORLD_SIZE", "1", False),
+        ("SKYPILOT_NUM_NODES", "2", "process_id $SKYPILOT_NODE_RANK"),
+        ("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234", "--distributed.coordinator HOST:PORT"),
+        ("TPU_WORKER_HOSTNAMES", "t1k-w-0,t1k-w-1", "process_id $TPU_WORKER_ID"),
         ("TPU_WORKER_HOSTNAMES", "localhost", False),
         ("TPU_WORKER_HOSTNAMES", "WARNING: could not determine names, please set", False),
-        ("JOB_COMPLETION_INDEX", "3", True),
+        ("JOB_COMPLETION_INDEX", "3", "process_id $JOB_COMPLETION_INDEX"),
         ("JOB_COMPLETION_INDEX", "0", False),
     ],
 )
-def test_a_process_that_trains_alone_in_a_cluster_says_so(name, value, warned, monkeypatch, capsys):
+def test_a_process_that_trains_alone_in_a_cluster_says_so(name, value, advice, monkeypatch, capsys):
     def no_cluster(**_):
         raise ValueError
 
@@ -404,7 +409,8 @@ def test_a_process_that_trains_alone_in_a_cluster_says_so(name, value, warned, m
     monkeypatch.setenv(name, value)
     cluster.join(DistributedConfig(), simulated=False, folder=None)
     stderr = capsys.readouterr().err
-    assert (f"trains alone, but {name} is {value};" in stderr) == warned == bool(stderr)
+    assert (f"trains alone, but {name} is {value};" in stderr) == bool(advice) == bool(stderr)
+    assert not advice or advice in stderr
 
 
 @pytest.fixture

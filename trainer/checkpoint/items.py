@@ -94,21 +94,26 @@ def _check_arrays(folder: Path, item: str, abstract: dict[str, Any]) -> None:
     Orbax itself would silently cast to another dtype, and might cut or pad another shape.
     """
     stored = stored_item(folder, item)
-    kind = "parameter" if item == "model" else "optimizer state"
+    kind, advice = "parameter", ""
+    if item == "optimizer":
+        kind = "optimizer state"
+        advice = "; finish the run with the version and settings that began it, or begin a new one"
     for name, leaf in abstract.items():
         if name not in stored:
-            raise ValueError(f"{folder}: {kind} {name} is not in the checkpoint")
+            raise ValueError(f"{folder}: {kind} {name} is not in the checkpoint{advice}")
         array = stored[name]
         if array.dtype != leaf.dtype or not _fits(
             folder, name, tuple(array.shape), tuple(np.shape(leaf))
         ):
             raise ValueError(
                 f"{folder}: {kind} {name} is {array.dtype}{list(array.shape)} in the checkpoint, "
-                f"and {np.dtype(leaf.dtype)}{list(np.shape(leaf))} in this run"
+                f"and {np.dtype(leaf.dtype)}{list(np.shape(leaf))} in this run{advice}"
             )
     for name in stored:
         if name not in abstract:
-            raise ValueError(f"{folder}: {kind} {name} is in the checkpoint, but not in this run")
+            raise ValueError(
+                f"{folder}: {kind} {name} is in the checkpoint, but not in this run{advice}"
+            )
 
 
 def _fits(folder: Path, name: str, stored: tuple[int, ...], requested: tuple[int, ...]) -> bool:

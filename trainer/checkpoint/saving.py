@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from data.errors import first_line
+from data.folders import storage_error
 from data.paths import cache_folder
 from trainer.checkpoint.arrays import join_parts, stored_shapes
 from trainer.checkpoint.commit import (
@@ -92,6 +95,7 @@ class Saving:
         self.begun = time.monotonic()
         self.seconds: float | None = None  # seconds of the whole save, once it counts
         self.error: BaseException | None = None
+        self.awaited = False  # `wait` will raise the error
         self.scratch = scratch_of(target)
         self.local = None if orbax_reaches(target) else _local_scratch(target)
         self.parameter_shapes = contents.shapes
@@ -127,7 +131,8 @@ class Saving:
                     item,
                     {name: _host_copy(value) for name, value in tree.items()} if copy else tree,
                 )
-        except BaseException:
+        except BaseException as error:
+            self.error = error
             self._close()
             raise
         # Not a daemon, so that a program that ends without waiting still finishes its last
@@ -139,6 +144,7 @@ class Saving:
 
     def wait(self) -> None:
         """Waits until the checkpoint counts, in every process. Raises OSError if saving failed."""
+        self.awaited = True
         self.thread.join()
         if self.error is not None:
             raise OSError(f"saving checkpoint {self.target} failed: {self.error}") from self.error
@@ -186,6 +192,13 @@ class Saving:
             self.seconds = time.monotonic() - self.begun
         except BaseException as error:
             self.error = error
+            if not self.awaited:  # until then hours may pass, or the process may be killed
+                ends = "it is not saved, and training ends before its next save"
+                problem = storage_error(error, self.target, ends)
+                print(
+                    f"warning: {problem or f'{self.target}: {first_line(error)}; {ends}'}",
+                    file=sys.stderr,
+                )
             if jax.process_index() == 0:
                 with contextlib.suppress(Exception):  # such as a full disk or an unreachable store
                     clear(self.scratch)
@@ -224,7 +237,9 @@ class Saving:
 
     def _close(self) -> None:
         for checkpointer in self.checkpointers:
-            checkpointer.close()
+            # After a failure it raises the same error again.
+            with contextlib.suppress(*([Exception] if self.error is not None else [])):
+                checkpointer.close()
         if self.local is not None:
             shutil.rmtree(self.local, ignore_errors=True)
 

@@ -10,7 +10,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -19,7 +21,7 @@ import jax
 # As Orbax does: the public API has no barrier and no view of the backends.
 from jax._src import clusters, distributed, xla_bridge
 
-from data.errors import UserError
+from data.errors import TransientError, UserError, first_line
 from data.printable import printable
 from data.signals import before_the_end
 from trainer.config.schema import DistributedConfig
@@ -57,13 +59,25 @@ _FAILURE = "failure"
 _LOOK_SECONDS = 1
 _leaving = threading.Event()
 
+# Launchers that JAX does not detect, or not always: the variable that shows several processes, and
+# the values of --distributed.process_id and --distributed.num_processes.
+_LAUNCHERS = (
+    ("SLURM_NTASKS", "$SLURM_PROCID", "$SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_SIZE", "$OMPI_COMM_WORLD_RANK", "$OMPI_COMM_WORLD_SIZE"),  # Open MPI 5
+    ("PMI_SIZE", "$PMI_RANK", "$PMI_SIZE"),  # MPICH, Intel MPI
+    ("TPU_WORKER_HOSTNAMES", "$TPU_WORKER_ID", "N"),
+    ("SKYPILOT_NUM_NODES", "$SKYPILOT_NODE_RANK", "$SKYPILOT_NUM_NODES"),
+    ("WORLD_SIZE", "$RANK", "$WORLD_SIZE"),  # torchrun, accelerate
+    ("JOB_COMPLETION_INDEX", "$JOB_COMPLETION_INDEX", "N"),  # an indexed Kubernetes job
+)
+
 T = TypeVar("T")
 
 
 def join(config: DistributedConfig, simulated: bool, folder: Path | None) -> None:
     """Joins the configured cluster, or the one that JAX detects.
 
-    JAX detects Cloud TPU, Slurm, GKE and Open MPI.
+    JAX detects Cloud TPU, Slurm, GKE and Open MPI 4.
 
     Must be called before JAX starts its backend.
 
@@ -96,40 +110,124 @@ def join(config: DistributedConfig, simulated: bool, folder: Path | None) -> Non
     if not (simulated or jax.distributed.is_initialized() or xla_bridge.backends_are_initialized()):
         _join_detected()
         if processes() == 1 and (sign := _sign_of_others()):
-            print(
-                f"warning: this process trains alone, but {sign}; every process needs "
-                "--distributed.coordinator, --distributed.process_id and "
-                "--distributed.num_processes, or a start by srun or mpirun",
-                file=sys.stderr,
-            )
+            print(f"warning: this process trains alone, but {sign}", file=sys.stderr)
 
 
 def _join_detected() -> None:
-    """Joins the cluster that JAX detects, if there is one.
-
-    The coordinator's address is queried first: JAX's coordinator would listen on all interfaces.
-    """
-    address, *_ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        os.environ.get("JAX_COORDINATOR_ADDRESS"), 0, 0, (), None, DETECT_SECONDS
-    )
-    if address is None:  # this process is alone
+    """Joins the cluster that JAX detects, if there is one."""
+    if (detected := _detected()) is None:
         return
-    bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or bind_address(address)
-    with contextlib.suppress(ValueError):  # an address alone is not a cluster
-        _initialize(coordinator_address=address, coordinator_bind_address=bound)
+    address, number, count, devices = detected
+    _initialize(
+        coordinator_address=address,
+        # JAX's coordinator would listen on all interfaces.
+        coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+        or bind_address(address),
+        process_id=number,
+        num_processes=count,
+        local_device_ids=devices,
+        cluster_detection_method="deactivate",
+    )
+    if number == 0 and devices is not None and (unused := _unused_gpus(count)):
+        print(f"warning: {unused}", file=sys.stderr)
+
+
+def _detected() -> tuple[str, int, int, Sequence[int] | None] | None:
+    """Detects the cluster, as JAX does.
+
+    Returns:
+      The coordinator's address, the number of this process, that of all, and the devices to use;
+      None instead of devices for all of them, or for those of JAX_LOCAL_DEVICE_IDS. None if this
+      process is alone.
+
+    Raises:
+      TransientError: there are other processes, but JAX could not find out about them.
+    """
+    try:
+        with warnings.catch_warnings():
+            # It advises every pod to install a package, which most do not need.
+            warnings.filterwarnings("ignore", message=r"\s*Kubernetes environment detected")
+            address, count, number, devices = (
+                clusters.ClusterEnv.auto_detect_unset_distributed_params(
+                    os.environ.get("JAX_COORDINATOR_ADDRESS"),
+                    None,
+                    None,
+                    None,
+                    None,
+                    DETECT_SECONDS,
+                )
+            )
+    except Exception as error:
+        # A pod may be no job's, such as a notebook's, and may lack the rights to ask.
+        if _raised_for_kubernetes(error) and "JOB_COMPLETION_INDEX" not in os.environ:
+            print(
+                "warning: this process trains alone, since its Kubernetes job could not be read "
+                f"({first_line(error)}); {_flags()}",
+                file=sys.stderr,
+            )
+            return None
+        raise TransientError(
+            f"the other processes could not be found ({first_line(error)}); {_flags()}; a process "
+            "alone is number 0 of 1"
+        ) from error
+    if address is None or number is None or count is None:  # an address alone is not a cluster
+        return None
+    # JAX gives one GPU to each process of Slurm and Open MPI, even if it is its host's only one.
+    chosen = _only_one_on_its_host() or os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    return address, number, count, None if chosen else devices
+
+
+def _raised_for_kubernetes(error: Exception) -> bool:
+    return any(
+        frame.f_globals.get("__name__") == clusters.K8sCluster.__module__
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+
+
+def _only_one_on_its_host() -> bool:
+    """Whether Open MPI or Slurm started no other process on this host."""
+    if (on_host := os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")) is not None:
+        return on_host == "1"
+    # Each node of a step has at least one of its tasks.
+    nodes = os.environ.get("SLURM_STEP_NUM_NODES")
+    return nodes is not None and nodes == os.environ.get("SLURM_NTASKS")
+
+
+def _unused_gpus(tasks: int) -> str:
+    """Says that Slurm's nodes have more GPUs than tasks, of which each uses one; "" otherwise."""
+    on_node = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    nodes = os.environ.get("SLURM_STEP_NUM_NODES", "")
+    if not (on_node.isdigit() and nodes.isdigit() and tasks < int(on_node) * int(nodes)):
+        return ""
+    return (
+        f"{tasks} tasks use one GPU each of {int(on_node) * int(nodes)}; with srun "
+        "--ntasks-per-node=1 one task uses all GPUs of its node"
+    )
+
+
+def _flags(number: str = "I", count: str = "N") -> str:
+    """Advice for processes that JAX does not detect."""
+    return (
+        "one process per host uses all its devices, and several hosts need --distributed."
+        f"coordinator HOST:PORT --distributed.process_id {number} --distributed.num_processes "
+        f"{count}"
+    )
 
 
 def _sign_of_others() -> str:
-    """Returns the variable by which a cluster shows that it started other processes too; "" if
-    none."""
-    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES"):
+    """Returns the variable that shows that a launcher started other processes too, and how they
+    join; "" if none."""
+    for name, number, count in _LAUNCHERS:
         value = os.environ.get(name, "")
         # libtpu writes a sentence there on machines without TPUs.
         listed = "," in value and " " not in value
-        if listed or (value.isdigit() and int(value) > 1):
-            return f"{name} is {printable(value)}"
-    number = os.environ.get("JOB_COMPLETION_INDEX", "")  # of an indexed Kubernetes job
-    return f"JOB_COMPLETION_INDEX is {number}" if number.isdigit() and int(number) > 0 else ""
+        least = 1 if name == "JOB_COMPLETION_INDEX" else 2  # it is a number, not a count
+        if listed or (value.isdigit() and int(value) >= least):
+            srun = "start it by srun; or " if name == "SLURM_NTASKS" else ""
+            return f"{name} is {printable(value)}; {srun}{_flags(number, count)}"
+    if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
+        return f"JAX_COORDINATOR_ADDRESS is {printable(address)}; {_flags()}"
+    return ""
 
 
 def _meet(config: DistributedConfig, folder: Path | None) -> None:

@@ -345,7 +345,15 @@ def test_another_model_or_optimizer_is_named(run):
     wrong = message({**model, "norm.weight": jnp.zeros(7)})
     assert "norm.weight" in wrong and "[5]" in wrong and "[7]" in wrong
     assert "bfloat16" in message({**model, "norm.weight": jnp.zeros(5, jnp.bfloat16)})
-    assert "optimizer state" in message(model, optax.sgd(0.1, momentum=0.9).init(model))
+    assert "version" not in wrong
+    for state in (
+        optax.sgd(0.1, momentum=0.9).init(model),
+        jax.tree.map(lambda array: jnp.zeros((3, *array.shape)), TX.init(model)),
+        {"nothing": ()},
+    ):
+        refused = message(model, state)
+        assert "optimizer state" in refused
+        assert refused.endswith("with the version and settings that began it, or begin a new one")
 
     shardings = {name: array.sharding for name, array in model.items()}
     with pytest.raises(ValueError, match="parameter extra is not in the checkpoint"):
@@ -468,6 +476,39 @@ def test_a_failed_save_is_reported(tmp_path, assets, monkeypatch):
     with pytest.raises(OSError, match=r"saving checkpoint .* No space left"):
         store.wait()
     assert store.steps() == []
+
+
+FULL = """
+import resource, sys
+import numpy as np
+from trainer import entry
+from trainer.checkpoint.store import CheckpointStore
+
+
+def work():
+    with CheckpointStore(sys.argv[1]) as store:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+        model = {name: np.random.default_rng(0).random(9999) for name in ("a", "b")}
+        store.save(1, model=model, optimizer=model, assets=sys.argv[2])
+        store._saving.thread.join()  # training goes on
+        print("step 2", file=sys.stderr, flush=True)
+
+
+sys.exit(entry.run(work))
+"""
+
+
+def test_a_save_without_room_is_one_line_at_once_and_one_at_the_end(tmp_path, assets, repository):
+    """Orbax's threads print many more."""
+    command = [sys.executable, "-c", FULL, str(tmp_path / "run"), str(assets)]
+    done = subprocess.run(
+        command, cwd=repository, capture_output=True, text=True, timeout=120, check=False
+    )
+    warning, step, error = done.stderr.splitlines()
+    assert warning.startswith(f"warning: {tmp_path}/run/checkpoints/1: File too large; files may")
+    assert step == "step 2" and error.startswith("error: ") and "File too large" in error
+    assert done.returncode == 2
 
 
 def test_a_save_that_cannot_be_read_back_neither_counts_nor_removes_older_ones(

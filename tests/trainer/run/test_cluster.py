@@ -1,8 +1,14 @@
-"""A cluster that JAX detects is joined, and its coordinator listens on the interface of its
-address."""
+"""A cluster that JAX detects is joined: its coordinator listens on the interface of its address, and
+a host's only process uses all GPUs."""
+
+import os
+import subprocess
+import sys
+import warnings
 
 import pytest
 
+from data.errors import TransientError
 from trainer.config.schema import DistributedConfig
 from trainer.run import cluster
 
@@ -16,15 +22,20 @@ def joined(monkeypatch):
     monkeypatch.setattr(
         cluster.jax.distributed, "initialize", lambda **arguments: calls.append(arguments)
     )
-    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
+    names = "COORDINATOR_ADDRESS", "COORDINATOR_BIND_ADDRESS", "LOCAL_DEVICE_IDS"
+    for name in names:
+        monkeypatch.delenv(f"JAX_{name}", raising=False)
     return calls
 
 
-def in_slurm(monkeypatch, node):
+def in_slurm(monkeypatch, node, **others):
     values = {"JOB_ID": "7", "STEP_NODELIST": node, "NTASKS": "2", "PROCID": "0", "LOCALID": "0"}
-    for name, value in values.items():
+    for name, value in {**values, **others}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
+
+
+def join():
+    cluster.join(DistributedConfig(), simulated=False, folder=None)
 
 
 @pytest.mark.parametrize(
@@ -33,20 +44,123 @@ def in_slurm(monkeypatch, node):
 )
 def test_a_detected_coordinator_listens_on_its_own_interface(joined, monkeypatch, node, bound):
     in_slurm(monkeypatch, node)
-    cluster.join(DistributedConfig(), simulated=False, folder=None)
+    join()
     [call] = joined
     assert call["coordinator_address"] == f"{node.split(',')[0]}:61447"
     assert call["coordinator_bind_address"] == bound
-    assert not {"num_processes", "process_id", "local_device_ids"} & call.keys()  # JAX detects
+    assert (call["num_processes"], call["process_id"]) == (2, 0)
 
 
 def test_jaxs_environment_variable_decides_where_the_coordinator_listens(joined, monkeypatch):
     in_slurm(monkeypatch, "127.0.0.1")
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0:61447")
-    cluster.join(DistributedConfig(), simulated=False, folder=None)
+    join()
     assert joined[0]["coordinator_bind_address"] == "0.0.0.0:61447"
 
 
 def test_a_single_process_joins_nothing(joined):
-    cluster.join(DistributedConfig(), simulated=False, folder=None)
+    join()
     assert not joined
+
+
+@pytest.mark.parametrize(
+    ("tasks", "nodes", "devices", "unused"),
+    [
+        ("1", "1", None, ""),
+        ("2", "2", None, ""),
+        ("16", "2", [3], ""),
+        ("4", "2", [3], "4 tasks use one GPU each of 16; with srun --ntasks-per-node=1"),
+    ],
+)
+def test_slurms_only_task_on_a_node_uses_all_of_its_gpus(
+    joined, monkeypatch, capsys, tasks, nodes, devices, unused
+):
+    """JAX gives one GPU to each task."""
+    in_slurm(
+        monkeypatch, "127.0.0.1", NTASKS=tasks, STEP_NUM_NODES=nodes, LOCALID="3", GPUS_ON_NODE="8"
+    )
+    join()
+    assert joined[0]["local_device_ids"] == devices
+    stderr = capsys.readouterr().err
+    assert unused in stderr and ("one GPU each" in stderr) == bool(unused)
+
+
+@pytest.mark.parametrize(("on_host", "devices"), [("1", None), ("2", [1])])
+def test_open_mpis_only_process_on_a_host_uses_all_of_its_gpus(
+    joined, monkeypatch, on_host, devices
+):
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1314521088.0;tcp://127.0.0.1:34911")
+    values = {"SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_SIZE": on_host}
+    for name, value in values.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    join()
+    assert joined[0]["local_device_ids"] == devices
+
+
+def test_given_devices_are_kept(joined, monkeypatch):
+    """JAX reads them."""
+    in_slurm(monkeypatch, "127.0.0.1", STEP_NUM_NODES="1", GPUS_ON_NODE="8")
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "2,3")
+    join()
+    assert joined[0]["local_device_ids"] is None
+
+
+VISIBLE = """
+from jax._src import xla_bridge
+from trainer.config.schema import DistributedConfig
+from trainer.run import cluster
+
+cluster.join(DistributedConfig(), False, None)
+print(cluster.processes(), xla_bridge.CUDA_VISIBLE_DEVICES.value)
+"""
+
+
+def test_jax_itself_sees_all_gpus_in_a_step_of_one_task(repository):
+    step = {"JOB_ID": "7", "STEP_NODELIST": "127.0.0.1", "STEP_NUM_NODES": "1", "GPUS_ON_NODE": "8"}
+    variables = {**step, "NTASKS": "1", "PROCID": "0", "LOCALID": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", VISIBLE],
+        cwd=repository,
+        env={**os.environ, **{f"SLURM_{name}": value for name, value in variables.items()}},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "1 all\n", done.stderr
+
+
+KUBERNETES = """
+class config:
+    @staticmethod
+    def load_incluster_config():
+        raise RuntimeError("Service token file does not exist.\\nSee the documentation.")
+"""
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_cluster_that_cannot_be_read_is_one_line(joined, tmp_path, monkeypatch, capsys, indexed):
+    (tmp_path / "kubernetes.py").write_text(KUBERNETES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    if indexed:
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+        with pytest.raises(
+            TransientError, match=r"could not be found \(Service token .*N; a process"
+        ):
+            join()
+    else:
+        join()
+        line = capsys.readouterr().err
+        assert "trains alone, since its Kubernetes job could not be read (Service token" in line
+        assert "--distributed.num_processes N" in line and line.count("\n") == 1
+    monkeypatch.delitem(sys.modules, "kubernetes")
+    assert not joined
+
+
+def test_a_pod_needs_no_package_for_kubernetes(joined, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    with warnings.catch_warnings(record=True) as warned:
+        join()
+    assert not joined and not warned and capsys.readouterr().err == ""
