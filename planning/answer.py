@@ -12,15 +12,17 @@ from typing import Any
 
 from model.adapter import Quantization
 from model.attention.names import MESH_AXES
+from trainer.config.mesh import dcn_text
 
 from .costs.hardware import Hardware
 from .costs.measured import highest_mfu, kind, slowest
-from .machines import device_count
+from .machines import device_count, in_number
 from .memory_estimate import MemoryEstimate, estimate_memory
-from .plan import Job, changed
+from .plan import Job
 from .search import meshes, policies
 
 MOST_CONTEXT = 1 << 30
+MORE = (2, 4, 8, 16, 32, 64)  # times a machine's devices, tried for a job that does not fit
 RANK = 16  # rank of proposed adapters, as in the shipped recipes
 
 
@@ -103,7 +105,8 @@ def settings(job: Job) -> str:
     """Returns the job's mesh, schedule and memory policy in one line."""
     schedule = "" if job.run.mesh.sequence == 1 else f", schedule {job.run.attention.schedule}"
     adapter = f", {_adapters(job)} of rank {job.run.adapter.rank}" if job.run.adapter.rank else ""
-    return f"mesh {job.axes}{schedule}, remat {job.policy}{adapter}"
+    dcn = f", dcn {dcn_text(job.run.mesh.dcn)}" if job.run.mesh.dcn else ""
+    return f"mesh {job.axes}{dcn}{schedule}, remat {job.policy}{adapter}"
 
 
 def _adapters(job: Job) -> str:
@@ -114,11 +117,9 @@ def _adapters(job: Job) -> str:
 def flags(job: Job) -> str:
     """Returns the scripts.plan flags for the job's mesh, schedule and memory policy."""
     mesh, memory = job.run.mesh, job.run.memory
-    axes = (
-        ",".join(f"{axis}={getattr(mesh, axis)}" for axis in MESH_AXES if getattr(mesh, axis) > 1)
-        or "sequence=1"
-    )
-    words = [f"--mesh {axes}", f"--remat {memory.remat}"]
+    axes = [f"{axis}={getattr(mesh, axis)}" for axis in MESH_AXES if getattr(mesh, axis) > 1]
+    axes += [f"dcn.{axis}={factor}" for axis, factor in mesh.dcn.items()]
+    words = [f"--mesh {','.join(axes) or 'sequence=1'}", f"--remat {memory.remat}"]
     for field in dataclasses.fields(memory):
         value = getattr(memory, field.name)
         if (
@@ -274,9 +275,9 @@ def advice(job: Job) -> Iterator[str]:
             f"rows of {shorter.context:,} tokens fit here, with {settings(shorter)}: --context "
             f"{shorter.context} {flags(shorter)}"
         )
-    for times in (2, 4, 8, 16, 32, 64):
-        count = device_count(job.topology) * times
-        if enough(job, count):
+    for times in MORE:
+        if enough(job, times):
+            count = device_count(job.topology) * times
             yield f"a row of this length fits on {count:,} of these devices"
             break
 
@@ -311,17 +312,7 @@ def _first(jobs: Iterable[Job]) -> Job | None:
     )
 
 
-def enough(job: Job, devices: int) -> bool:
-    """Returns whether the job fits with its rows split over this many devices."""
-    if job.context % (2 * devices):
-        return False
-    spread = changed(
-        job.run,
-        mesh=dataclasses.replace(
-            job.run.mesh, data=1, fsdp=1, expert=1, tensor=1, sequence=devices, dcn={}
-        ),
-    )
-    return any(
-        estimate_memory(candidate).fits == "yes"
-        for candidate in policies(dataclasses.replace(job, run=spread))
-    )
+def enough(job: Job, times: int) -> bool:
+    """Returns whether the job certainly fits on some mesh of this many times its machine."""
+    larger = dataclasses.replace(job, topology=in_number(job.topology, times))
+    return any(estimate_memory(candidate).fits == "yes" for candidate in _first_fitting(larger))

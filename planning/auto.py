@@ -8,16 +8,16 @@ continues with the same batches, in parts if necessary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from data.errors import UserError
-from model.lengths import extended
 from model.memory.options import MemoryConfig, check_combination
 from model.sharding import TensorParallel
 from trainer.config.checks import check
@@ -30,9 +30,10 @@ from trainer.run.cluster import first_then_others
 
 from . import answer
 from .compiled import GIB
-from .machines import ANY_GPU, device_count, host_gib, is_gpu, split_topology
+from .machines import ANY_GPU, device_count, host_gib
 from .memory_estimate import estimate_memory
-from .plan import Job
+from .plan import Job, across_slices
+from .positions import stretched
 from .search import meshes, no_mesh, policies
 
 HOST_SHARE = 0.9  # share of a host's memory that a run may fill, as in the launchers' flags
@@ -57,6 +58,10 @@ class Machine:
     host_gib: float | None
 
 
+class DoesNotFit(UserError):
+    """No mesh and memory options with which the run fits on the machine; says what would fit."""
+
+
 def resolve(config: RunConfig) -> RunConfig:
     """Returns the configuration with the planner's answer for its sections `auto`, on the devices
     of all processes; joins them first.
@@ -73,16 +78,31 @@ def resolve(config: RunConfig) -> RunConfig:
     def chosen(message: str | None) -> RunConfig:
         if message is not None:
             return _with_answer(config, json.loads(message))
-        planned, reason = plan_on(config, machine_of(jax.devices()))
-        print(reason, file=sys.stderr, flush=True)
-        return planned
+        machine = machine_of(jax.devices())
+        return planned_run(config, machine, functools.partial(print, file=sys.stderr, flush=True))
 
     return first_then_others(chosen, lambda planned: json.dumps(_answer_of(planned)))
 
 
+def planned_run(config: RunConfig, machine: Machine, say: Callable[[str], object]) -> RunConfig:
+    """Returns the configuration with all of the planner's answers for a machine; errors as in
+    `resolve`.
+
+    Args:
+      say: takes each answer as a line. Whether the run fits is known before its data are prepared,
+        on which only `positions` depend.
+    """
+    planned, reason = plan_on(config, machine)
+    say(reason)
+    if "positions" in config.auto:
+        planned, reason = stretched(planned)
+        say(reason)
+    return planned
+
+
 def plan_on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
-    """Returns the configuration planned for a machine, and the answer as a line; errors as in
-    `resolve`."""
+    """Returns the configuration with the mesh and memory options planned for a machine, and the
+    answer with its reason on two lines; errors as in `resolve`."""
     if config.trajectories.path:
         raise UserError(
             "mesh: auto cannot plan a run on trajectories; set the axes, for example {fsdp: 8}"
@@ -94,12 +114,6 @@ def plan_on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
     if "mesh" not in config.auto:
         require_devices(config.mesh, device_count(machine.topology))
     model = choose_model(config.model, config.adapter.path, weights=False).config
-    if "positions" in config.auto and (positions := extended(model, config.data.context_length)):
-        overrides = {**config.model.overrides, **positions}
-        config = dataclasses.replace(
-            config, model=dataclasses.replace(config.model, overrides=overrides)
-        )
-        model = model.with_positions(**positions)
     job = Job(
         config,
         dataclasses.replace(model, adapter=None),
@@ -110,11 +124,10 @@ def plan_on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
     )
     best, tried = _best(job)
     if best is None:
-        raise UserError(_refusal(job, machine))
+        raise _refusal(job, machine)
     run = dataclasses.replace(best.run, memory=best.memory)
-    mesh = dataclasses.replace(run.mesh, dcn=_across_slices(run.mesh, machine.topology))
-    run = dataclasses.replace(run, mesh=mesh)
-    reason = _reason(best, machine, tried, config)
+    run = dataclasses.replace(run, mesh=across_slices(run.mesh, machine.topology))
+    reason = _reason(best, machine, tried)
     return check(dataclasses.replace(run, planned=reason)), reason
 
 
@@ -227,32 +240,21 @@ def _reason_against(job: Job) -> str | None:
     return None
 
 
-def _across_slices(mesh: MeshConfig, topology: str) -> dict[str, int]:
-    """Returns mesh.dcn: the axis that crosses slices of TPUs; GPUs need none."""
-    slices = split_topology(topology)[0]
-    if is_gpu(topology) or slices == 1 or mesh.dcn:
-        return mesh.dcn
-    axes = [axis for axis in ("data", "fsdp", "sequence") if getattr(mesh, axis) % slices == 0]
-    return {axes[0]: slices} if axes else {}
-
-
-def _reason(job: Job, machine: Machine, tried: int, config: RunConfig) -> str:
-    """Returns a line with the answer and its reason."""
+def _reason(job: Job, machine: Machine, tried: int) -> str:
+    """Returns a line with the answer, and one with its reason."""
     memory, parts = estimate_memory(job), job.run.train.accumulation
     limit = "" if memory.device_gib is None else f" of {memory.device_gib:.3g}"
     parts_text = "" if parts == 1 else f", batches in {parts} parts"
     certain = "" if memory.fits == "yes" else "; it may not fit, which only the compiler can tell"
-    positions = config.model.overrides if "positions" in config.auto else {}
-    stretched = f"; model.overrides {json.dumps(positions)}" if positions else ""
     return (
-        f"planned for {machine.named}: {answer.settings(job)}{parts_text}: about "
-        f"{memory.total:.2g}{limit} GiB on each, the fastest of {tried} estimated"
-        f"{certain}{stretched}"
+        f"planned for {machine.named}: {answer.settings(job)}{parts_text}\n"
+        f"  about {memory.total:.2g}{limit} GiB on each, the fastest of {tried} estimated{certain}"
     )
 
 
-def _refusal(job: Job, machine: Machine) -> str:
-    """Returns a line that says that nothing fits, and what would fit."""
+def _refusal(job: Job, machine: Machine) -> UserError:
+    """Returns the error, of one line, that nothing fits, and what would fit; or what else is in the
+    way of every mesh and memory option."""
     smallest = _candidates(_in_most_parts(job))
     least = min(
         (estimate_memory(candidate) for candidate in smallest if _is_allowed(candidate)),
@@ -261,15 +263,16 @@ def _refusal(job: Job, machine: Machine) -> str:
     )
     if least is None and "mesh" not in job.run.auto:
         reasons = map(_reason_against, _candidates(_in_most_parts(job)))
-        return next(filter(None, reasons), f"{job.name}: no memory options suit {job.axes}")
+        no_option = f"{job.name}: no memory options suit {job.axes}"
+        return UserError(next(filter(None, reasons), no_option))
     if least is None:
-        return no_mesh(job, machine.named)
+        return UserError(no_mesh(job, machine.named))
     needs = f"{least.low:.3g} GiB of {job.device_gib or 0:.3g}"
     if machine.host_gib is not None and least.on_host > machine.host_gib:
         needs += f", and {least.on_host:.3g} GiB of {machine.host_gib:.3g} of the host's"
-    return (
+    return DoesNotFit(
         f"{job.name}: rows of {job.context:,} tokens do not fit on {machine.named}: at least "
-        f"{needs} on each; {'; '.join(_what_would(job)) or 'a smaller model would'}"
+        f"{needs} on each; {'; '.join(_what_would(job)) or 'a smaller model would fit'}"
     )
 
 
@@ -286,17 +289,17 @@ def _what_would(job: Job) -> Iterator[str]:
             adapter = job.run.adapter.with_rank(answer.RANK, quantize)
             if _fits(job.changed(adapter=adapter)):
                 flag = "" if quantize == "none" else f" --adapter.quantize {quantize}"
-                yield f"--adapter.rank {answer.RANK}{flag} would"
+                yield f"--adapter.rank {answer.RANK}{flag} would fit"
                 break
     for power in range(1, 12):
         if job.context % (1 << power) == 0:
             length = job.context >> power
             if _fits(job.changed(data={"context_length": length})):
-                yield f"--data.context_length {length} would"
+                yield f"--data.context_length {length} would fit"
                 break
-    for times in (2, 4, 8, 16, 32, 64):
-        if answer.enough(job, times * device_count(job.topology)):
-            yield f"{times * device_count(job.topology)} such devices would"
+    for times in answer.MORE:
+        if any(answer.enough(either, times) for either in (job, _in_most_parts(job))):
+            yield f"{times * device_count(job.topology)} such devices would be enough"
             break
 
 

@@ -21,6 +21,7 @@ from data.prepared import Prepared
 from model.config import TransformerConfig
 from trainer.best import BestCheckpoint
 from trainer.build import run_notes
+from trainer.config.checks import peak_warning
 from trainer.config.schema import RunConfig
 from trainer.devices import GPU_MEMORY_SHARE
 from trainer.evaluation import held_out_names
@@ -35,12 +36,12 @@ from trainer.text import TextObjective
 from trainer.trajectories import TrajectoryObjective
 
 from . import answer
-from .auto import machine_named, plan_on
+from .auto import DoesNotFit, machine_named, planned_run
 from .compiled import GIB
 from .machines import ANY_GPU, device_count, gpu_gib, host_gib, hosts, topology_of
 from .memory_estimate import estimate_memory
 from .parts import checkpoint_bytes, local_checkpoint_bytes
-from .plan import Job
+from .plan import Job, check_dcn
 
 # Minutes of steps a preemption may cost before clocked checkpoints are advised, and their interval.
 LONG_SECONDS = 3600.0
@@ -60,7 +61,8 @@ def dry_run(
     gpu_memory: str | None = None,
     prepare: Prepare = _no_evaluations,
 ) -> bool:
-    """Prints what each stage of a run would do; returns whether all fit or may fit.
+    """Prints what each stage of a run would do; returns whether all fit or may fit, or with `auto`
+    whether anything that the planner may choose does.
 
     Args:
       machine: where it would run; "" omits what depends on the machine.
@@ -89,8 +91,13 @@ def dry_run(
             raise UserError(
                 "--dry-run: mesh: auto needs a machine, found none; --dry-run 8xH100 would work"
             )
-        config, reason = plan_on(config, machine_named(topology, usable_gib))
-        print(reason)
+        try:
+            config = planned_run(config, machine_named(topology, usable_gib), print)
+        except DoesNotFit as refusal:
+            print(refusal)
+            return False
+    if machine:
+        check_dcn(config.mesh, topology)
     stages, fits = stages_of(config), True
     for number, stage in enumerate(stages, 1):
         if len(stages) > 1:
@@ -121,6 +128,8 @@ def _report(
     """Prints what one run would do; returns whether it fits or may fit."""
     config = objective.config
     config = dataclasses.replace(config, train=config.train.for_epochs(objective.rows_per_epoch))
+    if config.train.epochs is not None:  # now that its steps are known
+        check_run(config)
     if isinstance(objective, TextObjective):
         _describe_text(objective)
     else:
@@ -128,7 +137,7 @@ def _report(
             f"data: rows of {config.data.context_length:,} tokens, each drawn from the episodes of "
             f"{config.trajectories.path}"
         )
-    for warning in objective.warnings:
+    for warning in filter(None, (*objective.warnings, peak_warning(config))):
         print(f"warning: {warning}")
     model = dataclasses.replace(objective.model.config, adapter=None)
     mesh = dataclasses.replace(config.mesh, simulate=0)

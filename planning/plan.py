@@ -29,12 +29,12 @@ from model.attention.schedules import Schedule, get_schedule
 from model.config import TransformerConfig
 from model.language_model import LanguageModel
 from model.sharding import TensorParallel
-from trainer.build import build_agentic, build_language_model, shares_prompts
+from trainer.build import build_agentic, build_language_model, layer_masks, shares_prompts
 from trainer.config.checks import check
 from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.schema import MemoryConfig, MeshConfig, ModelConfig, RunConfig
 from trainer.devices import GPU_MEMORY_SHARE
-from trainer.mesh import make_mesh
+from trainer.mesh import make_mesh, require_dcn
 from trainer.objective import AbstractBatch
 from trainer.preference import preference_batch, preference_loss, preference_totals
 from trainer.step import StepBuilder
@@ -45,7 +45,7 @@ from . import costs
 from .compiled import dump, memory
 from .compiled.communication import communication
 from .compiled.refusal import refused_gib
-from .machines import device_count, is_gpu, memory_gib, split_topology
+from .machines import device_count, hosts, is_gpu, memory_gib, split_topology
 from .memory_options import MEMORY_OPTIONS
 from .parts import device_tokens, parts_gib
 from .topology import topology_devices
@@ -93,6 +93,24 @@ def changed(run: RunConfig, **sections: Any) -> RunConfig:
     )
 
 
+def across_slices(mesh: MeshConfig, topology: str) -> MeshConfig:
+    """The mesh with a `dcn` for the topology's slices of TPUs, unless it has one. GPUs need none:
+    their outermost axes cross hosts."""
+    slices = split_topology(topology)[0]
+    if is_gpu(topology) or mesh.dcn:
+        return mesh
+    return dataclasses.replace(mesh, dcn=mesh.dcn_for(slices))
+
+
+def check_dcn(mesh: MeshConfig, topology: str) -> None:
+    """Raises UserError, as `make_mesh` would on the machine, for a `dcn` that does not match its
+    slices of TPUs or hosts of GPUs."""
+    if not is_gpu(topology):
+        require_dcn(mesh, split_topology(topology)[0], "slice")
+    elif mesh.dcn:
+        require_dcn(mesh, hosts(topology), "host")
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """A training step to be planned.
@@ -136,7 +154,7 @@ class Job:
           context: tokens in a row; batch: rows.
           mesh: None puts all devices on the sequence axis.
         """
-        mesh = mesh or MeshConfig(sequence=device_count(topology))
+        mesh = mesh or across_slices(MeshConfig(sequence=device_count(topology)), topology)
         name, shape = (
             (model, TransformerConfig.preset(model)) if isinstance(model, str) else ("", model)
         )
@@ -212,7 +230,7 @@ class Job:
         """The cost model's estimate; None for hardware that it does not list.
 
         Args:
-          causal: False counts every query-key pair. A sliding window is not modelled.
+          causal: False counts every query-key pair, also those that a window hides.
           overlap: False hides no transfer under compute.
 
         Raises:
@@ -255,6 +273,7 @@ class Job:
             layout=attention.layout,
             remat=self.run.memory.remat,
             causal=causal,
+            masks=layer_masks(self.run, self.model),
             frozen=adapter.rank > 0,
             weight_bytes=adapter.number_bytes,
             dequantizations=chunks if adapter.quantize != "none" else 0,

@@ -179,10 +179,17 @@ def _template_lines(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def _length_lines(job: Job, recipe: Mapping[str, Any]) -> list[str]:
-    """Returns the header's line about rows longer than longrope is fitted to."""
-    trained = trained_length(job.model)
-    chosen = set(recipe.get("model", {}).get("overrides", {})) & set(POSITIONS)
-    if job.model.rope.rule != "longrope" or chosen or trained is None or job.context <= trained:
+    """Returns the header's line about rows longer than the model is trained for: to what the recipe
+    stretches RoPE, or that it cannot."""
+    trained, overrides = trained_length(job.model), recipe.get("model", {}).get("overrides", {})
+    if trained is None or job.context <= trained:
+        return []
+    if overrides.get("max_position_embeddings") == job.context:
+        return [
+            f"Length    model.overrides stretches RoPE to {job.context:,} tokens; leave it out if "
+            f"no document is longer than {trained:,}"
+        ]
+    if job.model.rope.rule != "longrope" or set(overrides) & set(POSITIONS):
         return []
     return [
         f"Length    the factors of this model's longrope are fitted to {trained:,} tokens: "

@@ -18,7 +18,7 @@ from trainer.config.schema import MeshConfig
 from . import plan as planning
 from .machines import device_count
 from .parts import host_parts_gib, parts_gib
-from .plan import DoesNotFit, Job
+from .plan import DoesNotFit, Job, across_slices
 
 # The schedules to try; ties in the cost model go to the first.
 SCHEDULES = ("ring", "ulysses", "attention2d")
@@ -132,9 +132,8 @@ def meshes(job: Job) -> list[MeshConfig]:
         if is_split and job.context % (2 * sequence):
             continue
         for expert in _expert_sizes(job, fsdp):
-            made.append(
-                MeshConfig(fsdp=fsdp // expert, expert=expert, tensor=tensor, sequence=sequence)
-            )
+            mesh = MeshConfig(fsdp=fsdp // expert, expert=expert, tensor=tensor, sequence=sequence)
+            made.append(across_slices(mesh, job.topology))
     return made
 
 
@@ -144,9 +143,12 @@ def no_mesh(job: Job, machine: str) -> str:
     Args:
       machine: the devices' name, for people.
     """
+    devices, parts = device_count(job.topology), job.run.train.accumulation
+    batches = (parts * rows for rows in range(1, devices + 1) if devices % rows == 0)
+    batch = next((n for n in batches if meshes(job.changed(train={"batch_size": n}))), None)
     return (
         f"data.context_length: found {job.context}, which no mesh of {machine} divides; a multiple "
-        f"of {2 * device_count(job.topology)} would work"
+        f"of {2 * devices} would work" + ("" if batch is None else f", or a batch of {batch} rows")
     )
 
 

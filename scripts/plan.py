@@ -158,7 +158,7 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
     from planning import answer
     from planning.machines import device_count
     from planning.memory_estimate import estimate_memory
-    from planning.plan import changed
+    from planning.plan import changed, check_dcn
     from trainer.build import build_language_model, run_notes
     from trainer.mesh import abstract_mesh
 
@@ -173,6 +173,7 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
     elif chooses(args):
         job = answer.choose(job) or job
     # Refuses jobs that training would refuse.
+    check_dcn(job.run.mesh, job.topology)
     whole = changed(job.run, memory=job.memory)
     build_language_model(whole, job.model, abstract_mesh(job.run.mesh))
     memory = estimate_memory(job)

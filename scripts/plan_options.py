@@ -288,12 +288,14 @@ def _on_some_mesh(job: Job) -> Job:
     """
     from data.errors import UserError
     from planning.machines import device_count
+    from planning.plan import across_slices
     from planning.search import meshes, no_mesh
     from trainer.config.schema import MeshConfig
 
     possible = meshes(job)
     refusal = UserError(no_mesh(job, job.topology))
-    for mesh in (MeshConfig(sequence=device_count(job.topology)), *possible):
+    on_sequence = MeshConfig(sequence=device_count(job.topology))
+    for mesh in (across_slices(on_sequence, job.topology), *possible):
         try:
             return _checked_job(job.changed(mesh=mesh))
         except UserError as error:
@@ -421,8 +423,10 @@ def mesh_of(text: str | None) -> MeshConfig | None:
             if axis.startswith("dcn.")
         }
         axes: dict[str, Any] = {axis: int(size) for axis, size in sizes.items()}
-        return MeshConfig(**axes, dcn=dcn) if axes else None
-    except (TypeError, ValueError):
+        if not axes.keys() <= {*MESH_AXES, "sequence_parallel"}:
+            raise ValueError
+    except ValueError:
         raise ValueError(
             f"--mesh: found {text!r}; write axis=size,... with {', '.join(MESH_AXES)}"
         ) from None
+    return MeshConfig(**axes, dcn=dcn) if axes or dcn else None

@@ -102,6 +102,12 @@ def _mask(config: RunConfig, model_config: TransformerConfig) -> Mask:
     return mask
 
 
+def layer_masks(config: RunConfig, model_config: TransformerConfig) -> tuple[Mask, ...]:
+    """Returns the mask of each kind of layer, in their repeating order; raises as `_mask`."""
+    mask = _mask(config, model_config)
+    return tuple(mask.within(kind.window) for kind in model_config.layer_kinds)
+
+
 def run_notes(config: RunConfig, model_config: TransformerConfig) -> list[str]:
     """Returns lines on what the run's mesh, schedule and layout cost this model beyond its sizes:
     padded heads, replicated computation, and unused savings of a sliding window.
@@ -136,7 +142,7 @@ def _tensor_notes(parallel: TensorParallel, model_config: TransformerConfig) -> 
 def shares_prompts(config: RunConfig, model_config: TransformerConfig) -> bool:
     """Returns whether the completions of a pair share one computed prompt: only if no layer has a
     window, since windows count tokens of a row."""
-    masks = [_mask(config, model_config).within(kind.window) for kind in model_config.layer_kinds]
+    masks = layer_masks(config, model_config)
     wanted = config.preference.loss is not None and config.preference.share_prompts
     return wanted and all(mask.window is None for mask in masks)
 
@@ -144,7 +150,7 @@ def shares_prompts(config: RunConfig, model_config: TransformerConfig) -> bool:
 def _window_notes(config: RunConfig, model_config: TransformerConfig) -> list[str]:
     """Returns lines on what a sliding window does not save under the run's schedule; see
     `window_lines`."""
-    masks = [_mask(config, model_config).within(kind.window) for kind in model_config.layer_kinds]
+    masks = layer_masks(config, model_config)
     attention, size, tensor = config.attention, config.mesh.sequence, config.mesh.tensor
     block = Block(
         batch=1,

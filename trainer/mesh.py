@@ -83,6 +83,20 @@ def require_devices(config: MeshConfig, found: int) -> None:
         )
 
 
+def require_dcn(config: MeshConfig, groups: int, kind: str) -> None:
+    """Raises UserError unless the product of dcn's factors is the number of slices or hosts.
+
+    Args:
+      kind: "slice" or "host".
+    """
+    if math.prod(config.dcn.values()) != groups:
+        named = f"{groups} {kind}" + ("s" if groups > 1 else "")
+        raise UserError(
+            f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {named}; "
+            f"{config.dcn_advice(groups)}"
+        )
+
+
 def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
     """Returns the mesh (data, fsdp, expert, tensor, sequence), placed by order and dcn.
 
@@ -143,12 +157,7 @@ def _placed(config: MeshConfig, order: tuple[str, ...], devices, walk: bool = Tr
     simulated_in_one_process = config.simulate and len(groups) == 1
     if no_slow_network or simulated_in_one_process:
         return _placed_near(sizes, order, devices, walk)
-    if math.prod(factors) != len(groups):
-        raise UserError(
-            f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {len(groups)} "
-            f"{'hosts' if by_host else 'slices'}; factors whose product is {len(groups)} would "
-            f"work, such as {{data: {len(groups)}}}"
-        )
+    require_dcn(config, len(groups), "host" if by_host else "slice")
     sizes_inside = [size // factor for size, factor in zip(sizes, factors, strict=True)]
     placed = np.array(
         [_placed_near(sizes_inside, order, groups[number], walk) for number in sorted(groups)]

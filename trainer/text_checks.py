@@ -37,7 +37,8 @@ def data_warnings(
     """
     longest = longest_document(prepared)
     warnings = (
-        length_warning(source, config.model, longest),
+        _length_warning_of(source, config, longest),
+        _held_out_length_warning(source, config.model, prepared),
         _padding_warning(loader, longest),
         _repetition_warning(config, loader),
         _held_out_warning(config, prepared),
@@ -128,9 +129,40 @@ def _untrained_warnings(config: RunConfig, prepared: Prepared) -> list[str]:
 
 def longest_document(prepared: Prepared) -> int:
     """Returns the tokens of the longest training document; each completion of a pair is one."""
-    documents = prepared.train
+    return _longest(prepared.train)
+
+
+def _longest(documents: Documents) -> int:
     lengths = np.maximum(documents.chosen, documents.lengths - documents.chosen)
     return int(lengths.max(initial=0))
+
+
+def _length_warning_of(source: ModelSource, config: RunConfig, longest: int) -> str | None:
+    """Returns `length_warning`, except for what `auto: [positions]` will stretch when it trains."""
+    if "positions" in config.auto and extended(source.config, longest):
+        return None
+    return length_warning(source, config.model, longest)
+
+
+def _held_out_length_warning(
+    source: ModelSource, model: ModelConfig, prepared: Prepared
+) -> str | None:
+    """Returns a warning if documents that are only measured exceed a pretrained model's length,
+    which the training documents do not; arguments as in `length_warning`."""
+    trained, held_out = trained_length(source.config), _longest(prepared.held_out)
+    if (
+        not source.is_pretrained
+        or "rope_theta" in model.overrides
+        or trained is None
+        or not longest_document(prepared) <= trained < held_out
+    ):
+        return None
+    return (
+        f"held-out documents up to {held_out:,} tokens, but trained for {trained:,}, and no "
+        "training document is longer: the held-out loss counts positions that the model does not "
+        "know; "
+        f"shorter held-out documents or rope_scaling{_example(source, held_out)} would avoid that"
+    )
 
 
 def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str | None:
@@ -150,9 +182,16 @@ def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str
         or longest <= trained
     ):
         return None
-    example = extended(source.config, longest)
-    such_as = f", such as --model.overrides '{json.dumps(example)}'" if example else ""
-    return f"documents up to {longest:,} tokens, trained for {trained:,}: set rope_scaling{such_as}"
+    return (
+        f"documents up to {longest:,} tokens, trained for {trained:,}: set "
+        f"rope_scaling{_example(source, longest)}"
+    )
+
+
+def _example(source: ModelSource, length: int) -> str:
+    """Returns an example of POSITIONS that reach a length, for a warning; "" if there is none."""
+    example = extended(source.config, length)
+    return f", such as --model.overrides '{json.dumps(example)}'" if example else ""
 
 
 def check_vocabulary(source: AdaptedSource, rows: int) -> None:

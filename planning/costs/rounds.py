@@ -38,7 +38,7 @@ def rounds(
     layout: str,
     block: plan.Block,
     tiles: tuple[int, int],
-    causal: bool = True,
+    mask: Mask = Mask(),
 ) -> tuple[list[Round], list[Round]]:
     """The forward and the backward rounds of one layer's attention.
 
@@ -53,7 +53,7 @@ def rounds(
     Raises:
       ValueError: what `get_schedule` and the schedule's plan refuse.
     """
-    return _rounds(get_schedule(schedule, ranks, layout), ranks, layout, block, tiles, causal)
+    return _rounds(get_schedule(schedule, ranks, layout), ranks, layout, block, tiles, mask)
 
 
 @functools.lru_cache(maxsize=16)
@@ -63,11 +63,12 @@ def _rounds(
     layout: str,
     block: plan.Block,
     tiles: tuple[int, int],
-    causal: bool,
+    mask: Mask,
 ) -> tuple[list[Round], list[Round]]:
     """`rounds`, once for all rates and loads that a step is estimated with."""
-    counts = tile_counts(ranks, *tiles, layout, causal)
-    forward, backward = schedule.plan(ranks, block, Mask(causal))
+    tokens = None if mask.window is None else block.tokens
+    counts = tile_counts(ranks, *tiles, layout, mask, tokens)
+    forward, backward = schedule.plan(ranks, block, mask)
     return (
         [_round(planned, counts, block, tiles) for planned in _shifted(forward)],
         [_round(planned, counts, block, tiles) for planned in _shifted(backward)],

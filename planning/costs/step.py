@@ -5,14 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
+from model.attention.coords import Mask
 from model.attention.schedules import Schedule
 from model.attention.schedules.plan import GATHER, SCATTER, Block
 from model.config import TransformerConfig
 from model.memory.policies import POLICIES, RematPolicy
-from trainer.flops import head_weights, layer_weights, stored_layer_weights, training_flops
+from trainer.flops import (
+    head_weights,
+    layer_weights,
+    stored_layer_weights,
+    training_flops,
+    visible_pairs,
+)
 
 from .hardware import Hardware
 from .kernel_rates import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, TWO_BACKWARD_KERNELS
@@ -120,6 +130,7 @@ class TrainingStep:
       schedule: a name, a mapping of a name and options, or a schedule.
       remat: a remat policy.
       causal: False computes every query-key pair.
+      masks: of the layers, in their repeating order; with `causal` False they are not read.
       overlap: whether transfers run under compute if the schedule allows; False adds them up.
       frozen: whether the matrices have no gradient, as with adapters, whose products and moments
         are left out.
@@ -146,6 +157,7 @@ class TrainingStep:
     layout: str = "striped"
     remat: str = "save_attention"
     causal: bool = True
+    masks: tuple[Mask, ...] = (Mask(),)
     overlap: bool = True
     frozen: bool = False
     weight_bytes: float = 2.0
@@ -197,10 +209,22 @@ class TrainingStep:
     def seconds_at_peak(self) -> float:
         """Seconds of the step's needed work if every chip ran at its peak; divided by the step's
         seconds, its MFU."""
-        tokens = self.batch * self.length
-        pairs = tokens * ((self.length + 1) / 2 if self.causal else self.length)
-        needed = self.sizes.needed_flops(tokens, pairs, self.frozen)
+        row = np.array([self.length])
+        pairs = float(self.length**2)
+        if self.causal:
+            pairs = sum((share * visible_pairs(row, mask) for mask, share in self.mask_shares), 0.0)
+        needed = self.sizes.needed_flops(self.batch * self.length, self.batch * pairs, self.frozen)
         return needed / (self.devices * self.hardware.peak)
+
+    @property
+    def mask_shares(self) -> list[tuple[Mask, float]]:
+        """The masks of the layers, each with its share of them, the one with most work first."""
+        if not self.causal:
+            return [(Mask(causal=False), 1.0)]
+        layers = self.sizes.layers
+        counts = Counter(self.masks[i % len(self.masks)] for i in range(layers))
+        widest_first = sorted(counts, key=lambda mask: -(mask.window or self.length))
+        return [(mask, counts[mask] / layers) for mask in widest_first]
 
     @property
     def tile_backward_products(self) -> int:
@@ -218,6 +242,7 @@ class TrainingStep:
             math.ceil(sizes.query_heads / self.tensor),
             math.ceil(sizes.kv_heads / self.tensor),
             sizes.head_dim,
+            coordinates=3 if any(mask.global_tokens for mask in self.masks) else 2,
         )
 
     def tiles(self) -> tuple[tuple[int, int], float]:
@@ -228,11 +253,9 @@ class TrainingStep:
         area = (block.tokens / count[0]) * (block.tokens / count[1])
         return count, 4 * area * block.batch * block.query_heads * block.head_dim
 
-    def rounds(self) -> tuple[list[Round], list[Round]]:
-        """The forward and the backward rounds of one layer's attention."""
-        return rounds(
-            self.schedule, self.sequence, self.layout, self.block, self.tiles()[0], self.causal
-        )
+    def rounds(self, mask: Mask) -> tuple[list[Round], list[Round]]:
+        """The forward and the backward rounds of the attention of one layer with this mask."""
+        return rounds(self.schedule, self.sequence, self.layout, self.block, self.tiles()[0], mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +279,8 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The estimated times of a training step; rounds are those of one layer's attention."""
+    """The estimated times of a training step; rounds are those of one layer's attention, other
+    figures of a layer are averages, if the layers' windows differ."""
 
     forward_rounds: tuple[Phase, ...]
     backward_rounds: tuple[Phase, ...]
@@ -281,19 +305,12 @@ def estimate(job: TrainingStep) -> Estimate:
       ValueError: the cost model has no rule for the schedule on this mesh.
     """
     hardware, sizes = job.hardware, job.sizes
-    _, tile_flops = job.tiles()
-    peak = hardware.peak * hardware.filled(sizes.head_dim)
-    backward_flops = job.tile_backward_products / FORWARD_PRODUCTS * tile_flops
-    forward_rounds, backward_rounds = (
-        tuple(_round(job, planned, flops / (peak * rate)) for planned in passes)
-        for passes, flops, rate in zip(
-            job.rounds(),
-            (tile_flops, backward_flops),
-            hardware.attention_rates(sizes.head_dim),
-            strict=True,
-        )
+    attentions = [(_attention(job, mask), share) for mask, share in job.mask_shares]
+    (forward_rounds, backward_rounds), _ = attentions[0]
+    forward, backward = (
+        _total(_total(passes[number]) * share for passes, share in attentions)
+        for number in range(2)
     )
-    forward, backward = _total(forward_rounds), _total(backward_rounds)
     work, attention_forwards = REMAT[job.remat]
 
     # Without weight gradients a backward pass is one product, not two.
@@ -347,7 +364,24 @@ def estimate(job: TrainingStep) -> Estimate:
     )
 
 
-def _total(phases) -> Phase:
+def _attention(job: TrainingStep, mask: Mask) -> list[tuple[Phase, ...]]:
+    """The forward and the backward rounds of the attention of one layer with this mask."""
+    hardware, head_dim = job.hardware, job.sizes.head_dim
+    _, tile_flops = job.tiles()
+    peak = hardware.peak * hardware.filled(head_dim)
+    backward_flops = job.tile_backward_products / FORWARD_PRODUCTS * tile_flops
+    return [
+        tuple(_round(job, planned, flops / (peak * rate)) for planned in passes)
+        for passes, flops, rate in zip(
+            job.rounds(mask),
+            (tile_flops, backward_flops),
+            hardware.attention_rates(head_dim),
+            strict=True,
+        )
+    ]
+
+
+def _total(phases: Iterable[Phase]) -> Phase:
     return functools.reduce(Phase.__add__, phases, Phase(0.0, 0.0))
 
 

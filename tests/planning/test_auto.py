@@ -105,8 +105,8 @@ def test_a_run_that_does_not_fit_is_refused_with_plans_that_would(recipe):
     assert (
         "rows of 32,768 tokens do not fit on rtx4090:1: at least" in message and "\n" not in message
     )
-    assert "--adapter.rank 16 --adapter.quantize nf4 would" in message
-    assert message.endswith("such devices would")
+    assert "--adapter.rank 16 --adapter.quantize nf4 would fit" in message
+    assert message.endswith("such devices would be enough")
     named = dataclasses.replace(config, adapter=config.adapter.with_rank(16, "nf4"))
     assert plan_on(named, machine_named("rtx4090:1", None))[0].mesh.devices == 1
 
@@ -195,6 +195,6 @@ def test_a_model_and_data_suffice_as_a_command(hf_model, small_recipe):
     assert config.name == hf_model.name.lower()
     planned, reason = plan_on(config, cpus(4))
     assert planned.mesh.sequence == 4  # batches have one row
-    assert planned.model.overrides["max_position_embeddings"] >= 1024 and "overrides" in reason
+    assert planned.model.overrides == {} and "overrides" not in reason  # see test_positions.py
     with pytest.raises(UserError, match=r"--model\.path and --data\.path suffice without one"):
         load(words[:2])

@@ -135,6 +135,10 @@ def test_a_run_that_does_not_fit_exits_with_1(small_recipe, tmp_path, capsys):
     large.write_text(yaml.safe_dump(fields), encoding="utf-8")
     status, output = run_train(capsys, "--config", str(large), "--dry-run", "8xA100-40GB")
     assert status == 1 and "does not fit, by the estimate" in output
+    auto = ["--config", str(large), "--mesh", "auto", "--memory", "auto", "--mesh.simulate", "0"]
+    status, output = run_train(capsys, *auto, "--dry-run", "2xA100-40GB")
+    assert status == 1 and "tokens do not fit on a100-40gb:2: at least" in output
+    assert "error" not in output and "traceback" not in output.lower()
 
 
 def test_every_stage_is_reported(small_recipe, tmp_path, capsys):
@@ -227,6 +231,8 @@ def test_small_data_gives_the_warnings_of_training(recipe, tmp_path, capsys):
         str(tmp_path / "run"),
         "--data.context_length",
         "64K",
+        "--optimizer.warmup_steps",
+        "0",
     ]
 
     def warnings_for(*flags):
@@ -253,6 +259,16 @@ def test_small_data_gives_the_warnings_of_training(recipe, tmp_path, capsys):
         and f"3 epochs would be {3 * rows} steps" in epochs
     )
     assert len(warnings_for(*flags, "--train.epochs", "2")[0]) == 1
+
+
+def test_a_warm_up_longer_than_the_run_is_a_warning(recipe, tmp_path, capsys):
+    flags = ["--config", recipe, "--run_dir", str(tmp_path / "run"), "--train.steps", "2"]
+    _, output = run_train(capsys, *flags, "--dry-run")
+    (warning,) = lines_starting(output, "warning: ")
+    assert warning.startswith(
+        "warning: optimizer.warmup_steps: found 5, a warm-up of 5 steps, but the run has 2: the "
+        "learning rate rises to only 40.0% of its peak; optimizer.warmup_steps 2 or less"
+    )
 
 
 def test_heads_padded_for_tensor_parallelism_are_reported(recipe, tmp_path, capsys):

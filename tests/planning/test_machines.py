@@ -2,7 +2,15 @@
 
 import pytest
 
-from planning.machines import accelerator_type, device_count, hosts, is_gpu, memory_gib, topology_of
+from planning.machines import (
+    accelerator_type,
+    device_count,
+    hosts,
+    in_number,
+    is_gpu,
+    memory_gib,
+    topology_of,
+)
 from planning.topology import topology_devices
 
 
@@ -141,3 +149,19 @@ def test_slice_shapes_are_known_to_the_compiler(name):
 @pytest.mark.parametrize("topology", ["v5p:4x4x1", "h100:8", "v4:1x1x1"])
 def test_other_shapes_have_no_accelerator_type(topology):
     assert accelerator_type(topology) is None
+
+
+@pytest.mark.parametrize(
+    ("topology", "larger"),
+    [
+        ("rtx4090:1", "rtx4090:4"),
+        ("h100:8", "h100:4x8"),
+        ("h100:3", "h100:4x3"),
+        ("a100:2x8", "a100:8x8"),
+        ("v5p:2x2x4", "4xv5p:2x2x4"),
+        ("2xv5e:2x4", "8xv5e:2x4"),
+    ],
+)
+def test_several_machines_are_hosts_or_slices(topology, larger):
+    assert in_number(topology, 4) == larger
+    assert device_count(larger) == 4 * device_count(topology)

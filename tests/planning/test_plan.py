@@ -369,6 +369,15 @@ def test_a_compiled_plan_that_does_not_fit_prints_its_memory(capsys):
 
 def test_a_mesh_flag_is_parsed():
     assert mesh_of("data=4,fsdp=8,dcn.data=2") == MeshConfig(data=4, fsdp=8, dcn={"data": 2})
+    for text, message in (
+        ("fsdp=8,dcn.data=2", r"mesh\.dcn: found .*; \{fsdp: 2\} would work"),
+        ("dcn.data=2", r"mesh\.dcn: found .*; no axes have factors whose product is 2"),
+        ("fsdp=0", r"mesh\.fsdp: found 0"),
+        ("rows=2", r"--mesh: found 'rows=2'; write axis=size"),
+        ("dcn=2", r"--mesh: found 'dcn=2'; write axis=size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mesh_of(text)
 
 
 def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):

@@ -98,6 +98,19 @@ def test_a_recipes_own_rope_settings_are_kept():
     assert written["model"]["overrides"] == overrides
 
 
+def test_the_header_says_when_a_planned_length_is_not_needed():
+    """The planner does not know the documents, which may be much shorter than rows."""
+    for model, context, line in (
+        ("qwen3-8b", 131072, "to 131,072 tokens; leave it out if no document is longer than 32,"),
+        ("phi-3-mini-4k", 16384, "to 16,384 tokens; leave it out if no document is longer than 4,"),
+        ("qwen3-8b", 32768, None),
+    ):
+        job = Job.of(model, "h100:8", context)
+        text = recipe_text(job, recipe_of(job, {}, None), "recipe.yaml", None)
+        assert ("# Length " in text) == (line is not None)
+        assert line is None or f"# Length    model.overrides stretches RoPE {line}" in text
+
+
 def test_every_preset_accepts_its_planned_positions():
     """At four times its trained length; Phi-3's config cannot express YaRN, so its base grows
     instead."""

@@ -1,9 +1,11 @@
 """The search proposes nothing that train.py refuses."""
 
+import re
+
 import pytest
 
-from planning.plan import Job
-from planning.search import meshes
+from planning.plan import Job, check_dcn
+from planning.search import meshes, no_mesh
 from trainer.config.checks import check
 
 
@@ -56,3 +58,26 @@ def test_rows_of_a_mixture_are_also_split_over_experts():
         check(job.run, "plan")
         assert job.time_range().high > job.time_range().low > 0
     assert all(mesh.expert == 1 for mesh in meshes(dense))
+
+
+def test_every_mesh_on_slices_has_factors_that_cross_them():
+    job = Job.of("llama-3.1-8b", "2xv5e:4x4", 4096, batch=2)
+    for mesh in (job.run.mesh, *meshes(job)):
+        check_dcn(mesh, job.topology)
+        assert mesh.dcn
+    for topology in ("v5e:4x4", "h100:2x8"):
+        assert not any(mesh.dcn for mesh in meshes(Job.of("llama-3.1-8b", topology, 4096)))
+
+
+@pytest.mark.parametrize(("machine", "length"), [("h100:3", 10000), ("h100:6", 9999)])
+def test_the_advised_length_and_the_advised_batch_have_a_mesh(machine, length):
+    job = Job.of("llama-3.1-8b", machine, length)
+    assert not meshes(job)
+    longer, rows = map(
+        int,
+        re.search(
+            r"a multiple of (\d+) would work, or a batch of (\d+) rows", no_mesh(job, "it")
+        ).groups(),
+    )
+    assert rows == 3 and meshes(job.changed(train={"batch_size": rows}))
+    assert meshes(job.changed(data={"context_length": longer}))

@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 import train
+from planning.topology import topology_devices
 from scripts import plan
 from trainer.config.load import load
+from trainer.mesh import make_mesh
 
 MODEL = ["--model", "llama-3.1-8b"]
 
@@ -362,3 +364,31 @@ def test_a_base_model_asks_for_a_template_in_one_line(hf_model, tmp_path, capsys
     shutil.copy(base / "config.json", shape)
     assert answer(capsys, *job, shape)[0] == 0
     assert "docs/templates.md" in recipe.read_text(encoding="utf-8")
+
+
+def test_a_plan_on_two_slices_can_be_trained_there(tmp_path, capsys):
+    """Its recipe says which axis crosses them; without that, training refuses the mesh, and so does
+    the plan."""
+    recipe = tmp_path / "mine.yaml"
+    words = ["--model", "smollm2-135m", "--context", "4096", "--batch", "2", "--machine"]
+    assert answer(capsys, *words, "2xv5e-16", "--write", recipe)[0] == 0
+    config = load(["--config", str(recipe), "--model.path", "any", "--data.path", "any"])
+    assert make_mesh(config.mesh, topology_devices("2xv5e:4x4")).size == 32
+    for mesh, machine, message in (
+        ("fsdp=2,sequence=16", "2xv5e-16", "found nothing for devices of 2 slices; {fsdp: 2} w"),
+        ("fsdp=2,sequence=8,dcn.fsdp=2", "v5e-16", "for devices of 1 slice; leave it out"),
+        ("fsdp=2,dcn.fsdp=2", "2xH100", "for devices of 1 host; leave it out"),
+    ):
+        status, output = answer(capsys, *words, machine, "--mesh", mesh)
+        assert status == 2 and output.startswith("error: mesh.dcn: found") and message in output
+
+
+def test_dry_run_refuses_factors_that_do_not_match_the_machine(small_recipe, capsys):
+    words = ["--config", str(small_recipe), "--mesh.simulate", "0", "--dry-run"]
+    mesh = load(words[:-1]).mesh
+    for dcn, machine, message in (
+        ("{fsdp: 2}", f"v5e-{mesh.devices}", "for devices of 1 slice; leave it out"),
+        ("{}", f"2xv5e-{mesh.devices // 2}", "for devices of 2 slices; {fsdp: 2} would work"),
+    ):
+        assert train.main([*words, machine, "--mesh.dcn", dcn]) == 2
+        assert message in capsys.readouterr().err

@@ -4,7 +4,7 @@ import pytest
 
 from tests import small_run
 
-AUTO = ("--mesh", "auto", "--memory", "auto", *small_run.DENSE)
+AUTO = ("--mesh", "auto", "--memory", "auto")
 CHECKPOINTS = (7, 21, 28)  # after which the first three starts are killed
 
 

@@ -1,6 +1,7 @@
 """Which devices an axis runs along: nearby ones by mesh.order, those of other slices and hosts by
 mesh.dcn."""
 
+import dataclasses
 import itertools
 import re
 import types
@@ -18,7 +19,7 @@ from planning.machines import memory_gib
 from planning.plan import compile_step
 from planning.topology import topology_devices
 from trainer.config.schema import MeshConfig
-from trainer.mesh import ORDER, _placed, make_mesh
+from trainer.mesh import ORDER, _placed, make_mesh, require_dcn
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +83,31 @@ def test_only_the_axis_named_by_dcn_crosses_from_slice_to_slice(two_slices, size
 @pytest.mark.parametrize("dcn", [{}, {"data": 1}, {"fsdp": 4}])
 def test_dcn_factors_that_do_not_match_the_slices_are_refused(two_slices, dcn):
     with pytest.raises(
-        UserError, match=r"mesh\.dcn: found .* for devices of 2 slices; .* \{data: 2\}"
+        UserError, match=r"mesh\.dcn: found .* for devices of 2 slices; \{data: 2\} would work"
     ):
         make_mesh(MeshConfig(data=2, fsdp=4, dcn=dcn), two_slices)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slices", "advice"),
+    [
+        ({"fsdp": 8}, 2, {"fsdp": 2}),
+        ({"tensor": 8}, 2, {"tensor": 2}),
+        ({"fsdp": 8, "expert": 2, "sequence": 2}, 2, {"fsdp": 2}),
+        ({"expert": 2, "sequence": 2}, 2, {"sequence": 2}),
+        ({"data": 2, "sequence": 6}, 4, {"data": 2, "sequence": 2}),
+        ({"data": 3}, 2, {}),
+    ],
+)
+def test_the_factors_advised_for_dcn_are_accepted(sizes, slices, advice):
+    mesh = MeshConfig(**sizes)
+    assert mesh.dcn_for(slices) == advice
+    if not advice:
+        assert mesh.dcn_advice(slices).endswith("whose product is 2; with data 6 they would")
+        mesh, advice = MeshConfig(data=6), {"data": 2}
+    require_dcn(dataclasses.replace(mesh, dcn=advice), slices, "slice")
+    with pytest.raises(UserError, match=r"for devices of 1 slice; leave it out"):
+        require_dcn(dataclasses.replace(mesh, dcn=advice), 1, "slice")
 
 
 @pytest.mark.parametrize("last", ["tensor", "sequence"])

@@ -2,11 +2,15 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 from model.attention.names import MESH_AXES
 
 from .require import require, require_at_least
+
+# The axes, from the one that loses least on a slow network to the one that loses most.
+_SLOWEST_FIRST = ("data", "fsdp", "sequence", "expert", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +36,9 @@ class MeshConfig:
     {data: 2}; their product is the number of slices or hosts. Not needed on one slice, or on GPUs
     whose outermost axes already cross hosts."""
     order: tuple[Literal["data", "fsdp", "expert", "tensor", "sequence"], ...] = ()
-    """The axes, from distant devices to near ones; by default data, fsdp, expert, sequence, tensor:
-    tensor waits for its sums, while the kernels hide the ring along the sequence."""
+    """The axes, from the slowest links to the fastest; by default data, fsdp, expert, sequence,
+    tensor: tensor parallelism blocks on its all-reduces, so keep it on the fastest links; ring
+    transfers overlap with compute."""
     simulate: int = 0
     """Simulate this many devices on the CPU; 0 uses the real devices."""
 
@@ -51,8 +56,8 @@ class MeshConfig:
             divisors,
             "mesh.dcn",
             self.dcn,
-            "factors of the axes, such as {data: 2}, each a divisor of its axis in "
-            f"{self.product}",
+            f"factors of the axes, each a divisor of its axis in {self.product}; "
+            f"{self.dcn_advice(self._dcn_groups())}",
         )
         require(
             sorted(self.order)
@@ -66,6 +71,34 @@ class MeshConfig:
             f"all five axes, each once: {', '.join(MESH_AXES)}; expert may be left out where it "
             "is 1",
         )
+
+    def dcn_for(self, groups: int) -> dict[str, int]:
+        """Returns factors for `dcn` whose product is the number of slices or hosts: of one axis if
+        one suffices, else of several. Empty for one group, or if no factors have that product."""
+        for axis in _SLOWEST_FIRST:
+            if groups > 1 and getattr(self, axis) % groups == 0:
+                return {axis: groups}
+        factors, left = {}, groups
+        for axis in _SLOWEST_FIRST:
+            if (factor := math.gcd(getattr(self, axis), left)) > 1:
+                factors[axis] = factor
+                left //= factor
+        return factors if left == 1 else {}
+
+    def dcn_advice(self, groups: int) -> str:
+        """Returns what would work as `dcn` across this many slices or hosts, for messages."""
+        if groups == 1:
+            return "leave it out"
+        if factors := self.dcn_for(groups):
+            return f"{dcn_text(factors)} would work"
+        larger = math.lcm(self.data, groups)
+        return f"no axes have factors whose product is {groups}; with data {larger} they would"
+
+    def _dcn_groups(self) -> int:
+        """The slices or hosts that the factors of `dcn` imply; 2 if they are no factors."""
+        factors = list(self.dcn.values())
+        valid = all(isinstance(factor, int) and factor >= 1 for factor in factors)
+        return max(2, math.prod(factors)) if valid else 2
 
     @property
     def devices(self) -> int:
@@ -87,6 +120,11 @@ class MeshConfig:
     def product(self) -> str:
         """The axes and their product, for messages."""
         return f"{self.named} = {self.devices}"
+
+
+def dcn_text(factors: Mapping[str, int]) -> str:
+    """Returns factors as a recipe writes them: {data: 2}."""
+    return f"{{{', '.join(f'{axis}: {factor}' for axis, factor in factors.items())}}}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from planning.costs import HARDWARE, Network, Sizes, TrainingStep, estimate, rou
 from planning.costs.step import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, REMAT, TWO_BACKWARD_KERNELS
 from planning.costs.tiles import tile_counts
 from trainer.devices import peak_flops
-from trainer.flops import flops_per_step
+from trainer.flops import flops_per_step, pairs_per_layer
 
 BLOCK = plan.Block(batch=1, tokens=256, query_heads=8, kv_heads=2, head_dim=16)
 SMALL = Sizes.of(TransformerConfig.preset("llama-1b"))
@@ -38,24 +38,32 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [Mask(), Mask(window=1), Mask(window=30), Mask(window=30, global_tokens=9), Mask(window=100)],
+    ids=str,
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("ranks", "query_tiles", "key_tiles"), [(1, 4, 4), (2, 1, 1), (3, 4, 2), (4, 3, 6), (8, 2, 2)]
 )
-def test_tile_counts_match_attentions_own_rule(layout, ranks, query_tiles, key_tiles):
-    """On a longer sequence than the model counts: tiles of 6 and more tokens."""
+def test_tile_counts_match_attentions_own_rule(layout, ranks, query_tiles, key_tiles, mask):
+    """Without a window, on a longer sequence than the model counts: tiles of 6 and more tokens."""
     tokens = 6 * math.lcm(query_tiles, key_tiles)
     index = jnp.asarray(permutation(ranks * tokens, ranks, layout), jnp.int32)[None]
-    coords = TokenCoords(index, jnp.ones_like(index))
+    coords = TokenCoords(index, jnp.ones_like(index), jnp.zeros_like(index))
     queries = tile_bounds(coords, tokens // query_tiles)
     keys = tile_bounds(coords, tokens // key_tiles)
     kinds = tile_kind(
         jax.tree.map(lambda x: x[0][:, None], queries),
         jax.tree.map(lambda x: x[0][None], keys),
-        Mask(),
+        mask,
     )
     computed = np.asarray(kinds != SKIP).reshape(ranks, query_tiles, ranks, key_tiles).sum((1, 3))
-    np.testing.assert_array_equal(tile_counts(ranks, query_tiles, key_tiles, layout), computed)
+    counts = tile_counts(
+        ranks, query_tiles, key_tiles, layout, mask, tokens if mask.window else None
+    )
+    np.testing.assert_array_equal(counts, computed)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
@@ -251,6 +259,39 @@ def test_no_machine_exceeds_its_rates_and_every_figure_has_a_source(name):
 )
 def test_peak_flops_match_the_metrics(name, kind):
     assert HARDWARE[name].peak == pytest.approx(peak_flops(kind))
+
+
+@pytest.mark.parametrize("preset", ["gemma-3-12b", "gpt-oss-20b", "phi-3-mini-4k", "llama-3.1-8b"])
+def test_the_needed_work_of_a_step_is_that_of_the_metrics_in_every_layers_window(preset):
+    config, length = TransformerConfig.preset(preset), 1 << 17
+    masks = tuple(
+        Mask().within(config.common_window).within(kind.window) for kind in config.layer_kinds
+    )
+    job = TrainingStep(
+        Sizes.of(config), CHIP, length, batch=2, sequence=8, masks=masks, schedule="ring"
+    )
+    mask = Mask(window=config.common_window)
+    pairs = 2 * pairs_per_layer(config, np.array([length]), mask)
+    needed = flops_per_step(config, 2 * length, pairs)
+    assert job.seconds_at_peak * 8 * CHIP.peak == pytest.approx(needed, rel=1e-12)
+    assert estimate(job).mfu < 1
+
+
+def test_layers_with_a_window_take_their_share_of_a_steps_attention():
+    """Half of the layers have one: attention takes the mean of the times with and without."""
+    wide, narrow, mixed = (
+        estimate(TrainingStep(SMALL, CHIP, 1 << 17, sequence=8, masks=masks))
+        for masks in (
+            (Mask(),),
+            (Mask(window=4096),),
+            (Mask(window=4096), Mask()),
+        )
+    )
+    for name in ("attention_forward", "attention_backward"):
+        assert getattr(narrow, name).compute < getattr(wide, name).compute / 4
+        both = getattr(wide, name).seconds, getattr(narrow, name).seconds
+        assert getattr(mixed, name).seconds == pytest.approx(sum(both) / 2)
+    assert mixed.forward_rounds == wide.forward_rounds
 
 
 def test_needed_flops_match_the_metrics():

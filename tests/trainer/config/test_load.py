@@ -1,6 +1,7 @@
 """Tests of trainer/config/load.py: recipes, overrides, and for each mistake an error that names the
 field and the remedy."""
 
+import argparse
 import dataclasses
 import datetime
 import re
@@ -20,6 +21,7 @@ from eval.live_test import LiveTest
 from trainer.config import fields, parsing
 from trainer.config.data import SourceConfig
 from trainer.config.load import dump, load, resolved
+from trainer.config.stage import StageConfig
 from trainer.stages import stages_of
 
 RECIPE = {
@@ -392,6 +394,10 @@ def test_only_the_positions_of_a_pretrained_model_may_be_overridden(tmp_path):
         (
             '--mesh.data 3 --mesh.dcn {"data":2} --train.batch_size 3',
             ["mesh.dcn: found {'data': 2}", "divisor", "data 3"],
+        ),
+        (
+            '--mesh.fsdp 2 --mesh.dcn {"data":2} --train.batch_size 2',
+            ["mesh.dcn: found {'data': 2}", "data 1 x fsdp 2", "{fsdp: 2} would work"],
         ),
         ('--mesh.dcn {"rows":2}', ["mesh.dcn: found {'rows': 2}", "factors of the axes"]),
         ('--mesh.order ["data","fsdp","tensor"]', ["mesh.order: found", "each once", "sequence"]),
@@ -876,6 +882,40 @@ def test_help_documents_every_field(repository):
     for field in fields.FIELDS:
         described = words.split(f"--{field} ")[-1].split(" (type:")[0].split(" (default:")[0]
         assert len(described.split()) >= 4, f"{field} is not documented"
+
+
+def test_help_offers_only_what_is_accepted(tmp_path):
+    made = parsing.parser()
+    shown = [action for action in made._actions if action.help != argparse.SUPPRESS]
+    words = {name: action for action in shown for name in action.option_strings}
+    assert not {"--model", "--optimizer", "--stages.help", "--data.sources.help"} & words.keys()
+    sections = [name for name in words if name.removeprefix("--") in fields.SECTIONS]
+    assert sections == ["--data.clean", "--mesh", "--memory"]
+    assert [words[name].metavar for name in sections] == ["{scraped}", "auto", "auto"]
+    recipe = ["--config", write(tmp_path)]
+    assert load([*recipe, "--mesh", "auto", "--memory", "auto"]).auto == ("mesh", "memory")
+    assert load([*recipe, "--data.clean", "scraped"]).data.clean.html == "detect"
+    others = {"-h", "--help", "--config", *sections}
+    assert {name.removeprefix("--") for name in words.keys() - others} == set(fields.FIELDS)
+    text = parsing.help_text()
+    assert "configuration file" not in text and "null: no local checkpoints" in text
+    assert "None:" not in text
+
+
+@pytest.mark.parametrize("name", ["data.sources", "stages", "evaluations"])
+def test_the_fields_of_a_lists_entries_have_help(name, capsys):
+    """Each with its description, without dashes: they are no flags."""
+    with pytest.raises(SystemExit, match="0"):
+        train.main(["--help", name])
+    kinds = {"data.sources": [SourceConfig], "stages": [StageConfig]}
+    text = capsys.readouterr().out
+    for cls in kinds.get(name, [LiveTest, *TESTS.values()]):
+        for param in docstring_parser.parse_from_object(cls).params:
+            assert re.search(rf"^  {param.arg_name}\s", text, re.MULTILINE)
+            assert param.description.split("\n")[0].split()[0] in text
+    assert f"--{name} '[{{...}}]'" in " ".join(text.split()) and f"--{name}." not in text
+    for test in TESTS:
+        assert (f"test: {test}: " in text) == (name == "evaluations")
 
 
 def test_the_help_of_a_section_shows_only_that_section(capsys):
