@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from model.adapter import Quantization
-from trainer.arguments import NoDownload, store_path
+from trainer.arguments import Joined, NoDownload, store_path
 
 
 def add_flags(parser: argparse.ArgumentParser, several: bool) -> None:
@@ -22,6 +22,7 @@ def add_flags(parser: argparse.ArgumentParser, several: bool) -> None:
         type=store_path,
         metavar="FOLDER",
         nargs="+" if several else None,
+        action=Joined if several else "store",
         help="an adapter of the model: a PEFT folder, or a run with adapters" + also,
     )
     parser.add_argument("--no-download", action=NoDownload)

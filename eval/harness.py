@@ -136,13 +136,13 @@ class Harness:
         if self.length < 2:
             raise UserError(f"--length: found {self.length}; 2 or more would work")
         self._last: Generator | None = None
-        self._generator(0)  # Too little memory is reported before lm-eval reads its data.
+        # Too little memory is reported before lm-eval reads its data.
+        self._generator(self.opened.respondent.capacity(self.length), 0)
 
-    def _generator(self, new_tokens: int) -> Generator:
+    def _generator(self, capacity: int, new_tokens: int) -> Generator:
         """Returns a generator of up to `new_tokens` (0 to score); frees the previous one."""
-        respondent = self.opened.respondent
-        generator = respondent.generator(
-            self.opened.params, respondent.capacity(self.length), new_tokens, self.length
+        generator = self.opened.respondent.generator(
+            self.opened.params, capacity, new_tokens, self.length
         )
         if self._last is not None and self._last is not generator:
             self._last.forget()  # there is memory for one cache
@@ -226,22 +226,33 @@ class Harness:
 
     def _score(self, texts: list[list[int]], starts: list[int]) -> list[Scores]:
         """Returns the scores of texts; those with a common beginning are scored consecutively."""
-        generator = self._generator(0)
         scores: dict[int, Scores] = {}
-        for chosen in self._batches(range(len(texts)), texts):
+        for generator, chosen in self._batches(range(len(texts)), texts, 0):
             batch = generator.score(
                 self.opened.params, [texts[i] for i in chosen], [starts[i] for i in chosen]
             )
             scores.update(zip(chosen, batch, strict=True))
         return [scores[i] for i in range(len(texts))]
 
-    def _batches(self, numbers: Iterable[int], ids: list[list[int]]) -> Iterator[list[int]]:
-        """Yields batches of numbers; texts with a common beginning stay in one row of successive
-        batches."""
-        order = sorted(numbers, key=ids.__getitem__)
-        run = -(-len(order) // self.opened.respondent.rows)
-        for number in range(run):
-            yield order[number::run]
+    def _batches(
+        self, numbers: Iterable[int], ids: list[list[int]], new_tokens: int
+    ) -> Iterator[tuple[Generator, list[int]]]:
+        """Yields a generator of up to `new_tokens` (0 to score) and a batch of numbers for it.
+
+        Texts with a common beginning stay in one row of successive batches.
+        """
+        respondent, groups = self.opened.respondent, dict[int, list[int]]()
+        most = respondent.capacity(self.length)
+        for number in numbers:
+            # The last token of a text that is scored is no input of the model.
+            tokens = len(ids[number]) + (new_tokens or -1)
+            groups.setdefault(respondent.capacity_within(tokens, most), []).append(number)
+        for capacity, group in sorted(groups.items()):
+            generator = self._generator(capacity, new_tokens)
+            order = sorted(group, key=ids.__getitem__)
+            run = -(-len(order) // respondent.rows)
+            for number in range(run):
+                yield generator, order[number::run]
 
     def continuations(self, contexts: list[str], answers: list[AnswerForm]) -> list[str]:
         """Returns the generated text after each context, up to the first of its ends.
@@ -261,10 +272,8 @@ class Harness:
         ]
         texts = [""] * len(ids)
         for new_tokens in sorted(set(most)):
-            generator = self._generator(new_tokens)
-            for chosen in self._batches(
-                [i for i, number in enumerate(most) if number == new_tokens], ids
-            ):
+            numbers = [i for i, number in enumerate(most) if number == new_tokens]
+            for generator, chosen in self._batches(numbers, ids, new_tokens):
                 generated = generator(
                     self.opened.params,
                     [ids[i] for i in chosen],

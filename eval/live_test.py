@@ -20,7 +20,7 @@ class LiveTest(abc.ABC):
     """A long-context test repeated during training on the current parameters."""
 
     test: str
-    """Its name in `eval.live.TESTS`."""
+    """The test: lines, needle, ruler or coreference."""
     every: int = 0
     """Steps between measurements; 0 measures only before the first and after the last step."""
     tokens: tuple[Tokens, ...] = ()

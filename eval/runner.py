@@ -294,17 +294,35 @@ class Respondent:
         Under RoPE rules that depend on the capacity (`model.cache.CachedModel`) it is equal on
         every mesh, and not rounded up beyond the model's original length.
         """
-        config = self.model.config
-        originals = [
-            cast(int, rope.original_max_position_embeddings)
-            for rope in (config.rope, config.local_rope)
-            if rope is not None and rope.depends_on_length
-        ]
+        originals = [original for original, _ in self._original_lengths()]
         if not originals:
             return padded_length(tokens, 64 * self.model.mesh.shape["sequence"])
         return min(
             [padded_length(tokens, 64), *(original for original in originals if tokens <= original)]
         )
+
+    def capacity_within(self, tokens: int, most: int) -> int:
+        """Returns a capacity for `tokens` that embeds them as `capacity(tokens)` would.
+
+        It is `most`, so that one generator serves all lengths, unless the RoPE rule depends on the
+        capacity: then a short row in a cache for long ones would be embedded as a long one.
+
+        Args:
+          tokens: of prompt and answer; most: the largest capacity needed, at least `tokens`.
+        """
+        originals = self._original_lengths()
+        if any(rule == "dynamic" and tokens > original for original, rule in originals):
+            return self.capacity(tokens)
+        return min([most, *(original for original, _ in originals if tokens <= original)])
+
+    def _original_lengths(self) -> list[tuple[int, str]]:
+        """Returns the lengths beyond which a RoPE rule depends on the capacity, with the rules."""
+        ropes = (self.model.config.rope, self.model.config.local_rope)
+        return [
+            (cast(int, rope.original_max_position_embeddings), rope.rule)
+            for rope in ropes
+            if rope is not None and rope.depends_on_length
+        ]
 
     def generator(self, params: dict, capacity: int, new_tokens: int, longest: int) -> Generator:
         """Returns the generator of this capacity, compiled once.

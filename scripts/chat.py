@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from model.decode import Generator
 
 LENGTH = 8192  # tokens of a conversation without a document
+QUESTION = 64  # tokens of a usual question
 DOCUMENT = "Here is a text. Answer the questions about it.\n\n{text}\n\n{question}"
 
 
@@ -80,14 +81,16 @@ class Talk:
     """A conversation with a model.
 
     Attributes:
+      length: the most tokens of the conversation, answers included.
       turns: the messages so far.
+      tokens: their number of tokens.
       generator: generates the answers, and keeps keys and values.
     """
 
     def __init__(
         self, opened: runner.LoadedModel, document: str | None, length: int | None, new_tokens: int
     ) -> None:
-        """Compiles for conversations of at most `length` tokens.
+        """Finds out whether conversations of at most `length` tokens fit in memory.
 
         Raises:
           UserError: the model has no chat template, or the document does not fit.
@@ -100,21 +103,40 @@ class Talk:
                 "it was trained with, such as --template vicuna_v1.1"
             )
         self.turns: list[Message] = []
-        needed = len(self._ids([self._user("")])) + 8 * (new_tokens + 64)
-        capacity = length or max(needed, LENGTH)
-        if needed - 7 * (new_tokens + 64) > capacity:
-            raise UserError(
-                f"--length: found {length}; the document with a question and an answer takes about "
-                f"{needed - 7 * (new_tokens + 64)} tokens"
-            )
-        if capacity > self.respondent.trained_length:
-            print(
-                f"note: conversations of more than {self.respondent.trained_length:,} tokens are "
-                "beyond the trained length"
-            )
-        self.generator: Generator = self.respondent.generator(
-            opened.params, capacity, new_tokens, capacity - new_tokens
+        self.tokens = 0
+        given = len(self._ids([self._user("")]))  # the document and the template
+        self.length = length or max(given + 8 * (QUESTION + new_tokens), LENGTH)
+        self._check_room(given)
+        self.generator: Generator = self._generator(self.length)
+
+    def _check_room(self, given: int) -> None:
+        """Raises UserError if `length` leaves no room for a question, beside the `given` tokens,
+        and its answer."""
+        needed = given + QUESTION + self.new_tokens
+        if needed <= self.length:
+            return
+        asked = "a question" if self.document is None else "the document, a question"
+        ways_out = [f"--length {needed}"]
+        if (room := self.length - given - QUESTION) > 0:
+            ways_out.append(f"--max-new-tokens {room}")
+        raise UserError(
+            f"--length: found {self.length}; {asked} and an answer of --max-new-tokens "
+            f"{self.new_tokens} take about {needed} tokens; {' or '.join(ways_out)} would work"
         )
+
+    def _generator(self, tokens: int) -> Generator:
+        """Returns the generator for a conversation of `tokens`, the next answer included."""
+        return self.respondent.generator(
+            self.opened.params,
+            self.respondent.capacity_within(tokens, self.length),
+            self.new_tokens,
+            self.length - self.new_tokens,
+        )
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens of questions and document that were computed so far."""
+        return sum(generator.prefilled for generator in self.respondent.generators.values())
 
     def _user(self, question: str) -> Message:
         """Returns the user's turn; the first turn includes the document."""
@@ -136,12 +158,13 @@ class Talk:
         """
         turns = [*self.turns, self._user(question)]
         ids = self._ids(turns)
-        longest = self.generator.capacity - self.new_tokens
+        longest = self.length - self.new_tokens
         if len(ids) > longest:
             raise UserError(
                 f"the conversation has {len(ids):,} tokens, and {longest:,} fit; /new starts a "
                 "new one, --length makes room for longer ones"
             )
+        self._fit(len(ids))
         generated: list[int] = []
 
         def recorded() -> Iterator[int]:
@@ -153,7 +176,17 @@ class Talk:
             show(piece)
         answer = self.respondent.tokenizer.decode(generated).strip()
         self.turns = [*turns, Message("assistant", answer)]
+        self.tokens = len(ids) + len(generated)
         return answer
+
+    def _fit(self, prompt_tokens: int) -> None:
+        """Replaces the generator if its RoPE would embed a longer or shorter conversation."""
+        before, generator = self.generator, self._generator(prompt_tokens + self.new_tokens)
+        if generator is before:
+            return
+        before.forget()  # there is memory for one cache
+        generator.answered = before.answered  # it numbers the samples of all answers
+        self.generator = generator
 
     def forget(self) -> None:
         """Starts a new conversation about the same document."""
@@ -202,11 +235,12 @@ def talk(args: argparse.Namespace) -> None:
     args.rows = args.fsdp
     document = read_document(args.document)
     conversation = Talk(runner.open_respondent(args), document, args.length, args.max_new_tokens)
+    trained_length, noted = conversation.respondent.trained_length, False
     for question in questions(args):
         if question == "/new":
             conversation.forget()
             continue
-        before = conversation.generator.prefilled
+        before = conversation.prefilled
         try:
             conversation.ask(question, lambda piece: print(printable(piece), end="", flush=True))
             print(flush=True)
@@ -214,8 +248,12 @@ def talk(args: argparse.Namespace) -> None:
             print(f"note: {error}", file=sys.stderr)
             continue
         if sys.stderr.isatty():
+            print(f"({conversation.prefilled - before:,} new tokens were read)", file=sys.stderr)
+        if conversation.tokens > trained_length and not noted:
+            noted = True
             print(
-                f"({conversation.generator.prefilled - before:,} new tokens were read)",
+                f"note: conversations of more than {trained_length:,} tokens are beyond the "
+                f"trained length; this one has {conversation.tokens:,}",
                 file=sys.stderr,
             )
 

@@ -101,6 +101,31 @@ class NoDownload(argparse.Action):
         setattr(namespace, self.dest, True)
 
 
+class Joined(argparse.Action):
+    """The argparse action of a list: an option given again adds its values to the earlier ones."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Adds the values; the first ones replace the default."""
+        earlier: Any = getattr(namespace, self.dest, None)
+        # argparse has put the default itself there, which no list of given values is.
+        joined = [*(() if earlier is self.default else earlier), *values]
+        self.check(parser, option_string, joined)
+        setattr(namespace, self.dest, joined)
+
+    def check(
+        self, parser: argparse.ArgumentParser, option_string: str | None, joined: list[Any]
+    ) -> None:
+        """Calls `parser.error` if the list cannot be taken."""
+        if isinstance(self.nargs, int) and len(joined) > self.nargs:
+            parser.error(f"argument {option_string}: given twice; once would work")
+
+
 class CommandParser(argparse.ArgumentParser):
     """An argument parser with one-line errors that suggest the nearest flag or value.
 

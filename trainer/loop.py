@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -23,6 +24,7 @@ from model.quantized_weights import weight_of
 
 from .checkpoint.local_tier import LocalTier
 from .checkpoint.store import CheckpointStore
+from .config.checks import peak_warning
 from .config.load import resolved
 from .config.schema import RunConfig
 from .evaluation import Evaluation
@@ -77,6 +79,10 @@ def train(
     ).folder
     objective = make_objective(config, mesh)
     config = dataclasses.replace(config, train=config.train.for_epochs(objective.rows_per_epoch))
+    if config.train.epochs is not None:  # before compiling: the run there may have another length
+        check_run(config, jax.process_index() == 0)
+    if jax.process_index() == 0 and (warning := peak_warning(config)):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     require_same(
         {
             "the model's fingerprint": objective.origin,

@@ -34,7 +34,10 @@ NotNegative = Annotated[float, arguments.not_negative]
 FreeText = Annotated[str, arguments.free_text]
 StorePath = Annotated[str, arguments.store_path]
 REQUIRED: Any = object()
-FIELDS = "The recipe's fields are described by python train.py --help."
+FIELDS = (
+    "Instead of a recipe, --model.path and --data.path suffice, as for train.py. The recipe's "
+    "fields are described by python train.py --help."
+)
 
 
 def option(text: str, default: Any = REQUIRED, *, positional: bool = False, **more: Any) -> Any:
@@ -73,22 +76,17 @@ def check_each_once(name: str, values: Iterable[object]) -> None:
         seen.add(value)
 
 
-class EachOnce(argparse.Action):
+class EachOnce(arguments.Joined):
     """The argparse action of a list that may have each value only once, however it is written."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
+    def check(
+        self, parser: argparse.ArgumentParser, option_string: str | None, joined: list[Any]
     ) -> None:
-        """Takes the list."""
+        """Calls `parser.error` if a value is there twice."""
         try:
-            check_each_once(str(option_string), values)
+            check_each_once(str(option_string), joined)
         except UserError as error:
             parser.error(str(error))
-        setattr(namespace, self.dest, values)
 
 
 def command(
@@ -153,6 +151,7 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
             hint = next(part for part in typing.get_args(hint) if part is not type(None))
         if typing.get_origin(hint) is tuple:
             more.setdefault("nargs", "+")
+            more.setdefault("action", arguments.Joined)
             hint = typing.get_args(hint)[0]
         elif typing.get_origin(hint) is list:  # an option that may be repeated
             more.setdefault("action", "append")

@@ -169,8 +169,9 @@ class PreferenceObjective(TextObjective):
     """Preference tuning on pairs of completions, each pair in one row; attributes as in
     `TextObjective`.
 
-    The loss is the mean over pairs. The reference is the initial model, or `preference.ref_model`;
-    its log-likelihoods are computed before the first step.
+    The loss is the mean over pairs. The reference is the initial model, that model with its adapter
+    disabled (`preference.ref_without_adapter`), or `preference.ref_model`; its log-likelihoods are
+    computed before the first step.
     """
 
     loss_name = "preference_loss"
@@ -235,10 +236,19 @@ class PreferenceObjective(TextObjective):
           UserError, ValueError: there is no model at `preference.ref_model`, or it does not fit
             this run.
         """
-        path = self.config.preference.ref_model
+        options = self.config.preference
+        path = options.ref_model
+        if options.ref_without_adapter:
+            # New adapters add nothing to their base.
+            source, _ = for_templates(choose_model(self.config.model), self.config.data)
+            return self.model, source
         if path is None:
             return self.model, self.source
-        section = ModelConfig(path=path, compute_dtype=self.config.model.compute_dtype)
+        section = ModelConfig(
+            path=path,
+            overrides=options.ref_overrides,
+            compute_dtype=self.config.model.compute_dtype,
+        )
         config = dataclasses.replace(self.config, model=section, adapter=AdapterConfig())
         source, tokenizer = for_templates(choose_model(section), config.data)
         if not _same_ids(tokenizer, self.tokenizer):

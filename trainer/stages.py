@@ -9,9 +9,11 @@ from typing import Any
 
 from data.errors import UserError
 from model.attention.names import MESH_AXES
+from model.config import POSITIONS
 
 from .checkpoint.commit import CHECKPOINTS, located
 from .config.checks import check
+from .config.preference import PreferenceConfig
 from .config.schema import MeshConfig, RunConfig
 from .mesh import start_devices
 from .run.cluster import first_then_others
@@ -25,7 +27,8 @@ def stages_of(config: RunConfig) -> list[RunConfig]:
 
     The last stage's folder is the run's, so its checkpoints, logs and evaluations are the run's;
     earlier stages are in RUN/stages/1, 2 and so on. Each stage is an ordinary run with its own
-    warm-up, moments, decay and data order.
+    warm-up, moments, decay and data order. The reference of a preference loss is the model of the
+    first stage in all of them, under the RoPE of each.
 
     Raises:
       UserError: a stage contradicts the other sections, or stages differ in the number of devices.
@@ -80,6 +83,7 @@ def _staged(
         mesh=mesh,
         adapter=adapter,
         model=dataclasses.replace(model, overrides={**model.overrides, **stage.rope}),
+        preference=config.preference if previous is None else _with_first_reference(config, index),
         trajectories=dataclasses.replace(
             config.trajectories, in_context=stage.in_context or config.trajectories.in_context
         ),
@@ -102,6 +106,35 @@ def _staged(
         ),
         run_dir=config.location + ("" if last else f"/{EARLIER_STAGES}/{index + 1}"),
     )
+
+
+def _with_first_reference(config: RunConfig, index: int) -> PreferenceConfig:
+    """Returns the section `preference` of a later stage, whose reference is the first one's.
+
+    Raises:
+      UserError: that model cannot be opened again without the run's first stage.
+    """
+    preference, model, adapter = config.preference, config.model, config.adapter
+    if not preference.needs_reference or preference.ref_model or preference.ref_without_adapter:
+        return preference
+    if adapter.rank and not adapter.path:
+        return dataclasses.replace(preference, ref_without_adapter=True)
+    reasons = {
+        "adapter.path": adapter.path,
+        "model.preset": model.preset,
+        "model.tokenizer": model.tokenizer,
+        "model.overrides": None if model.path else model.overrides,
+    }
+    for field, found in reasons.items():
+        if found:
+            raise UserError(
+                f"{field}: found {found} with stages and preference.loss {preference.loss}, needs "
+                f"preference.ref_model{' or ref_without_adapter' * bool(adapter.path)}: the "
+                "reference of all stages"
+            )
+    ropes = [model.overrides, *(stage.rope for stage in config.stages[: index + 1])]
+    positions = {name: value for rope in ropes for name, value in rope.items() if name in POSITIONS}
+    return dataclasses.replace(preference, ref_model=model.path, ref_overrides=positions)
 
 
 def choose_stage(config: RunConfig, number: int | None = None) -> RunConfig:

@@ -55,6 +55,7 @@ def test_seeds_and_limits_are_at_least_zero(command, words, capsys):
         (coreference, "--tokens 512 1K 512", "--tokens: found 512"),
         (coreference, "--tokens 512 --alike 2 2", "--alike: found 2"),
         (line_retrieval, "--lines 5 5", "--lines: found 5"),
+        (line_retrieval, "--lines 5 6 --lines 5", "--lines: found 5"),
         (line_retrieval, "--tokens 1K 1024", "--tokens: found 1024"),
         (line_retrieval, "--cases a.jsonl a.jsonl", "--cases: found a.jsonl"),
     ],
@@ -64,6 +65,12 @@ def test_a_repeated_value_is_refused(command, words, repeated, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.parse(["--checkpoint", "x", "--output", "y", *words.split()])
     assert capsys.readouterr().err == (f"error: {repeated} twice; each value once would work\n")
+
+
+def test_adapters_given_one_by_one_are_all_evaluated():
+    flags = ["--checkpoint", "x", "--output", "y", "--lines", "5", "--adapter", "a", "b"]
+    assert line_retrieval.parse(flags).adapter == ["a", "b"]
+    assert line_retrieval.parse([*flags, "--adapter", "c"]).adapter == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(("command", "continues"), [(line_retrieval, True), (harness, False)])

@@ -10,17 +10,22 @@ import pytest
 from data.errors import UserError
 from eval import harness, runner
 from scripts import make_short_tasks
+from tests import small_model
 
 lm_eval = pytest.importorskip("lm_eval", reason="requirements-eval.txt is not installed")
 
 
 @pytest.fixture(scope="module")
 def opened(hf_model):
+    return open_model(hf_model)
+
+
+def open_model(folder):
     parser = argparse.ArgumentParser()
     runner.add_flags(parser)
     flags = [
         "--checkpoint",
-        str(hf_model),
+        str(folder),
         "--output",
         "x",
         "--fsdp",
@@ -48,11 +53,15 @@ class Request:
 
 @pytest.fixture(scope="module")
 def theirs(hf_model):
+    return in_transformers(hf_model)
+
+
+def in_transformers(folder):
     """Returns transformers' ids of a text; its log-likelihood of a text's last ids, and whether
     they are greedy; its greedy answer."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(hf_model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     def ids(text):
         return tokenizer(text)["input_ids"]
@@ -133,6 +142,23 @@ def test_answers_have_the_length_that_their_task_sets(opened, theirs):
     whole = ids("".join(PAIRS[0]))
     assert value[0] == pytest.approx(likelihood(whole, len(whole) - len(ids(context)))[0], abs=1e-3)
     assert ours.generate_until([Request(context, {"max_gen_toks": 3})]) == [answers[2]]
+
+
+def test_a_text_is_embedded_by_its_own_length(tmp_path):
+    """Under longrope its frequencies are those that transformers takes for as many tokens, not those
+    of the longest text."""
+    folder = small_model.write(tmp_path, small_model.LONGROPE)
+    ids, likelihood, answer = in_transformers(folder)
+    ours = harness.Harness(open_model(folder), 512, 8)
+    contexts = ["The whale swam", "The ship sailed round the whale." * 20, "The ship"]
+    assert [len(ids(context)) > 128 for context in contexts] == [False, True, False]
+    scores = ours.likelihoods([(context, " home") for context in contexts])
+    for context, score in zip(contexts, scores, strict=True):
+        whole = ids(context + " home")
+        expected, is_greedy = likelihood(whole, len(whole) - len(ids(context)))
+        assert score == (pytest.approx(expected, abs=1e-3), is_greedy)
+    forms = [harness.AnswerForm("writing")] * len(contexts)
+    assert ours.continuations(contexts, forms) == [answer(ids(text), 8) for text in contexts]
 
 
 def test_one_cache_is_kept(opened):

@@ -9,6 +9,7 @@ from data.errors import UserError
 from data.templates import render
 from eval import runner
 from scripts import chat
+from tests import small_model
 
 DOCUMENT = "The whale swam round the ship, and the ship sailed round the whale. " * 8
 
@@ -33,7 +34,7 @@ def arguments(model, *flags):
     ]
 
 
-def test_a_document_is_read_once(hf_model, tmp_path, capsys):
+def test_a_document_is_read_once(hf_model, tmp_path):
     (tmp_path / "book.txt").write_text(DOCUMENT)
     args = chat.parse(
         arguments(hf_model, "--document", str(tmp_path / "book.txt"), "--length", "700")
@@ -71,7 +72,48 @@ def test_a_document_is_read_once(hf_model, tmp_path, capsys):
     assert talk.ask("Who swam?") == first
     with pytest.raises(UserError, match="tokens, and 695 fit; /new starts a new one"):
         talk.ask("word " * 700)
-    assert len(talk.turns) == 2 and "beyond the trained length" in capsys.readouterr().out
+    assert len(talk.turns) == 2
+
+
+def test_a_conversation_is_embedded_by_its_own_length(tmp_path):
+    """Under longrope its frequencies are those that transformers takes for as many tokens, not those
+    of the longest conversation."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder = small_model.write(tmp_path, small_model.LONGROPE)
+    args = chat.parse(arguments(folder))
+    args.rows = 1
+    talk = chat.Talk(runner.open_respondent(args), None, args.length, args.max_new_tokens)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def expected(question):
+        ids = talk._ids([*talk.turns, talk._user(question)])
+        stops = list(talk.respondent.stops)
+        both = model.generate(
+            torch.tensor([ids]), max_new_tokens=5, do_sample=False, eos_token_id=stops
+        )[0].tolist()
+        new = [token for token in both[len(ids) :] if token not in stops]
+        return talk.respondent.tokenizer.decode(new).strip(), len(ids) + len(new)
+
+    for question in ("Who swam?", "Who sailed? " * 20, "Where?"):
+        answer, tokens = expected(question)
+        assert (talk.ask(question), talk.tokens) == (answer, tokens)
+    assert talk.tokens > 128
+    talk.forget()
+    answer, tokens = expected("Who swam?")
+    assert (talk.ask("Who swam?"), talk.tokens) == (answer, tokens) and tokens < 128
+
+
+def test_a_conversation_beyond_the_trained_length_is_noted_once(hf_model, monkeypatch, capsys):
+    monkeypatch.setattr(
+        chat.Talk, "ask", lambda self, question, show: setattr(self, "tokens", int(question))
+    )
+    assert chat.main(arguments(hf_model, "--question", "1", "--question", "128")) == 0
+    assert capsys.readouterr().err == ""
+    assert chat.main(arguments(hf_model, "--question", "128", "129", "--question", "300")) == 0
+    assert capsys.readouterr().err == (
+        "note: conversations of more than 128 tokens are beyond the trained length; this one has "
+        "129\n"
+    )
 
 
 def test_pieces_are_printed_per_token_and_have_whole_characters():
@@ -110,13 +152,25 @@ def test_an_answer_cannot_control_the_terminal(hf_model, monkeypatch, capsys):
 
 def test_unusable_documents_are_refused(hf_model, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text(" ")
+    (tmp_path / "book.txt").write_text(DOCUMENT)
     for flags, words in (
         (
             ["--document", str(tmp_path / "gone.txt")],
             "gone.txt cannot be read (No such file or directory)",
         ),
         (["--document", str(tmp_path / "empty.txt")], "is empty"),
-        (["--question", "?", "--template", "vicuna_v1.1", "--length", "3"], "--length: found 3"),
+        (
+            ["--question", "?", "--template", "vicuna_v1.1", "--length", "3"],
+            "--length: found 3; a question and an answer of --max-new-tokens 5 take about",
+        ),
+        (
+            ["--question", "?", "--length", "200", "--max-new-tokens", "256"],
+            "or --max-new-tokens ",
+        ),
+        (
+            ["--document", str(tmp_path / "book.txt"), "--length", "200"],
+            "--length: found 200; the document, a question and an answer of --max-new-tokens 5",
+        ),
     ):
         assert chat.main(arguments(hf_model, *flags)) == 2
         assert words in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.errors import UserError
-from trainer.options import Tokens, command, option, other_words, parse
+from trainer.options import EachOnce, Tokens, command, option, other_words, parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,36 @@ def test_fields_hold_the_values_of_options():
         "xla",
         True,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lists:
+    ranks: tuple[int, ...] = option("numbers", (4, 8), choices=(2, 4, 8))
+    lengths: tuple[Tokens, ...] = option("each once", (), action=EachOnce)
+    add: tuple[str, ...] = option("a pair", (), nargs=2, metavar=("NAME", "FILE"))
+
+
+def test_a_list_given_again_is_longer():
+    """Only its first use replaces the default."""
+    assert parse(Lists, []) == Lists(ranks=(4, 8), lengths=(), add=())
+    words = "--ranks 4 --lengths 1K 2 --ranks 8 2 --lengths 3 --add a b"
+    assert parse(Lists, words.split()) == Lists(
+        ranks=(4, 8, 2), lengths=(1024, 2, 3), add=("a", "b")
+    )
+    assert parse(Lists, ["--ranks", "2"]).ranks == (2,)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--lengths 1K 2 --lengths 1024", "--lengths: found 1024 twice; each value once"),
+        ("--add a b --add c d", "argument --add: given twice; once would work"),
+    ],
+)
+def test_a_list_that_cannot_be_joined_is_refused(words, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse(Lists, words.split())
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

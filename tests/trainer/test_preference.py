@@ -36,10 +36,12 @@ from trainer.config.checks import check
 from trainer.config.data import SourceConfig
 from trainer.config.preference import PreferenceConfig
 from trainer.config.schema import AdapterConfig, MeshConfig
+from trainer.config.stage import StageConfig
 from trainer.huggingface.folder import weights_fingerprint
 from trainer.preference_loss import Pairs, pair_losses
 from trainer.reference import _write
 from trainer.source_kinds import HuggingFaceSource
+from trainer.stages import stages_of
 from trainer.text_checks import longest_document
 
 PAIRS = 16
@@ -355,6 +357,44 @@ def test_the_reference_is_computed_once_and_resumes_when_interrupted(
     assert abs(measures["rewards/margins"]) > 1e-4, "the model is not its own reference"
 
 
+def references_of(config, path):
+    return open_objective(
+        dataclasses.replace(config, data=dataclasses.replace(config.data, prepared=str(path)))
+    ).loader.references
+
+
+def test_a_later_stage_has_the_reference_of_the_first(folder, models, tmp_path):
+    """Not the result of the stage before it, from which it begins. RoPE is the stage's."""
+    config = make_config(folder, models[0], MeshConfig(), loss="sigmoid")
+    stages = (StageConfig(LENGTH), StageConfig(LENGTH, rope={"rope_theta": 50000.0}))
+    second = stages_of(dataclasses.replace(config, stages=stages))[1]
+    trained = dataclasses.replace(
+        second, model=dataclasses.replace(second.model, path=str(models[1]))
+    )
+    initial = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, overrides={"rope_theta": 50000.0})
+    )
+    expected = references_of(initial, tmp_path)
+    np.testing.assert_allclose(references_of(trained, tmp_path), expected, rtol=1e-6)
+    assert (expected != references_of(config, tmp_path)).all()
+
+
+def test_the_reference_is_the_model_with_its_adapter_disabled(folder, models, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = transformers.LlamaForCausalLM.from_pretrained(models[0], dtype=torch.float32)
+    lora = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
+    config = make_config(folder, models[0], MeshConfig(), loss="sigmoid")
+    adapter = AdapterConfig(rank=4, path=str(tmp_path / "adapter"))
+    continued = dataclasses.replace(config, adapter=adapter)
+    disabled = dataclasses.replace(
+        continued, preference=PreferenceConfig("sigmoid", ref_without_adapter=True)
+    )
+    base = references_of(config, tmp_path)
+    np.testing.assert_allclose(references_of(disabled, tmp_path), base, rtol=1e-5)
+    assert (abs(references_of(continued, tmp_path) - base) > 0.01).all()
+
+
 def test_a_reference_that_overflows_is_named_and_nothing_is_kept(folder, models, tmp_path):
     """Its weights are finite, but every loss of its pairs would not be."""
     other = shutil.copytree(models[0], tmp_path / "other")
@@ -480,6 +520,18 @@ def test_every_held_out_pair_counts_however_many_fit_a_row(
         ),
         ({"loss": "sigmoid", "beta": 0.0}, "preference.beta: found 0.0, needs a number above 0"),
         ({"loss": "orpo", "sft_weight": 1.0}, "preference.sft_weight: found 1.0"),
+        (
+            {"loss": "sigmoid", "ref_overrides": {"rope_theta": 5.0}},
+            "preference.ref_overrides: found {'rope_theta': 5.0}, needs only fields of",
+        ),
+        (
+            {"loss": "sigmoid", "ref_model": "x", "ref_without_adapter": True},
+            "preference.ref_without_adapter: found True, needs false with preference.ref_model",
+        ),
+        (
+            {"loss": "sigmoid", "ref_without_adapter": True},
+            "preference.ref_without_adapter: found True, needs an adapter",
+        ),
         (
             {"loss": "simpo", "ref_model": "x"},
             "preference.ref_model: found x, needs to be left out with preference.loss simpo",

@@ -4,6 +4,7 @@ any stage, bitwise."""
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 
@@ -15,11 +16,15 @@ import train
 from data.errors import UserError
 from eval import line_cases
 from model.language_model import LanguageModel
-from tests import small_run
+from tests import small_preference, small_run
 from tests.model.build import mesh_of
 from trainer.config.load import dump, load
+from trainer.config.preference import PreferenceConfig
+from trainer.config.schema import AdapterConfig, ModelConfig
+from trainer.config.stage import StageConfig
 from trainer.evaluation import HeldOutLoss
 from trainer.model_source import open_model
+from trainer.run.opening import check_run
 from trainer.stages import stages_of, train_stages
 from trainer.text import TextObjective
 
@@ -118,6 +123,56 @@ def test_stages_of_adapters_keep_the_base_and_its_positions(recipe):
         expected.rope,
         expected.rope | {"rope_theta": 50000.0},
     ]
+
+
+def preference_stages(folder, **changes):
+    """The stages of a run that learns from preferences, with other sections replaced."""
+    config = small_preference.make_config(folder, "hf", loss="sigmoid")
+    stages = (StageConfig(128), StageConfig(256, rope={"rope_theta": 7.0}), StageConfig(512))
+    model = dataclasses.replace(config.model, overrides={"max_position_embeddings": 512})
+    return stages_of(dataclasses.replace(config, **{"stages": stages, "model": model, **changes}))
+
+
+def test_all_stages_have_the_reference_of_the_first(tmp_path):
+    first, *later = preference_stages(tmp_path)
+    assert first.preference.ref_model is None and not first.preference.ref_overrides
+    assert [stage.preference.ref_model for stage in later] == ["hf", "hf"]
+    assert [stage.preference.ref_overrides for stage in later] == [
+        {"max_position_embeddings": 512, "rope_theta": 7.0}
+    ] * 2
+    first, *later = preference_stages(tmp_path, adapter=AdapterConfig(rank=4))
+    assert not first.preference.ref_without_adapter
+    assert [stage.preference.ref_without_adapter for stage in later] == [True, True]
+    assert not any(stage.preference.ref_model for stage in later)
+    for kept in ({"loss": "sigmoid", "ref_model": "other"}, {"loss": "orpo"}):
+        preference = PreferenceConfig(**kept)
+        stages = preference_stages(tmp_path, preference=preference)
+        assert [stage.preference for stage in stages] == [preference] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": ModelConfig(preset="tiny", tokenizer="t")}, "model.preset: found tiny with"),
+        ({"model": ModelConfig("hf", tokenizer="t")}, "model.tokenizer: found t with stages"),
+        (
+            {"adapter": AdapterConfig(rank=4, path="sft")},
+            "adapter.path: found sft with stages and preference.loss sigmoid, needs "
+            "preference.ref_model or ref_without_adapter: the reference of all stages",
+        ),
+    ],
+)
+def test_a_first_model_that_later_stages_cannot_open_is_refused(tmp_path, changes, words):
+    with pytest.raises(UserError, match=f"^{re.escape(words)}"):
+        preference_stages(tmp_path, **changes)
+
+
+def test_a_stage_begun_with_the_stage_before_it_as_its_reference_is_refused(tmp_path):
+    """As in earlier versions."""
+    begun = preference_stages(tmp_path)[1]
+    pretend_trained(dataclasses.replace(begun, preference=PreferenceConfig("sigmoid")))
+    with pytest.raises(UserError, match=r"preference\.ref_model is None there and 'hf' now"):
+        check_run(begun)
 
 
 def test_finished_stages_are_not_trained_again(recipe, tmp_path, capsys):

@@ -261,6 +261,12 @@ def _check_preference(config: RunConfig) -> None:
         "format: preference in every source with preference.loss; train on other data in a "
         "separate run",
     )
+    require(
+        not config.preference.ref_without_adapter or config.adapter.rank > 0,
+        "preference.ref_without_adapter",
+        True,
+        "an adapter: adapter.rank of at least 1",
+    )
 
 
 def _check_adapter(config: RunConfig) -> None:
@@ -389,6 +395,36 @@ def _check_stages(config: RunConfig) -> None:
         "train.epochs",
         config.train.epochs,
         "to be left out with stages, each of which has its steps",
+    )
+
+
+def peak_warning(config: RunConfig) -> str | None:
+    """Returns a warning if the learning rate never reaches its peak.
+
+    Args:
+      config: of a run whose steps are known; train.epochs have become steps.
+    """
+    optimizer, steps = config.optimizer, config.train.steps
+    warmup, decays = optimizer.first_steps(steps), optimizer.schedule == "wsd"
+    stable = steps - optimizer.decay_steps(steps) if decays else steps
+    if warmup <= stable:
+        return None
+
+    def share(step: int) -> float:
+        """The share of the peak at a step from 1."""
+        lost = (1 - optimizer.final_fraction) * max(step - stable, 0) / max(steps - stable, 1)
+        return min(step / warmup, 1.0) * (1 - lost)
+
+    highest = max(share(step) for step in range(max(stable, 1), steps + 1))
+    field = "warmup_fraction" if optimizer.warmup_fraction else "warmup_steps"
+    ends = f"decays after step {stable} of" if decays else "has"
+    shorter = f"optimizer.warmup_steps {stable} or less"
+    if 0.03 * steps <= stable:
+        shorter += ", or optimizer.warmup_fraction 0.03,"
+    return (
+        f"optimizer.{field}: found {getattr(optimizer, field)}, a warm-up of {warmup} steps, but "
+        f"the run {ends} {steps}: the learning rate rises to only {highest:.1%} of its peak; "
+        f"{shorter} would work"
     )
 
 

@@ -1,7 +1,14 @@
 """The options of a run that learns from preferences: the section `preference` of a recipe."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
+
+from data.lengths import with_lengths
+from model.config import POSITIONS
+from model.rope_config import require_scaling
+
+from .require import require
+from .stage import LENGTHS
 
 WITHOUT_REFERENCE = ("orpo", "simpo")
 """Losses that only compare the completions with each other."""
@@ -25,6 +32,12 @@ class PreferenceConfig:
     ref_model: str | None = None
     """The reference, if not the initial model: a Hugging Face folder, org/name on the hub or a
     checkpoint of this project, with the same tokenizer."""
+    ref_overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields rope_theta, rope_scaling and max_position_embeddings of ref_model, as in
+    model.overrides."""
+    ref_without_adapter: bool = False
+    """The reference is the model with its adapter disabled, also if adapter.path continues a
+    trained one."""
     label_smoothing: float = 0.0
     """Share of pairs whose labels are assumed flipped, for sigmoid (conservative DPO) and robust;
     below 0.5."""
@@ -71,6 +84,7 @@ class PreferenceConfig:
                 f"preference.loss "
                 f"{self.loss}, which has no reference"
             )
+        self._check_reference()
         for name in ("desirable_weight", "undesirable_weight"):
             found = getattr(self, name)
             if not 0 <= found < float("inf") or (found != 1 and self.loss != "kto"):
@@ -78,6 +92,26 @@ class PreferenceConfig:
                     f"preference.{name}: found {found}, needs "
                     + ("a number of 0 or more" if self.loss == "kto" else "1; only kto reads it")
                 )
+
+    def _check_reference(self) -> None:
+        """Raises ValueError if the fields of the reference do not agree."""
+        object.__setattr__(self, "ref_overrides", with_lengths(self.ref_overrides, LENGTHS))
+        require_scaling(
+            "preference.ref_overrides.rope_scaling", self.ref_overrides.get("rope_scaling")
+        )
+        require(
+            set(self.ref_overrides) <= set(POSITIONS if self.ref_model else ()),
+            "preference.ref_overrides",
+            self.ref_overrides,
+            f"only fields of {', '.join(POSITIONS)}, with preference.ref_model",
+        )
+        require(
+            not self.ref_without_adapter
+            or (self.ref_model is None and self.loss not in WITHOUT_REFERENCE),
+            "preference.ref_without_adapter",
+            self.ref_without_adapter,
+            "false with preference.ref_model, orpo or simpo",
+        )
 
     @property
     def labelled(self) -> bool:
