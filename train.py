@@ -4,8 +4,8 @@ and memory for the available devices.
 
 With --dry-run [MACHINE [--gpu-memory GIB]] it says what the run would take, and stops. Models and
 data on the Hugging Face hub are downloaded unless cached; --no-download forbids that. Alone,
-train.py lists the recipes. --help describes every field, --help SECTION those of a section.
-LONGSTRIPE_TRACEBACK=1 shows where an error comes from.
+train.py lists the recipes. --help describes every field, --help SECTION those of a section or of
+a list's entries, such as stages. LONGSTRIPE_TRACEBACK=1 shows where an error comes from.
 Exit codes: 0 trained; 1 a dry run that does not fit; 2 a one-line error that you can fix; 75 one
 that a restart may pass, such as a lost connection; 130 stopped by Ctrl-C, 143 by SIGTERM: the
 running step is finished and saved, and the same command resumes the run; a second Ctrl-C ends at
@@ -132,6 +132,15 @@ def report_dry_run(config: "RunConfig", machine: str, memory: str | None) -> boo
     return dry_run(config, machine, memory)
 
 
+def evaluation_kinds() -> dict[str, type]:
+    """Returns the sections of a recipe's `evaluations`, for --help: all tests' fields, then each
+    test's."""
+    from eval.live import TESTS
+    from eval.live_test import LiveTest
+
+    return {"": LiveTest, **{f"test: {name}": test for name, test in TESTS.items()}}
+
+
 def train_all_stages(config: "RunConfig") -> None:
     """Trains every stage of the recipe, then prints the commands that come next."""
     entry.keep_compiled(config.compile_cache)
@@ -190,7 +199,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         from trainer.config import load as configuration
 
-        config = configuration.load(words, own=["dry-run", "gpu-memory", "no-download"])
+        own = ["dry-run", "gpu-memory", "no-download"]
+        config = configuration.load(words, own, lists={"evaluations": evaluation_kinds})
         if config.evaluations:
             from eval.live import with_tests
 

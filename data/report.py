@@ -256,7 +256,8 @@ class Report:
         """Returns a few lines for the terminal: counts, the file of dropped records, warnings."""
         lines = []
         for source in self.sources:
-            lines.append(f"{source.path}: {source.records} records, {source.kept} kept")
+            records = "1 record" if source.records == 1 else f"{source.records} records"
+            lines.append(f"{source.path}: {records}, {source.kept} kept")
             lines += [source.table()] if source.dropped or source.repaired or source.unread else []
         if self.dropped and self.dropped_file:
             count = self.dropped.total()

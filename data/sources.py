@@ -263,9 +263,10 @@ def check_usable(source: Source, report: SourceReport) -> None:
         raise UserError(f"{source.path}: holds no records; {source.would_work}")
     if not report.kept:
         kind = "conversation" if source.format == "sharegpt" else source.format
+        found = f"none of its {report.records} records is"
         raise UserError(
-            f"{source.path}: none of its {report.records} records is a usable {kind} "
-            f"({report.reasons()}); {source.would_work}"
+            f"{source.path}: {'its only record is not' if report.records == 1 else found} a usable "
+            f"{kind} ({report.reasons()}); {source.would_work}"
         )
 
 

@@ -58,7 +58,7 @@ class Machine:
     host_gib: float | None
 
 
-class DoesNotFit(UserError):
+class NothingFits(UserError):
     """No mesh and memory options with which the run fits on the machine; says what would fit."""
 
 
@@ -270,7 +270,7 @@ def _refusal(job: Job, machine: Machine) -> UserError:
     needs = f"{least.low:.3g} GiB of {job.device_gib or 0:.3g}"
     if machine.host_gib is not None and least.on_host > machine.host_gib:
         needs += f", and {least.on_host:.3g} GiB of {machine.host_gib:.3g} of the host's"
-    return DoesNotFit(
+    return NothingFits(
         f"{job.name}: rows of {job.context:,} tokens do not fit on {machine.named}: at least "
         f"{needs} on each; {'; '.join(_what_would(job)) or 'a smaller model would fit'}"
     )

@@ -36,7 +36,7 @@ from trainer.text import TextObjective
 from trainer.trajectories import TrajectoryObjective
 
 from . import answer
-from .auto import DoesNotFit, machine_named, planned_run
+from .auto import NothingFits, machine_named, planned_run
 from .compiled import GIB
 from .machines import ANY_GPU, device_count, gpu_gib, host_gib, hosts, topology_of
 from .memory_estimate import estimate_memory
@@ -93,7 +93,7 @@ def dry_run(
             )
         try:
             config = planned_run(config, machine_named(topology, usable_gib), print)
-        except DoesNotFit as refusal:
+        except NothingFits as refusal:
             print(refusal)
             return False
     if machine:

@@ -1,9 +1,11 @@
 """Shows what a recipe trains on.
 
     python -m scripts.inspect_data CONFIG.yaml [--rows N] [--tokens N] [--section.field value ...]
+    python -m scripts.inspect_data --model.path MODEL --data.path DATA [--section.field value ...]
 
-Prints the first packed rows as text, with tokens in the loss in colour (without colours, in ⟦ ⟧),
-the numbers of used and dropped records, the documents' lengths, and the share of padding.
+With the flags of a train.py command it shows what that command would read. It prints the first
+packed rows as text, with tokens in the loss in colour (without colours, in ⟦ ⟧), the numbers of
+used and dropped records, the documents' lengths, and the share of padding.
 """
 
 import dataclasses
@@ -93,14 +95,19 @@ def histogram(lengths: Int[np.ndarray, " N"], width: int = 40) -> str:
     return "\n".join(lines)
 
 
+def _counted(number: int, noun: str) -> str:
+    """Returns a number of things: `1 row`, `12 rows`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def describe(documents: Documents, loader: Loader) -> str:
     """Returns the counts, lengths and padding of a split as text."""
     total = counts(documents)
     return (
-        f"{documents.name}: {total.documents:,} documents, {total.tokens:,} tokens, "
+        f"{documents.name}: {_counted(total.documents, 'document')}, {total.tokens:,} tokens, "
         f"{total.trained_tokens / max(total.tokens, 1):.1%} of them in the "
         f"loss\n{histogram(documents.lengths)}\n"
-        f"{len(loader):,} rows of {loader.context_length:,} in the first epoch, "
+        f"{_counted(len(loader), 'row')} of {loader.context_length:,} in the first epoch, "
         f"{loader.padding_share:.2%} padding"
     )
 
@@ -111,13 +118,14 @@ def work(args: "Options") -> None:
     Raises:
         UserError: the recipe or the data are invalid.
     """
+    from trainer.config.command_line import with_recipe_named
     from trainer.config.load import load
     from trainer.model_source import choose_model, for_templates
     from trainer.stages import choose_stage
     from trainer.text import prepare_text
     from trainer.text_checks import data_warnings
 
-    recipe = load(["--config", args.config, *args.flags], own=vars(args).keys() - {"flags"})
+    recipe = load(with_recipe_named(args.flags), own=vars(args).keys() - {"flags"})
     config = choose_stage(recipe, args.stage)
     source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     prepared = prepare_text(config, source.config, tokenizer)
@@ -138,8 +146,8 @@ def work(args: "Options") -> None:
         console.print(f"warning: {warning}", markup=False)
     if len(prepared.held_out):
         console.print(
-            f"held_out: {len(prepared.held_out):,} documents, {prepared.held_out.lengths.sum():,} "
-            "tokens"
+            f"held_out: {_counted(len(prepared.held_out), 'document')}, "
+            f"{prepared.held_out.lengths.sum():,} tokens"
         )
 
 
@@ -147,12 +155,11 @@ def work(args: "Options") -> None:
 class Options:
     """The command's options."""
 
-    config: str = option("a recipe", positional=True, metavar="CONFIG.yaml")
     rows: AtLeastOne = option("number of rows to show", 2)
     tokens: TokensOr0 = option("number of tokens to show per row", 600)
     stage: int | None = option("stage of a recipe with stages, from 1 (default: the last)", None)
     no_download: bool = no_download()
-    flags: tuple[str, ...] = other_words("[--section.field value ...]", FIELDS)
+    flags: tuple[str, ...] = other_words("[CONFIG.yaml] [--section.field value ...]", FIELDS)
 
 
 main = command(Options, work)

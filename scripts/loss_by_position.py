@@ -1,10 +1,12 @@
 """Measures the loss by position in the text: do more tokens before a target improve predictions?
 
     python -m scripts.loss_by_position --config RECIPE --checkpoint DIR_OR_HF [...] --output DIR
+    python -m scripts.loss_by_position --data.path DATA --checkpoint DIR_OR_HF [...] --output DIR
 
-Data, packing and mesh are the recipe's; `model.path` is set to each checkpoint in turn. Targets are
-grouped by the number of tokens before them in the same document and row, into buckets between
-powers of two. Writes loss_by_position.json and loss_by_position.png to --output.
+Data, packing and mesh are the recipe's, or as train.py has them without one; `model.path` is set to
+each checkpoint in turn. Targets are grouped by the number of tokens before them in the same
+document and row, into buckets between powers of two. Writes loss_by_position.json and
+loss_by_position.png to --output.
 
 With --without-earlier W each target is also predicted from at most W preceding tokens: every
 document is cut into pieces of W tokens that cannot attend to each other. If the model uses earlier
@@ -105,7 +107,6 @@ class Measurement(NamedTuple):
 class Options:
     """The command's options."""
 
-    config: str = option("the recipe; its fields may follow as flags", metavar="RECIPE.yaml")
     checkpoint: tuple[StorePath, ...] = option(
         "checkpoints, runs or Hugging Face models with the same tokenizer; each gives a curve",
         metavar="DIR_OR_HF",
@@ -129,7 +130,9 @@ class Options:
         metavar="W",
     )
     stage: int | None = option("stage of a recipe with stages, from 1 (default: the last)", None)
-    flags: tuple[str, ...] = other_words("[--section.field value ...]", FIELDS)
+    words: tuple[str, ...] = other_words(
+        "[--config RECIPE.yaml] [--section.field value ...]", FIELDS
+    )
 
 
 def cut(batch: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
@@ -158,18 +161,21 @@ def measure(checkpoint: str, args: Options) -> Measurement:
 
     from data.batch import permute
     from data.loader import Loader
+    from planning.auto import machine_of, plan_on
     from trainer.config import load as configuration
     from trainer.mesh import make_mesh, place_batch, simulate
     from trainer.stages import choose_stage
     from trainer.text import TextObjective, text_batch
 
     config = configuration.load(
-        ["--config", args.config, *args.flags, "--model.path", checkpoint],
-        own=vars(args).keys() - {"flags"},
+        [*args.words, "--model.path", checkpoint], own=vars(args).keys() - {"words"}
     )
     config = choose_stage(config, args.stage)
     if config.mesh.simulate:
         simulate(config.mesh.simulate)
+    if {"mesh", "memory"} & {*config.auto}:
+        config, reason = plan_on(config, machine_of(jax.devices()))
+        print(reason, flush=True)
     objective = TextObjective(config, make_mesh(config.mesh, schedule=config.attention.schedule))
     size = config.train.batch_size
     split = args.split or (

@@ -1,6 +1,7 @@
-"""Tokenizes a recipe's data ahead of training, so that accelerators do not wait for it.
+"""Tokenizes a run's data ahead of training, so that accelerators do not wait for it.
 
     python -m scripts.prepare --config RECIPE.yaml [--section.field value ...]
+    python -m scripts.prepare --model.path MODEL --data.path DATA [--section.field value ...]
     python -m scripts.prepare --config RECIPE.yaml --engine beam --runner dask \\
         [--section.field value ...] -- [RUNNER'S FLAGS]
 
@@ -25,12 +26,11 @@ from trainer import entry
 from trainer.options import FIELDS, no_download, option, other_words, parse
 
 
-def prepare(recipe: str, flags: Sequence[str], engine: Engine) -> None:
+def prepare(words: Sequence[str], engine: Engine) -> None:
     """Tokenizes the data, unless done, and prints the data report.
 
     Args:
-        recipe: path of the recipe.
-        flags: fields of the recipe as command-line flags.
+        words: the recipe and its fields, as on train.py's command line.
         engine: the engine that does the work.
 
     Raises:
@@ -43,7 +43,7 @@ def prepare(recipe: str, flags: Sequence[str], engine: Engine) -> None:
     from trainer.stages import choose_stage
     from trainer.text import prepare_text
 
-    config = load(["--config", recipe, *flags])
+    config = load([*words])
     source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     for number in range(1, max(len(config.stages), 1) + 1):
         data = choose_stage(config, number)
@@ -63,7 +63,6 @@ def prepare(recipe: str, flags: Sequence[str], engine: Engine) -> None:
 class Options:
     """The command's options."""
 
-    config: str = option("a recipe; its fields may follow as flags", metavar="RECIPE.yaml")
     engine: str = option(
         "what does the work: processes on this machine, or Apache Beam (docs/beam.md)",
         "processes",
@@ -75,7 +74,9 @@ class Options:
         choices=tuple(RUNNERS),
     )
     no_download: bool = no_download()
-    flags: tuple[str, ...] = other_words("[--section.field value ...]", FIELDS)
+    words: tuple[str, ...] = other_words(
+        "[--config RECIPE.yaml] [--section.field value ...]", FIELDS
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     args, runner_flags = parse(Options, words[:end]), tuple(words[end + 1 :])
-    return entry.run(lambda: prepare(args.config, args.flags, _engine(args, runner_flags)))
+    return entry.run(lambda: prepare(args.words, _engine(args, runner_flags)))
 
 
 def _engine(args: Options, runner_flags: tuple[str, ...]) -> Engine:

@@ -414,7 +414,7 @@ def test_tokens_of_binary_files_must_be_32_bit_integers(tmp_path, dtype, suffix)
     else:
         parquet.write_table(pyarrow.table({"tokens": [bad]}), path)
     with pytest.raises(
-        UserError, match=r"none of its 1 records is a usable tokens .*no list of integers"
+        UserError, match=r"its only record is not a usable tokens .*no list of integers"
     ):
         _read(path, format="tokens")
 
@@ -891,3 +891,8 @@ def test_a_dictionary_in_proportion_is_read(tmp_path, name):
             file.write_table(table)
     read = [row["text"] for row in read_table(File(str(path)), SourceReport(str(path)))]
     assert read == [texts[number % 5] for number in range(rows)]
+
+
+def test_one_record_is_counted_in_the_singular():
+    report = Report([SourceReport("a.json", records=1, kept=1), SourceReport("b.json", 2, 2)])
+    assert report.summary() == "a.json: 1 record, 1 kept\nb.json: 2 records, 2 kept"

@@ -116,6 +116,8 @@ def test_the_command_describes_a_recipes_data(tmp_path, capsys):
     )
     assert "row 0" in output and "row 1" not in output
     assert "rows of 128 in the first epoch" in output and "% padding" in output
+    assert inspect.main([*command[:3], "--data.context_length", "4K"]) == 0
+    assert "\n1 row of 4,096 in the first epoch" in capsys.readouterr().out
     assert inspect.main([str(tmp_path / "gone.yaml")]) == 2
     assert "gone.yaml" in capsys.readouterr().err
     for flag, meant in (

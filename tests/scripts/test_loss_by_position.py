@@ -173,6 +173,21 @@ def test_the_command_matches_transformers_losses(tmp_path, monkeypatch, capsys):
         rtol=1e-3,
     )
     assert "Gain from earlier text" in output
+    source = {"path": str(tmp_path / "book.txt"), "format": "text", "add_bos": True}
+    without_recipe = [*common[2:], "--data.sources", json.dumps([source]), "--mesh.simulate", "8"]
+    for field, value in (
+        ("model.compute_dtype", "float32"),
+        ("data.context_length", LENGTH),
+        ("data.held_out_fraction", 0),
+        ("data.prepared", tmp_path / "prepared"),
+        ("train.batch_size", 2),
+    ):
+        without_recipe += [f"--{field}", str(value)]
+    assert loss_by_position.main(without_recipe) == 0
+    assert "planned for 8 x CPU: mesh" in capsys.readouterr().out
+    written = json.loads((tmp_path / "out/loss_by_position.json").read_text())
+    again = [row["loss_nats_per_target"] for row in written["curves"][str(tmp_path / "hf")]]
+    within(np.abs(np.array(again) - curve).max(), 1e-4, "loss")
     assert loss_by_position.main([*common, "--skip", "4"]) == 2, "there is no fifth batch"
     assert (
         loss_by_position.main(

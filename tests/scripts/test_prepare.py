@@ -1,6 +1,7 @@
 """scripts.prepare makes the data that training uses; running the module data.prepare names the
 command."""
 
+import re
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from data import prepare as data_prepare
 from scripts import inspect_data, prepare
 from tests.conftest import REPOSITORY
 from trainer.config import load as configuration
-from trainer.model_source import choose_model
+from trainer.model_source import choose_model, for_templates
 from trainer.text import prepare_text
 
 FIXTURES = REPOSITORY / "data/fixtures"
@@ -43,6 +44,40 @@ def test_training_uses_the_prepared_data(tmp_path, capsys, monkeypatch):
     )
     assert prepare.main(["--config", str(recipe), "--data.context_lenght", "512"]) == 2
     assert "did you mean --data.context_length?" in capsys.readouterr().err
+
+
+def test_what_train_reads_without_a_recipe_is_previewed_and_prepared(
+    hf_model, tmp_path, capsys, monkeypatch
+):
+    flags = [
+        "--model.path",
+        str(hf_model),
+        "--data.path",
+        str(FIXTURES / "conversations_held_out.json"),
+    ]
+    flags += ["--data.context_length", "256", "--data.prepared", str(tmp_path / "prepared")]
+    assert prepare.main(flags) == 0
+    folder = re.search("prepared in (.*)", capsys.readouterr().out)[1]
+    monkeypatch.setattr(data_prepare, "_build", lambda *_: pytest.fail("it was prepared again"))
+    config = configuration.load(flags)
+    source, tokenizer = for_templates(choose_model(config.model), config.data)
+    prepared = prepare_text(config, source.config, tokenizer)
+    assert str(prepared.folder) == folder
+    for words in ([*flags, "--rows", "1"], ["--rows", "1", *flags]):
+        assert inspect_data.main(words) == 0
+        output = capsys.readouterr().out
+        assert prepared.report.summary() in output and "row 0" in output and "row 1" not in output
+        assert f"train: {len(prepared.train):,} documents" in output and "rows of 256" in output
+    for main in (prepare.main, inspect_data.main):
+        assert main(flags[:2]) == 2
+        assert "--model.path and --data.path suffice without one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("before", [[], ["--rows", "1"], ["--data.context_length", "512"]])
+def test_a_recipe_may_follow_flags(before, small_recipe, tmp_path, capsys):
+    words = [str(small_recipe), "--data.prepared", str(tmp_path)]
+    assert inspect_data.main([*before, *words]) == 0
+    assert "row 0" in capsys.readouterr().out
 
 
 def test_every_stage_is_prepared(tmp_path, capsys, monkeypatch):

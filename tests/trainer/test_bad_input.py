@@ -123,7 +123,7 @@ def spoil_checkpoint(checkpoint: pathlib.Path) -> str:
             '[{"conversations": []}, {"text": "a"}]',
             ["none of its 2 records is a usable conversation", "1 x empty record"],
         ),
-        ('[{"conversations": [{"from": "human"', ["none of its 1 records", "cut off"]),
+        ('[{"conversations": [{"from": "human"', ["its only record is not a usable", "cut off"]),
     ],
 )
 def test_no_usable_data(refused, tmp_path, content, words):

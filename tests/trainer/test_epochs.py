@@ -9,7 +9,7 @@ import yaml
 
 import train
 from tests import small_run
-from trainer.config.load import load
+from trainer.config.load import dump, load
 from trainer.config.schema import TrainConfig
 
 
@@ -41,6 +41,21 @@ def test_an_epoch_without_rows_is_refused():
 def test_epochs_are_positive(small_recipe, epochs):
     with pytest.raises(Exception, match=r"train\.epochs: found .*, needs a positive number"):
         load(["--config", str(small_recipe), "--train.epochs", epochs])
+
+
+def test_another_number_of_epochs_is_refused_before_compiling(small_recipe, tmp_path, capfd):
+    run = tmp_path / "run"
+    words = ["--config", str(small_recipe), "--run_dir", str(run), *small_run.DATA_PARALLEL]
+    begun = load([*words, "--train.epochs", "0.1"])
+    run.mkdir()
+    begun = dataclasses.replace(begun, train=dataclasses.replace(begun.train, steps=3))
+    (run / "config.yaml").write_text(dump(begun), encoding="utf-8")
+    assert train.main([*words, "--train.epochs", "0.2"]) == 2
+    errors = capfd.readouterr().err
+    assert "train.steps is 3 there and" in errors and "compiling" not in errors
+    # A dry run says the same.
+    assert train.main([*words, "--train.epochs", "0.2", "--dry-run"]) == 2
+    assert "train.steps is 3 there and" in capfd.readouterr().err
 
 
 def test_a_run_of_epochs_equals_the_run_of_its_steps_and_resumes(small_recipe, tmp_path, capfd):

@@ -167,9 +167,7 @@ def test_the_only_completion_of_a_split_is_dropped(folder, models, tmp_path):
     data = dataclasses.replace(config.data, held_out_path=str(tmp_path / "held_out.json"))
     with pytest.raises(
         UserError,
-        match=re.escape(
-            f"held_out.json: none of its 1 records is a usable preference (1 x {ALONE}"
-        ),
+        match=re.escape(f"held_out.json: its only record is not a usable preference (1 x {ALONE}"),
     ):
         open_objective(dataclasses.replace(config, data=data))
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from data.errors import UserError
@@ -49,6 +49,16 @@ def value_of(flag: Flag, kind: Any) -> Any:
         return parse(flag.text, f"command line: --{flag.name}")
     except InvalidYAML:
         return flag.text
+
+
+def with_recipe_named(words: Sequence[str]) -> list[str]:
+    """Returns a command's words with `--config` before the first one that belongs to no flag."""
+    for index, word in enumerate(words):
+        before = words[index - 1] if index else ""
+        is_value = before.startswith("--") and "=" not in before
+        if not word.startswith("--") and not is_value:
+            return [*words[:index], "--config", *words[index:]]
+    return list(words)
 
 
 def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:

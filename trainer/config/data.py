@@ -46,8 +46,8 @@ class DataConfig:
     """The training data."""
 
     path: str | None = None
-    """One source, short for a list of one; on the command line it replaces the recipe's sources, or
-    only the path of a single one."""
+    """File or folder with the data; shorthand for one entry in `sources`. On the command line it
+    replaces the recipe's sources, or only the path of a single one."""
     template: str = DEFAULT_TEMPLATE
     """Chat template: tokenizer for the model's own, or vicuna_v1.1, koala, llama-2, llama-3,
     chatml, alpaca, plain. A base model has none, so choose one of the others."""
@@ -67,7 +67,8 @@ class DataConfig:
     """Assistant turns in the loss: all, or only each conversation's last; a turn's `train: false`
     excludes it."""
     sources: tuple[SourceConfig, ...] = ()
-    """The sources, each {path, format, template, weight, fields, add_bos, control_tokens}."""
+    """The sources, each {path, format, template, weight, fields, add_bos, control_tokens}, which
+    `--help data.sources` describes."""
     context_length: Tokens = 4096
     """Tokens in a packed row, such as 65536 or 64K (K and M are 2^10 and 2^20, in every token
     field); a multiple of mesh.sequence, or of twice that for the layout zigzag."""

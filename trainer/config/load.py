@@ -6,7 +6,7 @@ import operator
 import os
 import pathlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import yaml
@@ -40,7 +40,11 @@ PLANNED = (
 LEARNING_RATE, ADAPTERS_LEARNING_RATE, WARMUP_FRACTION, EPOCHS = 1e-5, 1e-4, 0.03, 1
 
 
-def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
+def load(
+    argv: list[str] | None = None,
+    own: Iterable[str] = (),
+    lists: Mapping[str, Callable[[], Mapping[str, type]]] | None = None,
+) -> RunConfig:
     """Reads the configuration of `--config RECIPE.yaml [--section.field value ...]`, or of a model
     and data without a recipe.
 
@@ -48,6 +52,7 @@ def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
       argv: the command line; sys.argv's unless given. --help prints every field, or those of the
         section after it, and exits.
       own: the calling command's flags, offered in spelling suggestions.
+      lists: as `others` of `parsing.help_text`.
 
     Raises:
       UserError: one line that names the recipe or command line, the field, what was found and what
@@ -57,7 +62,7 @@ def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
     from . import parsing  # jsonargparse, imported only by commands that read a recipe
 
     if asks := {"-h", "--help"} & set(argv):
-        print(parsing.help_text(next(iter(argv[argv.index(asks.pop()) + 1 :]), "")))
+        print(parsing.help_text(next(iter(argv[argv.index(asks.pop()) + 1 :]), ""), lists))
         raise SystemExit(0)
     words = command_line.split(argv, own)
     flags = {flag.name: flag.text for flag in words.flags}

@@ -163,7 +163,7 @@ class CheckpointConfig:
     """Folder on each host's disk or in its memory (such as /dev/shm/longstripe), for checkpoints
     between those in run_dir: each process saves its part there, with a copy on the next host; a
     restart of the same processes on the same mesh continues from them if at most one host is lost.
-    None: no local checkpoints."""
+    null: no local checkpoints."""
     local_every: int = 0
     """Steps between local checkpoints; at most two take space at a time."""
     best: str | None = None
@@ -279,7 +279,8 @@ class RunConfig:
     auto: tuple[Literal["mesh", "memory", "positions"], ...] = ()
     """What the planner chooses for the available devices: mesh (also written mesh: auto): the axes,
     and train.accumulation if a batch must be computed in parts; memory (memory: auto): what is
-    kept; positions: stretches a pretrained model to data.context_length."""
+    kept; positions: stretches a pretrained model's RoPE to the longest document, if it is longer
+    than what the model is trained for."""
     planned: str = ""
     """The planner's answer to `auto` and its reason, recorded by the run."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
@@ -292,13 +293,13 @@ class RunConfig:
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
     evaluations: tuple[dict[str, Any], ...] = ()
     """Long-context tests during training, each {test, every, tokens, count, rows, chunk, name} plus
-    that test's fields (docs/evaluation.md); each writes RUN/NAME.jsonl, NAME being the test by
+    that test's fields (--help evaluations); each writes RUN/NAME.jsonl, NAME being the test by
     default."""
     samples: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     stages: tuple[StageConfig, ...] = ()
-    """A curriculum, each {context_length, steps, batch_size, learning_rate, mesh, rope, ...}:
-    stages are trained in order, each from the previous one's parameters, and the same command
-    continues in any of them."""
+    """A curriculum, each {context_length, steps, batch_size, learning_rate, mesh, rope, ...}
+    (--help stages): stages are trained in order, each from the previous one's parameters, and the
+    same command continues in any of them."""
     run_dir: str | None = None
     """Folder of the run, local or in a bucket (gs://, s3://); runs/NAME by default."""
     compile_cache: str | None = None
