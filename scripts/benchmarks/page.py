@@ -82,10 +82,12 @@ def step_times(results: Mapping[str, Result]) -> str:
     )
     return (
         f"## Seconds per step, LLaMA-3.1-8B, one row\n\n{times}\n"
-        "Our ranges are estimates: from matrix products at full rate, but at most the highest MFU\n"
-        "measured on such machines, to the slowest step measured on them ([measured_steps]).\n"
-        "TRL's model is Qwen3-8B. To show how far a range can be trusted, the next table compares\n"
-        "each system's measured steps with ranges set by the other systems' steps.\n\n"
+        "Our ranges are estimates. The low end assumes matrix products at full rate, but no more\n"
+        "than the best MFU that anyone has measured on such a machine. The high end is our\n"
+        "estimate at full rate, times the worst ratio of a measured step to that estimate\n"
+        "([measured_steps]). TRL's model is Qwen3-8B. To show how far a range can be trusted, the\n"
+        "next table compares each system's measured steps with ranges set by the other systems'\n"
+        "steps.\n\n"
         f"{held_out}"
     )
 

@@ -183,7 +183,7 @@ def rows_and_facts(
         "right": row(
             f"SmolLM2-135M by DPO: correct answers to {count} held-out prompts, before -> after",
             f"{correct[0]} -> {correct[1]}",
-            "as many (set after the run)",
+            "no fewer (this goal was set after the run)",
             correct[1] >= correct[0],
         ),
         "book": row(

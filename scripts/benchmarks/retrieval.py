@@ -32,7 +32,7 @@ CASES, QUESTIONS = 48, 8  # of generated records; about each of them
 NEW_TOKENS = 48
 LETTERS = 3_000_000  # of the training text: half of all tokens
 SHORT_TASKS = ("book_next_sentence", "book_last_word")
-GOAL = "0.3 more, or 0.95; disjoint intervals"
+GOAL = "accuracy +0.3, or at least 0.95; 95% intervals do not overlap"
 GENERATED, OWN = "generated", "LongChat's own"
 
 

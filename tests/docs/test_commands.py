@@ -46,6 +46,7 @@ PROGRAMS = (
 # Command -> flags added so that it takes seconds. Run in an empty folder next to the code.
 EXECUTED = {
     "python -m scripts.plan --model llama-3.1-8b --machine 8xH100 --context 128K": "",
+    "python -m scripts.plan --model qwen3-8b --machine 8xH100 --context 32K --tokens 100M": "",
     "python -m scripts.plan --model llama-3.1-8b --machine v5p-32 --context 1M --price-per-device-hour 4 --write my_recipe.yaml": "",
     "python -m scripts.plan --model llama-3.1-8b --machine v5p-32 --context 128K --write my_recipe.yaml": "",
     "python -m scripts.plan --model qwen3-8b --machine 8xH100 --context 128K --write my_recipe.yaml": "",
@@ -95,11 +96,11 @@ TESTED = {
         "python -m scripts.push_to_hub my_model OWNER/NAME",
     ],
     "tests/scripts/test_inspect_data.py": [
-        "python -m scripts.inspect_data configs/sharegpt_smollm2.yaml --model.path HuggingFaceTB/SmolLM2-135M-Instruct --data.path YOUR_SHAREGPT.json",
         "python -m scripts.inspect_data CONFIG.yaml",
     ],
     "tests/scripts/test_profile_step.py": ["python -m scripts.profile_step --trace RUN/profile"],
     "tests/scripts/test_prepare.py": [
+        "python -m scripts.inspect_data --model.path org/name --data.path chats.jsonl --data.context_length 32K",
         "python -m scripts.prepare --config RECIPE.yaml",
         "python -m scripts.prepare --config RECIPE.yaml --model.path HF_DIR --data.path FILE.json",
     ],
@@ -116,6 +117,7 @@ TESTED = {
         "python -m eval.needle",
         "python -m eval.needle --checkpoint RUN_OR_HF --tokens 4096 16384 --needles 1 4 --output needles",
         "python -m eval.ruler --checkpoint RUN_OR_HF --tokens 4096 16384 --text essays.txt --output ruler",
+        "python -m eval.ruler --checkpoint RUN_OR_HF --tokens 128K --sequence 8 --chunk 16K --count 5 --output ruler_128k",
         "python -m eval.coreference --checkpoint RUN_OR_HF --tokens 4096 16384 --output coreference",
     ],
     "tests/eval/test_compare.py": ["python -m eval.compare BEFORE AFTER --output difference.json"],
@@ -144,6 +146,7 @@ TESTED = {
     ],
     "tests/trainer/test_adapter_run.py": [
         "python train.py --config configs/adapters/smollm2_lora.yaml --model.path HF_DIR --data.path FILE.json",
+        "python train.py --model.path org/name --data.path chats.jsonl --data.context_length 32K --adapter.rank 16 --adapter.quantize nf4",
         "python -m scripts.export_hf RUN FOLDER",
         "python -m scripts.export_hf RUN FOLDER --merge",
         "python -m scripts.export_hf RUN FOLDER --average",
@@ -255,6 +258,7 @@ NOT_RUN = {
     "make install EXTRAS=beam": INSTALLS,
     "scripts/launch_tpu.sh delete NAME --zone Z": CLOUD,
     "pip install wandb": INSTALLS,
+    "hf auth login": "is the hub's own, for an account that no test has",
     "pip install gcsfs": INSTALLS,
     "pip install '.[cuda]'": INSTALLS,
     "python -m scripts.plan --model llama-7b --machine v4:4x4x4 --context 1M --compile": HOURS,

@@ -23,7 +23,7 @@ COMMITTED = load_all()
 # The figures of README.md: NAME.ROW of a result, and the words around the start of the figure.
 README_FIGURES = {
     "quickstart.time": "The quickstart took {} in five runs on two CPU cores",
-    "quickstart.retrieval": "the last two models retrieved {} unseen lines",
+    "quickstart.retrieval": "the last two models answered {} line-lookup questions",
     "retrieval.lines_20": "one line among 20: it improves {}.",
     "curriculum.lines_2700": "finds one line among 2,700 in {} cases",
     "retrieval.lines_200": "LongChat's 200 lines remain hard: it improves {}.",
@@ -33,8 +33,8 @@ README_FIGURES = {
     "gpu_steps.1b_32k_recomputing": "layers recomputed: faster, in more memory | {} |",
     "recipes.llama31_8b_1m_h100": "8 x H100: planned GiB per GPU; host GiB per GPU | {} |",
     "recipes.llama31_8b_1m_h100_seconds": "seconds per step, by the cost model | {} |",
-    "table3.rows_held": "Rows of Ring Attention's Table 3 reached, using host memory | {} |",
-    "table3.like_for_like": "one row, float32, device memory alone | {} |",
+    "table3.rows_held": "own settings (one row, float32, device memory alone) | {};",
+    "table3.like_for_like": "(one row, float32, device memory alone) | 19 of 19; {} |",
     "exactness.smollm2_logits": "logit difference from transformers, SmolLM2 | {} |",
 }
 # The same per page; `...` is a table cell.
@@ -58,7 +58,7 @@ FIGURES = {
         "memory_1m.nothing": "| `configs/sharegpt_llama7b_1m.yaml` | ... | {}",
     },
     "docs/models.md": {
-        "gemma3.loss": "transformers', is {}",
+        "gemma3.loss": "here and in transformers is {}",
         "recipes.qwen3_8b_128k_h100": "| `qwen3_8b_128k_h100` | ... | {}",
         "recipes.qwen3_8b_1m_h100": "| `qwen3_8b_1m_h100` | ... | {}",
         "recipes.qwen3_32b_1m_h100": "| `qwen3_32b_1m_h100` | ... | {}",
