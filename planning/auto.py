@@ -107,10 +107,6 @@ def plan_on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
         raise UserError(
             "mesh: auto cannot plan a run on trajectories; set the axes, for example {fsdp: 8}"
         )
-    if config.stages:
-        raise UserError(
-            "mesh: auto cannot plan a recipe with stages; set the axes, for example {fsdp: 8}"
-        )
     if "mesh" not in config.auto:
         require_devices(config.mesh, device_count(machine.topology))
     model = choose_model(config.model, config.adapter.path, weights=False).config

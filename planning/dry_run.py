@@ -86,25 +86,16 @@ def dry_run(
             f"--dry-run: {machine} has {device_count(topology)} devices, the mesh has "
             f"{config.mesh.product}; python -m scripts.plan finds a mesh"
         )
-    if config.auto:
-        if not machine:
-            raise UserError(
-                "--dry-run: mesh: auto needs a machine, found none; --dry-run 8xH100 would work"
-            )
-        try:
-            config = planned_run(config, machine_named(topology, usable_gib), print)
-        except NothingFits as refusal:
-            print(refusal)
-            return False
-    if machine:
-        check_dcn(config.mesh, topology)
+    if config.auto and not machine:
+        raise UserError(
+            "--dry-run: mesh: auto needs a machine, found none; --dry-run 8xH100 would work"
+        )
     stages, fits = stages_of(config), True
     for number, stage in enumerate(stages, 1):
         if len(stages) > 1:
             print(f"stage {number} of {len(stages)}")
         if stage.logging.wandb:
             import_wandb()
-        check_run(stage, steps_known=stage.train.epochs is None)
         # A later stage begins with the previous one's model, which has the same shape as the first.
         continued = dataclasses.replace(
             stage,
@@ -113,6 +104,19 @@ def dry_run(
                 config.model, overrides={**config.model.overrides, **stage.model.overrides}
             ),
         )
+        if config.auto:
+            try:
+                continued = planned_run(continued, machine_named(topology, usable_gib), print)
+            except NothingFits as refusal:
+                print(refusal)
+                return False
+        if machine:
+            check_dcn(continued.mesh, topology)
+        # What a later stage adds to its positions depends on the previous one's model.
+        if number == 1:
+            check_run(continued, steps_known=stage.train.epochs is None)
+        elif "positions" not in config.auto:
+            check_run(stage, steps_known=stage.train.epochs is None)
         objective = _opened(continued, prepare)
         fits &= _report(objective, topology, bool(machine), usable_gib)
     print("nothing was trained: without --dry-run the same command trains")

@@ -141,6 +141,22 @@ def test_a_run_that_does_not_fit_exits_with_1(small_recipe, tmp_path, capsys):
     assert "error" not in output and "traceback" not in output.lower()
 
 
+def test_every_stage_is_planned_by_itself(small_recipe, tmp_path, capsys):
+    fields = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
+    fields["stages"] = [
+        {"context_length": 64, "steps": 3, "batch_size": 8},
+        {"context_length": 128, "steps": 2, "batch_size": 2},
+    ]
+    fields["auto"] = ["mesh", "memory"]
+    del fields["mesh"]
+    staged = tmp_path / "staged.yaml"
+    staged.write_text(yaml.safe_dump(fields), encoding="utf-8")
+    config = load(["--config", str(staged), "--run_dir", str(tmp_path / "run")])
+    assert dry_run(config, "8xH100")
+    answers = re.findall(r"planned for h100:8: mesh fsdp (\d+)", capsys.readouterr().out)
+    assert [int(fsdp) > 2 for fsdp in answers] == [True, False]  # of two rows, two have work
+
+
 def test_every_stage_is_reported(small_recipe, tmp_path, capsys):
     fields = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
     fields["stages"] = [{"context_length": 64, "steps": 3}, {"context_length": 128, "steps": 2}]
