@@ -35,6 +35,9 @@ import pytest  # noqa: E402
 from tests import gcs_server, s3_server, small_model, small_run  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Where each operation was called is recorded only for messages, and takes a sixth of the time of
+# tracing.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 # Compiled programs for several CPU devices must not be read from a cache: see
 # trainer.mesh.simulate.
 jax.config.update("jax_enable_compilation_cache", False)

@@ -1,5 +1,6 @@
 """A very small LLaMA with a tokenizer, as a Hugging Face folder."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -8,6 +9,7 @@ import numpy as np
 from data.templates import jinja_template
 from data.tokenizer import Tokenizer
 from model.config import TransformerConfig
+from model.rope_config import RopeConfig
 from trainer.huggingface.assets import write_source_dtype
 from trainer.huggingface.table import hf_layout
 from trainer.huggingface.write import write_hf
@@ -21,6 +23,18 @@ CONFIG = TransformerConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=128,
+)
+# In rows of more than 128 tokens it has other RoPE frequencies.
+LONGROPE = dataclasses.replace(
+    CONFIG,
+    max_position_embeddings=512,
+    rope=RopeConfig(
+        "longrope",
+        factor=4.0,
+        short_factor=(1.0, 1.0, 1.0, 1.0),
+        long_factor=(1.0, 3.0, 9.0, 30.0),
+        original_max_position_embeddings=128,
+    ),
 )
 
 

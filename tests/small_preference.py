@@ -12,7 +12,14 @@ from jax.sharding import Mesh
 from tests.errors import within
 from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.preference import PreferenceConfig
-from trainer.config.schema import LoggingConfig, MeshConfig, ModelConfig, RunConfig, TrainConfig
+from trainer.config.schema import (
+    AttentionConfig,
+    LoggingConfig,
+    MeshConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from trainer.huggingface.table import hf_layout
 from trainer.mesh import make_mesh
 from trainer.preference import PreferenceObjective, preference_loss
@@ -67,6 +74,7 @@ def make_config(folder, model, mesh=WIDE, **preference) -> RunConfig:
         ),
         preference=PreferenceConfig(**preference),
         mesh=mesh,
+        attention=AttentionConfig(kernel="reference"),  # compiles fastest
         train=TrainConfig(steps=20, batch_size=ROWS),
         logging=LoggingConfig(console=False, tensorboard=False),
     )

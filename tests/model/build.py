@@ -1,6 +1,7 @@
 """Small models and batches shared by the model's tests."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -15,6 +16,9 @@ from model.memory.options import MemoryConfig
 from trainer.config.schema import MeshConfig
 from trainer.mesh import make_mesh
 
+# Attention in tiles so small that there are several, for tests of how layers run around it. The other
+# tests' kernel, the reference, compiles in half the time.
+TILED = get_kernel(query_tile=16, key_tile=16)
 # Chunk sizes with which position-wise work runs on all of a device's tokens at once.
 ALL_AT_ONCE = {"projection_chunk": 0, "feed_forward_chunk": 0, "loss_chunk": 0}
 MESHES = {
@@ -49,11 +53,11 @@ def mesh_of(shape: dict):
 
 
 def llama(config, shape=None, **options) -> LanguageModel:
-    """Returns a float32 model with tiles and chunks so small that there are several of each; memory
-    options go by their names."""
+    """Returns a float32 model with the reference kernel and chunks so small that there are several;
+    memory options go by their names."""
     options = {
         "dtype": jnp.float32,
-        "kernel": get_kernel(query_tile=16, key_tile=16),
+        "kernel": get_kernel("reference"),
         "projection_chunk": 16,
         "feed_forward_chunk": 16,
         "loss_chunk": 8,
@@ -65,6 +69,24 @@ def llama(config, shape=None, **options) -> LanguageModel:
         if field.name in options
     }
     return LanguageModel(config, mesh_of(shape or {}), memory=MemoryConfig(**memory), **options)
+
+
+def initial(model) -> dict[str, jax.Array]:
+    """Returns `model.init(0)`, from numbers drawn once per config: a program that draws them takes
+    two seconds to compile, for each model anew."""
+
+    def placed(name, drawn):
+        parameter = model.parameters[name]
+        missing = np.subtract(parameter.shape, drawn.shape)
+        padded = np.pad(drawn, [(0, count) for count in missing])
+        return jax.device_put(padded.astype(parameter.dtype), model.shardings[name])
+
+    return {name: placed(name, drawn) for name, drawn in _drawn(model.config).items()}
+
+
+@functools.cache
+def _drawn(config):
+    return {name: np.asarray(x) for name, x in llama(config).init(0).items()}
 
 
 def mean_loss(model):

@@ -13,7 +13,7 @@ import pytest
 
 from model.adapter import AdapterConfig
 from model.families import FAMILIES
-from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
+from tests.model.build import initial, llama, mean_loss, packed_batch, permuted, tiny
 from trainer.huggingface.peft import check_train
 from trainer.mesh import place_batch
 from trainer.step import StepBuilder
@@ -28,7 +28,7 @@ BATCH = (4, 64)  # rows, tokens
 def loss_and_gradients(model, batch, params=None):
     """Returns the mean loss and its gradients by name, without padding, for adapters whose B is not
     zero."""
-    params = params or model.init(0)
+    params = params or initial(model)
     frozen = {name: x for name, x in params.items() if model.parameters[name].frozen}
     generator = np.random.default_rng(0)
     unpadded = {

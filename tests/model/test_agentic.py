@@ -33,6 +33,7 @@ ROWS, LENGTH = 2, 64
 
 
 def model_on(axes=None, config=CONFIG, sizes=SIZES, **options):
+    options = {"kernel": get_kernel("reference"), **options}
     return AgenticTransformer(
         config, mesh_of(axes or {}), dtype=jnp.float32, sizes=sizes, **options
     )

@@ -12,7 +12,7 @@ from model.decode import Generator, Sampling
 from model.language_model import LanguageModel
 from trainer.huggingface.read import read_hf
 
-from .build import llama, tiny
+from .build import initial, llama, tiny
 from .test_llama import RULES, saved_by_transformers, transformers_logits
 
 PROMPTS = [5, 31, 64]
@@ -104,7 +104,7 @@ def test_only_requested_tokens_are_computed(monkeypatch):
 
     monkeypatch.setattr(LanguageModel, "local_embed", counted_embed)
     model = llama(tiny())
-    Generator(model, rows=1, capacity=35, new_tokens=3, stop_ids=())(model.init(0), [[5] * 32])
+    Generator(model, rows=1, capacity=35, new_tokens=3, stop_ids=())(initial(model), [[5] * 32])
     jax.effects_barrier()
     assert sorted(computed) == list(range(34))
 
@@ -134,7 +134,7 @@ def test_an_interrupted_call_leaves_nothing_in_the_cache(step, monkeypatch):
         raise KeyboardInterrupt
 
     model, prompts = llama(tiny()), [[5, 9, 77] * 8]
-    params = model.init(0)
+    params = initial(model)
     generator = Generator(model, rows=1, capacity=64, new_tokens=4, stop_ids=(), chunk=16)
     expected = generator(params, prompts)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -157,7 +157,7 @@ def test_streamed_tokens_match_a_call(shape):
     """Up to a stop, and sampled; the cache serves the next prompt, but not after an unfinished
     stream."""
     model, prompt = llama(tiny(), shape), [5, 9, 77] * 8
-    params = model.init(0)
+    params = initial(model)
     options = {
         "rows": shape.get("fsdp", 1),
         "capacity": 64,
@@ -247,7 +247,7 @@ def test_eight_devices_generate_the_tokens_of_one_and_of_transformers(tmp_path, 
 def test_questions_about_one_context_prefill_it_once(tmp_path):
     config, rng = tiny(), np.random.default_rng(0)
     model = llama(config, {"sequence": 4})
-    params = model.init(0)
+    params = initial(model)
     context = rng.integers(3, 128, 200).tolist()
     questions = [context + rng.integers(3, 128, length).tolist() for length in (9, 1, 30, 9)] + [
         context[:100],
@@ -337,7 +337,7 @@ def test_sampling_draws_from_the_distribution():
 def test_sampled_tokens_do_not_depend_on_the_mesh():
     config, prompts = tiny(), [[5, 9, 77], [8] * 40]
     sampling = Sampling(temperature=1.0, seed=3)
-    params = llama(config).init(0)
+    params = initial(llama(config))
     _, answers = answers_on({}, config, lambda model: params, prompts, sampling=sampling)
     _, sharded_answers = answers_on(
         {"fsdp": 2, "sequence": 2},
@@ -353,7 +353,7 @@ def test_sampled_tokens_do_not_depend_on_the_mesh():
 def test_sampled_tokens_do_not_depend_on_the_number_of_rows():
     """Rows without a prompt draw nothing: the prompts of later calls get the same tokens."""
     model, calls, answers = llama(tiny()), ([[5, 9, 77]], [[8] * 5]), []
-    params = model.init(0)
+    params = initial(model)
     for rows in (1, 2):
         generator = Generator(
             model,

@@ -17,7 +17,7 @@ from model.experts import MixtureOfExperts, RouterTotals, route, router_measures
 from model.families import FAMILIES
 from model.sharding import TensorParallel
 from tests.errors import within
-from tests.model.build import llama, packed_batch, permuted, tiny
+from tests.model.build import initial, llama, packed_batch, permuted, tiny
 from trainer.config.schema import OptimizerConfig, TrainConfig
 from trainer.mesh import place_batch
 from trainer.step import StepBuilder
@@ -124,7 +124,7 @@ def test_router_losses_and_loads_match_transformers():
     config = mixture(num_hidden_layers=3, **LOSSES)
     batch = packed_batch(config, rows=4, length=32)
     model = llama(config)
-    params = model.init(0)
+    params = initial(model)
     real = batch["segment_ids"].reshape(-1) > 0
     logits, plain = [], MixtureOfExperts.__call__
 
@@ -176,7 +176,7 @@ def test_a_router_without_tokens_has_no_loss():
         sums = model.loss(params, batch)
         return sums.trained, sums.measures
 
-    (loss, measures), gradients = run(model.init(0))
+    (loss, measures), gradients = run(initial(model))
     assert float(loss) == 0 and all(not np.any(x) for x in jax.tree.leaves(gradients))
     assert all(np.isfinite(float(value)) for value in measures.values())
 
@@ -316,7 +316,7 @@ def steps(mesh, parts, memory=(), count=20):
         TrainConfig(steps=20, accumulation=parts),
         model.memory,
     )
-    params = model.init(0)
+    params = initial(model)
     state = builder.init_optimizer(params)
     placed = place_batch(permuted(batch, model)[0], model.mesh)
     step, losses = builder.lower_train().compile(), []
@@ -359,7 +359,7 @@ def test_held_out_losses_do_not_depend_on_accumulation():
     model, batch = llama(config), packed_batch(config, rows=4, length=32)
     abstract, parts = text_batch(4, 32, model.mesh), TrainConfig(steps=1, accumulation=2)
     builder = StepBuilder(model, model.loss, abstract, train_config=parts)
-    params, placed = model.init(0), place_batch(batch, model.mesh)
+    params, placed = initial(model), place_batch(batch, model.mesh)
     sums = builder.lower_evaluate().compile()(params, placed)
     expected = jax.jit(model.loss)(params, placed)
     for (path, x), y in zip(

@@ -28,12 +28,13 @@ from tests.smollm2 import smollm2_dir
 from trainer.huggingface.read import read_hf
 from trainer.model_source import open_model
 
-from .build import MESHES, llama, mean_loss, mesh_of, packed_batch, permuted, tiny
+from .build import MESHES, TILED, initial, llama, mean_loss, mesh_of, packed_batch, permuted, tiny
 
+NINE_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
 KINDS = {
     "grouped heads": {},
     "one key head": {"num_key_value_heads": 1},
-    "9 and 3 heads": {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "9 and 3 heads": NINE_HEADS,
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "own head_dim": {"head_dim": 16},
@@ -191,6 +192,7 @@ def loss_and_gradients(
     attention_groups=1,
     query_chunks=1,
     prefetch=False,
+    kernel=None,
     **changes,
 ):
     config = tiny(**changes)
@@ -203,12 +205,24 @@ def loss_and_gradients(
         attention_groups=attention_groups,
         query_chunks=query_chunks,
         prefetch=prefetch,
+        **({"kernel": kernel} if kernel else {}),
     )
     batch, _ = permuted(packed_batch(config), model, layout)
     (loss, weight), gradient = jax.jit(jax.value_and_grad(mean_loss(model), has_aux=True))(
-        model.init(0), batch
+        initial(model), batch
     )
     return float(loss), float(weight), {name: np.asarray(g) for name, g in gradient.items()}
+
+
+def test_initial_parameters_do_not_depend_on_the_mesh():
+    """Nor does their padding: 62 becomes 64 on 4 ranks, and two tensor ranks hold 12 and 4 heads."""
+    model = llama(tiny(**{**NINE_HEADS, "hidden_size": 62}), MESHES["tensor 2 x sequence 4"])
+    expected, got = initial(model), model.init(0)
+    assert got["layers.self_attn.q_proj.weight"].shape == (2, 64, 12, 8)
+    assert got.keys() == expected.keys() == model.parameters.keys()
+    for name, x in got.items():
+        assert x.sharding == expected[name].sharding and x.dtype == expected[name].dtype
+        np.testing.assert_allclose(x, expected[name], rtol=1e-6, err_msg=name)
 
 
 def assert_same(got, expected):
@@ -250,7 +264,13 @@ def test_layout_remat_schedule_head_groups_and_query_chunks_do_not_change_the_re
     layout, remat, schedule, groups, chunks
 ):
     got = loss_and_gradients(
-        "sequence 8", layout, remat, schedule, attention_groups=groups, query_chunks=chunks
+        "sequence 8",
+        layout,
+        remat,
+        schedule,
+        attention_groups=groups,
+        query_chunks=chunks,
+        kernel=TILED,
     )
     assert_same(got, loss_and_gradients("one"))
 
@@ -262,7 +282,12 @@ def test_head_groups_of_a_tensor_rank_do_not_change_the_result(chunks):
     norm before them."""
     changes = {"num_key_value_heads": 4, "attention_bias": True}
     got = loss_and_gradients(
-        "tensor 2 x sequence 4", remat="nothing", attention_groups=2, query_chunks=chunks, **changes
+        "tensor 2 x sequence 4",
+        remat="nothing",
+        attention_groups=2,
+        query_chunks=chunks,
+        kernel=TILED,
+        **changes,
     )
     assert_same(got, loss_and_gradients("one", **changes))
 
@@ -284,7 +309,11 @@ def test_head_groups_of_a_tensor_rank_do_not_change_the_result(chunks):
 )
 def test_query_chunks_do_not_change_the_result_under_any_schedule(schedule):
     got = loss_and_gradients(
-        "tensor 2 x sequence 4", remat="nothing", schedule=schedule, query_chunks=2
+        "tensor 2 x sequence 4",
+        remat="nothing",
+        schedule=schedule,
+        query_chunks=2,
+        kernel=TILED,
     )
     assert_same(got, loss_and_gradients("one"))
 
@@ -425,7 +454,7 @@ def test_the_loss_is_the_global_mean():
     """Against log-softmax of the logits in float64, with weights summed over everything."""
     config = tiny()
     model = llama(config)
-    batch, params = packed_batch(config), model.init(0)
+    batch, params = packed_batch(config), initial(model)
     logits = np.asarray(jax.jit(model.logits)(params, batch), np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     chosen = np.take_along_axis(log_p, batch["targets"][..., None], -1)[..., 0]
@@ -439,7 +468,7 @@ def test_packed_documents_cannot_attend_to_each_other():
     config = tiny()
     model = llama(config, MESHES["sequence 8"])
     batch = packed_batch(config, rows=1)
-    run, params = jax.jit(model.logits), model.init(0)
+    run, params = jax.jit(model.logits), initial(model)
     changed = {
         **batch,
         "tokens": np.where(batch["segment_ids"] == 2, batch["tokens"], (batch["tokens"] + 7) % 128),

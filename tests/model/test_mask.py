@@ -13,7 +13,7 @@ from model.decode import Generator
 from tests.model.attention.dense import visible
 from trainer.huggingface.read import read_hf
 
-from .build import llama, mean_loss, packed_batch, permuted, tiny
+from .build import TILED, initial, llama, mean_loss, packed_batch, permuted, tiny
 from .test_llama import saved_by_transformers
 
 WINDOW, BOTH = Mask(window=9), Mask(window=9, global_tokens=3)
@@ -42,7 +42,7 @@ def model_of(tmp_path):
     config = TransformerConfig.from_hf(tmp_path)
 
     def make(mask, shape, **options):
-        model = llama(config, shape, mask=mask, **options)
+        model = llama(config, shape, mask=mask, kernel=TILED, **options)
         return truth, model, read_hf(tmp_path, config, model.shardings)
 
     return make
@@ -86,7 +86,7 @@ def test_prefetched_weights_visit_all_ranks_despite_a_window(mask):
         )
         batch, _ = permuted(packed_batch(model.config, rows=2, length=64), model, "contiguous")
         return jax.jit(jax.value_and_grad(lambda params: mean_loss(model)(params, batch)[0]))(
-            model.init(0)
+            initial(model)
         )
 
     loss, gradient = loss_and_gradient(prefetch=True)

@@ -17,7 +17,7 @@ import pytest
 
 from planning.compiled.transfers import collectives
 from tests.errors import within
-from tests.model.build import MESHES, llama, mean_loss, packed_batch, permuted, tiny
+from tests.model.build import MESHES, TILED, initial, llama, mean_loss, packed_batch, permuted, tiny
 from trainer.config.schema import OptimizerConfig, TrainConfig
 from trainer.mesh import place_batch
 from trainer.step import StepBuilder
@@ -48,9 +48,11 @@ HEADS, PADDED = (8, 2), (9, 3)
 
 @functools.cache
 def compiled(mesh, schedule, accumulation, remat, heads=HEADS):
-    """A model and its compiled step, independent of the layout."""
+    """A model and its compiled step, independent of the layout. Only devices that hold whole rows
+    attend in several tiles."""
     config = tiny(num_attention_heads=heads[0], num_key_value_heads=heads[1])
-    model = llama(config, MESHES[mesh], schedule=schedule, remat=remat)
+    kernel = {} if "sequence" in mesh else {"kernel": TILED}
+    model = llama(config, MESHES[mesh], schedule=schedule, remat=remat, **kernel)
     builder = StepBuilder(
         model,
         model.loss,
@@ -65,7 +67,7 @@ def compiled(mesh, schedule, accumulation, remat, heads=HEADS):
 def curve(mesh, layout, schedule, accumulation, remat, heads=HEADS):
     """Loss and gradient norm of each step: float [STEPS, 2]."""
     model, builder, step = compiled(mesh, schedule, accumulation, remat, heads)
-    params = model.init(0)
+    params = initial(model)
     state, figures = builder.init_optimizer(params), []
     for number in range(STEPS):
         batch, _ = permuted(packed_batch(model.config, ROWS, LENGTH, seed=number), model, layout)
@@ -102,8 +104,8 @@ def test_the_parameters_move():
     """Otherwise equal curves would prove nothing."""
     model, builder, step = compiled(PLAIN[0], *PLAIN[2:])
     batch = place_batch(packed_batch(model.config, ROWS, LENGTH), model.mesh)
-    before = model.init(0)
-    after, _, _ = step(model.init(0), {}, builder.init_optimizer(before), batch, np.int32(0))
+    before = initial(model)
+    after, _, _ = step(initial(model), {}, builder.init_optimizer(before), batch, np.int32(0))
     assert all(
         np.abs(np.asarray(after[name]) - np.asarray(x)).max() > 5e-5 for name, x in before.items()
     )
@@ -130,7 +132,7 @@ def test_the_mask_exposes_a_mean_of_means():
     ours is not (above)."""
     model, _, _ = compiled(PLAIN[0], *PLAIN[2:])
     batch = packed_batch(model.config, ROWS, LENGTH)
-    params = model.init(0)
+    params = initial(model)
     loss = jax.jit(mean_loss(model))
     parts = [
         loss(params, {name: x[start : start + 8] for name, x in batch.items()})

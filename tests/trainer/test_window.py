@@ -29,7 +29,7 @@ def run(tmp_path_factory, repository):
     written["attention"] |= {"window": MASK.window, "global_tokens": MASK.global_tokens}
     written["train"] = {"steps": 3, "batch_size": 4}
     recipe.write_text(yaml.safe_dump(written, sort_keys=False), encoding="utf-8")
-    command = ["--config", str(recipe), "--run_dir", str(folder / "run"), *small_run.DENSE]
+    command = ["--config", str(recipe), "--run_dir", str(folder / "run")]
     assert train.main(command) == 0
     return folder / "run"
 

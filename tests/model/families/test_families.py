@@ -21,7 +21,7 @@ from model.families import FAMILIES
 from model.families.family import NEUTRAL
 from model.memory.policies import POLICIES
 from tests.errors import within
-from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
+from tests.model.build import TILED, llama, mean_loss, packed_batch, permuted, tiny
 from trainer.flops import pairs_per_layer
 from trainer.huggingface.assets import copy_assets
 from trainer.huggingface.read import read_hf
@@ -374,7 +374,14 @@ def test_schedules_layouts_and_policies_are_exact_for_every_family(model, schedu
     if every_k and model[2].num_hidden_layers % every_k["every_k"]:
         remat, every_k = "nothing", {}  # every_k must divide the layers
     check_packed_documents(
-        model, {"sequence": 2}, layout, rows=2, schedule=schedule, remat=remat, **every_k
+        model,
+        {"sequence": 2},
+        layout,
+        rows=2,
+        kernel=TILED,
+        schedule=schedule,
+        remat=remat,
+        **every_k,
     )
 
 
@@ -541,7 +548,7 @@ def test_results_do_not_depend_on_how_layers_run(model, memory):
     batch = packed_batch(config, rows=2, length=64)
 
     def run(**options):
-        own = llama(config, {"sequence": 2}, **options)
+        own = llama(config, {"sequence": 2}, kernel=TILED, **options)
         params = read_hf(folder, config, own.shardings)
         return jax.jit(jax.value_and_grad(mean_loss(own), has_aux=True))(
             params, permuted(batch, own)[0]
@@ -735,6 +742,19 @@ def test_unsupported_fields_of_gemma_are_refused_by_name(change, words):
             {**TransformerConfig.preset("gemma-3-270m").to_hf(), **change}
         )
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_the_activation_of_gemma_is_that_of_its_newer_field(family):
+    config = TransformerConfig.from_hf_dict({"model_type": family})
+    fields = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu"}
+    model = transformers.AutoConfig.for_model(family, **fields, num_hidden_layers=1)
+    with torch.device("meta"):
+        text = repr(transformers.AutoModel.from_config(model))
+    assert "GELUTanh" in text and "GELUActivation" not in text
+    assert TransformerConfig.from_hf_dict({"model_type": family, **fields}) == config
+    with pytest.raises(ValueError, match=r"^hidden_act: found 'gelu'; only"):
+        TransformerConfig.from_hf_dict({"model_type": family, "hidden_act": "gelu"})
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from data.errors import UserError
 from model.config import TransformerConfig
+from scripts import export_hf
 from tests.model.test_config import NAMES as PRESETS
 from trainer.checkpoint.readers import stored_parameters
 from trainer.checkpoint.store import save_checkpoint
@@ -447,26 +448,21 @@ def test_model_path(tmp_path, monkeypatch):
         resolve_model_path(tmp_path / "absent")
 
 
-def test_commands(tmp_path, repository):
-    """import_hf and export_hf as a user calls them; errors are one line without a traceback."""
+def test_commands(tmp_path, repository, capfd):
+    """import_hf as a user calls it, which tests/test_quickstart.py does with export_hf; errors are
+    one line without a traceback."""
     make_model(tmp_path / "in", torch.bfloat16, tie_word_embeddings=True)
     (
         tmp_path / "in" / "tokenizer.json"
     ).unlink()  # none can be read, and exports open the existing files
-
-    def run(*arguments) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", *map(str, arguments)]
-        return subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
-
-    assert run("scripts.import_hf", tmp_path / "in", tmp_path / "checkpoint").returncode == 0
-    assert run("scripts.export_hf", tmp_path / "checkpoint", tmp_path / "out").returncode == 0
+    command = [sys.executable, "-m", "scripts.import_hf", tmp_path / "in", tmp_path / "checkpoint"]
+    subprocess.run(command, cwd=repository, check=True)
+    assert export_hf.main([str(tmp_path / "checkpoint"), str(tmp_path / "out")]) == 0
     before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
     assert before.keys() == after.keys() and all(
         torch.equal(before[name], after[name]) for name in before
     )
-    failed = run("scripts.export_hf", tmp_path / "in", tmp_path / "out2")
-    assert (
-        failed.returncode == 2
-        and failed.stderr.startswith("error: ")
-        and failed.stderr.count("\n") == 1
-    )
+    capfd.readouterr()
+    assert export_hf.main([str(tmp_path / "in"), str(tmp_path / "out2")]) == 2
+    [error] = capfd.readouterr().err.splitlines()
+    assert error.startswith("error: ")
