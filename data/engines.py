@@ -4,9 +4,19 @@ import json
 import math
 import string
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+from data.added_tokens import (
+    CONFIG,
+    LISTED,
+    AddedToken,
+    lacking,
+    parse_object,
+    tokens_of_older_file,
+    tokens_with_ids,
+    tokens_without_ids,
+)
 from data.errors import UserError, first_line
 
 # Unicode noncharacters, which occur in no real text: data.tokenizer replaces them in its input.
@@ -15,6 +25,15 @@ from data.errors import UserError, first_line
 GUARD = "\ufdd0\ufdd1\ufdd0"
 # Characters that a tokenizer may make of one; published ones make a few.
 MOST_GROWTH = 1_000
+# Classes of transformers that read add_prefix_space from tokenizer_config.json, false by default.
+# In version 5 some models' tokenizers do, others read it from tokenizer.json as other classes do.
+_OWN_PREFIX_SPACE = (
+    "CodeGenTokenizer",
+    "GPT2Tokenizer",
+    "GPTNeoXTokenizer",
+    "Qwen2Tokenizer",
+    "RobertaTokenizer",
+)
 
 
 class Spans(NamedTuple):
@@ -71,6 +90,9 @@ class Engine(Protocol):
     """Texts of bos_token, eos_token, ..., if the model file names them."""
     vocab_size: int
     """1 + the highest id."""
+    named_beside: dict[str, tuple]
+    """Tokens by their text that the model file lacks and the files beside it name without an id, or
+    with other properties: what encoding depends on, their id first."""
 
     def token_to_id(self, text: str) -> int | None:
         """Returns the id of the token with exactly this text, or None."""
@@ -109,9 +131,11 @@ class HuggingFace(Engine):
                     f"the {part} of its tokenizer.json turns one character into more than "
                     f"{MOST_GROWTH:,}; a published tokenizer would work"
                 )
+        _check_prefix_space(self._spec.get("pre_tokenizer"), parse_object(files, CONFIG))
         self._full = Library.from_str(
             json.dumps({**self._spec, "truncation": None, "padding": None})
         )
+        self._add_tokens_beside(files)
         self.special_tokens = {}
         self.controls = {
             token["content"]: ControlToken(
@@ -123,6 +147,28 @@ class HuggingFace(Engine):
             if not _is_text(token)
         }
         self.vocab_size = max(self._full.get_vocab(with_added_tokens=True).values()) + 1
+
+    def _add_tokens_beside(self, files: dict[str, bytes]) -> None:
+        """Adds the tokens that only other files name, as transformers 5 does: an id that is taken
+        or leaves a gap is ignored, and the next free one is given."""
+        from tokenizers import AddedToken as LibraryToken
+
+        self.named_beside = {}
+        tokens = _tokens_to_add(self._spec.get("added_tokens", []), files)
+        if not tokens:
+            return
+        before = self._full.get_vocab(with_added_tokens=True)
+        self._full.add_tokens([LibraryToken(**token.options()) for token in tokens])
+        self._spec["added_tokens"] = [
+            {"id": token_id, **{name: getattr(token, name) for name in tokens[0].options()}}
+            for token_id, token in sorted(self._full.get_added_tokens_decoder().items())
+        ]
+        texts = {token.content for token in tokens}
+        self.named_beside = {
+            token["content"]: (token["id"], token["content"] not in before, *_properties(token))
+            for token in self._spec["added_tokens"]
+            if token["content"] in texts
+        }
 
     def token_to_id(self, text: str) -> int | None:
         return self._full.token_to_id(text)
@@ -184,6 +230,55 @@ class HuggingFace(Engine):
         return self._full.decode(ids, skip_special_tokens=False)
 
 
+def _tokens_to_add(present: list[dict], files: dict[str, bytes]) -> list[AddedToken]:
+    """Returns the tokens named beside a tokenizer.json that it lacks or has with other properties,
+    in the order in which transformers adds them.
+
+    Args:
+      present: the added tokens of the tokenizer.json.
+    """
+    with_ids = tokens_with_ids(files)
+    if LISTED not in parse_object(files, CONFIG):
+        for token in present:  # transformers prefers them to those of added_tokens.json
+            with_ids.pop(token["id"], None)
+    named = tokens_without_ids(files)
+    special = {token.content for token in named}
+    listed = [
+        replace(token, special=token.special or token.content in special)
+        for _, token in sorted(with_ids.items())
+        if token.content
+    ]
+    properties = {token["content"]: _properties(token) for token in present}
+    return [
+        token for token in listed if _properties(token.options()) != properties.get(token.content)
+    ] + lacking([*properties, *(token.content for token in listed)], named)
+
+
+def _properties(token: dict) -> tuple:
+    """Returns the properties of an added token that encoding depends on."""
+    flags = ("lstrip", "rstrip", *(("single_word", "normalized") if _is_text(token) else ()))
+    return _is_text(token), *(bool(token.get(name)) for name in flags)
+
+
+def _check_prefix_space(pre_tokenizer: Any, config: dict) -> None:
+    """Raises UserError if two files disagree on a space before a text; transformers reads one or
+    the other, depending on its version and the model."""
+    kind = str(config.get("tokenizer_class")).removesuffix("Fast")
+    wanted = config.get("add_prefix_space") is True
+    part = pre_tokenizer if isinstance(pre_tokenizer, dict) else {}
+    found = [
+        step["add_prefix_space"]
+        for step in (part, *part.get("pretokenizers", ()))
+        if step.get("type") == "ByteLevel" and "add_prefix_space" in step
+    ]
+    if kind in _OWN_PREFIX_SPACE and any(value != wanted for value in found):
+        raise UserError(
+            f"add_prefix_space is {str(wanted).lower()} in {CONFIG}"
+            f"{f' (the default of {kind})' if config.get('add_prefix_space') is None else ''} and "
+            f"{str(not wanted).lower()} in tokenizer.json; the same in both would work"
+        )
+
+
 def _growth(part: Any) -> float:
     """Returns a bound on the characters that part of a tokenizer.json makes of each one."""
     if not isinstance(part, dict):
@@ -228,14 +323,14 @@ class Sentencepiece(Engine):
         self._proto.ParseFromString(files["tokenizer.model"])
         self._types = sentencepiece_model_pb2.ModelProto.SentencePiece  # type: ignore[attr-defined]
         pieces = self._proto.pieces
-        for token_id, token in sorted(_tokens_beside_model(files).items()):
-            if token_id > len(pieces):
-                raise UserError(
-                    f"the added token {token!r} has id {token_id}, the one before it "
-                    f"{len(pieces) - 1}; ids without a gap, or a tokenizer.json, would work"
-                )
-            if token_id == len(pieces):
-                pieces.add(piece=token, score=0.0, type=self._types.CONTROL)
+        given = [piece.piece for piece in pieces]
+        with_ids = _with_added_ids(given, files)
+        lacked = [token.content for token in lacking(with_ids, tokens_without_ids(files))]
+        self.named_beside = {
+            text: (token_id, True) for token_id, text in enumerate(lacked, len(with_ids))
+        }
+        for text in [*with_ids, *lacked][len(given) :]:
+            pieces.add(piece=text, score=0.0, type=self._types.CONTROL)
         self._full = sentencepiece.SentencePieceProcessor(
             model_proto=self._proto.SerializeToString()
         )
@@ -304,16 +399,29 @@ class Sentencepiece(Engine):
         return self._encoder.decode(ids)
 
 
-def _tokens_beside_model(files: dict[str, bytes]) -> dict[int, str]:
-    """Returns the tokens that Hugging Face files add to a sentencepiece model, by id.
+def _with_added_ids(texts: list[str], files: dict[str, bytes]) -> list[str]:
+    """Returns the texts of a sentencepiece model's tokens, by id, with those that other files add
+    at an id.
 
-    transformers has kept them in tokenizer_config.json since 2023, before in added_tokens.json.
+    Raises:
+      UserError: the ids leave a gap, or one is that of another token.
     """
-    older = json.loads(files.get("added_tokens.json", b"{}"))
-    newer = json.loads(files.get("tokenizer_config.json", b"{}")).get("added_tokens_decoder") or {}
-    return {token_id: token for token, token_id in older.items()} | {
-        int(token_id): token["content"] for token_id, token in newer.items()
-    }
+    texts = [*texts]
+    tokens = {**tokens_of_older_file(files), **tokens_with_ids(files)}
+    for token_id, token in sorted(tokens.items()):
+        if token_id > len(texts):
+            raise UserError(
+                f"the added token {token.content!r} has id {token_id}, the one before it "
+                f"{len(texts) - 1}; ids without a gap, or a tokenizer.json, would work"
+            )
+        if token_id == len(texts):
+            texts.append(token.content)
+        elif token.content not in texts:
+            raise UserError(
+                f"the added token {token.content!r} has id {token_id}, which is that of "
+                f"{texts[token_id]!r}; an id after the model's, or a tokenizer.json, would work"
+            )
+    return texts
 
 
 def _is_text(token: dict) -> bool:

@@ -5,6 +5,7 @@ import copy
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -14,11 +15,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from data.added_tokens import CONFIG, LISTED, OLDER_CONFIG, parse_object
 from data.engines import ControlToken, Engine, HuggingFace, Sentencepiece, Spans
 from data.errors import UserError, first_line
-from data.within import check_within, file_within
+from data.folders import scratch_folder
+from data.within import check_within, check_writable, file_within, is_text
 
+NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # beside the default one, chat_template.jinja
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # used with `tools`
+# Replaces chat_template.jinja.
+DEFAULT_TEMPLATE = "additional_chat_templates/default.jinja"
 # The files of a tokenizer. A saved tokenizer has those that the original had.
 FILES = (
     "tokenizer.json",
@@ -30,6 +36,13 @@ FILES = (
     TOOL_TEMPLATE,
 )
 BPE_FILES = ("vocab.json", "merges.txt")  # a tokenizer.json is made of these if it is missing
+# Files that say how; the first two name the tokenizer's class.
+_DESCRIBES_BPE_FILES = (
+    "tokenizer_config.json",
+    "config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 WOULD_WORK = (
     "a folder with tokenizer.json, tokenizer.model, or vocab.json and merges.txt, or a "
     "sentencepiece .model file, would work"
@@ -41,6 +54,17 @@ SHORT = 24
 around it."""
 # Characters that no text has: our own marks, and lone surrogates, which no encoder takes.
 _NOT_IN_TEXT = re.compile("[\ufdd0\ufdd1\ud800-\udfff]")
+
+
+def template_files(folder: Path) -> list[str]:
+    """Returns the names of a folder's NAMED_TEMPLATES, which are read as in transformers.
+
+    Raises:
+      UserError: a link leads out of the folder.
+    """
+    paths = sorted(folder.glob(NAMED_TEMPLATES))
+    names = [f"{path.parent.name}/{path.name}" for path in paths]
+    return [name for name in names if file_within(folder, name)]
 
 
 class Tokenizer:
@@ -77,9 +101,9 @@ class Tokenizer:
         self._engine = engine
         self.controls = engine.controls
         self.vocab_size = engine.vocab_size
-        config = _parse_json(files, "tokenizer_config.json", path)
-        named = [_parse_json(files, "special_tokens_map.json", path), config]
-        if "added_tokens_decoder" not in config:  # then transformers prefers the older file
+        config = parse_object(files, CONFIG)
+        named = [parse_object(files, OLDER_CONFIG), config]
+        if LISTED not in config:  # then transformers prefers the older file
             named.reverse()
         self._set_special_tokens(
             {**engine.special_tokens, **_named(named[0]), **_named(named[1])}, path
@@ -89,6 +113,7 @@ class Tokenizer:
             self.bos_id, flag if isinstance(flag, bool) else None
         )
         self.chat_template = _chat_template(files, config, path)
+        check_writable(config, f"{path}: {CONFIG}")
         self.text_tokens = text_tokens
         self.template_date = TEMPLATE_DATE
         self.template_kwargs = {}
@@ -121,7 +146,7 @@ class Tokenizer:
         """Sets bos_token, bos_id and so on from the names in the tokenizer's files."""
         for name in ("bos", "eos", "pad"):
             text = _token_text(config.get(f"{name}_token"))
-            if text is not None and not (isinstance(text, str) and _is_text(text)):
+            if text is not None and not (isinstance(text, str) and is_text(text)):
                 raise UserError(
                     f"{path}: its {name}_token is {text!r}, which is no text; the text of a token "
                     "would work"
@@ -142,7 +167,7 @@ class Tokenizer:
         self.special_tokens = {
             name: text
             for name, text in texts.items()
-            if name.endswith("_token") and isinstance(text, str) and _is_text(text)
+            if name.endswith("_token") and isinstance(text, str) and is_text(text)
         }
 
     @classmethod
@@ -158,7 +183,11 @@ class Tokenizer:
         """
         path = Path(path).expanduser()
         if path.is_dir():
-            files = {name: file.read_bytes() for name in FILES if (file := file_within(path, name))}
+            files = {
+                name: file.read_bytes()
+                for name in dict.fromkeys((*FILES, *template_files(path)))
+                if (file := file_within(path, name))
+            }
             if {"tokenizer.json", "tokenizer.model"}.isdisjoint(files) and all(
                 file_within(path, name) for name in BPE_FILES
             ):
@@ -283,9 +312,18 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """sha256 of file names, contents and text_tokens; equal fingerprints mean equal ids."""
         digest = hashlib.sha256()
-        for name in sorted(self._files):
+        for name in sorted({*self._files} & {*FILES}):  # other templates change no ids
             digest.update(f"{name}\0{len(self._files[name])}\0".encode() + self._files[name])
         digest.update("\0".join(self.text_tokens).encode())
+        # These had other ids in earlier versions, except for the three, if they had an id.
+        roles = (self.bos_token, self.eos_token, self.pad_token)
+        beside = {
+            text: properties
+            for text, properties in self._engine.named_beside.items()
+            if text not in roles or properties != (properties[0], False, False, False, False)
+        }
+        if beside:
+            digest.update(json.dumps(beside, sort_keys=True).encode())
         return digest.hexdigest()
 
     def save(self, directory: str | Path, chat_template: str | None = None) -> None:
@@ -309,13 +347,15 @@ class Tokenizer:
             files["tokenizer_config.json"] = self._sentencepiece_config()
         if chat_template is not None:
             config = json.loads(files.get("tokenizer_config.json", b"{}"))
-            # A folder must not contain two templates.
-            if config.pop("chat_template", None) is not None:
+            # A folder must not contain two default templates, nor another one for tools.
+            if (template := config.pop("chat_template", None)) is not None:
                 files["tokenizer_config.json"] = _dump_json(config)
+                for name, text in _templates_by_name(template).items():
+                    files.setdefault(NAMED_TEMPLATES.replace("*", name), (text or "").encode())
             files["chat_template.jinja"] = chat_template.encode()
-            files.pop(TOOL_TEMPLATE, None)
-            for name in (TOOL_TEMPLATE, "chat_template.json"):  # perhaps copied here before
-                (directory / name).unlink(missing_ok=True)
+            for name in (TOOL_TEMPLATE, DEFAULT_TEMPLATE, "chat_template.json"):
+                files.pop(name, None)
+                (directory / name).unlink(missing_ok=True)  # perhaps copied here before
             with contextlib.suppress(OSError):  # there is none, or it has other templates
                 (directory / TOOL_TEMPLATE).parent.rmdir()
         elif self.chat_template is not None and "chat_template.jinja" in files:
@@ -349,19 +389,30 @@ def _from_bpe_files(folder: Path) -> bytes:
     """
     from transformers import AutoTokenizer, GPT2Tokenizer
 
-    describes = any((folder / name).is_file() for name in ("tokenizer_config.json", "config.json"))
-    kind = AutoTokenizer if describes else GPT2Tokenizer  # the first model with these two files
-    try:
-        return (
-            kind.from_pretrained(str(folder), local_files_only=True)
-            .backend_tokenizer.to_str()
-            .encode()
-        )
-    except Exception as error:  # transformers and tokenizers raise any kind of error
-        raise UserError(
-            f"{folder}: vocab.json and merges.txt cannot be read as a tokenizer "
-            f"({first_line(error)}); {WOULD_WORK}"
-        ) from None
+    with scratch_folder() as scratch:
+        # Only copies of these files are given to transformers, which would otherwise follow links
+        # out of the folder and offer to run its code.
+        for name in (*BPE_FILES, *_DESCRIBES_BPE_FILES):
+            if file := file_within(folder, name):
+                shutil.copyfile(file, scratch / name)
+        describes = any((scratch / name).is_file() for name in _DESCRIBES_BPE_FILES[:2])
+        kind = AutoTokenizer if describes else GPT2Tokenizer  # the first model with these two files
+        try:
+            return (
+                kind.from_pretrained(str(scratch), local_files_only=True, trust_remote_code=False)
+                .backend_tokenizer.to_str()
+                .encode()
+            )
+        except Exception as error:  # transformers and tokenizers raise any kind of error
+            reason = first_line(error).replace(str(scratch), str(folder))
+            if "trust_remote_code" in str(error):
+                reason = (
+                    "auto_map in tokenizer_config.json names code of the folder, which is never run"
+                )
+            raise UserError(
+                f"{folder}: vocab.json and merges.txt cannot be read as a tokenizer ({reason}); "
+                f"{WOULD_WORK}"
+            ) from None
 
 
 def _named(config: dict) -> dict:
@@ -375,22 +426,24 @@ def _chat_template(files: dict[str, bytes], config: dict, path: str) -> str | No
 
     If there is a separate one for conversations with tools, the two are combined.
     """
-    template = config.get("chat_template")
-    named: dict[object, object] = {"default": template}
-    if isinstance(template, dict):
-        named = template
-    elif isinstance(template, list):  # an older form in transformers, with several named templates
-        entries = [entry for entry in template if isinstance(entry, dict)]
-        named = {str(entry.get("name")): entry.get("template") for entry in entries}
-    for name, file in (("default", "chat_template.jinja"), ("tool_use", TOOL_TEMPLATE)):
-        if file in files:
-            try:
-                named = {**named, name: files[file].decode()}
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}: byte {error.start} of {file} is not UTF-8 text") from None
+    named = _templates_by_name(config.get("chat_template"))
+    for name in named:
+        if not re.fullmatch(r"[^/\0.][^/\0]*", name):  # an export may write it to a file
+            raise UserError(
+                f"{path}: the name {name!r} of a chat_template in {CONFIG} is no file's name; "
+                "letters, digits, - and _ would work"
+            )
+    for file in ("chat_template.jinja", *sorted(set(files) - set(FILES)), TOOL_TEMPLATE):
+        if file not in files or not file.endswith(".jinja"):
+            continue
+        name = "default" if file == "chat_template.jinja" else Path(file).stem
+        try:
+            named[name] = files[file].decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: byte {error.start} of {file} is not UTF-8 text") from None
     default, tool_use = named.get("default"), named.get("tool_use")
     for text in named.values():
-        if text is not None and not _is_text(text):
+        if text is not None and not is_text(text):
             raise UserError(
                 f"{path}: the chat_template in tokenizer_config.json is no text; a Jinja template "
                 "would work"
@@ -402,28 +455,17 @@ def _chat_template(files: dict[str, bytes], config: dict, path: str) -> str | No
     return f"{{% if tools %}}{{{{ '' }}}}{first}{{% else %}}{{{{ '' }}}}{second}{{% endif %}}"
 
 
+def _templates_by_name(template: Any) -> dict[str, Any]:
+    """Returns the templates in `chat_template` of a tokenizer_config.json: one, or several."""
+    if isinstance(template, list):  # an older form in transformers
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        return {str(entry.get("name")): entry.get("template") for entry in entries}
+    return dict(template) if isinstance(template, dict) else {"default": template}
+
+
 def _token_text(value: object) -> object:
     """Returns the text of a special token given as a text or as its properties."""
     return value.get("content") if isinstance(value, dict) else value
-
-
-def _is_text(value: object) -> bool:
-    """Returns whether a JSON value is a text without lone surrogates."""
-    try:
-        return isinstance(value, str) and bool(value.encode() or True)
-    except UnicodeEncodeError:
-        return False
-
-
-def _parse_json(files: dict[str, bytes], name: str, path: str) -> dict:
-    """Returns the JSON object of a file, empty if it is missing; `path` is for messages."""
-    try:
-        content = json.loads(files.get(name, b"{}"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: {name} is not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: {name} is not a JSON object, but {type(content).__name__}")
-    return content
 
 
 def _dump_json(value: dict) -> bytes:

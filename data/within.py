@@ -13,6 +13,7 @@ from data.printable import printable
 
 MAX_TEXT_BYTES = 4 << 30
 MAX_JSON_BYTES = 256 << 20
+MAX_JSON_DEPTH = 100  # of files that are written again, and read by other programs
 # A snapshot in the Hugging Face cache; its files are links to the repository's blobs.
 _SNAPSHOT = re.compile(r"(?P<repository>.*/(?:models|datasets)--[^/]+)/snapshots/[^/]+(?:/.*)?")
 
@@ -120,6 +121,40 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def check_writable(value: Any, file: str | Path) -> None:
+    """Raises UserError if a JSON value could be read but not written again; names its field.
+
+    Args:
+      value: from `file`.
+    """
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), value)]
+    while waiting:
+        fields, item = waiting.pop()
+        name = ".".join(fields[:3])  # the whole would be as long as it is deep
+        if len(fields) > MAX_JSON_DEPTH:
+            problem = f"is nested more than {MAX_JSON_DEPTH} deep; less"
+        elif isinstance(item, str) and not is_text(item):
+            problem = "holds half of a surrogate pair; text that UTF-8 can express"
+        elif fields and not is_text(fields[-1]):
+            name = ascii(fields[-1])
+            problem = "is no field's name; text that UTF-8 can express"
+        else:
+            if isinstance(item, list):
+                item = dict(enumerate(item))
+            inner = item.items() if isinstance(item, dict) else ()
+            waiting += [((*fields, str(key)), part) for key, part in inner]
+            continue
+        raise UserError(printable(f"{file}: {name} {problem} would work"))
+
+
+def is_text(value: object) -> bool:
+    """Returns whether a JSON value is a text without lone surrogates."""
+    try:
+        return isinstance(value, str) and bool(value.encode() or True)
+    except UnicodeEncodeError:
+        return False
 
 
 def _not_plain(path: str | Path) -> UserError:

@@ -46,14 +46,15 @@ class AdapterConfig:
     """DoRA: trains the length of each column of W + s B A separately from its direction."""
     train: tuple[str, ...] = ()
     """Modules trained in full in addition to the adapters, matched by the end of their names, such
-    as [embed_tokens, norm]: PEFT's modules_to_save. norm matches every norm."""
+    as [embed_tokens, norm]: PEFT's modules_to_save. norm matches every norm, model.norm the
+    last."""
     quantize: Quantization = "none"
     """Store and gather the layers' frozen matrices quantized, and dequantize them for each product
     (QLoRA): nf4, 4.13 bits per weight, or int8; none keeps the compute dtype. Matrices are
     quantized while being read."""
     dropout: float | None = None
     """Probability that an adapter, in training, reads 0 for an input element; the others are
-    divided by 1 - dropout. None: the dropout of the adapter at `path`, or else 0."""
+    divided by 1 - dropout. null: the dropout of the adapter at `path`, or else 0."""
     path: str | None = None
     """Adapter to continue from: a PEFT folder, org/name on the hub, or a run or checkpoint with
     adapters; its rank, alpha and targets must equal this section's."""
@@ -142,7 +143,7 @@ class AdapterConfig:
         """Whether this parameter is trained: part of an adapter, or of a module named in
         `train`."""
         module, _, part = name.rpartition(".")
-        return part in ADAPTER_PARTS or module.endswith(self.train)
+        return part in ADAPTER_PARTS or ends_with(module, self.train)
 
     def of_mixture(self, all_linear: tuple[str, ...]) -> AdapterConfig:
         """Returns the adapters of a model whose feed-forwards are experts.
@@ -228,7 +229,7 @@ class AdapterConfig:
         modules = {module: None for module, _, part in parts if part not in ADAPTER_PARTS}
         adapted = {module for module, _, part in parts if part in ADAPTER_PARTS}
         for entry in self.train:
-            found = [module for module in modules if module.endswith(entry)]
+            found = [module for module in modules if ends_with(module, entry)]
             if not found:
                 others = {last_part(module) for module in modules} - {*PROJECTIONS}
                 raise ValueError(
@@ -255,7 +256,7 @@ class AdapterConfig:
                         "PEFT's format holds only as adapters; name it in adapter.targets"
                         f"{_shared(entry, found)}"
                     )
-        trained = {last_part(module) for module in modules if module.endswith(self.train)}
+        trained = {last_part(module) for module in modules if ends_with(module, self.train)}
         for together in fused:
             missing = [name for name in together if name not in trained]
             if 0 < len(missing) < len(together):
@@ -263,6 +264,12 @@ class AdapterConfig:
                     f"adapter.train: {missing[0]} is missing; this model's files store "
                     f"{', '.join(together)} in one tensor, so all of them are trained, or none"
                 )
+
+
+def ends_with(module: str, entries: str | tuple[str, ...]) -> bool:
+    """Whether a module's name ends with an entry of `train`, or one of several: as in PEFT, where
+    names begin with `model`, so that model.norm is the last norm only."""
+    return f"model.{module}".endswith(entries)
 
 
 def last_part(module: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from .adapter import FEED_FORWARD, ROUTER, AdapterConfig
 from .config_checks import LAYER_TYPES, require_consistent, require_fitting_adapter, require_sizes
-from .families import FAMILIES, family_of, find_preset
+from .families import FAMILIES, causal_fields, family_of, find_preset
 from .rope_config import RopeConfig
 
 # The fields that may change for the same weights; the names are Hugging Face's.
@@ -283,7 +283,8 @@ class TransformerConfig:
     @classmethod
     def from_hf_dict(cls, config: dict[str, Any]) -> TransformerConfig:
         """Reads a Hugging Face config; absent fields take the defaults of transformers' config
-        class for the family.
+        class for the family. Of a model of images and text, reads the text model; see
+        `text_fields`.
 
         Accepts both spellings of the rotary embedding: `rope_theta` with `rope_scaling`, and
         `rope_parameters` (transformers 5). Raises ValueError for anything that would make the model
@@ -293,6 +294,7 @@ class TransformerConfig:
             raise ValueError(
                 f"a Hugging Face config is a JSON object, found {type(config).__name__}"
             )
+        config = causal_fields(config)
         family = family_of(config)
         config = family.read(config)
         names = {f.name for f in dataclasses.fields(cls)} - {

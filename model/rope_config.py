@@ -133,9 +133,12 @@ class RopeConfig:
                 for name in said[0]
                 if said[0][name] != said[1][name]
             ]
+            # transformers does not take one spelling's base for the other either.
+            lacking = [key for key in spellings if _theta(config[key], config) is None]
+            default = f" ({lacking[0]} has no rope_theta, so it has the default)" if lacking else ""
             raise ValueError(
                 "rope_parameters and rope_scaling contradict each other: "
-                f"{', '.join(differing)}; remove the wrong one"
+                f"{', '.join(differing)}{default}; remove the wrong one"
             )
         if spellings:
             return next(iter(spellings.values()))
@@ -209,6 +212,12 @@ def _meant(name: str, valid: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def _theta(parameters: dict[str, Any], config: dict[str, Any]) -> Any:
+    """Returns the base in the object `parameters` of config.json, or beside it; None if missing."""
+    inner = parameters.get("rope_theta")
+    return config.get("rope_theta") if inner is None else inner
+
+
 def _from_parameters(
     key: str, parameters: dict[str, Any], config: dict[str, Any], max_position: int
 ) -> RopeConfig:
@@ -223,7 +232,8 @@ def _from_parameters(
         raise ValueError(
             f"rope_theta: {outer_theta} and {key}.rope_theta {inner_theta}; remove the wrong one"
         )
-    theta = next((t for t in (inner_theta, outer_theta) if t is not None), 10000.0)
+    theta = _theta(parameters, config)
+    theta = 10000.0 if theta is None else theta
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise ValueError(
             f"{key}.partial_rotary_factor: found {parameters['partial_rotary_factor']!r}; only 1 "

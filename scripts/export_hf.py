@@ -79,11 +79,15 @@ def _warn_of_base(config: TransformerConfig, base: str, out: Path) -> None:
     """
     from data.errors import UserError, first_line
     from data.printable import printable
+    from trainer.huggingface.folder import wrapper
     from trainer.huggingface.peft import TRAINED_CONFIG
     from trainer.model_source import open_model
+    from trainer.source_kinds import HuggingFaceSource
 
     try:
-        source = open_model(base, weights=False).config
+        opened = open_model(base, weights=False)
+        source = opened.config
+        whole = wrapper(opened.folder) if isinstance(opened, HuggingFaceSource) else None
     except (ValueError, OSError, UserError) as error:
         warnings.warn(
             f"{printable(base)}: the base's configuration was not compared with the run's "
@@ -91,6 +95,12 @@ def _warn_of_base(config: TransformerConfig, base: str, out: Path) -> None:
             stacklevel=2,
         )
         return
+    if whole:
+        warnings.warn(
+            f"{out}: PEFT loads the base as {whole}, whose text part has other names, and would "
+            "leave this adapter's numbers out; --merge writes a whole model",
+            stacklevel=2,
+        )
     if changed := _differences(config, source):
         warnings.warn(
             f"{out}: trained with another {', '.join(changed)} than the base, and PEFT uses the "

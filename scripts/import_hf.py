@@ -43,12 +43,13 @@ def work(arguments: Options) -> None:
     from trainer.checkpoint.store import save_checkpoint
     from trainer.huggingface.assets import copy_assets, write_config
     from trainer.huggingface.folder import folder_config, resolve_model_path
-    from trainer.huggingface.read import read_hf
+    from trainer.huggingface.read import check_weights, read_hf
 
     # Refuses an unusable folder before the slow read of all weights.
     new_folder(checkpoint_path(arguments.checkpoint, "CHECKPOINT"))
     source = resolve_model_path(arguments.hf_dir)
     config = folder_config(source)
+    check_weights(source, config)
     cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     with scratch_folder() as scratch:
         copy_assets(source, scratch)

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from data.errors import UserError
 from data.printable import printable
-from data.tokenizer import TOOL_TEMPLATE
+from data.tokenizer import NAMED_TEMPLATES, template_files
 from data.within import file_within
 from trainer import entry
 from trainer.options import FreeText, command, option
@@ -37,11 +37,11 @@ def export_files(folder: Path) -> tuple[list[str], list[str]]:
     from trainer.huggingface.assets import ASSET_FILES
 
     names = sorted(_names(folder)) if folder.is_dir() else []
+    known = {*ASSET_FILES, *_OTHERS, *template_files(folder)}
     files = [
         name
         for name in names
-        if (name in (*ASSET_FILES, *_OTHERS) or _WEIGHTS.fullmatch(name))
-        and file_within(folder, name)
+        if (name in known or _WEIGHTS.fullmatch(name)) and file_within(folder, name)
     ]
     if not any(map(_WEIGHTS.fullmatch, files)):
         raise UserError(
@@ -53,7 +53,7 @@ def export_files(folder: Path) -> tuple[list[str], list[str]]:
 
 def _names(folder: Path) -> Iterator[str]:
     """Yields the names in a folder, and those of separate chat templates in their own folder."""
-    templates = PurePosixPath(TOOL_TEMPLATE).parent.name
+    templates = PurePosixPath(NAMED_TEMPLATES).parent.name
     for path in folder.iterdir():
         if path.name == templates and path.is_dir():
             yield from (f"{templates}/{inner.name}" for inner in path.iterdir())

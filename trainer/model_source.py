@@ -23,7 +23,7 @@ from .config.data import DataConfig
 from .config.schema import ModelConfig
 from .huggingface import adapter_config
 from .huggingface.assets import trained_quantization
-from .huggingface.folder import folder_config, hub_name, resolve_model_path
+from .huggingface.folder import folder_config, has_weights, hub_name, resolve_model_path
 from .source_kinds import (
     CheckpointSource,
     HuggingFaceSource,
@@ -46,7 +46,7 @@ def open_model(path: str, weights: bool = True) -> StoredSource | AdaptedSource:
       ValueError: no such model, or an unsupported architecture; the message says what would work.
     """
     folder = best_or_itself(local_copy(path))
-    if (folder / adapter_config.CONFIG).is_file() and not (folder / "config.json").exists():
+    if _is_adapter(folder):
         return open_adapter(path)
     if folder.is_dir() and not (folder / "config.json").exists():
         assets = assets_dir(folder)
@@ -58,11 +58,18 @@ def open_model(path: str, weights: bool = True) -> StoredSource | AdaptedSource:
         source: StoredSource = CheckpointSource(config, assets, assets.parent, config, verified)
     else:
         folder = resolve_model_path(path, weights)
-        if (folder / adapter_config.CONFIG).is_file() and not (folder / "config.json").exists():
-            return open_adapter(str(folder))  # an adapter on the hub
+        if _is_adapter(folder):
+            return open_adapter(str(folder))  # on the hub
         config = folder_config(folder)
         source = HuggingFaceSource(config, folder, folder, config)
     return source.ending_at(_generation_ends(source.tokenizer_path))
+
+
+def _is_adapter(folder: Path) -> bool:
+    """Whether a folder has a PEFT adapter and no whole model; some have a config.json too."""
+    if not (folder / adapter_config.CONFIG).is_file():
+        return False
+    return not ((folder / "config.json").exists() and has_weights(folder))
 
 
 def adapter_source(path: str) -> tuple[AdapterSource, str]:

@@ -210,9 +210,11 @@ class TextObjective(Objective):
                 if self.config.model.path
                 else f"model.overrides.vocab_size {self.tokenizer.vocab_size}"
             )
+            last = self.tokenizer.vocab_size - 1
             raise UserError(
-                f"model.tokenizer: has ids up to {self.tokenizer.vocab_size - 1}, but the model "
-                f"has {self.source.config.vocab_size} rows of vocabulary; another tokenizer or "
+                f"model.tokenizer: has ids up to {last} "
+                f"({self.tokenizer.decode([last], skip_control=False)!r}), but the model has "
+                f"{self.source.config.vocab_size} rows of vocabulary; another tokenizer or "
                 f"{more} would work"
             )
         self.model = build_language_model(

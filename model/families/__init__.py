@@ -23,8 +23,9 @@ from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
 from .smollm3 import SMOLLM3
 from .solar_open import SOLAR_OPEN
+from .text_part import WRAPPERS, text_fields
 
-__all__ = ["FAMILIES", "Family", "family_of", "find_preset"]
+__all__ = ["FAMILIES", "Family", "causal_fields", "family_of", "find_preset"]
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
@@ -47,6 +48,11 @@ FAMILIES: Mapping[str, Family] = {
         SOLAR_OPEN,
     )
 }
+
+
+def causal_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of the text model in a model's config.json; see `text_fields`."""
+    return text_fields(config, {name: family.architecture for name, family in FAMILIES.items()})
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -86,7 +92,9 @@ def _why(name: str) -> str:
     if any(
         part in name.lower() for part in ("conditionalgeneration", "vl", "vision", "audio", "omni")
     ):
-        return "models of images or sound are not supported (only their text model is planned); "
+        return (
+            f"of models of images or sound, only the text part of {', '.join(WRAPPERS)} is read; "
+        )
     return ""
 
 

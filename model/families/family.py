@@ -194,6 +194,7 @@ class Family:
             if spelling in config:
                 config[name] = config.pop(spelling)
         _check_quantization(config.pop("quantization_config", None), self.stored_as)
+        self._drop_full_types(config)
         for name, neutral in NEUTRAL.items():
             if name in config and name not in self.takes and config[name] not in neutral:
                 instead = _INSTEAD.get(
@@ -217,6 +218,16 @@ class Family:
         """Returns config.json in the common form, without the family's ways of disabling
         computations."""
         return dict(config)
+
+    def _drop_full_types(self, config: dict[str, Any]) -> None:
+        """Removes `layer_types` that name full attention in each layer of a family without kinds of
+        layers, unless a window contradicts them."""
+        kinds = config.get("layer_types")
+        if "layer_types" in self.takes or not kinds or {*kinds} != {"full_attention"}:
+            return
+        is_each = len(kinds) == config.get("num_hidden_layers", len(kinds))
+        if is_each and {**self.defaults, **config}.get("sliding_window") is None:
+            del config["layer_types"]
 
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Returns config.json's fields from those of TransformerConfig."""

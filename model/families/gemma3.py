@@ -14,14 +14,19 @@ ACTIVATION = "gelu_pytorch_tanh"
 def without_activation(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """Returns the fields of a Gemma config but its activation, under either of its names.
 
+    With both, transformers reads `hidden_activation`: the first Gemma's `hidden_act` was wrong.
+
     Raises:
       ValueError: it is not the one that the family has.
     """
-    config = dict(config)
-    for name in ("hidden_act", "hidden_activation"):
-        if config.pop(name, None) not in (None, ACTIVATION):
-            raise ValueError(f"{name}: only {ACTIVATION!r} is supported in {architecture}")
-    return config
+    names = ("hidden_activation", "hidden_act")
+    read = next((name for name in names if config.get(name) is not None), None)
+    if read and config[read] != ACTIVATION:
+        raise ValueError(
+            f"{read}: found {config[read]!r:.80}; only {ACTIVATION!r} is supported in "
+            f"{architecture}"
+        )
+    return {name: value for name, value in config.items() if name not in names}
 
 
 class Gemma3Family(Family):

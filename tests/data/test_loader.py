@@ -506,7 +506,7 @@ def test_sources_without_documents_are_refused(small, tokenizer, tmp_path):
         (
             64,
             0.9999,
-            r"data\.held_out_fraction: found 0\.9999, which takes all of 1 records and leaves none to train on",
+            r"data\.held_out_fraction: found 0\.9999, which takes the only record and leaves none to train on",
         ),
     ],
 )

@@ -170,6 +170,16 @@ def test_text_tokens_in_a_text_are_encoded_as_tokens(tmp_path, kind):
             '{"chat_template": [1, {"name": "default", "template": 3}]}',
             "is no text",
         ),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": {"../rag": "a"}}',
+            "the name '../rag' of a chat_template in tokenizer_config.json is no file's name",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"note": ["a", "\\ud83d"]}',
+            "tokenizer_config.json: note.1 holds half of a surrogate pair",
+        ),
         ("chat_template.jinja", b"\xff", "byte 0 of chat_template.jinja is not UTF-8 text"),
     ],
 )
@@ -243,6 +253,80 @@ def test_a_vocabulary_with_merges_encodes_as_in_transformers(tmp_path, described
         assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
     ours.save(tmp_path / "saved")
     assert Tokenizer.load(tmp_path / "saved").encode("the hat") == ours.encode("the hat")
+
+
+def _vocabulary_with_merges(folder, **config):
+    """Writes a folder of vocab.json, merges.txt and tokenizer_config.json."""
+    from tokenizers import Tokenizer as Library
+
+    folder.mkdir(exist_ok=True)
+    Library.from_file(str(TINY / "tokenizer.json")).model.save(str(folder))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("Own", True), ("GPT2Tokenizer", False)])
+def test_code_of_a_tokenizers_folder_is_never_run(tmp_path, monkeypatch, kind, refused):
+    """Even if somebody would agree; a class of transformers needs none of it."""
+    folder = _vocabulary_with_merges(
+        tmp_path / "in", tokenizer_class=kind, auto_map={"AutoTokenizer": ["own.Own", None]}
+    )
+    (folder / "own.py").write_text(
+        f"from transformers import GPT2Tokenizer as Own\nopen({str(tmp_path / 'ran')!r}, 'w')\n"
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    if refused:
+        with pytest.raises(
+            UserError, match=rf"^{folder}: vocab.json .*auto_map .* never run\); a folder with"
+        ):
+            Tokenizer.load(folder)
+    else:
+        assert Tokenizer.load(folder).encode("the") == Tokenizer.load(TINY).encode("the")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_vocabulary_with_merges_follows_no_link_out_of_its_folder(tmp_path):
+    folder = _vocabulary_with_merges(tmp_path / "in", tokenizer_class="BertTokenizer")
+    (tmp_path / "secret").write_text("[UNK]\nPASSWORD\n")
+    (folder / "vocab.txt").symlink_to(tmp_path / "secret")
+    assert "PASSWORD" not in str(Tokenizer.load(folder)._files)
+    (folder / "added_tokens.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"added_tokens\.json: leads to"):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "own", "refused"),
+    [
+        ("GPT2Tokenizer", {"add_prefix_space": True}, False, "true in .* and false in"),
+        ("Qwen2TokenizerFast", {"add_prefix_space": True}, False, "true in .* and false in"),
+        ("GPT2Tokenizer", {}, True, r"false in .* \(the default of GPT2Tokenizer\) and true in"),
+        ("GPT2Tokenizer", {"add_prefix_space": True}, True, None),
+        ("GPT2Tokenizer", {"add_prefix_space": False}, False, None),
+        ("PreTrainedTokenizerFast", {"add_prefix_space": True}, False, None),
+        ("PreTrainedTokenizerFast", {}, True, None),
+    ],
+)
+def test_files_that_disagree_on_a_space_before_a_text_are_refused(
+    tmp_path, kind, config, own, refused
+):
+    """What is not refused encodes as in transformers."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    library = Library.from_file(str(TINY / "tokenizer.json"))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=own)
+    library.save(str(tmp_path / "tokenizer.json"))
+    names = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<pad>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**names, **config}))
+    if refused:
+        with pytest.raises(UserError, match=f"^{tmp_path}: add_prefix_space is {refused}"):
+            Tokenizer.load(tmp_path)
+    else:
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        expected = theirs("the cat", add_special_tokens=False)["input_ids"]
+        assert Tokenizer.load(tmp_path).encode("the cat") == expected
 
 
 def _replaces(text, content):
@@ -338,6 +422,16 @@ _WITH_TOOLS = "{{ tools | tojson }}" + _PLAIN
             "chat_template.jinja": _PLAIN,
             "additional_chat_templates/tool_use.jinja": _WITH_TOOLS,
         },
+        {
+            "tokenizer_config.json": {},
+            "additional_chat_templates/default.jinja": _PLAIN,
+            "additional_chat_templates/rag.jinja": "{{ documents }}",
+        },
+        {  # in two files
+            "tokenizer_config.json": {"chat_template": "{{ 'neither' }}"},
+            "chat_template.jinja": "{{ 'none' }}",
+            "additional_chat_templates/default.jinja": _PLAIN,
+        },
     ],
 )
 @pytest.mark.parametrize("tools", [(), _TOOLS])
@@ -363,3 +457,27 @@ def test_token_names_and_templates_match_transformers(tmp_path, files, tools):
         segments = render(messages, "tokenizer", tokenizer, tools=tools)
         ids = [token for segment in segments for token in segment.ids]
         assert ids == expected, (tokenizer.decode(ids, False), theirs.decode(expected))
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_other_templates_remain_beside_a_trained_one(tmp_path, in_files):
+    """Transformers finds them by name; those that training replaces do not remain. They change no
+    ids, so that a tokenizer with them needs no new preparation."""
+    from transformers import AutoTokenizer
+
+    config = json.loads((TINY / "tokenizer_config.json").read_text())
+    named = {"default": "{{ 'old' }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
+    config["chat_template"] = named
+    folder = shutil.copytree(TINY, tmp_path / "in")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    before = Tokenizer.load(folder).fingerprint
+    if in_files:
+        (folder / "additional_chat_templates").mkdir()
+        for name in ("default", "rag"):
+            (folder / f"additional_chat_templates/{name}.jinja").write_text(named[name])
+        assert Tokenizer.load(folder).fingerprint == before
+    shutil.copytree(folder, tmp_path / "out")
+    Tokenizer.load(folder).save(tmp_path / "out", "{{ 'trained' }}")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.chat_template == {"default": "{{ 'trained' }}", "rag": named["rag"]}
+    assert Tokenizer.load(tmp_path / "out").chat_template == "{{ 'trained' }}"

@@ -8,7 +8,7 @@ import pytest
 
 from data.errors import UserError
 from data.source_files import find_files
-from data.within import check_within, file_within
+from data.within import MAX_JSON_DEPTH, check_within, check_writable, file_within
 
 
 def snapshot(root: Path, name: str = "models--org--name") -> Path:
@@ -115,3 +115,24 @@ def test_random_chains_of_links_are_judged_by_their_end(tmp_path):
             with pytest.raises(UserError, match="outside of its folder"):
                 file_within(folder, "merges.txt")
         check_within(folder, folder / "real")
+
+
+def _nested(depth):
+    return [_nested(depth - 1)] if depth else 1
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({"a": [{"b": "x\ud800"}]}, "a.0.b holds half of a surrogate pair"),
+        ({"a": {"\udfff": 1}}, r"'\\udfff' is no field's name"),
+        ({"a": _nested(MAX_JSON_DEPTH)}, "a.0.0 is nested more than 100 deep"),
+        ({"a": _nested(MAX_JSON_DEPTH - 1), "b": ["\U0001f600", None, True, 1.5]}, None),
+    ],
+)
+def test_json_that_could_not_be_written_again_is_refused(value, problem):
+    if problem is None:
+        check_writable(value, "file")
+    else:
+        with pytest.raises(UserError, match=f"^file: {problem}"):
+            check_writable(value, "file")

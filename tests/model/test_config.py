@@ -1,5 +1,6 @@
 """TransformerConfig against transformers' LlamaConfig, its presets, and what it refuses."""
 
+import copy
 import dataclasses
 import json
 
@@ -80,6 +81,31 @@ def test_the_architecture_name_of_llama_1_conversions_is_read():
     assert named.to_hf()["architectures"] == ["LlamaForCausalLM"]
 
 
+def test_full_attention_in_each_layer_may_be_named():
+    config = {"model_type": "llama", "num_hidden_layers": 2}
+    named = {**config, "layer_types": ["full_attention"] * 2}
+    assert TransformerConfig.from_hf_dict(named) == TransformerConfig.from_hf_dict(config)
+    for changes in (
+        {"layer_types": ["full_attention"]},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"model_type": "mistral", "sliding_window": 9},
+    ):
+        with pytest.raises(ValueError, match=r"^layer_types: found"):
+            TransformerConfig.from_hf_dict({**named, **changes})
+
+
+def test_a_base_of_rope_in_one_spelling_is_not_the_others():
+    """In transformers the scaling then has the default base."""
+    linear = {"rope_type": "linear", "factor": 2.0}
+    both = {"rope_scaling": linear, "rope_parameters": {**linear, "rope_theta": 2e4}}
+    theirs = transformers.LlamaConfig(**copy.deepcopy(both))  # which changes its arguments
+    assert theirs.rope_parameters["rope_theta"] == 1e4
+    with pytest.raises(
+        ValueError, match=r"theta 20000.0 and 10000.0 \(rope_scaling has no rope_th"
+    ):
+        TransformerConfig.from_hf_dict({"model_type": "llama", **both})
+
+
 def test_all_spellings_of_rope_are_read():
     base = {"model_type": "llama"}
     old = TransformerConfig.from_hf_dict({**base, "rope_theta": 5e5, "rope_scaling": LLAMA3})
@@ -106,11 +132,18 @@ def test_all_spellings_of_rope_are_read():
         ),
         (
             {"architectures": ["Qwen2VLForConditionalGeneration"]},
-            ["images", "planned", "Qwen2ForCausalLM"],
+            ["images", "Gemma3ForConditionalGeneration", "Qwen2ForCausalLM"],
         ),
         (
             {"architectures": ["Gemma3ForConditionalGeneration"]},
-            ["images", "only their text model", "Gemma3ForCausalLM"],
+            ["text_config", "None", "Gemma3ForConditionalGeneration"],
+        ),
+        (
+            {
+                "architectures": ["Mistral3ForConditionalGeneration"],
+                "text_config": {"model_type": "ministral3"},
+            },
+            ["text_config.model_type", "ministral3", "mistral"],
         ),
         (
             {"architectures": ["Glm4MoeForCausalLM"]},

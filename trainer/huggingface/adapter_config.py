@@ -12,8 +12,16 @@ from typing import Any
 import regex
 
 from data.within import read_json
-from model.adapter import ALL_LINEAR, ATTENTION, PROJECTIONS, ROUTER, AdapterConfig, last_part
-from model.checks import as_float, require_int, require_number
+from model.adapter import (
+    ALL_LINEAR,
+    ATTENTION,
+    PROJECTIONS,
+    ROUTER,
+    AdapterConfig,
+    ends_with,
+    last_part,
+)
+from model.checks import as_float, is_int, require_int, require_number
 from model.config import TransformerConfig
 from model.families import FAMILIES
 
@@ -39,6 +47,7 @@ _READ = (
     "revision",
     "ensure_weight_tying",
     "exclude_modules",
+    "layers_to_transform",
 )
 # Fields that do not affect what a saved adapter computes: versions, training, initialization, and
 # numbers that only matter with another field. The last three are ms-swift's.
@@ -60,6 +69,7 @@ _EMPTY: tuple[Any, ...] = (None, False, [], {}, "")
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "task_type": ("CAUSAL_LM", None),
+    "fan_in_fan_out": (False, None, True),  # PEFT takes false for the projections' matrices
     # These initialize A and B differently and keep the base. The others change the base, now and
     # whenever peft loads it.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
@@ -104,7 +114,7 @@ def _saved_modules(config: TransformerConfig) -> list[str]:
     }
     names: list[str] = []
     for entry in config.adapter.train:
-        found = {own: theirs for own, theirs in modules.items() if own.endswith(entry)}
+        found = {own: theirs for own, theirs in modules.items() if ends_with(own, entry)}
         differ = any(
             last_part(own) != last_part(theirs) or not theirs.endswith(entry)
             for own, theirs in found.items()
@@ -162,12 +172,15 @@ def write_config(config: TransformerConfig, base: str | None, folder: Path) -> N
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def read_config(folder: str | Path, family: str | None = None) -> tuple[AdapterConfig, str]:
+def read_config(
+    folder: str | Path, model: TransformerConfig | None = None
+) -> tuple[AdapterConfig, str]:
     """Returns the adapter in a PEFT folder, and the path or name of its base.
 
     Args:
-      family: the base's, if known: a regular expression in `target_modules` may match projections
-        in one family and the tensor that stacks them in another.
+      model: the base's configuration, if known: `target_modules` may name projections in one family
+        and the tensor that stacks them in another, and `layers_to_transform` has to name each
+        layer.
 
     Raises:
       ValueError: not an adapter, or an unsupported kind; one line that names the field.
@@ -197,10 +210,11 @@ def read_config(folder: str | Path, family: str | None = None) -> tuple[AdapterC
             use_rslora=_switch(content, "use_rslora"),
             use_dora=_switch(content, "use_dora"),
             dropout=_dropout(content),
-            targets=_projections(content, family),
+            targets=_projections(content, model),
             train=_trained(content),
         )
-        _check_patterns(content, adapter)
+        _check_layers(content, model)
+        _check_patterns(content, adapter, model)
         _check_excluded(content, adapter)
         base = _base(content)
     except (KeyError, TypeError) as error:
@@ -226,14 +240,45 @@ def _switch(content: Mapping[str, Any], field: str) -> bool:
     return bool(content.get(field))
 
 
-def _check_patterns(content: Mapping[str, Any], adapter: AdapterConfig) -> None:
-    """Raises ValueError for per-module ranks or alphas other than those of `write_config`."""
+def _check_layers(content: Mapping[str, Any], model: TransformerConfig | None) -> None:
+    """Raises ValueError unless `layers_to_transform` names every layer, or nothing."""
+    found = content.get("layers_to_transform")
+    if found in _EMPTY and not is_int(found):
+        return
+    layers = [found] if is_int(found) else found
+    if not isinstance(layers, list) or not all(is_int(layer) for layer in layers):
+        raise ValueError(f"layers_to_transform: found {found!r:.80}; needs numbers of layers")
+    if content.get("layers_pattern") not in (*_EMPTY, "layers", ["layers"]):
+        raise ValueError(
+            f"layers_pattern: found {content['layers_pattern']!r:.80} with layers_to_transform; "
+            "only 'layers' is read"
+        )
+    if model is not None and not {*layers} >= {*range(model.num_hidden_layers)}:
+        raise ValueError(
+            f"layers_to_transform: found {found!r:.80}; only adapters of all "
+            f"{model.num_hidden_layers} layers are read"
+        )
+
+
+def _check_patterns(
+    content: Mapping[str, Any], adapter: AdapterConfig, model: TransformerConfig | None
+) -> None:
+    """Raises ValueError for per-module ranks or alphas other than those of `write_config`, unless
+    they change nothing."""
     own = _patterns(adapter, _FUSED)
+    common = {"rank_pattern": adapter.rank, "alpha_pattern": adapter.alpha}
     named: dict[str, set[str]] = {}
     for field, expected in own.items():
         given = content.get(field) or {}
         if not isinstance(given, dict):
             raise ValueError(f"{field}: found {given!r:.80}; needs an object or null")
+        given = {
+            pattern: value
+            for pattern, value in given.items()
+            if _may_match(field, pattern, content, adapter, model)
+        }
+        if all(value == common[field] for value in given.values()):
+            given = {}
         named[field] = {pattern.removeprefix(".*\\.") for pattern in given}
         for pattern, value in given.items():
             module = pattern.removeprefix(".*\\.")  # as PEFT names experts' tensors
@@ -249,6 +294,26 @@ def _check_patterns(content: Mapping[str, Any], adapter: AdapterConfig) -> None:
             f"{field}: found {module}, which {missing} lacks, so that its scale would be another; "
             f"{missing} {own[missing][module]:g} would be read"
         )
+
+
+def _may_match(
+    field: str,
+    pattern: str,
+    content: Mapping[str, Any],
+    adapter: AdapterConfig,
+    model: TransformerConfig | None,
+) -> bool:
+    """Whether a pattern of `rank_pattern` or `alpha_pattern` may match a module with an adapter, as
+    in peft; of experts, whose names differ by version, every pattern may."""
+    ends = {target.rpartition(".")[2] for target in _names(content, "target_modules")}
+    if (
+        content.get("target_parameters")
+        or ends & peft_experts.MODULES.keys()
+        or (model is not None and model.num_experts)
+    ):
+        return True
+    fused = {name for name, own in _FUSED.items() if {*own} & {*adapter.projections}}
+    return bool(_matched(field, rf"(?:.*\.)?(?:{pattern})") & {*adapter.projections, *fused})
 
 
 def _names(content: Mapping[str, Any], field: str) -> list[str]:
@@ -288,15 +353,16 @@ def _trained(content: Mapping[str, Any]) -> tuple[str, ...]:
     """The modules in `modules_to_save`, by our names."""
     names: list[str] = []
     for name in _names(content, "modules_to_save"):
-        # peft prefixes a tied module with the model's name.
-        *path, last = name.removeprefix("model.").split(".")
+        # peft prefixes a tied module with the model's name; without it, norm would be every norm.
+        own = name.removeprefix("model.")
+        *path, last = (own if own in ("embed_tokens", "lm_head") else name).split(".")
         path = ["mlp" if part == "block_sparse_moe" else part for part in path]
         last = peft_experts.MODULES.get(last, last)
         names += [".".join((*path, own)) for own in _FUSED.get(last, (last,))]
     return tuple(dict.fromkeys(names))
 
 
-def _projections(content: Mapping[str, Any], family: str | None) -> tuple[str, ...]:
+def _projections(content: Mapping[str, Any], model: TransformerConfig | None) -> tuple[str, ...]:
     """The projections in `target_modules`, in layer order.
 
     peft writes them as a set, sometimes each layer's separately; the tensors show whether every
@@ -307,6 +373,7 @@ def _projections(content: Mapping[str, Any], family: str | None) -> tuple[str, .
     if targets == [ALL_LINEAR]:
         return (ALL_LINEAR,)
     if isinstance(found, str) and found not in (*PROJECTIONS, *_FUSED):
+        family = None if model is None else model.family
         modules = _of_family(_matched("target_modules", found), family)
         others = sorted(modules - {*PROJECTIONS, *_FUSED})
         if others or not modules:
@@ -316,11 +383,37 @@ def _projections(content: Mapping[str, Any], family: str | None) -> tuple[str, .
                 "read"
             )
     else:
-        ends = {target.rpartition(".")[2] for target in targets}
-        modules = {peft_experts.MODULES.get(end, end) for end in ends}
+        modules = _named_projections({target.rpartition(".")[2] for target in targets}, model)
+        if targets and not (modules or parameters):
+            raise ValueError(
+                f"target_modules: found {found!r:.80}, none of which is a projection of the base; "
+                f"adapters of {', '.join(PROJECTIONS)} are read"
+            )
     names = {name for module in modules for name in _FUSED.get(module, (module,))} | {*parameters}
-    known = (*PROJECTIONS, ROUTER)
-    return (*(name for name in known if name in names), *sorted(names - set(known)))
+    return tuple(name for name in (*PROJECTIONS, ROUTER) if name in names)
+
+
+def _named_projections(names: set[str], model: TransformerConfig | None) -> set[str]:
+    """Returns those of the last parts of names in a list that are of projections or of tensors that
+    stack them.
+
+    As peft does, ignores what the base lacks; where it does not, the tensors of its adapter are
+    refused.
+
+    Raises:
+      ValueError: an embedding or a head.
+    """
+    if rows := sorted(names & {"lm_head", "embed_tokens"}):
+        raise ValueError(
+            f"target_modules: found {rows[0]!r}, needs some of {', '.join(PROJECTIONS)}; "
+            "modules_to_save may name it"
+        )
+    if model is None or model.num_experts:
+        known = {peft_experts.MODULES.get(name, name) for name in names}
+        known &= {*PROJECTIONS, *_FUSED, ROUTER}
+    else:
+        known = names & {*PROJECTIONS, *_FUSED}
+    return known if model is None else _of_family(known, model.family)
 
 
 def _of_family(modules: set[str], family: str | None) -> set[str]:

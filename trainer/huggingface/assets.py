@@ -13,12 +13,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from data.tokenizer import TEMPLATE_DATE, Tokenizer
+from data.tokenizer import NAMED_TEMPLATES, TEMPLATE_DATE, Tokenizer, template_files
 from data.within import file_within, read_json, read_text
 from model.adapter import Quantization
 from model.attention import Mask
 from model.config import TransformerConfig
-from model.families import FAMILIES
+from model.families import FAMILIES, causal_fields
 from model.rope_config import RopeConfig
 from trainer.config.fields import check_kinds
 from trainer.config.yaml_text import MAX_BYTES, parse
@@ -29,7 +29,9 @@ from .table import DTYPES
 # Files of a Hugging Face model other than weights. The list is fixed, since a training run adds
 # files (its configuration) that do not belong in an export.
 ASSET_FILES = tuple(
-    name for name in SMALL_FILES if name not in ("adapter_config.json", "trained_config.json")
+    name
+    for name in SMALL_FILES
+    if name not in ("adapter_config.json", "trained_config.json", NAMED_TEMPLATES)
 )
 
 # Fields of config.json about the source's files that an export lacks or changes.
@@ -52,6 +54,7 @@ def copy_assets(folder: str | Path, assets: str | Path) -> None:
     """Copies a Hugging Face folder's files to a checkpoint's `assets`, and records its dtypes."""
     folder, assets = Path(folder), Path(assets)
     copy_files(folder, assets)
+    _describe_text_part(assets / "config.json")
     # Except codes.
     dtypes = {
         name: dtype for name, dtype in tensor_dtypes(folder).items() if dtype in DTYPES.values()
@@ -61,9 +64,27 @@ def copy_assets(folder: str | Path, assets: str | Path) -> None:
     write_source_dtype(assets, dtypes)
 
 
+def _describe_text_part(path: Path) -> None:
+    """Replaces a config.json by that of the text model which is read of it; see `causal_fields`."""
+    if not path.is_file():
+        return
+    fields = _read_json(path)
+    if (text := causal_fields(fields)) != fields:
+        path.write_text(json.dumps(text, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def asset_files(folder: Path) -> list[str]:
+    """Returns the names of a folder's ASSET_FILES and named chat templates.
+
+    Raises:
+      UserError: a link leads out of the folder.
+    """
+    return [name for name in ASSET_FILES if file_within(folder, name)] + template_files(folder)
+
+
 def copy_files(folder: Path, to: Path) -> None:
-    """Copies those of ASSET_FILES that a folder has, some of them in folders of their own."""
-    for name in ASSET_FILES:
+    """Copies a folder's `asset_files`, some of them in folders of their own."""
+    for name in asset_files(folder):
         if file := file_within(folder, name):
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, to / name)
@@ -117,7 +138,9 @@ def _merged(
       changed: the names of fields that training has changed.
     """
     left_out = [
-        name for name in source if name in _OF_ITS_FILES or (name in changed and name not in fields)
+        name
+        for name, value in source.items()
+        if (value is not None and name in _OF_ITS_FILES) or (name in changed and name not in fields)
     ]
     kept = {
         name: value

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,17 +21,20 @@ from safetensors import SafetensorError, safe_open
 from data import hub
 from data.errors import UserError
 from data.paths import file_digest
-from data.tokenizer import TOOL_TEMPLATE
-from data.within import check_within, file_within, read_json
+from data.tokenizer import NAMED_TEMPLATES
+from data.within import check_within, check_writable, file_within, is_text, read_json
 from model.config import TransformerConfig
+from model.families import FAMILIES
+from model.families.text_part import wrapper_of
 from model.rope import inverse_frequencies
 from model.rope_config import RopeConfig
 
 from .bitsandbytes import is_nf4, parts
 from .mxfp4 import with_matrices
+from .names import misnamed, of_text_model, other_parts
 from .table import DTYPES, EMBEDDING, HEAD, HFEntry
 
-# A hub model's files to download.
+# A hub model's files to download; a pattern stands for several.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 SMALL_FILES = (
     "config.json",
@@ -44,7 +47,7 @@ SMALL_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    TOOL_TEMPLATE,
+    NAMED_TEMPLATES,
     "adapter_config.json",
     "trained_config.json",
 )
@@ -113,6 +116,11 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
             f"{path}: neither a folder nor a hub name (org/name or org/name@revision)"
         ) from None
     except (LocalEntryNotFoundError, OSError):
+        if not revision and folder.parent.is_dir():  # rather a mistyped folder than a hub name
+            raise UserError(
+                f"{path}: no such run or model folder in {folder.parent}; a hub model of this name "
+                f"would be {name}@main"
+            ) from None
         if hub.is_offline():
             command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
             raise ValueError(
@@ -140,15 +148,23 @@ def folder_config(folder: str | Path) -> TransformerConfig:
     """Returns the sizes of the model in a Hugging Face folder.
 
     As in transformers, a head in the files that differs from the embedding is kept even if
-    tie_word_embeddings is true; a warning names it.
+    tie_word_embeddings is true; a warning names it. Another says what is left out of a model of
+    images.
 
     Raises:
-      ValueError: as `TransformerConfig.from_hf` and `open_tensors`.
+      ValueError: as `TransformerConfig.from_hf` and `open_tensors`; or the folder has an adapter.
     """
     folder = Path(folder)
+    _check_no_adapter(folder)
     file_within(folder, "config.json")
     config = TransformerConfig.from_hf(folder)
-    if not config.tie_word_embeddings or not any(folder.glob("model*.safetensors*")):
+    for name in ("config.json", "generation_config.json"):  # an export writes them again
+        with suppress(ValueError):  # not JSON, and then copied as it is
+            if file_within(folder, name):
+                check_writable(read_json(folder / name, folder), folder / name)
+    if (whole := wrapper(folder)) is not None:
+        _warn_of_other_parts(folder, whole, config)
+    if not config.tie_word_embeddings or not has_weights(folder):
         return config
     with ExitStack() as stack:
         files = open_tensors(folder, stack)
@@ -162,6 +178,65 @@ def folder_config(folder: str | Path) -> TransformerConfig:
         stacklevel=2,
     )
     return dataclasses.replace(config, tie_word_embeddings=False)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has the weights of a whole model."""
+    return any(folder.glob("model*.safetensors*"))
+
+
+def wrapper(folder: Path) -> str | None:
+    """Returns the architecture of a model of images whose text part is read; None for others."""
+    with suppress(ValueError):  # `TransformerConfig.from_hf` reports it
+        if file := file_within(folder, "config.json"):
+            content = read_json(file, folder)
+            return wrapper_of(content) if isinstance(content, dict) else None
+    return None
+
+
+def _check_no_adapter(folder: Path) -> None:
+    """Raises ValueError for an adapter, alone or beside a whole model, where transformers reads
+    it."""
+    file = file_within(folder, "adapter_config.json")
+    if file is None:
+        return
+    if not (folder / "config.json").exists():
+        raise ValueError(
+            f"{folder}: an adapter ({file.name}), and a whole model is needed; --adapter.path "
+            "continues it, and peft's merge_and_unload makes a whole model of it"
+        )
+    base = None
+    with suppress(ValueError, AttributeError):
+        base = read_json(file, folder).get("base_model_name_or_path")
+    raise ValueError(
+        f"{folder}: config.json describes a whole model, and {file.name} an adapter of "
+        f"{base!r:.200}, with which transformers reads that base instead of the weights here; the "
+        f"folder without {file.name} (the whole model) or without config.json (the adapter) would "
+        "work"
+    )
+
+
+def _warn_of_other_parts(folder: Path, whole: str, config: TransformerConfig) -> None:
+    """Warns that only the text part of a model of images is read, and how much is left out."""
+    found = ""
+    if has_weights(folder):
+        with ExitStack() as stack:
+            stored = _open_all(folder, stack)
+            slices = [stored[name].get_slice(name) for name in other_parts(stored)]
+            size = sum(math.prod(part.get_shape()) * _bytes(part.get_dtype()) for part in slices)
+            found = f" ({len(slices)} tensors, {size / 1e9:,.2f} GB)"
+    text = FAMILIES[config.family].architecture
+    warnings.warn(
+        f"{folder}: of {whole} only the text part is read, as {text}; vision tower and projector"
+        f"{found} are left out, and so not in checkpoints and exports",
+        stacklevel=3,
+    )
+
+
+def _bytes(dtype: str) -> float:
+    """The bytes of a number of a safetensors dtype, such as BF16 or F8_E4M3."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) / 8 if bits else 1  # BOOL
 
 
 def are_equal(first: Any, second: Any) -> bool:
@@ -235,8 +310,18 @@ def _chosen_by_index(folder: Path) -> dict[str, str]:
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """Tensor name -> opened safetensors file; closing `stack` closes the files.
 
-    If several files hold a tensor, the index chooses. MXFP4 codes are read as matrices.
+    If several files hold a tensor, the index chooses. MXFP4 codes are read as matrices. Names are
+    those of a text model with its head, and other parts are left out; see `of_text_model`.
     """
+    stored, is_wrapped = _open_all(folder, stack), wrapper(folder) is not None
+    try:
+        return with_matrices(of_text_model(stored, is_wrapped))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+
+
+def _open_all(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Tensor name -> opened safetensors file, as in the files; see `open_tensors`."""
     index_file = folder / "model.safetensors.index.json"
     indexed: dict[str, Path] = {}
     if single := file_within(folder, "model.safetensors"):
@@ -275,10 +360,7 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
                 f"{index_file}: tensor {name} is not in {path.name}, the file it names; "
                 "download the folder again"
             )
-    try:
-        return with_matrices(tensors)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+    return tensors
 
 
 def _read_index(index_file: Path) -> dict[str, Path]:
@@ -287,6 +369,10 @@ def _read_index(index_file: Path) -> dict[str, Path]:
     try:
         weight_map = read_json(index_file, folder)["weight_map"]
         indexed = {name: folder / file for name, file in weight_map.items()}
+        if unwritable := [file for file in weight_map.values() if not is_text(file)]:
+            raise ValueError(f"a file's name is {unwritable[0]!a}")
+        if not indexed:
+            raise ValueError("it names no tensors")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{index_file}: not a safetensors index ({error!r}); download it again"
@@ -309,8 +395,22 @@ def _raise_no_weights(folder: Path) -> NoReturn:
             "(https://huggingface.co/docs/safetensors/convert-weights)"
         )
     raise ValueError(
-        f"{folder}: no weights here; needs model.safetensors or model.safetensors.index.json"
+        f"{folder}: no weights here{_other_weights(folder)}; needs model.safetensors, or "
+        "model.safetensors.index.json and the files it names"
     )
+
+
+def _other_weights(folder: Path) -> str:
+    """What a folder without readable weights has instead, for a message; "" if nothing."""
+    kinds = {
+        "model-*.safetensors": "a part of a model, whose index is missing",
+        "*.safetensors": "of another layout, as the model's authors write it or of an adapter",
+        "*.gguf": "of llama.cpp, which is not read",
+    }
+    for pattern, kind in kinds.items():
+        if found := sorted(folder.glob(pattern)):
+            return f": {found[0].name} is {kind}"
+    return ""
 
 
 def check_tensors(
@@ -324,6 +424,7 @@ def check_tensors(
             if name not in files:
                 raise ValueError(
                     f"{folder}: tensor {name} is missing; expected shape {list(shape)}"
+                    f"{_there_instead(name, files)}"
                 )
             if is_nf4(files, name):
                 expected.update(parts(name))
@@ -350,3 +451,13 @@ def check_tensors(
         raise ValueError(
             f"{folder}: tensor {name} does not belong to the model that config.json describes"
         )
+
+
+def _there_instead(name: str, files: Iterable[str]) -> str:
+    """What a file has instead of a missing tensor, for a message; "" if nothing alike."""
+    if (other := misnamed(name, files)) is None:
+        return ""
+    return (
+        f"; {other} is there, a name that torch.compile, FSDP or another wrapper made: "
+        "save_pretrained of the model inside would write a readable one"
+    )

@@ -35,6 +35,7 @@ from . import peft_experts
 from .adapter_config import CONFIG, write_config
 from .assets import copy_files, mask_of, trained_mask
 from .folder import EMBEDDING, HEAD, are_equal
+from .names import misnamed
 from .peft_experts import FactorEntry
 from .read import padded_part
 from .table import DTYPES, HFEntry, HoldsNaN, check_numbers, hf_layout
@@ -245,6 +246,11 @@ def read_adapter(folder: str | Path, model: LanguageModel) -> dict[str, jax.Arra
     except HoldsNaN as error:
         raise ValueError(f"{path}: {error}") from None
     except FileNotFoundError:
+        if (pickled := path.with_suffix(".bin")).is_file():
+            raise ValueError(
+                f"{path.parent}: only pickled weights here ({pickled.name}); they can run code "
+                "when loaded and are refused; peft's save_pretrained writes safetensors"
+            ) from None
         raise ValueError(f"{path}: no such file; peft writes it next to {CONFIG}") from None
     except (SafetensorError, OSError) as error:
         raise ValueError(
@@ -281,9 +287,7 @@ def _check_tensors(
     expected = [(name, entry) for entry in layout for name in entry.file_tensors()]
     for name, entry in expected:
         if name not in files:
-            raise ValueError(
-                f"{path}: tensor {name} is missing; the base and the adapter do not match"
-            )
+            raise ValueError(f"{path}: tensor {name} is missing{_there_instead(name, files)}")
         tensor = files[name].get_slice(name)
         shape = tuple(tensor.get_shape())
         if shape != entry.file_shape:
@@ -320,6 +324,14 @@ def _check_tensors(
             f"{path}: tensor {name} {problem}; in {CONFIG}, modules_to_save has to name "
             f"{name.split('.')[-2]}"
         )
+
+
+def _there_instead(name: str, files: Mapping[str, Any]) -> str:
+    """The end of a message about a missing tensor."""
+    if other := misnamed(name, files):
+        return f", and {other} is there; names as peft's save_pretrained writes them would work"
+    unlike = sorted(files)[0] if files else "nothing"
+    return f"; the base and the adapter do not match: the file has {unlike}"
 
 
 def _resized(found: int, rows: int) -> str:

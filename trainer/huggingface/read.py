@@ -67,6 +67,13 @@ def read_hf(
         return params
 
 
+def check_weights(folder: str | Path, config: TransformerConfig) -> None:
+    """Raises what `read_hf` would for a folder's names, shapes and dtypes, without the numbers."""
+    with ExitStack() as stack:
+        files = open_tensors(Path(folder), stack)
+        check_tensors(Path(folder), files, layout_of(files, config), config)
+
+
 class StoredParameter:
     """A parameter in a Hugging Face folder's files; slicing reads a layer."""
 

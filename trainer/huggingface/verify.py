@@ -111,7 +111,9 @@ def compare_logits(folder: Path) -> float:
             "--verify: comparing with transformers' model needs torch; pip install torch"
         ) from None
     ours = our_logits(folder)
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float32, trust_remote_code=False
+    ).eval()
     tokens = _sample_tokens(model.config.vocab_size)
     with torch.no_grad():
         theirs = model(torch.from_numpy(tokens).long()).logits.numpy()
@@ -156,7 +158,7 @@ def _opened(folder: Path, what: str, kind: Any) -> Any:
     """Calls transformers silently; raises a UserError with the first line of its error."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            return kind.from_pretrained(str(folder), local_files_only=True)
+            return kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise any kind of error
         raise UserError(
             f"{folder}: transformers cannot open the {what} ({first_line(error)}); another version "

@@ -1,5 +1,6 @@
 """adapter_config.json with arbitrary content is read, or refused naming the field."""
 
+import dataclasses
 import json
 import time
 
@@ -68,14 +69,12 @@ def test_a_field_of_the_wrong_type_is_named(tmp_path, change, words):
         ("monteclora_config", {"num_samples": 1}),
         ("loftq_config", {"loftq_bits": 4}),
         ("megatron_config", {"a": 1}),
-        ("layers_to_transform", [0]),
         ("layer_replication", [[0, 1]]),
         ("lora_bias", True),
         ("target_parameters", ["experts"]),
         ("trainable_token_indices", [1]),
         ("exclude_modules", ["q_proj"]),
         ("bias", "all"),
-        ("fan_in_fan_out", True),
         ("task_type", "SEQ_CLS"),
         ("a_field_of_next_year", True),
         ("use_next_years_lora", 0.5),
@@ -87,6 +86,44 @@ def test_a_field_that_changes_the_computation_is_named(tmp_path, field, value):
         ValueError, match=rf"^{tmp_path / CONFIG}: {field}: found {value!r:.10}".replace("[", r"\[")
     ):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["q_proj", "v_proj", "c_attn", "query_key_value"]},
+        {"target_modules": ["q_proj", "v_proj", "qkv_proj", "w1", "gate"]},
+        {"rank_pattern": {"q_proj": 4, r".*\.v_proj": 4}, "alpha_pattern": {"q_proj": 8}},
+        {"rank_pattern": {"k_proj": 2, "zzz": 3}, "alpha_pattern": {"o_proj": 99}},
+        {"layers_to_transform": [1, 0, 2], "layers_pattern": ["layers"]},
+        {"fan_in_fan_out": True},
+    ],
+)
+def test_settings_that_change_nothing_are_read(tmp_path, fields):
+    change(tmp_path, **fields)
+    base = dataclasses.replace(BASE, adapter=None, num_hidden_layers=2)
+    assert read_config(tmp_path, base)[0] == GOOD
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rank_pattern": {"v_proj": 2}}, "rank_pattern: found 2 for v_proj"),
+        ({"rank_pattern": {"q_proj": 4, "(q|v)_proj": 2}}, "rank_pattern: found 4 for q_proj"),
+        ({"alpha_pattern": {r"layers\.0\..*": 9}}, "alpha_pattern: found 9 for layers"),
+        ({"rank_pattern": {"(": 2}}, "rank_pattern: found .* is not a regular expression"),
+        ({"layers_to_transform": [0]}, r"layers_to_transform: found \[0\]; only .* all 2 layers"),
+        ({"layers_to_transform": 0}, "layers_to_transform: found 0; only"),
+        ({"layers_to_transform": "all"}, "layers_to_transform: found 'all'; needs numbers"),
+        ({"layers_to_transform": [0, 1], "layers_pattern": "h"}, "layers_pattern: found 'h'"),
+        ({"target_modules": ["c_attn", "w1"]}, r"target_modules: found \['c_attn', 'w1'\], none"),
+    ],
+)
+def test_settings_that_change_something_are_named(tmp_path, fields, words):
+    change(tmp_path, **fields)
+    base = dataclasses.replace(BASE, adapter=None, num_hidden_layers=2)
+    with pytest.raises(ValueError, match=rf"^{tmp_path / CONFIG}: {words}"):
+        read_config(tmp_path, base)
 
 
 def test_everything_that_peft_writes_for_plain_lora_is_read(tmp_path):

@@ -16,6 +16,7 @@ from data.errors import UserError
 from data.tokenizer import TOOL_TEMPLATE, Tokenizer
 from model.config import TransformerConfig
 from scripts import export_hf, import_hf
+from scripts.push_to_hub import export_files
 from tests.model.build import llama
 from trainer.huggingface import adapter_config
 from trainer.huggingface.assets import copy_assets, described, write_config
@@ -230,11 +231,14 @@ def test_a_link_out_of_a_tokenizers_folder_is_refused(folder, tmp_path):
 
 
 def test_a_separate_template_for_tools_survives(folder, tmp_path):
-    tools = folder / TOOL_TEMPLATE
+    tools, rag = folder / TOOL_TEMPLATE, "additional_chat_templates/rag.jinja"
     tools.parent.mkdir()
     tools.write_text("{{ tools }}")
+    (folder / rag).write_text("{{ documents }}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     out = round_trip(folder, tmp_path)
+    assert {TOOL_TEMPLATE, rag} <= {*export_files(out)[0]}
+    (folder / rag).unlink()
     for name in (TOOL_TEMPLATE, "chat_template.jinja"):
         assert (out / name).read_bytes() == (folder / name).read_bytes()
     source = open_model(str(folder))
@@ -251,6 +255,7 @@ def test_unused_fields_survive(folder, tmp_path, capsys):
         dual_chunk_attention_config=chunks,
         house_note="kept",
         auto_map={"AutoModelForCausalLM": "modeling.Own"},
+        quantization_config=None,
     )
     (folder / "generation_config.json").write_text(
         json.dumps({"temperature": 0.6, "top_k": 20, "own_field": [1, 2]})
@@ -411,3 +416,54 @@ def test_a_longer_model_keeps_its_longrope_and_other_fields(tmp_path, family, re
     told = [str(warning.message) for warning in recwarn]
     assert any("only transformers 5 can load it" in text for text in told) == (family == "phi3")
     assert not any("resid_pdrop" in text for text in told)
+
+
+def indexed(folder, **weight_map):
+    """Replaces a folder's weights by an index."""
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def of_dtype(dtype):
+    return lambda folder: change_weights(
+        folder,
+        lambda weights: weights.update({name: t.to(dtype) for name, t in weights.items()}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (of_dtype(torch.float64), f"tensor {EMBEDDING} is F64; supported are BF16, F16, F32"),
+        (of_dtype(torch.float8_e4m3fn), f"tensor {EMBEDDING} is F8_E4M3; supported are"),
+        (indexed, "not a safetensors index (ValueError('it names no tensors'))"),
+        (lambda folder: indexed(folder, a="b\ud800"), r"a file's name is 'b\\ud800'"),
+        (
+            lambda folder: change_json(folder / "config.json", note={"a": "\ud800"}),
+            "config.json: note.a holds half of a surrogate pair",
+        ),
+        (
+            lambda folder: change_json(folder / "config.json", **{"\ud800": 1}),
+            r"config.json: '\ud800' is no field's name",
+        ),
+        (
+            lambda folder: change_json(
+                folder / "config.json", note=json.loads("[" * 900 + "]" * 900)
+            ),
+            "config.json: note.0.0 is nested more than 100 deep",
+        ),
+        (
+            lambda folder: (folder / "generation_config.json").write_text('{"x": "\\ud800"}'),
+            "generation_config.json: x holds half of a surrogate pair",
+        ),
+    ],
+)
+def test_what_an_export_cannot_write_is_refused_before_the_import(
+    folder, tmp_path, capsys, change, reason
+):
+    change(folder)
+    assert import_hf.main([str(folder), str(tmp_path / "checkpoint")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {folder}") and reason in line
+    assert not (tmp_path / "checkpoint").exists()

@@ -19,6 +19,7 @@ from huggingface_hub import _tree_cache
 from data import hub as data_hub
 from data.arrivals import checked
 from data.errors import UserError
+from eval import needle
 from scripts import inspect_data, plan, prepare
 from tests.conftest import REPOSITORY
 from tests.data.loopback import HubHandler
@@ -202,6 +203,31 @@ def test_a_file_damaged_by_a_killed_download_is_downloaded_again(hub, capsys, mo
     with pytest.raises(UserError, match=f"me/tiny: {name} is no longer in the local"):
         resolve_model_path("me/tiny")
     assert f"{blob}: does not match the hub's digest" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_mistyped_run_folder_is_not_looked_for_on_the_hub(
+    hub, offline, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    assert needle.main(["--checkpoint", "runs/nosuch", "--tokens", "1K", "--output", "out"]) == 2
+    assert (
+        "runs/nosuch: no such run or model folder in runs; a hub model of this name would be "
+        "runs/nosuch@main"
+    ) in capsys.readouterr().err
+    assert hub.requests == []
+
+
+def test_a_hub_model_may_have_the_name_of_a_local_folder(hub, tmp_path, monkeypatch):
+    """As after `hf download me/another --local-dir me/another`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me").mkdir()
+    with pytest.raises(UserError, match=r"no such run or model folder in me; .* me/tiny@main"):
+        resolve_model_path("me/tiny")
+    cached = resolve_model_path("me/tiny@main")
+    assert resolve_model_path("me/tiny") == cached
 
 
 def test_an_adapter_is_downloaded_by_its_name(hub, hf_model):

@@ -300,7 +300,7 @@ def test_dropout_matches_peft(hf_model, tmp_path, use_dora):
         ({"r": 8}, ["has shape [4, 32]", "needs [8, 32]", "another base, or has another rank"]),
         ({"peft_type": "IA3"}, ["peft_type", "'IA3'", "'LORA'"]),
         ({"bias": "all"}, ["bias", "'all'", "'none'"]),
-        ({"target_modules": ["q_proj", "c_attn"]}, ["adapter.targets", "'c_attn'", "q_proj"]),
+        ({"target_modules": ["q_proj", "lm_head"]}, ["target_modules", "'lm_head'", "q_proj"]),
     ],
     ids=str,
 )
@@ -317,6 +317,40 @@ def test_unsupported_adapters_are_named(adapter, hf_model, tmp_path, change, fac
     assert (
         all(fact in message for fact in facts) and str(tmp_path) in message and "\n" not in message
     ), message
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_settings_without_effect_and_the_last_norm_are_read_as_by_peft(hf_model, tmp_path):
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32),
+        peft.LoraConfig(
+            r=4,
+            lora_alpha=8,
+            target_modules=["q_proj", "v_proj", "c_attn"],
+            rank_pattern={"q_proj": 4, "k_proj": 2},
+            alpha_pattern={"zzz": 99},
+            layers_to_transform=[0, 1],
+            fan_in_fan_out=True,
+            modules_to_save=["model.norm"],
+        ),
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    model.save_pretrained(tmp_path / "theirs")
+    source, tokens = open_adapter(str(tmp_path / "theirs")), tokens_of(1, 0)
+    reader = llama(source.config.with_adapter(source.adapter.config))
+    params = source.read(reader)
+    trained = {name for name, parameter in reader.parameters.items() if not parameter.frozen}
+    assert {name for name in trained if "norm" in name} == {"norm.weight"}
+    expected = model(torch.from_numpy(tokens).long()).logits.detach().numpy()
+    found = jax.jit(reader.logits)(params, batch_of(tokens))
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+    ours.write_adapter(params, reader.config, str(hf_model), tmp_path / "ours")
+    before, after = (load_file(tmp_path / name / ours.WEIGHTS) for name in ("theirs", "ours"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def saved_by_peft(base, folder, modules, ensure):

@@ -6,6 +6,7 @@ import json
 import pytest
 import transformers
 
+from data.errors import UserError
 from scripts import export_hf, import_hf
 from trainer.huggingface import verify
 
@@ -60,3 +61,16 @@ def test_different_ids_are_refused(checkpoint, tmp_path, capsys, monkeypatch):
     path.write_text(json.dumps({"model": {"type": "none"}}))
     with pytest.raises(verify.UserError, match=r"cannot open the tokenizer|cannot be read"):
         verify.check_tokenizer(path.parent)
+
+
+def test_code_that_a_tokenizer_names_is_not_run(checkpoint, tmp_path, monkeypatch):
+    """Even if somebody would agree; tokenizer_config.json is exported as it was given."""
+    assert export(checkpoint, tmp_path / "hf") == 0
+    path = tmp_path / "hf/tokenizer_config.json"
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    (tmp_path / "hf/own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(UserError, match="transformers cannot open the tokenizer"):
+        verify.check_tokenizer(tmp_path / "hf")
+    assert not (tmp_path / "ran").exists()
