@@ -4,16 +4,17 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
-from typing import Any, cast
+
+import numpy as np
 
 from data import near_duplicates, paths, tables
 from data import sources as source_readers
 from data.clean import CleanConfig
 from data.conversation import Order, Record, Tokens
+from data.digests import file_digests
 from data.encode import Encoded, Encoder, encode_all
 from data.errors import TransientError, UserError
 from data.index import NewIndex
@@ -30,11 +31,9 @@ from data.templates.sandbox import compile_template
 from data.tokenizer import Tokenizer
 
 # Change with every change to the documents, so that existing folders are not reused.
-RULES = "prepare-14"
+RULES = "prepare-15"
 # Bytes of a source above which several processes, slow to start, encode it.
 WORTH_PROCESSES = 1 << 23
-
-HASHED_AT_A_TIME = 8  # files
 
 
 @dataclass(frozen=True)
@@ -288,12 +287,18 @@ class Job:
                 "them out"
             )
 
+    def check_ids(self) -> None:
+        """Raises UserError early for an array that would later be refused entirely."""
+        for source in self.sources:
+            _check_ids(source, self.tokenizer)
+
     def check_split(self, all_held_out: bool, report: Report) -> None:
         """Raises UserError if no document is left to train on."""
         if all_held_out:
+            records = "the only record" if report.kept == 1 else f"all of {report.kept} records"
             raise UserError(
-                f"data.held_out_fraction: found {self.held_out_fraction}, which takes all of "
-                f"{report.kept} records and leaves none to train on; a smaller one would work"
+                f"data.held_out_fraction: found {self.held_out_fraction}, which takes {records} "
+                "and leaves none to train on; a smaller one would work"
             )
 
 
@@ -342,14 +347,16 @@ def template_text(source: Source, tokenizer: Tokenizer) -> str | None:
     return text
 
 
-def check_arrays(source: Source, tokenizer: Tokenizer) -> None:
-    """Raises UserError early for an array of tokens that would later be refused entirely."""
-    for file in source.files() if source.format == "tokens" else ():
-        if file.suffix != ".npy" or paths.is_remote(file.path) or not file.exists():
-            continue
-        array = tables.open_npy(file, source.would_work)
+def check_arrays(source: Source) -> None:
+    """Raises UserError early for arrays that are not token ids; reads only their headers."""
+    for file, array in _local_arrays(source):
         if array.dtype.kind not in "iu":
             raise UserError(f"{file}: holds {array.dtype}, not integers; {source.would_work}")
+
+
+def _check_ids(source: Source, tokenizer: Tokenizer) -> None:
+    """Raises UserError for an array with ids that the tokenizer lacks, which it reads entirely."""
+    for file, array in _local_arrays(source):
         if (
             array.ndim == 1
             and len(array)
@@ -361,22 +368,23 @@ def check_arrays(source: Source, tokenizer: Tokenizer) -> None:
             )
 
 
+def _local_arrays(source: Source) -> Iterator[tuple[File, np.ndarray]]:
+    """Yields the .npy files of a source of tokens that are on this machine, memory-mapped."""
+    for file in source.files() if source.format == "tokens" else ():
+        if file.suffix == ".npy" and not paths.is_remote(file.path) and file.exists():
+            yield file, tables.open_npy(file, source.would_work)
+
+
 def _content_hash(source: Source) -> str:
     """Returns a hash of the contents of the source's files, in order, and of their kinds."""
     files = source.files()
     if not all(file.exists() for file in files):
         next(source_readers.read(source, Report()), None)  # raises the error about the missing file
     digest = hashlib.sha256()
-    with ThreadPoolExecutor(HASHED_AT_A_TIME) as pool:  # hashing releases Python's lock
-        for file, content in zip(files, pool.map(_sha256, files), strict=True):
-            digest.update(content)
-            digest.update(_reader(file, source).encode())
+    for file, content in zip(files, file_digests(files, source.path), strict=True):
+        digest.update(bytes.fromhex(content))
+        digest.update(_reader(file, source).encode())
     return digest.hexdigest()
-
-
-def _sha256(file: File) -> bytes:
-    with file.open() as opened:
-        return hashlib.file_digest(cast(Any, opened), "sha256").digest()
 
 
 def _reader(file: File, source: Source) -> str:

@@ -1,8 +1,6 @@
 """Files and folders, local or in a store (gs://, s3://, hf://, ... through fsspec)."""
 
 import errno
-import hashlib
-import json
 import lzma
 import os
 import re
@@ -12,7 +10,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, TypeVar
@@ -47,9 +45,9 @@ STORES = (
 _Result = TypeVar("_Result")
 _ATTEMPTS, _FIRST_WAIT = 7, 0.1  # between accesses to a store; seconds, doubled each time
 COPIED_BYTES = 1 << 22  # at a time
-LARGE_BYTES = 1 << 24
-"""Digests of files of at least this size are cached."""
-_SETTLED_SECONDS = 2.0  # resolution of file system times
+# What a store says about a file that changes with every change of its content.
+_VERSIONS = dict.fromkeys(("gs", "gcs"), "generation")
+_VERSIONS |= dict.fromkeys(("s3", "s3a"), "ETag") | dict.fromkeys(("az", "abfs", "abfss"), "etag")
 _STORE = re.compile(rf"({'|'.join(STORES)}):/", re.IGNORECASE)
 
 
@@ -131,6 +129,14 @@ class File:
         """Returns the size in bytes."""
         return self._asked(lambda file_system, path: file_system.size(path))
 
+    def version(self) -> str | None:
+        """Returns what changes with the content of a file in a store; None if nothing does."""
+        field = _VERSIONS.get(self.path.split("://", 1)[0])
+        if field is None:
+            return None
+        version = self._asked(lambda file_system, path: file_system.info(path).get(field))
+        return str(version) if version else None
+
     def open(self) -> BinaryIO:
         """Opens the file for reading bytes."""
         return self._asked(lambda file_system, path: file_system.open(path, "rb"))
@@ -190,43 +196,6 @@ def cache_folder(name: str) -> Path:
     """
     folder = os.environ.get("LONGSTRIPE_CACHE") or "~/.cache/longstripe"
     return on_this_machine(folder).expanduser() / name
-
-
-def file_digest(path: str | Path) -> str:
-    """Returns the SHA-256 of a file's contents, in hexadecimal.
-
-    A large file's digest is cached locally, and reused while the file, its size and times are the
-    same. `os.utime` can set one of the times, but not the time of change. The digest of a
-    just-changed file is not cached: the same clock tick may hold another change.
-    """
-    path = Path(path).resolve()
-    status = path.stat()
-    known = {
-        "path": str(path),
-        "device": status.st_dev,
-        "inode": status.st_ino,
-        "size": status.st_size,
-        "modified_ns": status.st_mtime_ns,
-        "changed_ns": status.st_ctime_ns,
-    }
-    kept = cache_folder("digests") / f"{hashlib.sha256(os.fsencode(path)).hexdigest()}.json"
-    try:
-        record = json.loads(kept.read_text(encoding="utf-8"))
-        if known.items() <= record.items():
-            return record["sha256"]
-    except (OSError, ValueError, KeyError, AttributeError):  # none, or one that was cut off
-        pass
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    if status.st_size >= LARGE_BYTES and time.time() - status.st_ctime > _SETTLED_SECONDS:
-        with suppress(OSError):  # such as a cache that cannot be written to
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=kept.parent, delete=False, encoding="utf-8"
-            ) as scratch:
-                json.dump(known | {"sha256": sha256}, scratch)
-            os.replace(scratch.name, kept)
-    return sha256
 
 
 def local_folder(path: str | Path) -> Path:

@@ -87,7 +87,7 @@ def prepare(
     ]
     for source in all_sources:
         template_text(source, tokenizer)  # so that wrong names fail before an hour of reading
-        check_arrays(source, tokenizer)
+        check_arrays(source)
     job = Job(
         sources=all_sources,
         train_sources=len(sources),
@@ -163,6 +163,7 @@ def _open_in_store(
 
 def _build_in_store(job: Job, shared: str, engine: Engine) -> None:
     """Prepares the data in a store, to which workers write the shards."""
+    job.check_ids()
     parent, name = shared.rsplit("/", 1)
     with tempfile.TemporaryDirectory(prefix="longstripe-prepared-") as scratch:
         folder = Path(scratch)
@@ -172,6 +173,7 @@ def _build_in_store(job: Job, shared: str, engine: Engine) -> None:
 
 def _build(job: Job, folder: Path, progress: bool, engine: Engine) -> None:
     """Prepares the data; if another process was faster, its folder is kept."""
+    job.check_ids()
     with building(folder, prepared.is_whole) as temporary:
         if engine.in_parts:
             work = folder.with_name(f".{folder.name}-work")

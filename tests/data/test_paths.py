@@ -2,9 +2,7 @@
 cache."""
 
 import gzip
-import hashlib
 import json
-import os
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -183,45 +181,6 @@ def test_an_unreachable_store_is_a_one_line_error(monkeypatch):
 def test_only_known_stores_are_read(path):
     with pytest.raises(UserError, match=r"is not a supported store; gs, .* are$"):
         Source(path, "text").files()
-
-
-def test_a_digest_covers_every_byte_and_is_cached(tmp_path, monkeypatch):
-    """Cached for large files, by size and times; a cached digest is used only for the same file."""
-    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(paths, "LARGE_BYTES", 1000)
-    monkeypatch.setattr(paths, "_SETTLED_SECONDS", -1.0)
-    small, large = tmp_path / "small", tmp_path / "large"
-    small.write_bytes(b"a")
-    large.write_bytes(bytes(100_000))
-    assert paths.file_digest(small) == hashlib.sha256(b"a").hexdigest()
-    assert paths.file_digest(large) == hashlib.sha256(bytes(100_000)).hexdigest()
-    (kept,) = (tmp_path / "cache" / "digests").iterdir()
-    kept.write_text(kept.read_text().replace(paths.file_digest(large), "kept"))
-    assert paths.file_digest(large) == "kept"
-    with large.open("r+b") as file:
-        file.seek(77_777)
-        file.write(b"x")
-    assert paths.file_digest(large) == hashlib.sha256(large.read_bytes()).hexdigest()
-    kept.write_text("{")
-    assert paths.file_digest(large) == hashlib.sha256(large.read_bytes()).hexdigest()
-
-
-def test_a_digest_is_not_cached_for_a_file_that_may_change_within_a_tick(tmp_path, monkeypatch):
-    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(paths, "LARGE_BYTES", 1000)
-    large, other = tmp_path / "large", tmp_path / "other"
-    large.write_bytes(bytes(100_000))
-    paths.file_digest(large)
-    assert not (tmp_path / "cache").exists()
-    monkeypatch.setattr(paths, "_SETTLED_SECONDS", -1.0)
-    before, times = paths.file_digest(large), (large.stat().st_atime_ns, large.stat().st_mtime_ns)
-    other.write_bytes(b"x" * 100_000)
-    os.utime(other, ns=times)
-    other.replace(large)  # another file of the same size and modification time
-    assert paths.file_digest(large) != before
-    large.write_bytes(b"y" * 100_000)
-    os.utime(large, ns=times)
-    assert paths.file_digest(large) == hashlib.sha256(b"y" * 100_000).hexdigest()
 
 
 UNREAD = {

@@ -43,6 +43,7 @@ def recipe(small_recipe, tmp_path_factory):
         "prepared": str(folder / "prepared"),
     }
     written |= {"mesh": {"data": 8, "simulate": 8}, "attention": {"kernel": "reference"}}
+    written["optimizer"]["warmup_steps"] = 0
     written["train"] = {"steps": STEPS, "batch_size": 8}
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(written), encoding="utf-8")

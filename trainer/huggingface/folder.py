@@ -19,8 +19,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from data import hub
+from data.digests import file_digest
 from data.errors import UserError
-from data.paths import file_digest
 from data.tokenizer import NAMED_TEMPLATES
 from data.within import check_within, check_writable, file_within, is_text, read_json
 from model.config import TransformerConfig
