@@ -32,7 +32,7 @@ def _check_flags(arguments: Options, checkpoint: Path, is_adapter: bool, has_exp
     """Raises UserError for a flag that does not fit what the checkpoint holds."""
     from data.errors import UserError
     from data.printable import printable
-    from trainer.huggingface.folder import hub_name
+    from trainer.huggingface.hub_models import hub_name
 
     is_full = arguments.merge or not is_adapter
     if not is_adapter and (arguments.merge or arguments.dequantize):
@@ -199,7 +199,7 @@ def work(arguments: Options) -> None:
     from trainer.checkpoint.readers import find_checkpoint, stored_average, stored_parameters
     from trainer.huggingface import adapter_config, peft
     from trainer.huggingface.card import write_card
-    from trainer.huggingface.folder import hub_name
+    from trainer.huggingface.hub_models import hub_name
     from trainer.huggingface.write import write_hf
 
     out = new_folder(arguments.hf_dir)  # before the slow verification of all checksums

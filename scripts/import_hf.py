@@ -42,7 +42,8 @@ def work(arguments: Options) -> None:
     from model.declarations import own_shapes
     from trainer.checkpoint.store import save_checkpoint
     from trainer.huggingface.assets import copy_assets, write_config
-    from trainer.huggingface.folder import folder_config, resolve_model_path
+    from trainer.huggingface.folder import folder_config
+    from trainer.huggingface.hub_models import resolve_model_path
     from trainer.huggingface.read import check_weights, read_hf
 
     # Refuses an unusable folder before the slow read of all weights.

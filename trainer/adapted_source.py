@@ -18,7 +18,7 @@ from .checkpoint.manifest import fingerprint
 from .checkpoint.readers import read_data, restore_model
 from .huggingface import adapter_config, peft
 from .huggingface.assets import trained_mask
-from .huggingface.folder import TOKENIZERS
+from .huggingface.hub_models import TOKENIZERS
 from .source_kinds import ModelSource, Params, StoredSource
 
 # Fields of the base that a run may change, besides the vocabulary.

@@ -23,7 +23,8 @@ from .config.data import DataConfig
 from .config.schema import ModelConfig
 from .huggingface import adapter_config
 from .huggingface.assets import trained_quantization
-from .huggingface.folder import folder_config, has_weights, hub_name, resolve_model_path
+from .huggingface.folder import folder_config, has_weights
+from .huggingface.hub_models import hub_name, resolve_model_path
 from .source_kinds import (
     CheckpointSource,
     HuggingFaceSource,

@@ -29,7 +29,8 @@ from .huggingface.assets import (
     write_assets,
     write_source_dtype,
 )
-from .huggingface.folder import hub_name, weights_fingerprint
+from .huggingface.folder import weights_fingerprint
+from .huggingface.hub_models import hub_name
 from .huggingface.read import read_hf, stored_hf
 from .huggingface.table import hf_layout
 from .vocabulary import draw_rows

@@ -26,7 +26,7 @@ from model.config import TransformerConfig
 from model.families import FAMILIES
 
 from . import peft_experts
-from .folder import hub_name
+from .hub_models import hub_name
 from .table import hf_layout
 
 CONFIG = "adapter_config.json"

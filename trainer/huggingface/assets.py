@@ -23,8 +23,9 @@ from model.rope_config import RopeConfig
 from trainer.config.fields import check_kinds
 from trainer.config.yaml_text import MAX_BYTES, parse
 
-from .folder import EMBEDDING, HEAD, SMALL_FILES, tensor_dtypes
-from .table import DTYPES
+from .folder import tensor_dtypes
+from .hub_models import SMALL_FILES
+from .table import DTYPES, EMBEDDING, HEAD
 
 # Files of a Hugging Face model other than weights. The list is fixed, since a training run adds
 # files (its configuration) that do not belong in an export.

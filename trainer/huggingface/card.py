@@ -21,7 +21,7 @@ from trainer.reporting.rows import is_number, read_steps
 from trainer.run.results import evaluated, is_of_checkpoint
 
 from .assets import read_recipe
-from .folder import hub_name
+from .hub_models import hub_name
 
 LICENCE = (
     "Not stated. Fill it in: the licences of the base model and the data decide what you may allow."

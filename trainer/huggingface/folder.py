@@ -1,13 +1,11 @@
-"""Hugging Face model folders: finding one, opening its safetensors, checking its tensors."""
+"""Hugging Face model folders: their sizes, opening their safetensors, checking their tensors."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import fnmatch
 import hashlib
 import math
-import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -18,10 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from data import hub
 from data.digests import file_digest
-from data.errors import UserError
-from data.tokenizer import NAMED_TEMPLATES
 from data.within import check_within, check_writable, file_within, is_text, read_json
 from model.config import TransformerConfig
 from model.families import FAMILIES
@@ -34,114 +29,7 @@ from .mxfp4 import with_matrices
 from .names import misnamed, of_text_model, other_parts
 from .table import DTYPES, EMBEDDING, HEAD, HFEntry
 
-# A hub model's files to download; a pattern stands for several.
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    *TOKENIZERS,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    NAMED_TEMPLATES,
-    "adapter_config.json",
-    "trained_config.json",
-)
-_WEIGHTS = (
-    "model.safetensors",
-    "model-*.safetensors",
-    "model.safetensors.index.json",
-    "adapter_model.safetensors",
-)
 _COMPARED_NUMBERS = 1 << 22  # for two tensors at a time
-
-
-def hub_name(path: str) -> str | None:
-    """The hub name org/name[@revision] of a path or cache folder; None for other paths."""
-    if cached := re.search(r"models--([^/]+)/snapshots/", f"{path}/"):
-        return cached[1].replace("--", "/", 1)
-    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@.+)?", path)
-    return path if is_name and not Path(path).exists() else None
-
-
-def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
-    """A model's folder: `path`, or that of org/name[@revision] in the Hugging Face cache.
-
-    Missing files are downloaded unless HF_HUB_OFFLINE is set; a complete cached model is used
-    without asking the hub. Pickled weights are never downloaded.
-
-    Args:
-      weights: whether to download weights; the other files are small.
-
-    Raises:
-      ValueError, UserError: no such model.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    name, _, revision = str(path).partition("@")
-    if (
-        folder.is_absolute()
-        or str(path).startswith(("./", "../", "~"))
-        or name.count("/") != 1
-        or name.endswith("/")
-    ):
-        raise ValueError(
-            f"{path}: no such folder (a hub model is named org/name or org/name@revision)"
-        )
-    files = (*SMALL_FILES, *(_WEIGHTS if weights else ()))
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        cached = hub.cached_model(name, revision or None, files)
-        removed = [
-            name
-            for name in sorted(os.listdir(cached))
-            if any(fnmatch.fnmatch(name, form) for form in files) and not (cached / name).exists()
-        ]
-        if removed and hub.is_offline():
-            raise UserError(
-                f"{path}: {removed[0]} is no longer in the local Hugging Face cache, and downloads "
-                "are forbidden (HF_HUB_OFFLINE or --no-download); the same command with downloads "
-                "gets it again"
-            )
-        if not removed and (hub.is_offline() or _is_whole(cached, weights)):
-            return cached
-    except HFValidationError:
-        raise ValueError(
-            f"{path}: neither a folder nor a hub name (org/name or org/name@revision)"
-        ) from None
-    except (LocalEntryNotFoundError, OSError):
-        if not revision and folder.parent.is_dir():  # rather a mistyped folder than a hub name
-            raise UserError(
-                f"{path}: no such run or model folder in {folder.parent}; a hub model of this name "
-                f"would be {name}@main"
-            ) from None
-        if hub.is_offline():
-            command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
-            raise ValueError(
-                f"{path}: neither a folder nor in the local Hugging Face cache, and downloads are "
-                f"forbidden (HF_HUB_OFFLINE or --no-download); download it: {command}"
-            ) from None
-    return hub.download_model(name, revision or None, files, ".safetensors" if weights else "")
-
-
-def _is_whole(folder: Path, weights: bool) -> bool:
-    """Whether the cache has all files that are read."""
-    if (folder / "adapter_config.json").is_file():
-        return not weights or (folder / "adapter_model.safetensors").is_file()
-    if not (folder / "config.json").is_file() or not any(
-        (folder / name).is_file() for name in TOKENIZERS
-    ):
-        return False
-    if not weights or (folder / "model.safetensors").is_file():
-        return True
-    index = folder / "model.safetensors.index.json"
-    return index.is_file() and all(path.is_file() for path in _read_index(index).values())
 
 
 def folder_config(folder: str | Path) -> TransformerConfig:
@@ -300,7 +188,7 @@ def _chosen_by_index(folder: Path) -> dict[str, str]:
     index_file = folder / "model.safetensors.index.json"
     if file_within(folder, "model.safetensors") or not file_within(folder, index_file.name):
         return {}
-    indexed, holders = _read_index(index_file), collections.Counter[str]()
+    indexed, holders = read_index(index_file), collections.Counter[str]()
     for path in set(indexed.values()):
         with suppress(SafetensorError, OSError), safe_open(path, framework="np") as opened:
             holders.update(opened.keys())  # `open_tensors` reports what is wrong with the others
@@ -327,7 +215,7 @@ def _open_all(folder: Path, stack: ExitStack) -> dict[str, Any]:
     if single := file_within(folder, "model.safetensors"):
         paths = [single]
     elif file_within(folder, index_file.name):
-        indexed = _read_index(index_file)
+        indexed = read_index(index_file)
         paths = sorted(set(indexed.values()))
     else:
         _raise_no_weights(folder)
@@ -363,7 +251,7 @@ def _open_all(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return tensors
 
 
-def _read_index(index_file: Path) -> dict[str, Path]:
+def read_index(index_file: Path) -> dict[str, Path]:
     """Tensor name -> file, from an index; ValueError for a file outside its folder."""
     folder = index_file.parent
     try:

@@ -25,7 +25,7 @@ from tests.conftest import REPOSITORY
 from tests.data.loopback import HubHandler
 from tests.model.build import llama
 from trainer.config.schema import ModelConfig
-from trainer.huggingface.folder import resolve_model_path
+from trainer.huggingface.hub_models import resolve_model_path
 from trainer.model_source import choose_model, open_model
 
 SHA = "c" * 40

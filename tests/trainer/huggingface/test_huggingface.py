@@ -25,7 +25,7 @@ from tests.model.test_config import NAMES as PRESETS
 from trainer.checkpoint.readers import stored_parameters
 from trainer.checkpoint.store import save_checkpoint
 from trainer.huggingface.assets import copy_assets
-from trainer.huggingface.folder import resolve_model_path
+from trainer.huggingface.hub_models import resolve_model_path
 from trainer.huggingface.read import read_hf
 from trainer.huggingface.table import hf_layout
 from trainer.huggingface.write import write_hf

@@ -1,0 +1,122 @@
+"""Finding a model: its folder, or its place in the Hugging Face cache, where it is downloaded."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from pathlib import Path
+
+from data import hub
+from data.errors import UserError
+from data.tokenizer import NAMED_TEMPLATES
+
+from .folder import read_index
+
+# A hub model's files to download; a pattern stands for several.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    *TOKENIZERS,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    NAMED_TEMPLATES,
+    "adapter_config.json",
+    "trained_config.json",
+)
+_WEIGHTS = (
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+)
+
+
+def hub_name(path: str) -> str | None:
+    """The hub name org/name[@revision] of a path or cache folder; None for other paths."""
+    if cached := re.search(r"models--([^/]+)/snapshots/", f"{path}/"):
+        return cached[1].replace("--", "/", 1)
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@.+)?", path)
+    return path if is_name and not Path(path).exists() else None
+
+
+def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
+    """A model's folder: `path`, or that of org/name[@revision] in the Hugging Face cache.
+
+    Missing files are downloaded unless HF_HUB_OFFLINE is set; a complete cached model is used
+    without asking the hub. Pickled weights are never downloaded.
+
+    Args:
+      weights: whether to download weights; the other files are small.
+
+    Raises:
+      ValueError, UserError: no such model.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    name, _, revision = str(path).partition("@")
+    if (
+        folder.is_absolute()
+        or str(path).startswith(("./", "../", "~"))
+        or name.count("/") != 1
+        or name.endswith("/")
+    ):
+        raise ValueError(
+            f"{path}: no such folder (a hub model is named org/name or org/name@revision)"
+        )
+    files = (*SMALL_FILES, *(_WEIGHTS if weights else ()))
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        cached = hub.cached_model(name, revision or None, files)
+        removed = [
+            name
+            for name in sorted(os.listdir(cached))
+            if any(fnmatch.fnmatch(name, form) for form in files) and not (cached / name).exists()
+        ]
+        if removed and hub.is_offline():
+            raise UserError(
+                f"{path}: {removed[0]} is no longer in the local Hugging Face cache, and downloads "
+                "are forbidden (HF_HUB_OFFLINE or --no-download); the same command with downloads "
+                "gets it again"
+            )
+        if not removed and (hub.is_offline() or _is_whole(cached, weights)):
+            return cached
+    except HFValidationError:
+        raise ValueError(
+            f"{path}: neither a folder nor a hub name (org/name or org/name@revision)"
+        ) from None
+    except (LocalEntryNotFoundError, OSError):
+        if not revision and folder.parent.is_dir():  # rather a mistyped folder than a hub name
+            raise UserError(
+                f"{path}: no such run or model folder in {folder.parent}; a hub model of this name "
+                f"would be {name}@main"
+            ) from None
+        if hub.is_offline():
+            command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+            raise ValueError(
+                f"{path}: neither a folder nor in the local Hugging Face cache, and downloads are "
+                f"forbidden (HF_HUB_OFFLINE or --no-download); download it: {command}"
+            ) from None
+    return hub.download_model(name, revision or None, files, ".safetensors" if weights else "")
+
+
+def _is_whole(folder: Path, weights: bool) -> bool:
+    """Whether the cache has all files that are read."""
+    if (folder / "adapter_config.json").is_file():
+        return not weights or (folder / "adapter_model.safetensors").is_file()
+    if not (folder / "config.json").is_file() or not any(
+        (folder / name).is_file() for name in TOKENIZERS
+    ):
+        return False
+    if not weights or (folder / "model.safetensors").is_file():
+        return True
+    index = folder / "model.safetensors.index.json"
+    return index.is_file() and all(path.is_file() for path in read_index(index).values())
