@@ -60,20 +60,26 @@ def tokens_with_ids(files: dict[str, bytes]) -> dict[int, AddedToken]:
         return tokens_of_older_file(files)
     listed = config[LISTED] or {}
     if not isinstance(listed, dict):
-        raise UserError(f"its {LISTED} is of type {type(listed).__name__}; an object would work")
+        raise UserError(
+            f"{_place(LISTED, CONFIG)} is of type {type(listed).__name__}; an object would work"
+        )
     return {
-        _id(number, LISTED): _token(value, f"{LISTED} {number}", special=False)
+        _id(number, f"an id of {_place(LISTED, CONFIG)}"): _token(
+            value, f"token {number} of {_place(LISTED, CONFIG)}", special=False
+        )
         for number, value in listed.items()
     }
 
 
 def tokens_of_older_file(files: dict[str, bytes]) -> dict[int, AddedToken]:
     """Returns the tokens in added_tokens.json by id."""
-    settings = _settings(files)
-    named = _named({name: settings.get(name) for name in NAMES})
-    special = {token.content for token in (*named, *_extra(settings.get(EXTRA)))}
+    settings, places = _settings(files)
+    named = _named({name: settings.get(name) for name in NAMES}, places)
+    special = {token.content for token in (*named, *_extra(EXTRA, settings, places))}
     return {
-        _id(number, f"id of {text!r} in {OLDER_IDS}"): _token(text, OLDER_IDS, text in special)
+        _id(number, f"its id of {text!r} in {OLDER_IDS}"): _token(
+            text, f"a token of its {OLDER_IDS}", text in special
+        )
         for text, number in parse_object(files, OLDER_IDS).items()
     }
 
@@ -81,32 +87,42 @@ def tokens_of_older_file(files: dict[str, bytes]) -> dict[int, AddedToken]:
 def tokens_without_ids(files: dict[str, bytes]) -> list[AddedToken]:
     """Returns the special tokens that are named without an id, in the order in which transformers
     adds those that the vocabulary lacks."""
-    settings = _settings(files)
-    extra = settings.get(EXTRA)
-    if EXTRA not in settings or isinstance(extra, dict):
-        extra = settings.get(OLDER_EXTRA)
-    return [*_named(settings), *_extra(extra)]
+    settings, places = _settings(files)
+    is_older = EXTRA not in settings or isinstance(settings[EXTRA], dict)
+    extra = _extra(OLDER_EXTRA if is_older else EXTRA, settings, places)
+    return [*_named(settings, places), *extra]
 
 
-def _settings(files: dict[str, bytes]) -> dict[str, Any]:
-    """Returns the settings of both configurations, merged as by transformers 5."""
+def _place(name: str, file: str) -> str:
+    """Returns how messages name a field."""
+    return f"its {name} in {file}"
+
+
+def _settings(files: dict[str, bytes]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the settings of both configurations, merged as by transformers 5, and where each
+    is."""
     config = parse_object(files, CONFIG)
+    places = {name: _place(name, CONFIG) for name in config}
     if not config.get(EXTRA) and OLDER_EXTRA in config:
-        config[EXTRA] = config.pop(OLDER_EXTRA)
+        config[EXTRA], places[EXTRA] = config.pop(OLDER_EXTRA), places[OLDER_EXTRA]
     if LISTED in config:
-        return config
+        return config, places
     older = parse_object(files, OLDER_CONFIG)
+    older_places = {name: _place(name, OLDER_CONFIG) for name in older}
     one, other = config.get(EXTRA), older.get(EXTRA)
     if isinstance(one, list) and isinstance(other, list):
         older[EXTRA] = [*one, *other]
     elif isinstance(one, dict) and isinstance(other, dict):
         older[EXTRA] = {**one, **other}
-    return {**config, **older}
+    if older.get(EXTRA) is not other:
+        older_places[EXTRA] = f"{places[EXTRA]} or {older_places[EXTRA]}"
+    return {**config, **older}, {**places, **older_places}
 
 
-def _named(settings: dict[str, Any]) -> list[AddedToken]:
+def _named(settings: dict[str, Any], places: dict[str, str]) -> list[AddedToken]:
     """Returns the tokens of settings such as pad_token, image_token, and named extra ones."""
     extra = settings.get(EXTRA)
+    named_extra = extra if isinstance(extra, dict) else {}
     named = {
         **{name: settings.get(name) for name in NAMES},
         **{
@@ -114,42 +130,44 @@ def _named(settings: dict[str, Any]) -> list[AddedToken]:
             for name, value in settings.items()
             if name.endswith("_token") and name not in NAMES and isinstance(value, str)
         },
-        **(extra if isinstance(extra, dict) else {}),
+        **named_extra,
     }
-    tokens = [_token(value, name) for name, value in named.items() if value is not None]
+    where = {**places, **{name: f"{name} of {places[EXTRA]}" for name in named_extra}}
+    tokens = [_token(value, where[name]) for name, value in named.items() if value is not None]
     return [replace(token, special=True) for token in tokens]
 
 
-def _extra(tokens: Any) -> list[AddedToken]:
-    """Returns the tokens of a list; those of an object have names, see `_named`."""
+def _extra(name: str, settings: dict[str, Any], places: dict[str, str]) -> list[AddedToken]:
+    """Returns the tokens of a list in the settings; those of an object have names, see `_named`."""
+    tokens = settings.get(name)
     if isinstance(tokens, dict):
         return []
     if tokens is not None and not isinstance(tokens, list):
         raise UserError(
-            f"{EXTRA}: found {tokens!r}; a list of tokens, or an object of names and tokens, would "
-            "work"
+            f"{places[name]} is {tokens!r}; a list of tokens, or an object of names and tokens, "
+            "would work"
         )
-    return [_token(value, EXTRA) for value in tokens or ()]
+    return [_token(value, f"a token of {places[name]}") for value in tokens or ()]
 
 
 def _token(value: Any, where: str, special: bool = True) -> AddedToken:
     """Returns a token given as a text or as its properties.
 
     Args:
+      where: the token's name for messages.
       special: whether it is special if its properties do not say so.
     """
     given = value if isinstance(value, dict) else {"content": value}
     if not is_text(given.get("content")):
         raise UserError(
-            f"its {where} is {given.get('content')!r}, which is no text; the text of a token would "
-            "work"
+            f"{where} is {given.get('content')!r}, which is no text; the text of a token would work"
         )
     special = given.get("special", special)
     token = AddedToken(given["content"], special=special, normalized=not special)
     flags = {name: given[name] for name in asdict(token).keys() - {"content"} if name in given}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            raise UserError(f"its {where} has {name} {flag!r}; true or false would work")
+            raise UserError(f"{where} has {name} {flag!r}; true or false would work")
     return replace(token, **flags)
 
 
@@ -157,7 +175,7 @@ def _id(number: Any, where: str) -> int:
     try:
         return int(number)
     except (TypeError, ValueError):
-        raise UserError(f"its {where} is {number!r}; a whole number would work") from None
+        raise UserError(f"{where} is {number!r}; a whole number would work") from None
 
 
 def lacking(known: Iterable[str], tokens: Iterable[AddedToken]) -> list[AddedToken]:

@@ -48,12 +48,21 @@ def parse_text(raw: object, source: int, number: int) -> tuple[Text, set[str]]:
         prompt = _unicode(fields["prompt"])
         text, read = prompt + fields["completion"], {"prompt", "completion"}
     if not isinstance(text, str):
-        raise Drop(NO_TEXT + (f": it has {shown_fields(fields)}" if isinstance(raw, dict) else ""))
+        raise Drop(NO_TEXT + _found_instead(raw, fields, written))
     if not text.strip():
         raise Drop(EMPTY_TEXT)
     text = _unicode(text)
     record_id, unread = _record_id(raw, text.encode()), _unread(raw, read, written)
     return Text(record_id, text, source, number, len(prompt)), unread
+
+
+def _found_instead(raw: object, fields: Mapping[str, Any], written: Mapping[str, Any]) -> str:
+    """Returns what a record without a text has, for a message; see `_fields`."""
+    if not isinstance(raw, dict):
+        return ""
+    if fields.get("text") is not None:
+        return f": its `{written.get('text', 'text')}` is of type {type(fields['text']).__name__}"
+    return f": it has {shown_fields(raw)}"
 
 
 def _unicode(text: str) -> str:

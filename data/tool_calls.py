@@ -14,7 +14,7 @@ ID_LENGTH = 9  # Mistral's templates accept ids of nine letters and digits only
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _FENCED = re.compile(r"\s*```(?:json)?[ \t]*\n(.*)```\s*", re.DOTALL)
 # Fields of a call's arguments: OpenAI's, Llama's, LangChain's and Anthropic's. The first one
-# with a value is read.
+# given is read, {} included: a call may need no arguments.
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 # Fields beside a call's name that are never its arguments.
 _ABOUT_CALL = frozenset(("name", "function", "type", "id", "call_id", "tool_call_id", "index"))
@@ -51,7 +51,10 @@ def written_calls(value: Any, name: str) -> Any:
       ValueError: a text is neither.
     """
     value = _written_call(value, name)
-    return [_written_call(call, name) for call in value] if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    calls = (_written_call(call, name) for call in value)
+    return [call for call in calls if call is not None]  # tables pad lists with null
 
 
 def _written_call(value: Any, name: str) -> Any:
@@ -66,7 +69,7 @@ def _written_call(value: Any, name: str) -> Any:
 
 
 def _parse_call(call: Any) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
+    function = _function(call) if isinstance(call, dict) else None
     if (
         not isinstance(function, dict)
         or not isinstance(function.get("name"), str)
@@ -90,21 +93,29 @@ def _parse_call(call: Any) -> dict[str, Any]:
     return _unicode(result | ({"id": call_id} if isinstance(call_id, str) and call_id else {}))
 
 
+def _function(call: dict[str, Any]) -> Any:
+    """Returns a call's `function`, or the call itself if it has none."""
+    function = call.get("function")
+    return call if function is None else function
+
+
 def _raw_arguments(call: dict[str, Any]) -> Any:
     """Returns the arguments of a call as written, None if it has none."""
-    fields = _call_fields(call)
-    name = _argument_field(fields)
+    fields, name = _arguments_place(call)
     return None if name is None else fields[name]
 
 
-def _call_fields(call: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a call, with those of its `function`."""
-    return {**call, **call.get("function", {})}
-
-
-def _argument_field(fields: dict[str, Any]) -> str | None:
-    with_value = (name for name in _ARGUMENTS if has_value(fields.get(name)))
-    return next(with_value, None) or first_present(fields, _ARGUMENTS)
+def _arguments_place(call: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """Returns the fields with a call's arguments, which are its `function` or stand beside it, and
+    the arguments' name there; None instead of the name if there are no arguments."""
+    places = (_function(call), call)
+    for fields in places:
+        for name in _ARGUMENTS:
+            if has_value(fields.get(name)) or fields.get(name) == {}:
+                return fields, name
+    # An empty text stands for no arguments if nothing else does.
+    fields = next((fields for fields in places if first_present(fields, _ARGUMENTS)), call)
+    return fields, first_present(fields, _ARGUMENTS)
 
 
 def rewrites_arguments(value: Any) -> bool:
@@ -122,17 +133,24 @@ def _rewrites(call: dict[str, Any]) -> bool:
 
 def unread_call_fields(value: Any) -> set[str]:
     """Returns the fields of calls that nothing reads, such as "tool call's field `index`"."""
-    unread: set[str] = set()
-    for call in value if isinstance(value, list) else [value]:
-        fields = _call_fields(call)
-        read = {"function", "name", _argument_field(fields)}
-        read |= {"id"} if isinstance(call.get("id"), str) else set()
-        read |= {"type"} if call.get("type") in _CALL_TYPES else set()
-        unread |= {
-            f"tool call's field `{printable(str(name))[:80]}`"
-            for name, content in fields.items()
-            if name not in read and content is not None and content not in ("", [], {})
-        }
+    return {
+        f"tool call's field `{printable(str(name))[:80]}`"
+        for call in (value if isinstance(value, list) else [value])
+        for name in _unread_names(call)
+    }
+
+
+def _unread_names(call: dict[str, Any]) -> set[Any]:
+    """Returns the names of a call's fields, in its `function` or beside it, that nothing reads."""
+    function = _function(call)
+    place, arguments = _arguments_place(call)
+    unread = set()
+    for fields in (function, call):
+        read = {"function", arguments if fields is place else None}
+        read |= {"name"} if fields.get("name") == function["name"] else set()
+        read |= {"type"} if fields.get("type") in _CALL_TYPES else set()
+        read |= {"id"} if fields is call and isinstance(call.get("id"), str) else set()
+        unread |= {name for name in fields if name not in read and has_value(fields[name])}
     return unread
 
 

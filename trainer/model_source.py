@@ -24,7 +24,7 @@ from .config.schema import ModelConfig
 from .huggingface import adapter_config
 from .huggingface.assets import trained_quantization
 from .huggingface.folder import folder_config, has_weights
-from .huggingface.hub_models import hub_name, resolve_model_path
+from .huggingface.hub_models import hub_has_weights, hub_name, resolve_model_path
 from .source_kinds import (
     CheckpointSource,
     HuggingFaceSource,
@@ -58,8 +58,9 @@ def open_model(path: str, weights: bool = True) -> StoredSource | AdaptedSource:
         verified = not (folder / MANIFEST).exists()
         source: StoredSource = CheckpointSource(config, assets, assets.parent, config, verified)
     else:
+        is_local = folder.is_dir()
         folder = resolve_model_path(path, weights)
-        if _is_adapter(folder):
+        if _is_adapter(folder) and (weights or is_local or not _has_more_on_hub(folder, path)):
             return open_adapter(str(folder))  # on the hub
         config = folder_config(folder)
         source = HuggingFaceSource(config, folder, folder, config)
@@ -71,6 +72,11 @@ def _is_adapter(folder: Path) -> bool:
     if not (folder / adapter_config.CONFIG).is_file():
         return False
     return not ((folder / "config.json").exists() and has_weights(folder))
+
+
+def _has_more_on_hub(folder: Path, name: str) -> bool:
+    """Whether an adapter that was downloaded without weights is beside a whole model on the hub."""
+    return (folder / "config.json").exists() and hub_has_weights(name)
 
 
 def adapter_source(path: str) -> tuple[AdapterSource, str]:

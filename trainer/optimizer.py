@@ -338,7 +338,11 @@ def _takes_8_bits(parameter: Parameter, shape: tuple[int, ...]) -> bool:
 
 
 def moment_count(config: OptimizerConfig, parameter: Parameter) -> int:
-    """Returns how many moments have this parameter's size; Adafactor's factors do not."""
+    """Returns how many moments have this parameter's size; Adafactor's factors do not.
+
+    Args:
+      parameter: its shape is that without padding, as for `_scale_by_factored_rms`.
+    """
     if config.name == "muon":
         return 1 if _is_layers_matrix(parameter) else 2
     if config.name == "adafactor":

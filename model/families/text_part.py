@@ -56,8 +56,10 @@ def text_fields(config: Mapping[str, Any], architectures: Mapping[str, str]) -> 
     text, wrapper = config.get("text_config"), WRAPPERS[name]
     if not isinstance(text, dict):
         raise ValueError(f"text_config: found {text!r:.80}; {name} needs an object")
-    model_type = text.get("model_type") or wrapper.text_type
-    if model_type not in architectures:
+    model_type = text.get("model_type")
+    if model_type is None:
+        model_type = wrapper.text_type
+    if not isinstance(model_type, str) or model_type not in architectures:
         raise ValueError(
             f"text_config.model_type: found {model_type!r}; the text part of {name} is read if it "
             f"is one of {', '.join(architectures)}"

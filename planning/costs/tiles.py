@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from model.attention.coords import Mask
+from model.attention.layout import LAYOUTS
 
 
 @functools.lru_cache(maxsize=64)
@@ -28,9 +29,15 @@ def tile_counts(
 
     Args:
       query_tiles, key_tiles: tiles of a block.
+      layout: one of LAYOUTS.
       tokens: of a block. Only a window needs them: otherwise the count depends on the number of
         tiles alone.
+
+    Raises:
+      ValueError: an unknown layout.
     """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: found {layout!r}; {', '.join(LAYOUTS)} would work")
     if not mask.causal:
         return np.full((ranks, ranks), query_tiles * key_tiles)
     block = 2 * math.lcm(query_tiles, key_tiles) if tokens is None else tokens

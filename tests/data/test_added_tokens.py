@@ -162,21 +162,56 @@ def test_only_changed_ids_are_prepared_anew(tmp_path):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"added_tokens_decoder": [1]}, "its added_tokens_decoder is of type list"),
-        ({"added_tokens_decoder": {"x": {"content": "a"}}}, "its added_tokens_decoder is 'x'"),
-        ({"added_tokens_decoder": {"5": 3}}, "its added_tokens_decoder 5 is 3, which is no text"),
+        ({"added_tokens_decoder": [1]}, "its added_tokens_decoder in CONFIG is of type list"),
+        (
+            {"added_tokens_decoder": {"x": {"content": "a"}}},
+            "an id of its added_tokens_decoder in CONFIG is 'x'; a whole number",
+        ),
+        (
+            {"added_tokens_decoder": {"5": 3}},
+            "token 5 of its added_tokens_decoder in CONFIG is 3, which is no text",
+        ),
         (
             {"added_tokens_decoder": {"5": {"content": "a", "lstrip": 1}}},
-            "its added_tokens_decoder 5 has lstrip 1",
+            "token 5 of its added_tokens_decoder in CONFIG has lstrip 1",
         ),
-        ({"extra_special_tokens": 3}, "extra_special_tokens: found 3"),
-        ({"additional_special_tokens": [3]}, "its extra_special_tokens is 3, which is no text"),
-        ({"pad_token": "\ud800"}, "its pad_token is '\\ud800', which is no text"),
+        ({"extra_special_tokens": 3}, "its extra_special_tokens in CONFIG is 3; a list of tokens"),
+        (
+            {"extra_special_tokens": {"image_token": 3}},
+            "image_token of its extra_special_tokens in CONFIG is 3, which is no text",
+        ),
+        (
+            {"additional_special_tokens": [None]},
+            "a token of its additional_special_tokens in CONFIG is None, which is no text",
+        ),
+        ({"pad_token": "\ud800"}, "its pad_token in CONFIG is '\\ud800', which is no text"),
     ],
 )
 @pytest.mark.parametrize("model", [TINY / "tokenizer.json", MODEL])
 def test_what_is_no_token_is_refused_by_name(tmp_path, config, reason, model):
     folder = folder_of(tmp_path / "in", config, model=model)
+    with pytest.raises(UserError) as caught:
+        Tokenizer.load(folder)
+    reason = reason.replace("CONFIG", "tokenizer_config.json")
+    assert str(caught.value).startswith(f"{folder}: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("config", "older", "ids", "reason"),
+    [
+        ({}, {"pad_token": 3}, None, "its pad_token in special_tokens_map.json is 3, which"),
+        (
+            {"extra_special_tokens": ["zz"]},
+            {"extra_special_tokens": [3]},
+            None,
+            "a token of its extra_special_tokens in tokenizer_config.json or its "
+            "extra_special_tokens in special_tokens_map.json is 3, which",
+        ),
+        ({}, None, {"zz": "x"}, "its id of 'zz' in added_tokens.json is 'x'; a whole number"),
+    ],
+)
+def test_the_older_file_with_what_is_no_token_is_named(tmp_path, config, older, ids, reason):
+    folder = folder_of(tmp_path / "in", config, older, ids)
     with pytest.raises(UserError) as caught:
         Tokenizer.load(folder)
     assert str(caught.value).startswith(f"{folder}: {reason}")

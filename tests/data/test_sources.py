@@ -171,7 +171,7 @@ def test_records_may_cross_chunks_in_lists_and_lines(tmp_path, monkeypatch):
         (b"hello", "not JSON"),
         (b'[{"conversations": []}, 3]', "1 x empty record"),
         (b'[{"conversations": [{"from": "human", "value": "\xff"}]}]', "UTF-8"),
-        (b'{\n "a": 1\n}', "none of its"),
+        (b'{\n "a": 1\n}', "its only record is not a usable"),
         (
             b'[{"text": "a"}, {"text": "b"}]\n[{"text": "c"}]',
             "text follows the JSON list after record 2, and all of it",
@@ -315,7 +315,9 @@ def test_texts_and_tokens_are_read_from_files_and_folders(tmp_path):
     books = tmp_path / "books"
     (books / "more").mkdir(parents=True)
     (books / "b.txt").write_bytes("\ufeffOne\r\nbook é".encode())
-    (books / "more/a.jsonl").write_text('{"id": 7, "text": "Two"}\n{"text": " "}\n{"txt": "x"}\n')
+    (books / "more/a.jsonl").write_text(
+        '{"id": 7, "text": "Two"}\n{"text": " "}\n{"txt": "x"}\n{"TEXT": 5}\n{"Prompt": "x"}\n'
+    )
     (books / "more/c.txt.gz").write_bytes(gzip.compress(b"Three"))
     parquet.write_table(
         pyarrow.Table.from_pylist([{"id": 9, "text": "Four"}]), books / "more/d.parquet"
@@ -325,8 +327,14 @@ def test_texts_and_tokens_are_read_from_files_and_folders(tmp_path):
     assert [item.text for item in texts] == ["One\nbook é", "Two", "Three", "Four"] and texts[
         1
     ].id == "7"
-    unknown = "no `text`, nor `prompt` and `completion`: it has the fields txt"
-    assert report.dropped == {"empty text": 1, unknown: 1} and report.records == 6
+    unknown = "no `text`, nor `prompt` and `completion`: it"
+    assert report.dropped == {
+        "empty text": 1,
+        f"{unknown} has the fields txt": 1,
+        f"{unknown}s `TEXT` is of type int": 1,
+        f"{unknown} has the fields Prompt": 1,
+    }
+    assert report.records == 8
     records = [
         {"id": "all", "tokens": [5, 6, 7]},
         {"id": "mask", "input_ids": [5, 6, 7], "loss_mask": [0, 1, True]},

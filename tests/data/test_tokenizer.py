@@ -149,16 +149,20 @@ def test_text_tokens_in_a_text_are_encoded_as_tokens(tmp_path, kind):
             '{"a": ' * 100_000 + "1" + "}" * 100_000,
             "tokenizer_config.json is not JSON",
         ),
-        ("tokenizer_config.json", '{"bos_token": 3}', "its bos_token is 3, which is no text"),
+        (
+            "tokenizer_config.json",
+            '{"bos_token": 3}',
+            "its bos_token in tokenizer_config.json is 3, which is no text",
+        ),
         (
             "tokenizer_config.json",
             '{"eos_token": {"content": []}}',
-            "its eos_token is [], which is no text",
+            "its eos_token in tokenizer_config.json is [], which is no text",
         ),
         (
             "tokenizer_config.json",
             '{"pad_token": "\\ud83d"}',
-            "its pad_token is '\\ud83d', which is no text",
+            "its pad_token in tokenizer_config.json is '\\ud83d', which is no text",
         ),
         (
             "tokenizer_config.json",

@@ -427,6 +427,49 @@ def test_arguments_are_read_under_every_name(call):
         assert not cleaned.unread and not cleaned.changes
 
 
+@pytest.mark.parametrize(
+    ("call", "arguments", "unread"),
+    [
+        (
+            {"name": "f", "arguments": {}, "parameters": {"type": "object"}},
+            {},
+            {"tool call's field `parameters`"},
+        ),
+        (
+            {"function": {"name": "f", "arguments": {}}, "input": "the user's text"},
+            {},
+            {"tool call's field `input`"},
+        ),
+        (
+            {"function": {"name": "f", "args": {"a": 1}}, "arguments": {"b": 2}},
+            {"a": 1},
+            {"tool call's field `arguments`"},
+        ),
+        (
+            {"function": {"name": "f", "arguments": {}}, "arguments": {"b": 2}, "name": "g"},
+            {},
+            {"tool call's field `arguments`", "tool call's field `name`"},
+        ),
+        ({"function": {"name": "f", "arguments": None}, "arguments": {"a": 1}}, {"a": 1}, set()),
+        ({"function": None, "name": "f", "arguments": {"a": 1}}, {"a": 1}, set()),
+    ],
+    ids=str,
+)
+def test_another_field_never_replaces_a_calls_arguments(call, arguments, unread):
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"id": "c", **call}]}
+    cleaned = Cleaner().clean({"messages": [{"role": "user", "content": "Go."}, turn]})
+    expected = {"type": "function", "function": {"name": "f", "arguments": arguments}, "id": "c"}
+    assert cleaned.messages[1].tool_calls == (expected,) and cleaned.unread == unread
+
+
+@pytest.mark.parametrize("padding", [None, "null", "", "None"])
+def test_a_list_of_calls_may_be_padded(padding):
+    turn = {"role": "assistant", "content": "", "tool_calls": [CALL, padding]}
+    cleaned = Cleaner().clean({"messages": [{"role": "user", "content": "Go."}, turn]})
+    assert [call["function"]["name"] for call in cleaned.messages[1].tool_calls] == ["weather"]
+    assert not cleaned.unread
+
+
 @pytest.mark.parametrize("none", ["[]", "null", "", "None", [], None])
 def test_turns_without_calls_may_have_a_column_for_them(none):
     turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]

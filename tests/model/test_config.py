@@ -146,6 +146,20 @@ def test_all_spellings_of_rope_are_read():
             ["text_config.model_type", "ministral3", "mistral"],
         ),
         (
+            {
+                "architectures": ["Mistral3ForConditionalGeneration"],
+                "text_config": {"model_type": ["mistral"]},
+            },
+            ["text_config.model_type", "['mistral']", "mistral"],
+        ),
+        (
+            {
+                "architectures": ["Mistral3ForConditionalGeneration"],
+                "text_config": {"model_type": 0},
+            },
+            ["text_config.model_type", "0", "mistral"],
+        ),
+        (
             {"architectures": ["Glm4MoeForCausalLM"]},
             ["Glm4MoeForCausalLM", "mixtures of experts"],
         ),

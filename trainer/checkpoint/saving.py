@@ -237,9 +237,11 @@ class Saving:
 
     def _close(self) -> None:
         for checkpointer in self.checkpointers:
-            # After a failure it raises the same error again.
-            with contextlib.suppress(*([Exception] if self.error is not None else [])):
+            if self.error is None:
                 checkpointer.close()
+            else:
+                with contextlib.suppress(Exception):  # it raises the same error again
+                    checkpointer.close()
         if self.local is not None:
             shutil.rmtree(self.local, ignore_errors=True)
 

@@ -30,12 +30,8 @@ SMALL_FILES = (
     "adapter_config.json",
     "trained_config.json",
 )
-_WEIGHTS = (
-    "model.safetensors",
-    "model-*.safetensors",
-    "model.safetensors.index.json",
-    "adapter_model.safetensors",
-)
+_WHOLE_WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+_WEIGHTS = (*_WHOLE_WEIGHTS, "adapter_model.safetensors")
 
 
 def hub_name(path: str) -> str | None:
@@ -94,10 +90,10 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
             f"{path}: neither a folder nor a hub name (org/name or org/name@revision)"
         ) from None
     except (LocalEntryNotFoundError, OSError):
-        if not revision and folder.parent.is_dir():  # rather a mistyped folder than a hub name
+        if hub.is_offline() and _may_be_mistyped(folder, revision):
             raise UserError(
-                f"{path}: no such run or model folder in {folder.parent}; a hub model of this name "
-                f"would be {name}@main"
+                f"{path}: no such run or model folder in {folder.parent}, nor a model in the local "
+                "Hugging Face cache, and downloads are forbidden (HF_HUB_OFFLINE or --no-download)"
             ) from None
         if hub.is_offline():
             command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
@@ -105,7 +101,36 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
                 f"{path}: neither a folder nor in the local Hugging Face cache, and downloads are "
                 f"forbidden (HF_HUB_OFFLINE or --no-download); download it: {command}"
             ) from None
-    return hub.download_model(name, revision or None, files, ".safetensors" if weights else "")
+    try:
+        return hub.download_model(name, revision or None, files, ".safetensors" if weights else "")
+    except UserError as error:
+        if not _may_be_mistyped(folder, revision):
+            raise
+        raise UserError(
+            f"{path}: no such run or model folder in {folder.parent}; as a hub model: "
+            + str(error).removeprefix(f"{name}: ")
+        ) from None
+
+
+def _may_be_mistyped(folder: Path, revision: str) -> bool:
+    """Whether a missing folder may have been meant, since the one around it exists; that may also
+    be named like an owner on the hub."""
+    return not revision and folder.parent.is_dir()
+
+
+def hub_has_weights(path: str) -> bool:
+    """Whether the hub lists the weights of a whole model under org/name[@revision]; False if it
+    cannot be asked."""
+    if hub.is_offline():
+        return False
+    from huggingface_hub import HfApi, constants
+
+    name, _, revision = path.partition("@")
+    try:
+        listed = HfApi(endpoint=constants.ENDPOINT).list_repo_files(name, revision=revision or None)
+    except Exception:  # many kinds; a model in the cache must open without a network
+        return False
+    return any(fnmatch.fnmatch(file, form) for file in listed for form in _WHOLE_WEIGHTS)
 
 
 def _is_whole(folder: Path, weights: bool) -> bool:

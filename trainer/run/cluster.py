@@ -142,6 +142,7 @@ def _detected() -> tuple[str, int, int, Sequence[int] | None] | None:
 
     Raises:
       TransientError: there are other processes, but JAX could not find out about them.
+      UserError: the variables of Slurm or Open MPI do not describe them, as after every restart.
     """
     try:
         with warnings.catch_warnings():
@@ -159,16 +160,21 @@ def _detected() -> tuple[str, int, int, Sequence[int] | None] | None:
             )
     except Exception as error:
         # A pod may be no job's, such as a notebook's, and may lack the rights to ask.
-        if _raised_for_kubernetes(error) and "JOB_COMPLETION_INDEX" not in os.environ:
+        if _raised_by(clusters.K8sCluster, error) and "JOB_COMPLETION_INDEX" not in os.environ:
             print(
                 "warning: this process trains alone, since its Kubernetes job could not be read "
                 f"({first_line(error)}); {_flags()}",
                 file=sys.stderr,
             )
             return None
+        advice = f"{_flags()}; a process alone is number 0 of 1"
+        if launcher := _launcher_misread(error):
+            raise UserError(
+                f"{launcher}'s variables do not describe the processes "
+                f"({type(error).__name__}: {first_line(error)}); {advice}"
+            ) from error
         raise TransientError(
-            f"the other processes could not be found ({first_line(error)}); {_flags()}; a process "
-            "alone is number 0 of 1"
+            f"the other processes could not be found ({first_line(error)}); {advice}"
         ) from error
     if address is None or number is None or count is None:  # an address alone is not a cluster
         return None
@@ -177,11 +183,18 @@ def _detected() -> tuple[str, int, int, Sequence[int] | None] | None:
     return address, number, count, None if chosen else devices
 
 
-def _raised_for_kubernetes(error: Exception) -> bool:
+def _raised_by(cluster: type[clusters.ClusterEnv], error: Exception) -> bool:
     return any(
-        frame.f_globals.get("__name__") == clusters.K8sCluster.__module__
+        frame.f_globals.get("__name__") == cluster.__module__
         for frame, _ in traceback.walk_tb(error.__traceback__)
     )
+
+
+def _launcher_misread(error: Exception) -> str:
+    """Returns the launcher in whose variables, which are all that JAX reads of it, an error arose;
+    "" for other errors."""
+    launchers = {"Slurm": clusters.SlurmCluster, "Open MPI": clusters.OmpiCluster}
+    return next((name for name, cluster in launchers.items() if _raised_by(cluster, error)), "")
 
 
 def _only_one_on_its_host() -> bool:

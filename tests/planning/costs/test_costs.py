@@ -66,6 +66,12 @@ def test_tile_counts_match_attentions_own_rule(layout, ranks, query_tiles, key_t
     np.testing.assert_array_equal(counts, computed)
 
 
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False)])
+def test_tiles_of_an_unknown_layout_are_not_counted(mask):
+    with pytest.raises(ValueError, match=r"layout: found 'spiral'; .*zigzag.* would work"):
+        tile_counts(4, 2, 2, "spiral", mask)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)

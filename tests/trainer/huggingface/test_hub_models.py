@@ -205,29 +205,29 @@ def test_a_file_damaged_by_a_killed_download_is_downloaded_again(hub, capsys, mo
     assert f"{blob}: does not match the hub's digest" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("offline", [False, True])
-def test_a_mistyped_run_folder_is_not_looked_for_on_the_hub(
-    hub, offline, tmp_path, monkeypatch, capsys
-):
+@pytest.mark.parametrize(
+    ("offline", "words"),
+    [
+        (False, "no such run or model folder in runs; as a hub model: neither a folder nor a"),
+        (True, "no such run or model folder in runs, nor a model in the local Hugging Face cache"),
+    ],
+)
+def test_a_mistyped_run_folder_is_named(hub, offline, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
     assert needle.main(["--checkpoint", "runs/nosuch", "--tokens", "1K", "--output", "out"]) == 2
-    assert (
-        "runs/nosuch: no such run or model folder in runs; a hub model of this name would be "
-        "runs/nosuch@main"
-    ) in capsys.readouterr().err
-    assert hub.requests == []
+    assert f"runs/nosuch: {words}" in capsys.readouterr().err
+    assert bool(hub.requests) != offline
 
 
-def test_a_hub_model_may_have_the_name_of_a_local_folder(hub, tmp_path, monkeypatch):
+def test_a_local_folder_hides_no_hub_models_of_an_owner_of_its_name(hub, tmp_path, monkeypatch):
     """As after `hf download me/another --local-dir me/another`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "me").mkdir()
-    with pytest.raises(UserError, match=r"no such run or model folder in me; .* me/tiny@main"):
-        resolve_model_path("me/tiny")
-    cached = resolve_model_path("me/tiny@main")
-    assert resolve_model_path("me/tiny") == cached
+    downloaded = resolve_model_path("me/tiny")
+    assert (downloaded / "config.json").read_bytes() == hub.content["config.json"]
+    assert resolve_model_path("me/tiny@main") == downloaded
 
 
 def test_an_adapter_is_downloaded_by_its_name(hub, hf_model):
@@ -247,6 +247,29 @@ def test_an_adapter_is_downloaded_by_its_name(hub, hf_model):
     assert source.adapter.config.rank == 4 and source.base.folder == hf_model
     assert (source.adapter.folder / "adapter_model.safetensors").read_bytes() == b"weights"
     assert "adapter_model.bin" not in hub.sent
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_an_adapter_with_a_config_is_told_from_a_whole_model(hub, hf_model, weights, is_whole):
+    """Alike with and without the weights, of which the latter does not download any."""
+    fields = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+        "base_model_name_or_path": str(hf_model),
+    }
+    hub.content["adapter_config.json"] = json.dumps(fields).encode()
+    hub.content["adapter_model.safetensors"] = b"weights"
+    if is_whole:
+        with pytest.raises(ValueError, match=r"config\.json describes a whole model, and adapter_"):
+            open_model("me/tiny", weights)
+    else:
+        del hub.content["model.safetensors"]
+        source = open_model("me/tiny", weights)
+        assert source.base.folder == hf_model and source.adapter.config.rank == 4
+    assert weights or not any(name.endswith(".safetensors") for name in hub.sent)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import warnings
 
 import pytest
 
-from data.errors import TransientError
+from data.errors import TransientError, UserError
 from trainer.config.schema import DistributedConfig
 from trainer.run import cluster
+from trainer.run.outcome import WRONG_INPUT, outcome_of
 
 
 @pytest.fixture
@@ -156,6 +157,33 @@ def test_a_cluster_that_cannot_be_read_is_one_line(joined, tmp_path, monkeypatch
         assert "--distributed.num_processes N" in line and line.count("\n") == 1
     monkeypatch.delitem(sys.modules, "kubernetes")
     assert not joined
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"SLURM_JOB_ID": "x7"}, r"Slurm's variables .*\(ValueError: .*'x7'\); .*N; a process"),
+        (
+            {"OMPI_MCA_orte_hnp_uri": "1314521088.0;usock"},
+            r"Open MPI's variables .*\(RuntimeError: Could not parse coordinator IP",
+        ),
+        (
+            {"OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp://127.0.0.1:34911"},
+            r"Open MPI's variables .*\(KeyError: 'OMPI_COMM_WORLD_SIZE'\)",
+        ),
+    ],
+    ids=["Slurm", "Open MPI", "variable missing"],
+)
+def test_variables_that_no_restart_would_mend_are_a_users_error(
+    joined, monkeypatch, variables, words
+):
+    if "SLURM_JOB_ID" in variables:
+        in_slurm(monkeypatch, "127.0.0.1")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=words) as caught:
+        join()
+    assert outcome_of(caught.value).code == WRONG_INPUT and not joined
 
 
 def test_a_pod_needs_no_package_for_kubernetes(joined, monkeypatch, capsys):
