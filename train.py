@@ -110,7 +110,7 @@ def next_commands(config: "RunConfig", processes: int) -> str:
             f"next: python -m eval.in_context --checkpoint {run}{devices} --output "
             f"{output}/in_context; python -m eval.report {run}"
         )
-    tokens = max(config.data.context_length, SHORTEST_NEEDLE)
+    tokens = max(_evaluated_tokens(config), SHORTEST_NEEDLE)
     devices = flags(
         simulate=mesh.simulate, rows=rows, fsdp=rows, tensor=mesh.tensor, sequence=mesh.sequence
     )
@@ -119,6 +119,19 @@ def next_commands(config: "RunConfig", processes: int) -> str:
         f"--checkpoint {run} --tokens {tokens}{devices} --output {output}/needle; python -m "
         f"eval.report {run}"
     )
+
+
+def _evaluated_tokens(config: "RunConfig") -> int:
+    """Returns the tokens of a row, or fewer if the model has no positions for as many."""
+    from eval.live import known_tokens
+    from trainer.model_source import choose_model
+
+    rows = config.data.context_length
+    try:
+        source = choose_model(config.model, config.adapter.path, weights=False)
+    except (UserError, ValueError, OSError):  # such as an earlier stage that is gone by now
+        return rows
+    return min(rows, known_tokens(config, source) or rows)
 
 
 def report_dry_run(config: "RunConfig", machine: str, memory: str | None) -> bool:

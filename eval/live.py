@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import TYPE_CHECKING, cast
 
 import jax
@@ -10,13 +11,16 @@ import jax
 from data.errors import UserError
 from eval import coreference, line_retrieval, needle, ruler, runner, suite
 from eval.live_test import LiveTest
+from model.lengths import trained_length
 from trainer.config.parsing import section
 from trainer.config.schema import RunConfig
 from trainer.evaluation import Evaluation
 from trainer.model_source import chat_templates
 from trainer.objective import Objective, Params
 from trainer.options import check_each_once
+from trainer.source_kinds import ModelSource
 from trainer.step import StepBuilder
+from trainer.text_checks import longest_document
 
 if TYPE_CHECKING:
     from trainer.text import TextObjective
@@ -90,6 +94,20 @@ def with_tests(config: RunConfig) -> RunConfig:
     )
 
 
+def known_tokens(config: RunConfig, source: ModelSource, longest: int = 0) -> int | None:
+    """Returns how many tokens a pretrained model has positions for, by its files or its training
+    documents; None for one from scratch, or if its rule or the recipe's rope_theta decides.
+
+    Args:
+      source: the model with the recipe's positions.
+      longest: tokens of the longest training document; rows hold several.
+    """
+    trained = trained_length(source.config)
+    if trained is None or not source.is_pretrained or "rope_theta" in config.model.overrides:
+        return None
+    return max(trained, longest)
+
+
 class LiveEvaluation:
     """An `Evaluation` that asks questions and returns mean scores by NAME/TASK/TOKENS[/DEPTH]."""
 
@@ -110,9 +128,29 @@ class LiveEvaluation:
     def prepare(self, objective: Objective, builder: StepBuilder) -> None:
         """Makes the cases; the first measurement compiles the programs."""
         self.respondent = _respondent(self.run_config, objective, self.test.rows, self.test.chunk)
-        self.cases = self.test.cases(
-            self.respondent.length, self.test.tokens or (self.run_config.data.context_length,)
-        )
+        self.cases = self.test.cases(self.respondent.length, self._lengths(objective))
+
+    def _lengths(self, objective: Objective) -> tuple[int, ...]:
+        """Returns the lengths of the cases; a line says which are not those of a row, or exceed
+        what the model has positions for."""
+        text, rows = cast("TextObjective", objective), self.run_config.data.context_length
+        known = known_tokens(self.run_config, text.source, longest_document(text.prepared))
+        lengths, line = self.test.tokens or (min(rows, known or rows),), None
+        if known is not None and max(lengths) > known:
+            line = (
+                f"warning: evaluations: {self.name} has cases of {max(lengths):,} tokens, but the "
+                f"model is trained for {known:,} and no training document is longer; tokens of at "
+                f"most {known:,} would measure what it learns"
+            )
+        elif not self.test.tokens and lengths != (rows,):
+            line = (
+                f"evaluations: {self.name} has cases of {lengths[0]:,} tokens, not of {rows:,} as "
+                "the rows: neither the model nor a training document is longer; tokens chooses "
+                "other lengths"
+            )
+        if line and jax.process_index() == 0:
+            print(line, file=sys.stderr, flush=True)
+        return lengths
 
     def run(self, params: Params, step: int) -> dict[str, float]:
         """Answers all questions with these parameters."""

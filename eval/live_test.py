@@ -24,7 +24,8 @@ class LiveTest(abc.ABC):
     every: int = 0
     """Steps between measurements; 0 measures only before the first and after the last step."""
     tokens: tuple[Tokens, ...] = ()
-    """Lengths of the cases, answers included; data.context_length by default."""
+    """Lengths of the cases, answers included; data.context_length by default, if a pretrained model
+    or a training document is as long."""
     count: int = 20
     """Cases of each task and length."""
     rows: int = 0

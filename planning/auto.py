@@ -21,6 +21,7 @@ from data.errors import UserError
 from model.memory.options import MemoryConfig, check_combination
 from model.sharding import TensorParallel
 from trainer.config.checks import check
+from trainer.config.fields import AUTO
 from trainer.config.schema import MeshConfig, RunConfig
 from trainer.devices import GPUS, TPUS
 from trainer.host import host_bytes
@@ -33,7 +34,7 @@ from .compiled import GIB
 from .machines import ANY_GPU, device_count, host_gib
 from .memory_estimate import estimate_memory
 from .plan import Job, across_slices
-from .positions import stretched
+from .positions import stretched, without_earlier_answer
 from .search import meshes, no_mesh, policies
 
 HOST_SHARE = 0.9  # share of a host's memory that a run may fill, as in the launchers' flags
@@ -78,22 +79,33 @@ def resolve(config: RunConfig) -> RunConfig:
     def chosen(message: str | None) -> RunConfig:
         if message is not None:
             return _with_answer(config, json.loads(message))
-        machine = machine_of(jax.devices())
+        machine = machine_of(jax.devices()) if planned_for_machine(config) else None
         return planned_run(config, machine, functools.partial(print, file=sys.stderr, flush=True))
 
     return first_then_others(chosen, lambda planned: json.dumps(_answer_of(planned)))
 
 
-def planned_run(config: RunConfig, machine: Machine, say: Callable[[str], object]) -> RunConfig:
+def planned_for_machine(config: RunConfig) -> list[str]:
+    """Returns the sections of the configuration's `auto` that depend on the devices."""
+    return [section for section in config.auto if section in AUTO]
+
+
+def planned_run(
+    config: RunConfig, machine: Machine | None, say: Callable[[str], object]
+) -> RunConfig:
     """Returns the configuration with all of the planner's answers for a machine; errors as in
     `resolve`.
 
     Args:
+      machine: only `planned_for_machine` needs one.
       say: takes each answer as a line. Whether the run fits is known before its data are prepared,
         on which only `positions` depend.
     """
-    planned, reason = plan_on(config, machine)
-    say(reason)
+    planned = without_earlier_answer(config) if "positions" in config.auto else config
+    if planned_for_machine(config):
+        assert machine is not None
+        planned, reason = plan_on(planned, machine)
+        say(reason)
     if "positions" in config.auto:
         planned, reason = stretched(planned)
         say(reason)
@@ -125,6 +137,30 @@ def plan_on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
     run = dataclasses.replace(run, mesh=across_slices(run.mesh, machine.topology))
     reason = _reason(best, machine, tried)
     return check(dataclasses.replace(run, planned=reason)), reason
+
+
+def spread(config: RunConfig, devices: int) -> RunConfig:
+    """Returns the configuration on a mesh of all devices with the recipe's memory options, for
+    commands that train nothing: whether gradients and moments would fit does not matter to them.
+
+    Every such mesh splits the parameters over all devices; a given one stays.
+
+    Raises:
+      UserError, ValueError: the model cannot be opened, or no mesh suits rows and batch.
+    """
+    if "mesh" not in config.auto:
+        return config
+    model = choose_model(config.model, config.adapter.path, weights=False).config
+    job = Job(
+        dataclasses.replace(config, auto=("mesh",)),
+        dataclasses.replace(model, adapter=None),
+        f"{ANY_GPU}:{devices}",
+        config.name,
+    )
+    allowed = next(filter(_is_allowed, _candidates(job)), None)
+    if allowed is None:
+        raise UserError(no_mesh(job, f"{devices} devices"))
+    return dataclasses.replace(config, mesh=allowed.run.mesh)
 
 
 def machine_of(devices: Sequence[jax.Device]) -> Machine:
@@ -318,6 +354,7 @@ def _answer_of(config: RunConfig) -> dict[str, Any]:
         "planned": config.planned,
         "accumulation": config.train.accumulation,
         "overrides": config.model.overrides,
+        "ref_overrides": config.preference.ref_overrides,
     }
 
 
@@ -331,4 +368,5 @@ def _with_answer(config: RunConfig, found: dict[str, Any]) -> RunConfig:
         memory=MemoryConfig(**found["memory"]),
         train=dataclasses.replace(config.train, accumulation=found["accumulation"]),
         model=dataclasses.replace(config.model, overrides=found["overrides"]),
+        preference=dataclasses.replace(config.preference, ref_overrides=found["ref_overrides"]),
     )

@@ -36,7 +36,7 @@ from trainer.text import TextObjective
 from trainer.trajectories import TrajectoryObjective
 
 from . import answer
-from .auto import NothingFits, machine_named, planned_run
+from .auto import NothingFits, machine_named, planned_for_machine, planned_run
 from .compiled import GIB
 from .machines import ANY_GPU, device_count, gpu_gib, host_gib, hosts, topology_of
 from .memory_estimate import estimate_memory
@@ -86,50 +86,77 @@ def dry_run(
             f"--dry-run: {machine} has {device_count(topology)} devices, the mesh has "
             f"{config.mesh.product}; python -m scripts.plan finds a mesh"
         )
-    if config.auto and not machine:
+    if (sections := planned_for_machine(config)) and not machine:
         raise UserError(
-            "--dry-run: mesh: auto needs a machine, found none; --dry-run 8xH100 would work"
+            f"--dry-run: {sections[0]}: auto needs a machine, found none; --dry-run 8xH100 would "
+            "work"
         )
+    target = _Target(topology, bool(machine), usable_gib)
     stages, fits = stages_of(config), True
     for number, stage in enumerate(stages, 1):
         if len(stages) > 1:
             print(f"stage {number} of {len(stages)}")
-        if stage.logging.wandb:
-            import_wandb()
-        # A later stage begins with the previous one's model, which has the same shape as the first.
-        continued = dataclasses.replace(
-            stage,
-            adapter=config.adapter,
-            model=dataclasses.replace(
-                config.model, overrides={**config.model.overrides, **stage.model.overrides}
-            ),
-        )
-        if config.auto:
-            try:
-                continued = planned_run(continued, machine_named(topology, usable_gib), print)
-            except NothingFits as refusal:
-                print(refusal)
-                return False
-        if machine:
-            check_dcn(continued.mesh, topology)
-        # What a later stage adds to its positions depends on the previous one's model.
-        if number == 1:
-            check_run(continued, steps_known=stage.train.epochs is None)
-        elif "positions" not in config.auto:
-            check_run(stage, steps_known=stage.train.epochs is None)
-        objective = _opened(continued, prepare)
-        fits &= _report(objective, topology, bool(machine), usable_gib)
+        try:
+            fits &= _report_stage(config, stage, number == 1, target, prepare)
+        except NothingFits as refusal:
+            print(refusal)
+            return False
     print("nothing was trained: without --dry-run the same command trains")
     return fits
 
 
-def _report(
-    objective: TextObjective | TrajectoryObjective,
-    topology: str,
-    named: bool,
-    usable_gib: float | None,
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """Where the run would train.
+
+    Attributes:
+      topology: as `planning.machines` names it.
+      named: whether the user named the machine; else the topology is the mesh's devices.
+      usable_gib: memory of each GPU as the user gives it; None for the table's.
+    """
+
+    topology: str
+    named: bool
+    usable_gib: float | None
+
+
+def _report_stage(
+    config: RunConfig, stage: RunConfig, is_first: bool, target: _Target, prepare: Prepare
 ) -> bool:
+    """Prints what a stage would do; returns whether it fits or may fit.
+
+    Args:
+      config: the configuration of all stages.
+
+    Raises:
+      NothingFits: nothing that the planner may choose fits; or as `dry_run`.
+    """
+    if stage.logging.wandb:
+        import_wandb()
+    # A later stage begins with the previous one's model, which has the same shape as the first.
+    continued = dataclasses.replace(
+        stage,
+        adapter=config.adapter,
+        model=dataclasses.replace(
+            config.model, overrides={**config.model.overrides, **stage.model.overrides}
+        ),
+    )
+    if config.auto:
+        machine = machine_named(target.topology, target.usable_gib)
+        continued = planned_run(continued, machine, print)
+    if target.named:
+        check_dcn(continued.mesh, target.topology)
+    # What a later stage adds to its positions depends on the previous one's model.
+    if is_first:
+        check_run(continued, steps_known=stage.train.epochs is None)
+    elif "positions" not in config.auto:
+        check_run(stage, steps_known=stage.train.epochs is None)
+    return _report(_opened(continued, prepare), target)
+
+
+def _report(objective: TextObjective | TrajectoryObjective, target: _Target) -> bool:
     """Prints what one run would do; returns whether it fits or may fit."""
+    topology, named = target.topology, target.named
     config = objective.config
     config = dataclasses.replace(config, train=config.train.for_epochs(objective.rows_per_epoch))
     if config.train.epochs is not None:  # now that its steps are known
@@ -151,7 +178,7 @@ def _report(
         topology,
         config.name,
         host_gib=host_gib(topology),
-        own_device_gib=usable_gib,
+        own_device_gib=target.usable_gib,
     )
     memory = estimate_memory(job)
     print(

@@ -7,9 +7,12 @@ The answer is part of a run's identity: a run keeps the one with which it began.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
+from data.errors import UserError
+from model.config import POSITIONS
 from model.lengths import extended, trained_length
 from trainer.config.checks import check
 from trainer.config.schema import RunConfig
@@ -21,21 +24,55 @@ from trainer.source_kinds import ModelSource
 from trainer.text import prepare_text
 from trainer.text_checks import longest_document
 
+from .reference_positions import reference_positions
+
 
 def stretched(config: RunConfig) -> tuple[RunConfig, str]:
-    """Returns the configuration with the POSITIONS that its longest training document needs, and a
-    line that says what was chosen and why; the line also joins `planned`.
+    """Returns the configuration with the POSITIONS that its longest training document needs, also
+    those of `preference.ref_model`, and what was chosen and why, which also joins `planned`.
 
     The data are prepared, and kept for the run, unless the answer does not depend on them.
 
     Raises:
       UserError, ValueError: the model, the data or the run's folder cannot be used.
     """
+    if config.trajectories.path:
+        raise UserError(
+            "auto: found positions in a run on trajectories, which has no documents; leave it out"
+        )
     source = choose_model(config.model, config.adapter.path, weights=False)
     positions, reason = _begun(config, source) or _needed(config, source)
     model = dataclasses.replace(config.model, overrides={**config.model.overrides, **positions})
+    preference = config.preference
+    if found := reference_positions(
+        config,
+        source.config.with_positions(**positions),
+        functools.cache(lambda: _longest(config, source)),
+    ):
+        preference = dataclasses.replace(preference, ref_overrides=found)
+        reason += f"\nRoPE of the reference: stretched too, {_named_reference(found)}"
     planned = "\n".join(filter(None, (config.planned, reason)))
-    return check(dataclasses.replace(config, model=model, planned=planned)), reason
+    return (
+        check(dataclasses.replace(config, model=model, preference=preference, planned=planned)),
+        reason,
+    )
+
+
+def without_earlier_answer(config: RunConfig) -> RunConfig:
+    """Returns the configuration as the user gave it: a run's own one, used as a recipe, without the
+    POSITIONS that it says were chosen, which would be stretched once more."""
+    overrides = config.model.overrides
+    length = overrides.get("max_position_embeddings")
+    if "model.overrides {" in config.planned and isinstance(length, int):
+        given = {name: value for name, value in overrides.items() if name not in POSITIONS}
+        model = dataclasses.replace(config.model, overrides=given)
+        chosen = extended(choose_model(model, config.adapter.path, weights=False).config, length)
+        if {**given, **chosen} == overrides and _named(chosen) in config.planned:
+            config = dataclasses.replace(config, model=model)
+    preference = config.preference
+    if preference.ref_overrides and _named_reference(preference.ref_overrides) in config.planned:
+        preference = dataclasses.replace(preference, ref_overrides={})
+    return dataclasses.replace(config, preference=preference, planned="")
 
 
 def _begun(config: RunConfig, source: ModelSource) -> tuple[dict[str, Any], str] | None:
@@ -50,7 +87,13 @@ def _begun(config: RunConfig, source: ModelSource) -> tuple[dict[str, Any], str]
     length = overrides.get("max_position_embeddings") if isinstance(overrides, dict) else None
     # From the length, so that other differences from the folder's run are still refused.
     positions = extended(source.config, length) if isinstance(length, int) else {}
-    return positions, f"RoPE: as {run} began, {_named(positions) if positions else 'unchanged'}"
+    if positions:
+        how = _named(positions)
+    elif isinstance(overrides, dict) and any(name in POSITIONS for name in overrides):
+        how = "by model.overrides"  # the user's own, which are not taken for an answer later
+    else:
+        how = "unchanged"
+    return positions, f"RoPE: as {run} began, {how}"
 
 
 def _needed(config: RunConfig, source: ModelSource) -> tuple[dict[str, Any], str]:
@@ -81,6 +124,10 @@ def _needed(config: RunConfig, source: ModelSource) -> tuple[dict[str, Any], str
 
 def _named(positions: dict[str, Any]) -> str:
     return f"model.overrides {json.dumps(positions)}"
+
+
+def _named_reference(positions: dict[str, Any]) -> str:
+    return f"preference.ref_overrides {json.dumps(positions)}"
 
 
 def _longest(config: RunConfig, source: ModelSource) -> int:

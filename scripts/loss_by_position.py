@@ -22,7 +22,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -31,6 +31,10 @@ from data import printable
 from data.outputs import PICTURE, PICTURE_METADATA, output_files
 from trainer import entry
 from trainer.options import FIELDS, AtLeastOne, StorePath, Tokens, command, option, other_words
+
+if TYPE_CHECKING:
+    from data.loader import Loader
+    from trainer.text import TextObjective
 
 BUCKETS = 32  # for up to 2^32 - 1 tokens before the target
 
@@ -157,27 +161,10 @@ def measure(checkpoint: str, args: Options) -> Measurement:
     Raises:
         UserError: there is no batch to measure.
     """
-    import jax
-
-    from data.batch import permute
     from data.loader import Loader
-    from planning.auto import machine_of, plan_on
-    from trainer.config import load as configuration
-    from trainer.mesh import make_mesh, place_batch, simulate
-    from trainer.stages import choose_stage
-    from trainer.text import TextObjective, text_batch
 
-    config = configuration.load(
-        [*args.words, "--model.path", checkpoint], own=vars(args).keys() - {"words"}
-    )
-    config = choose_stage(config, args.stage)
-    if config.mesh.simulate:
-        simulate(config.mesh.simulate)
-    if {"mesh", "memory"} & {*config.auto}:
-        config, reason = plan_on(config, machine_of(jax.devices()))
-        print(reason, flush=True)
-    objective = TextObjective(config, make_mesh(config.mesh, schedule=config.attention.schedule))
-    size = config.train.batch_size
+    objective = _objective(checkpoint, args)
+    config, size = objective.config, objective.config.train.batch_size
     split = args.split or (
         "held_out" if len(objective.prepared.held_out) and not args.skip else "train"
     )
@@ -196,23 +183,6 @@ def measure(checkpoint: str, args: Options) -> Measurement:
             "note: a model trained with this recipe has seen these rows; exclude them with --skip "
             "STEPS"
         )
-    model, params = objective.model, objective.read_params()
-    shapes = text_batch(size, config.data.context_length, model.mesh)
-    token_losses = jax.jit(model.token_losses).lower(params, shapes).compile()
-    buckets = Buckets()
-    without, gains = ({tokens: Buckets() for tokens in args.without_earlier} for _ in range(2))
-    for number, step in enumerate(steps, start=1):
-        batch: Any = permute(loader.batch(step), objective.order)
-        losses = np.asarray(token_losses(params, place_batch(batch, model.mesh)))
-        buckets.add(losses, batch["positions"], batch["loss_weights"])
-        for tokens in args.without_earlier:
-            piece_losses = np.asarray(
-                token_losses(params, place_batch(cut(batch, tokens), model.mesh))
-            )
-            without[tokens].add(piece_losses, batch["positions"], batch["loss_weights"])
-            gains[tokens].add(piece_losses - losses, batch["positions"], batch["loss_weights"])
-        mean = np.average(losses, weights=batch["loss_weights"])
-        print(f"batch {number} of {len(steps)}: {mean:.3f} nats per target", flush=True)
     about = {
         "context_length": config.data.context_length,
         "split": split,
@@ -221,11 +191,69 @@ def measure(checkpoint: str, args: Options) -> Measurement:
         "batch_size": size,
         "data": [source.path for source in config.data.sources],
     }
-    return Measurement(
+    return Measurement(*_measured(objective, loader, steps, args.without_earlier), about)
+
+
+def _objective(checkpoint: str, args: Options) -> "TextObjective":
+    """Opens the checkpoint, and the data that the command line names, on the available devices."""
+    import jax
+
+    from planning.auto import spread
+    from trainer.config import load as configuration
+    from trainer.mesh import make_mesh, simulate
+    from trainer.stages import choose_stage
+    from trainer.text import TextObjective
+
+    config = configuration.load(
+        [*args.words, "--model.path", checkpoint], own=vars(args).keys() - {"words"}
+    )
+    config = choose_stage(config, args.stage)
+    if config.mesh.simulate:
+        simulate(config.mesh.simulate)
+    if "mesh" in config.auto:
+        config = spread(config, len(jax.devices()))
+        print(f"mesh: {config.mesh.product}", flush=True)
+    return TextObjective(config, make_mesh(config.mesh, schedule=config.attention.schedule))
+
+
+def _measured(
+    objective: "TextObjective", loader: "Loader", steps: range, without_earlier: tuple[int, ...]
+) -> tuple[list[dict], dict[int, list[dict]], dict[int, list[dict]]]:
+    """Returns what these steps' batches add up to: a Measurement without `about`.
+
+    Args:
+        objective: the model and the order of a row's tokens.
+        loader: the batches.
+        steps: the steps whose batches are measured.
+        without_earlier: lengths of pieces, in tokens.
+    """
+    import jax
+
+    from data.batch import permute
+    from trainer.mesh import place_batch
+    from trainer.text import text_batch
+
+    model, params = objective.model, objective.read_params()
+    shapes = text_batch(loader.batch_size, loader.context_length, model.mesh)
+    token_losses = jax.jit(model.token_losses).lower(params, shapes).compile()
+    buckets = Buckets()
+    without, gains = ({tokens: Buckets() for tokens in without_earlier} for _ in range(2))
+    for number, step in enumerate(steps, start=1):
+        batch: Any = permute(loader.batch(step), objective.order)
+        losses = np.asarray(token_losses(params, place_batch(batch, model.mesh)))
+        buckets.add(losses, batch["positions"], batch["loss_weights"])
+        for tokens in without_earlier:
+            piece_losses = np.asarray(
+                token_losses(params, place_batch(cut(batch, tokens), model.mesh))
+            )
+            without[tokens].add(piece_losses, batch["positions"], batch["loss_weights"])
+            gains[tokens].add(piece_losses - losses, batch["positions"], batch["loss_weights"])
+        mean = np.average(losses, weights=batch["loss_weights"])
+        print(f"batch {number} of {len(steps)}: {mean:.3f} nats per target", flush=True)
+    return (
         buckets.rows(),
         {tokens: sums.rows() for tokens, sums in without.items()},
         {tokens: sums.rows() for tokens, sums in gains.items()},
-        about,
     )
 
 

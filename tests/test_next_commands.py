@@ -1,6 +1,7 @@
 """The line that ends a training names existing commands with flags that they accept."""
 
 import functools
+import json
 import shlex
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import train
 from eval import in_context, needle, report
 from scripts import export_hf
+from tests import small_model
 from trainer.config.load import load
 from trainer.options import parse
 
@@ -62,6 +64,33 @@ def test_a_run_on_text_is_exported_evaluated_and_reported(tmp_path, processes):
         evaluation.tensor,
         evaluation.sequence,
     ) == ((8, 4, 4, 1, 2) if processes == 1 else (0, 1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "tokens"),
+    [
+        ("4096", {}, 2048),  # rows may hold several documents
+        ("1024", {}, 1024),
+        ("4096", {"rope_theta": 90000.0}, 4096),
+        ("4096", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 4096),
+    ],
+)
+def test_a_run_is_evaluated_within_the_length_that_it_has_positions_for(
+    tmp_path, rows, overrides, tokens
+):
+    model = small_model.write(tmp_path)
+    config_file = model / "config.json"
+    written = json.loads(config_file.read_text()) | {"max_position_embeddings": 2048}
+    config_file.write_text(json.dumps(written))
+    words = ["--model.path", str(model), "--data.path", "chats.jsonl"]
+    words += ["--data.context_length", rows, "--model.overrides", json.dumps(overrides)]
+    assert parsed(train.next_commands(load(words), 1))["eval.needle"].tokens == [tokens]
+
+
+def test_a_run_whose_base_is_gone_is_evaluated_as_far_as_its_rows(tmp_path):
+    words = ["--model.path", str(tmp_path / "gone"), "--data.path", "chats.jsonl"]
+    config = load([*words, "--data.context_length", "4096"])
+    assert parsed(train.next_commands(config, 1))["eval.needle"].tokens == [4096]
 
 
 def test_a_run_on_trajectories_is_played_and_reported(repository):

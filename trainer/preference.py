@@ -246,6 +246,7 @@ class PreferenceObjective(TextObjective):
             return self.model, self.source
         section = ModelConfig(
             path=path,
+            tokenizer=options.ref_tokenizer,
             overrides=options.ref_overrides,
             compute_dtype=self.config.model.compute_dtype,
         )

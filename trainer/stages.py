@@ -17,7 +17,7 @@ from .config.preference import PreferenceConfig
 from .config.schema import MeshConfig, RunConfig
 from .mesh import start_devices
 from .run.cluster import first_then_others
-from .run.directory import EARLIER_STAGES
+from .run.directory import EARLIER_STAGES, RunDirectory
 from .run.identity import recorded_identity, saved_steps
 from .run.opening import check_run, has_begun
 
@@ -122,19 +122,23 @@ def _with_first_reference(config: RunConfig, index: int) -> PreferenceConfig:
     reasons = {
         "adapter.path": adapter.path,
         "model.preset": model.preset,
-        "model.tokenizer": model.tokenizer,
         "model.overrides": None if model.path else model.overrides,
     }
     for field, found in reasons.items():
         if found:
             raise UserError(
                 f"{field}: found {found} with stages and preference.loss {preference.loss}, needs "
-                f"preference.ref_model{' or ref_without_adapter' * bool(adapter.path)}: the "
+                f"preference.ref_model{' or ref_without_adapter' * bool(adapter.path)} to set the "
                 "reference of all stages"
             )
     ropes = [model.overrides, *(stage.rope for stage in config.stages[: index + 1])]
     positions = {name: value for rope in ropes for name, value in rope.items() if name in POSITIONS}
-    return dataclasses.replace(preference, ref_model=model.path, ref_overrides=positions)
+    return dataclasses.replace(
+        preference,
+        ref_model=model.path,
+        ref_tokenizer=model.tokenizer,
+        ref_overrides=positions,
+    )
 
 
 def choose_stage(config: RunConfig, number: int | None = None) -> RunConfig:
@@ -203,7 +207,7 @@ def _first_unfinished(stages: list[RunConfig]) -> int:
             _require_ended(stage, index)
     if begun == 0 or saved_steps(stages[begun - 1].location):
         return begun
-    check_run(stages[begun])
+    check_run(_with_chosen_positions(stages[begun]))
     finished = max(saved_steps(stages[begun].location), default=0)
     if begun == len(stages) - 1 and finished >= stages[begun].train.steps:
         return len(stages)
@@ -216,7 +220,7 @@ def _first_unfinished(stages: list[RunConfig]) -> int:
 def _require_ended(stage: RunConfig, index: int) -> None:
     """Raises UserError if the folder of a stage, from which the next one has begun, holds another
     run, or one of another length: it would not be trained any further."""
-    run = check_run(stage, steps_known=False)
+    run = check_run(_with_chosen_positions(stage), steps_known=False)
     trained = recorded_identity(run)["train.steps"]
     if trained != stage.train.steps:
         raise UserError(
@@ -224,6 +228,28 @@ def _require_ended(stage: RunConfig, index: int) -> None:
             f"after {trained} steps, and stage {index + 2} has begun from it; {trained} would "
             "work, or another --run_dir"
         )
+
+
+def _with_chosen_positions(stage: RunConfig) -> RunConfig:
+    """Returns a stage that has begun with the POSITIONS that `auto` chose for it then, which are
+    part of its run's identity."""
+    if "positions" not in stage.auto:
+        return stage
+    run = RunDirectory.of(stage)
+    if run.mirror is not None:
+        run.mirror.pull(run.config.name)
+    recorded = recorded_identity(run)
+
+    def completed(given: dict[str, Any], field: str) -> dict[str, Any]:
+        chosen = {name: value for name, value in recorded[field].items() if name in POSITIONS}
+        return {**chosen, **given}
+
+    model, preference = stage.model, stage.preference
+    if preference.ref_model and not preference.ref_overrides:
+        overrides = completed({}, "preference.ref_overrides")
+        preference = dataclasses.replace(preference, ref_overrides=overrides)
+    model = dataclasses.replace(model, overrides=completed(model.overrides, "model.overrides"))
+    return dataclasses.replace(stage, model=model, preference=preference)
 
 
 def _announce(stages: list[RunConfig], index: int) -> None:

@@ -16,6 +16,7 @@ from model.language_model import LanguageModel
 from tests import small_run
 from tests.model.build import mesh_of
 from trainer.config.load import dump, load
+from trainer.mesh import abstract_mesh
 from trainer.text import TextObjective
 
 EVALUATIONS = [
@@ -272,6 +273,50 @@ def test_a_test_is_declared_only_by_its_section(recipe, tmp_path, monkeypatch):
     assert set(needle) - set(echo) == {"depths"}, "no field of another test"
     [first, _] = live.evaluations_of(load(["--config", str(path)]))
     assert [case.expected for case in first.test.cases(len, [7])] == [("x",), ("y",)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "words", "expected", "lines"),
+    [
+        ("512", (), 10, [128, 64, 256], ["evaluations: echo", "warning: evaluations: long"]),
+        ("512", (), 300, [None, 64, 256], ["evaluations: echo has"]),
+        ("512", ("--model.overrides", "{rope_theta: 90000.0}"), 10, [512, 64, 256], []),
+        ("128", (), 10, [128, 64, 256], ["warning: evaluations: long has"]),
+    ],
+)
+def test_lengths_for_which_the_model_has_no_positions(
+    hf_model, tmp_path, monkeypatch, capsys, rows, flags, words, expected, lines
+):
+    """The model is trained for 128 tokens; rows of 512 hold several documents. None: as many tokens
+    as the longest document."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Echo(live_test.LiveTest):
+        def cases(self, count, lengths):
+            return [suite.Case("echo", runner.Prompt("x", 4), ("x",), length) for length in lengths]
+
+    monkeypatch.setitem(live.TESTS, "echo", Echo)
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "a " * words}]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("\n".join([json.dumps({"messages": turns})] * 4), encoding="utf-8")
+    entries = [{"test": "echo"}, {"test": "echo", "name": "long", "tokens": [64, 256]}]
+    config = load(
+        [
+            *("--model.path", str(hf_model), "--data.path", str(chats)),
+            *("--data.prepared", str(tmp_path / "prepared"), "--data.held_out_fraction", "0"),
+            *("--data.context_length", rows, "--evaluations", json.dumps(entries), *flags),
+        ]
+    )
+    objective = TextObjective(config, abstract_mesh(config.mesh))
+    capsys.readouterr()
+    measured = live.measured_names(config, objective, None)
+    longest = max(map(int, objective.prepared.train.lengths))
+    assert [int(name.rpartition("/")[2]) for name in measured] == [
+        tokens or longest for tokens in expected
+    ]
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == len(lines)
+    assert all(line.startswith(start) for line, start in zip(printed, lines, strict=True))
 
 
 def test_the_page_names_every_field_of_every_test(repository):

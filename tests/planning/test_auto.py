@@ -10,7 +10,7 @@ import yaml
 
 from data.errors import UserError
 from model.config import TransformerConfig
-from planning.auto import Machine, machine_named, machine_of, plan_on
+from planning.auto import Machine, machine_named, machine_of, plan_on, spread
 from planning.dry_run import dry_run
 from planning.memory_estimate import estimate_memory
 from planning.plan import Job
@@ -109,6 +109,17 @@ def test_a_run_that_does_not_fit_is_refused_with_plans_that_would(recipe):
     assert message.endswith("such devices would be enough")
     named = dataclasses.replace(config, adapter=config.adapter.with_rank(16, "nf4"))
     assert plan_on(named, machine_named("rtx4090:1", None))[0].mesh.devices == 1
+
+
+def test_a_command_that_trains_nothing_uses_all_devices_whether_or_not_training_fits(recipe):
+    config = recipe("--data.context_length", "32768", preset="llama-3.1-8b")
+    found = spread(config, 8)
+    assert (found.mesh.fsdp, found.mesh.sequence, found.mesh.devices) == (4, 2, 8)  # of four rows
+    assert (found.memory, found.train) == (config.memory, config.train)
+    given = dataclasses.replace(found, auto=("memory",))
+    assert spread(given, 2) is given
+    with pytest.raises(UserError, match="which no mesh of 8 devices divides"):
+        spread(recipe("--data.context_length", "100", "--train.batch_size", "1"), 8)
 
 
 def test_a_given_mesh_that_is_not_the_machines_is_named(small_recipe):

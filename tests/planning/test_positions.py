@@ -182,7 +182,7 @@ def test_a_model_that_states_more_than_it_was_trained_for_states_no_less(words, 
 
 def begin(config) -> pathlib.Path:
     """Writes a configuration as that of the run in its folder."""
-    config.folder.mkdir(parents=True)
+    config.folder.mkdir(parents=True, exist_ok=True)
     path = config.folder / "config.yaml"
     path.write_text(dump(config), encoding="utf-8")
     return path
@@ -209,6 +209,66 @@ def test_a_run_keeps_the_positions_with_which_it_began(words, without_data):
     changed = load(words("--model.overrides", "{rope_theta: 90000.0}"))
     with pytest.raises(UserError, match=r"another run is in this folder: model\.overrides\.rope_"):
         check_run(stretched(changed)[0], steps_known=False)
+
+
+def test_a_runs_own_configuration_is_not_stretched_twice(words, tmp_path, monkeypatch):
+    planned = planned_run(load(words(answers=(10, 120, 10))), LAPTOP, lambda _: None)
+    assert planned.model.overrides["rope_scaling"]["factor"] == 3.0
+    recipe = ("--config", str(begin(planned)))
+    resumed = planned_run(load(recipe), LAPTOP, lambda _: None)
+    assert resumed.model.overrides == planned.model.overrides
+    began = f"RoPE: as {tmp_path / 'run'} began, model.overrides {{"
+    assert resumed.planned.splitlines()[-1].startswith(began)
+    kept = planned_run(load([*recipe, "--auto", "[mesh]"]), LAPTOP, lambda _: None)
+    assert kept.model.overrides == planned.model.overrides, "nothing replaces them"
+    begin_again = ("--run_dir", str(tmp_path / "run2"), "--data.path")
+    longer = chats(tmp_path / "longer.jsonl", 10, 180)
+    for record in (planned, resumed):
+        (tmp_path / "run" / "config.yaml").write_text(dump(record), encoding="utf-8")
+        lines = []
+        found = planned_run(load([*recipe, *begin_again, longer]), LAPTOP, lines.append)
+        # As from the model itself, in one step.
+        expected = stretched(load(words("--data.path", longer, "--run_dir", "other")))[0]
+        assert found.model.overrides == expected.model.overrides
+        assert found.model.overrides["rope_scaling"]["factor"] == 4.0
+        assert found.planned.splitlines() == "\n".join(lines).splitlines()  # without earlier lines
+
+
+def test_a_runs_own_configuration_keeps_the_users_positions(words, tmp_path, without_data):
+    """Even if the planner had chosen the same."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
+    overrides = {"max_position_embeddings": ROWS, "rope_scaling": yarn}
+    config = load(words("--model.overrides", json.dumps(overrides)))
+    planned = planned_run(config, LAPTOP, lambda _: None)
+    for _ in range(2):  # a new run, and one that continues
+        recipe = ("--config", str(begin(planned)))
+        planned = planned_run(load(recipe), LAPTOP, lambda _: None)
+        assert planned.planned.endswith("began, by model.overrides")
+        elsewhere = load([*recipe, "--run_dir", str(tmp_path / "run2")])
+        assert planned_run(elsewhere, LAPTOP, lambda _: None).model.overrides == overrides
+
+
+def test_a_dry_run_on_a_given_mesh_needs_no_machine(words, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("config_version: 2\nauto: [positions]\n", encoding="utf-8")
+    arguments = ["--config", str(recipe), *words("--train.steps", "5", answers=(10, 120))]
+    assert train.main([*arguments, "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "RoPE: stretched to" in output and "planned for" not in output
+    assert train.main([*arguments, "--memory", "auto", "--dry-run"]) == 2
+    assert "--dry-run: memory: auto needs a machine, found none" in capsys.readouterr().err
+
+
+def test_a_run_on_trajectories_has_no_documents(words):
+    config = load(words())
+    on_trajectories = dataclasses.replace(
+        config,
+        trajectories=dataclasses.replace(
+            config.trajectories, path="episodes.npz", task="walker_walk"
+        ),
+    )
+    with pytest.raises(UserError, match="auto: found positions in a run on trajectories"):
+        stretched(on_trajectories)
 
 
 def test_a_run_in_a_bucket_keeps_its_positions(words, without_data, store_and_url):

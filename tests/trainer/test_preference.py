@@ -379,6 +379,22 @@ def test_a_later_stage_has_the_reference_of_the_first(folder, models, tmp_path):
     assert (expected != references_of(config, tmp_path)).all()
 
 
+def test_a_later_stage_reads_the_reference_by_the_tokenizer_of_the_first(folder, models, tmp_path):
+    """Which is beside the model or, by `model.tokenizer`, elsewhere."""
+    config = make_config(folder, models[0], MeshConfig(), loss="sigmoid")
+    base = shutil.copytree(models[0], tmp_path / "base")
+    for path in base.glob("*token*"):
+        path.unlink()
+    model = dataclasses.replace(config.model, path=str(base), tokenizer=str(models[0]))
+    stages = (StageConfig(LENGTH), StageConfig(LENGTH))
+    second = stages_of(dataclasses.replace(config, model=model, stages=stages))[1]
+    trained = dataclasses.replace(
+        second, model=dataclasses.replace(second.model, path=str(models[1]))
+    )
+    expected = references_of(config, tmp_path)
+    np.testing.assert_allclose(references_of(trained, tmp_path), expected, rtol=1e-6)
+
+
 def test_the_reference_is_the_model_with_its_adapter_disabled(folder, models, tmp_path):
     peft = pytest.importorskip("peft")
     model = transformers.LlamaForCausalLM.from_pretrained(models[0], dtype=torch.float32)
@@ -523,6 +539,10 @@ def test_every_held_out_pair_counts_however_many_fit_a_row(
         (
             {"loss": "sigmoid", "ref_overrides": {"rope_theta": 5.0}},
             "preference.ref_overrides: found {'rope_theta': 5.0}, needs only fields of",
+        ),
+        (
+            {"loss": "sigmoid", "ref_tokenizer": "t"},
+            "preference.ref_tokenizer: found 't', needs to be left out without preference.ref_model",
         ),
         (
             {"loss": "sigmoid", "ref_model": "x", "ref_without_adapter": True},

@@ -154,11 +154,10 @@ def test_all_stages_have_the_reference_of_the_first(tmp_path):
     ("changes", "words"),
     [
         ({"model": ModelConfig(preset="tiny", tokenizer="t")}, "model.preset: found tiny with"),
-        ({"model": ModelConfig("hf", tokenizer="t")}, "model.tokenizer: found t with stages"),
         (
             {"adapter": AdapterConfig(rank=4, path="sft")},
             "adapter.path: found sft with stages and preference.loss sigmoid, needs "
-            "preference.ref_model or ref_without_adapter: the reference of all stages",
+            "preference.ref_model or ref_without_adapter to set the reference of all stages",
         ),
     ],
 )
@@ -171,8 +170,20 @@ def test_a_stage_begun_with_the_stage_before_it_as_its_reference_is_refused(tmp_
     """As in earlier versions."""
     begun = preference_stages(tmp_path)[1]
     pretend_trained(dataclasses.replace(begun, preference=PreferenceConfig("sigmoid")))
-    with pytest.raises(UserError, match=r"preference\.ref_model is None there and 'hf' now"):
+    expected = (
+        r"preference\.ref_model is 'not given' there and 'given' now; with stages it is derived "
+        "from them, by other rules in earlier versions: finish the run with the version that began "
+        "it, or give another --run_dir"
+    )
+    with pytest.raises(UserError, match=expected):
         check_run(begun)
+
+
+def test_a_later_stage_continues_after_the_first_model_has_moved(tmp_path):
+    pretend_trained(preference_stages(tmp_path, model=ModelConfig("hf"))[1])
+    moved = preference_stages(tmp_path, model=ModelConfig("moved", tokenizer="also"))[1]
+    assert (moved.preference.ref_model, moved.preference.ref_tokenizer) == ("moved", "also")
+    assert check_run(moved).config.exists()
 
 
 def test_finished_stages_are_not_trained_again(recipe, tmp_path, capsys):
@@ -201,6 +212,26 @@ def pretend_trained(stage):
     """Makes a stage's folder look as if it had ended."""
     (stage.folder / "checkpoints" / str(stage.train.steps)).mkdir(parents=True)
     (stage.folder / "config.yaml").write_text(dump(stage))
+
+
+def test_a_run_whose_positions_were_chosen_continues_in_a_later_stage(tmp_path):
+    config = dataclasses.replace(
+        small_preference.make_config(tmp_path, "hf", loss="sigmoid"),
+        stages=(StageConfig(128), StageConfig(256), StageConfig(512)),
+        auto=("positions",),
+    )
+    chosen = {"max_position_embeddings": 300, "rope_scaling": {"rope_type": "yarn", "factor": 3.0}}
+    for stage in stages_of(config)[:2]:
+        preference = dataclasses.replace(
+            stage.preference, ref_overrides=chosen if stage.preference.ref_model else {}
+        )
+        model = dataclasses.replace(stage.model, overrides=chosen)
+        pretend_trained(dataclasses.replace(stage, preference=preference, model=model))
+    third = stages_of(config)[2]
+    third.folder.joinpath("config.yaml").write_text(dump(third))
+    trained = []
+    train_stages(config, lambda stage, _: trained.append(stage.data.context_length))
+    assert trained == [512]
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])

@@ -32,6 +32,8 @@ class PreferenceConfig:
     ref_model: str | None = None
     """The reference, if not the initial model: a Hugging Face folder, org/name on the hub or a
     checkpoint of this project, with the same tokenizer."""
+    ref_tokenizer: str | None = None
+    """Folder or file of ref_model's tokenizer; by default the one beside ref_model."""
     ref_overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields rope_theta, rope_scaling and max_position_embeddings of ref_model, as in
     model.overrides."""
@@ -104,6 +106,12 @@ class PreferenceConfig:
             "preference.ref_overrides",
             self.ref_overrides,
             f"only fields of {', '.join(POSITIONS)}, with preference.ref_model",
+        )
+        require(
+            self.ref_tokenizer is None or self.ref_model is not None,
+            "preference.ref_tokenizer",
+            self.ref_tokenizer,
+            "to be left out without preference.ref_model",
         )
         require(
             not self.ref_without_adapter

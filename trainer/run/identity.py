@@ -36,6 +36,7 @@ PLACEMENT = (
     "adapter.path",
     "data.sources.path",
     "data.held_out_path",
+    "preference.ref_tokenizer",
     "logging",
     "checkpoint",
     "evaluations",
@@ -56,6 +57,13 @@ PLACEMENT = (
     "attention.key_tile",
 )
 
+# The fields that `stages` sets in later stages: the reference of all is the first one's model.
+_STAGES_REFERENCE = (
+    "preference.ref_model",
+    "preference.ref_overrides",
+    "preference.ref_without_adapter",
+)
+
 _NOTHING = "(nothing)"
 
 
@@ -68,7 +76,7 @@ def shared_fields(config: RunConfig) -> dict[str, Any]:
     """The fields that a run's processes must share: its identity, and collective settings."""
     written = configuration.resolved(config)
     # Hosts may have their disks at different places.
-    written["checkpoint"]["local"] = "given" if config.checkpoint.local else "not given"
+    written["checkpoint"]["local"] = _given(config.checkpoint.local)
     together = ("mesh", "attention", "memory", "train", "checkpoint")
     return identity(config) | {
         f"{section}.{name}": value
@@ -97,6 +105,11 @@ def require_same(run: RunDirectory, config: RunConfig, steps_known: bool) -> Non
         ways_out = _ways_out(run) if name != "train.steps" else _refused_length(run, config, old)
         if ways_out is None:
             return
+        if name in _STAGES_REFERENCE:
+            ways_out = (
+                "with stages it is derived from them, by other rules in earlier versions: finish "
+                f"the run with the version that began it, or {ways_out}"
+            )
         raise UserError(
             f"{run}: another run is in this folder: {difference.name} is "
             f"{difference.old!r} there and {difference.new!r} now; {ways_out}"
@@ -207,6 +220,10 @@ def _with_defaults(written: Any, defaults: Any) -> Any:
     }
 
 
+def _given(value: str | None) -> str:
+    return "given" if value else "not given"
+
+
 def _identity(written: dict[str, Any]) -> dict[str, Any]:
     """`identity` of a resolved configuration."""
     flat: dict[str, Any] = {}
@@ -219,6 +236,8 @@ def _identity(written: dict[str, Any]) -> dict[str, Any]:
             for name, inner in fields.items()
             if section not in PLACEMENT and name not in PLACEMENT
         }
+    # Where the reference is may change, but not whether it is another model.
+    flat["preference.ref_model"] = _given(flat.get("preference.ref_model"))
     if "data.sources" in flat:
         # Newer fields have their defaults in older runs.
         sources = [
