@@ -81,6 +81,21 @@ def test_the_architecture_name_of_llama_1_conversions_is_read():
     assert named.to_hf()["architectures"] == ["LlamaForCausalLM"]
 
 
+def test_a_text_parts_own_fields_come_first():
+    text = {"model_type": "mistral", "bos_token_id": 5}
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": text,
+        "bos_token_id": 7,
+        "eos_token_id": 9,
+    }
+    theirs = transformers.Mistral3Config(text_config=text, bos_token_id=7).text_config
+    read = TransformerConfig.from_hf_dict(config)
+    assert (read.bos_token_id, read.eos_token_id) == (theirs.bos_token_id, 9) == (5, 9)
+    del text["bos_token_id"]
+    assert TransformerConfig.from_hf_dict(config).bos_token_id == 7
+
+
 def test_full_attention_in_each_layer_may_be_named():
     config = {"model_type": "llama", "num_hidden_layers": 2}
     named = {**config, "layer_types": ["full_attention"] * 2}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from model.families import FAMILIES
-from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
+from tests.model.build import TILED, llama, mean_loss, packed_batch, permuted, tiny
 
 CONFIG = tiny(
     family="gpt_oss",
@@ -30,7 +30,7 @@ def test_layers_with_sinks_do_not_depend_on_how_they_run():
     initial[sinks] = rng.normal(size=initial[sinks].shape).astype(np.float32)
 
     def run(**options):
-        model = llama(CONFIG, {"sequence": 2}, **options)
+        model = llama(CONFIG, {"sequence": 2}, kernel=TILED, **options)
         params = {name: jax.device_put(x, model.shardings[name]) for name, x in initial.items()}
         return jax.jit(jax.value_and_grad(mean_loss(model), has_aux=True))(
             params, permuted(batch, model)[0]
