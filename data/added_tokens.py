@@ -109,12 +109,12 @@ def _settings(files: dict[str, bytes]) -> tuple[dict[str, Any], dict[str, str]]:
         return config, places
     older = parse_object(files, OLDER_CONFIG)
     older_places = {name: _place(name, OLDER_CONFIG) for name in older}
-    one, other = config.get(EXTRA), older.get(EXTRA)
-    if isinstance(one, list) and isinstance(other, list):
-        older[EXTRA] = [*one, *other]
-    elif isinstance(one, dict) and isinstance(other, dict):
-        older[EXTRA] = {**one, **other}
-    if older.get(EXTRA) is not other:
+    newer_extra, older_extra = config.get(EXTRA), older.get(EXTRA)
+    if isinstance(newer_extra, list) and isinstance(older_extra, list):
+        older[EXTRA] = [*newer_extra, *older_extra]
+    elif isinstance(newer_extra, dict) and isinstance(older_extra, dict):
+        older[EXTRA] = {**newer_extra, **older_extra}
+    if older.get(EXTRA) is not older_extra:
         older_places[EXTRA] = f"{places[EXTRA]} or {older_places[EXTRA]}"
     return {**config, **older}, {**places, **older_places}
 

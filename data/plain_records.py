@@ -78,16 +78,16 @@ def parse_tokens(raw: object, source: int, number: int) -> tuple[Tokens, set[str
     name = "tokens" if "tokens" in fields else "input_ids"
     tokens = _int32(fields.get(name))
     if tokens is None:
-        found = (
+        fields_there = (
             f": it has {shown_fields(raw)}" if isinstance(raw, dict) and name not in fields else ""
         )
-        raise Drop(NO_TOKENS + found)
+        raise Drop(NO_TOKENS + fields_there)
     first = first_present(fields, _MASKS)
     candidates = _TRL_MASKS if first is None else (first,)
-    masks = [each for each in candidates if fields.get(each) is not None]
+    masks = [field for field in candidates if fields.get(field) is not None]
     mask = np.ones(len(tokens), bool)
-    for each in masks:
-        mask &= _mask(fields[each], each, tokens)
+    for field in masks:
+        mask &= _mask(fields[field], field, tokens)
     unread = _unread(raw, {name, *masks}, written)
     return Tokens(_record_id(raw, tokens.tobytes()), tokens, mask, source, number), unread
 

@@ -90,16 +90,16 @@ class PreferenceReader:
         )
         chosen_name, rejected_name = (first_present(record, names) for names in (CHOSEN, REJECTED))
         if chosen_name is None or rejected_name is None:
-            found = self._read_labelled(record)
+            reading = self._read_labelled(record)
         else:
-            found = self._read_pair(record, (chosen_name, rejected_name))
-        read = {written.get(name, name) for name in found.read}
+            reading = self._read_pair(record, (chosen_name, rejected_name))
+        read = {written.get(name, name) for name in reading.read}
         if own_id(record) is not None:
             read.add("id")
-        unread = unread_of(as_written, read, "record").union(found.unread)
-        return found.record, changes | found.changes, unread
+        unread = unread_of(as_written, read, "record").union(reading.unread)
+        return reading.record, changes | reading.changes, unread
 
-    def _read_pair(self, record: dict, names: tuple[str, str]) -> "_Found":
+    def _read_pair(self, record: dict, names: tuple[str, str]) -> "_Reading":
         """Reads a record with completions in two fields, the chosen one first."""
         prompt = _read_prompt(record)
         # Fields next to both completions are read, or named, with each conversation.
@@ -129,9 +129,9 @@ class PreferenceReader:
             _conversation(cleaned[1], rejected),
         )
         changes |= cleaned[0].changes | cleaned[1].changes
-        return _Found(preference, changes, read, cleaned[0].unread | cleaned[1].unread)
+        return _Reading(preference, changes, read, cleaned[0].unread | cleaned[1].unread)
 
-    def _read_labelled(self, record: dict) -> "_Found":
+    def _read_labelled(self, record: dict) -> "_Reading":
         """Reads a record with one labelled completion."""
         name, label_name = _completion_name(record), first_present(record, LABEL_FIELDS)
         if name is None or label_name is None:
@@ -151,7 +151,7 @@ class PreferenceReader:
         read = {name, label_name, *prompt.fields, *_CONTEXT}
         conversation = _conversation(cleaned, messages)
         labelled = Labelled(own_id(record) or digest.hex()[:16], conversation, desirable)
-        return _Found(labelled, prompt.changes | cleaned.changes, read, cleaned.unread)
+        return _Reading(labelled, prompt.changes | cleaned.changes, read, cleaned.unread)
 
     def _digest(self, contents: list, beside: list) -> bytes:
         """Returns a hash of a record's turns and what is beside them; raises Drop for a
@@ -173,7 +173,7 @@ class PreferenceReader:
             raise Drop(f"{name}: {drop}") from None
 
 
-class _Found(NamedTuple):
+class _Reading(NamedTuple):
     """What was read of a record."""
 
     record: Preference | Labelled

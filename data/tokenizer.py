@@ -16,9 +16,11 @@ import numpy as np
 from jaxtyping import Int
 
 from data.added_tokens import CONFIG, LISTED, OLDER_CONFIG, parse_object
-from data.engines import ControlToken, Engine, HuggingFace, Sentencepiece, Spans
 from data.errors import UserError, first_line
 from data.folders import scratch_folder
+from data.huggingface_engine import HuggingFace
+from data.sentencepiece_engine import Sentencepiece
+from data.tokenizer_engine import ControlToken, Engine, Spans
 from data.within import check_within, check_writable, file_within, is_text
 
 NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # beside the default one, chat_template.jinja

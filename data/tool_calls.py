@@ -62,10 +62,10 @@ def _written_call(value: Any, name: str) -> Any:
         return value
     if value.strip() in ("", "null", "None"):
         return None
-    found = parsed(value)
-    if not isinstance(found, dict | list):
+    call = parsed(value)
+    if not isinstance(call, dict | list):
         raise ValueError(f"`{name}` that is a text, but no call in JSON")
-    return found
+    return call
 
 
 def _parse_call(call: Any) -> dict[str, Any]:

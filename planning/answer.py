@@ -16,7 +16,7 @@ from trainer.config.mesh import dcn_text
 
 from .costs.hardware import Hardware
 from .costs.measured import highest_mfu, kind, slowest
-from .machines import device_count, in_number
+from .machines import device_count, several_of
 from .memory_estimate import MemoryEstimate, estimate_memory
 from .plan import Job
 from .search import meshes, policies
@@ -314,5 +314,5 @@ def _first(jobs: Iterable[Job]) -> Job | None:
 
 def enough(job: Job, times: int) -> bool:
     """Returns whether the job certainly fits on some mesh of this many times its machine."""
-    larger = dataclasses.replace(job, topology=in_number(job.topology, times))
+    larger = dataclasses.replace(job, topology=several_of(job.topology, times))
     return any(estimate_memory(candidate).fits == "yes" for candidate in _first_fitting(larger))

@@ -229,16 +229,16 @@ def device_count(topology: str) -> int:
     return slices * math.prod(map(int, shape.split("x"))) * of_a_chip
 
 
-def in_number(topology: str, times: int) -> str:
+def several_of(topology: str, times: int) -> str:
     """Returns the topology of `times` such machines: slices of TPUs, hosts of GPUs; GPUs of less
     than a host join one host if they fit there."""
     slices, chip, shape = split_topology(topology)
     if not is_gpu(topology):
         return _in_slices(f"{chip}:{shape}", slices * times)
-    count, each = device_count(topology) * times, gpus_per_host(topology)
-    if "x" not in shape and count <= BOX_GPUS:
-        return f"{chip}:{count}"
-    return f"{chip}:{count // each}x{each}"
+    gpus, per_host = device_count(topology) * times, gpus_per_host(topology)
+    if "x" not in shape and gpus <= BOX_GPUS:
+        return f"{chip}:{gpus}"
+    return f"{chip}:{gpus // per_host}x{per_host}"
 
 
 def device_of(topology: str) -> Device | None:

@@ -6,9 +6,9 @@ from planning.machines import (
     accelerator_type,
     device_count,
     hosts,
-    in_number,
     is_gpu,
     memory_gib,
+    several_of,
     topology_of,
 )
 from planning.topology import topology_devices
@@ -163,5 +163,5 @@ def test_other_shapes_have_no_accelerator_type(topology):
     ],
 )
 def test_several_machines_are_hosts_or_slices(topology, larger):
-    assert in_number(topology, 4) == larger
+    assert several_of(topology, 4) == larger
     assert device_count(larger) == 4 * device_count(topology)

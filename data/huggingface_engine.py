@@ -1,11 +1,11 @@
-"""One interface for two libraries: tokenizers (tokenizer.json) and sentencepiece (.model)."""
+"""The engine for tokenizer.json: Hugging Face's library tokenizers."""
 
 import json
 import math
 import string
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any
 
 from data.added_tokens import (
     CONFIG,
@@ -13,11 +13,11 @@ from data.added_tokens import (
     AddedToken,
     lacking,
     parse_object,
-    tokens_of_older_file,
     tokens_with_ids,
     tokens_without_ids,
 )
 from data.errors import UserError, first_line
+from data.tokenizer_engine import ControlToken, Engine, Spans, check_no_forbidden
 
 # Unicode noncharacters, which occur in no real text: data.tokenizer replaces them in its input.
 # Before a text that continues a conversation, GUARD keeps the library from treating it as a
@@ -34,14 +34,6 @@ _OWN_PREFIX_SPACE = (
     "Qwen2Tokenizer",
     "RobertaTokenizer",
 )
-
-
-class Spans(NamedTuple):
-    """The tokens of a text and their positions."""
-
-    ids: list[int]
-    offsets: Sequence[tuple[int, int]]
-    """(start, end) of each token, in characters of the text."""
 
 
 class Offsets(Sequence[tuple[int, int]]):
@@ -66,56 +58,6 @@ class Offsets(Sequence[tuple[int, int]]):
     def __iter__(self) -> Iterator[tuple[int, int]]:
         for start, end in self._encoding.offsets[self._first :]:
             yield start - self._shift, end - self._shift
-
-
-@dataclass(frozen=True)
-class ControlToken:
-    """A token that templates may write but text must not become."""
-
-    text: str
-    id: int
-    strips: tuple[bool, bool] = (False, False)
-    """Whether the tokenizer removes white space to the left and right of the token."""
-
-
-class Engine(Protocol):
-    """The interface that Tokenizer needs from a library."""
-
-    def __init__(self, files: dict[str, bytes]):
-        """Makes an engine from the contents of a tokenizer's files, by name."""
-
-    controls: dict[str, ControlToken]
-    """The control tokens by their text."""
-    special_tokens: dict[str, str]
-    """Texts of bos_token, eos_token, ..., if the model file names them."""
-    vocab_size: int
-    """1 + the highest id."""
-    named_beside: dict[str, tuple]
-    """Tokens by their text that the model file lacks and the files beside it name without an id, or
-    with other properties: what encoding depends on, their id first."""
-
-    def token_to_id(self, text: str) -> int | None:
-        """Returns the id of the token with exactly this text, or None."""
-
-    def with_control_tokens(self, tokens: list[str]) -> dict[str, bytes]:
-        """Returns the model file, by name, with control tokens appended to the vocabulary."""
-
-    def forbid(self, control_ids: set[int]) -> None:
-        """Prepares `encode`, which never returns one of these ids."""
-
-    def begins_with(self, bos_id: int, flag: bool | None) -> bool:
-        """Returns whether transformers' tokenizer of these files begins a text with BOS.
-
-        Args:
-          bos_id: its id.
-          flag: `add_bos_token` of its configuration, if present.
-        """
-
-    def encode(self, text: str, beginning: bool) -> Spans:
-        """Returns the tokens of `text`; `beginning` says whether it begins a document."""
-
-    def decode(self, ids: list[int]) -> str:
-        """Returns the text of ids that contain no control token."""
 
 
 class HuggingFace(Engine):
@@ -219,7 +161,7 @@ class HuggingFace(Engine):
             ids, offsets = encoding.ids[1:], Offsets(encoding, 1, len(GUARD))
         if self._original_ids:
             ids = [self._original_ids.get(token, token) for token in ids]
-        _check_no_forbidden(ids, self._forbidden)
+        check_no_forbidden(ids, self._forbidden)
         return Spans(ids, offsets)
 
     def begins_with(self, bos_id: int, flag: bool | None) -> bool:
@@ -266,12 +208,12 @@ def _check_prefix_space(pre_tokenizer: Any, config: dict) -> None:
     kind = str(config.get("tokenizer_class")).removesuffix("Fast")
     wanted = config.get("add_prefix_space") is True
     part = pre_tokenizer if isinstance(pre_tokenizer, dict) else {}
-    found = [
+    in_tokenizer = [
         step["add_prefix_space"]
         for step in (part, *part.get("pretokenizers", ()))
         if step.get("type") == "ByteLevel" and "add_prefix_space" in step
     ]
-    if kind in _OWN_PREFIX_SPACE and any(value != wanted for value in found):
+    if kind in _OWN_PREFIX_SPACE and any(value != wanted for value in in_tokenizer):
         raise UserError(
             f"add_prefix_space is {str(wanted).lower()} in {CONFIG}"
             f"{f' (the default of {kind})' if config.get('add_prefix_space') is None else ''} and "
@@ -312,118 +254,6 @@ def _encoded(library: Any, text: str, **options: Any) -> Any:
         ) from None
 
 
-class Sentencepiece(Engine):
-    """The sentencepiece library with a .model file, and added tokens of Hugging Face files."""
-
-    def __init__(self, files: dict[str, bytes]):
-        import sentencepiece
-        from sentencepiece import sentencepiece_model_pb2
-
-        self._proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
-        self._proto.ParseFromString(files["tokenizer.model"])
-        self._types = sentencepiece_model_pb2.ModelProto.SentencePiece  # type: ignore[attr-defined]
-        pieces = self._proto.pieces
-        given = [piece.piece for piece in pieces]
-        with_ids = _with_added_ids(given, files)
-        lacked = [token.content for token in lacking(with_ids, tokens_without_ids(files))]
-        self.named_beside = {
-            text: (token_id, True) for token_id, text in enumerate(lacked, len(with_ids))
-        }
-        for text in [*with_ids, *lacked][len(given) :]:
-            pieces.add(piece=text, score=0.0, type=self._types.CONTROL)
-        self._full = sentencepiece.SentencePieceProcessor(
-            model_proto=self._proto.SerializeToString()
-        )
-        self.vocab_size = self._full.get_piece_size()
-        self.controls = {
-            piece.piece: ControlToken(piece.piece, token_id)
-            for token_id, piece in enumerate(pieces)
-            if piece.type == self._types.CONTROL
-            or (piece.type == self._types.USER_DEFINED and piece.piece.strip(" \u2581\n\t"))
-        }
-        ids = {"bos": self._full.bos_id(), "eos": self._full.eos_id(), "pad": self._full.pad_id()}
-        texts = {
-            f"{name}_token": self._full.id_to_piece(token_id)
-            for name, token_id in ids.items()
-            if token_id >= 0
-        }
-        self.special_tokens = {**texts, "unk_token": self._full.id_to_piece(self._full.unk_id())}
-
-    def token_to_id(self, text: str) -> int | None:
-        token_id = self._full.piece_to_id(text)
-        return token_id if self._full.id_to_piece(token_id) == text else None
-
-    def with_control_tokens(self, tokens: list[str]) -> dict[str, bytes]:
-        proto = type(self._proto)()
-        proto.CopyFrom(self._proto)
-        for token in tokens:
-            proto.pieces.add(piece=token, score=0.0, type=self._types.CONTROL)
-        return {"tokenizer.model": proto.SerializeToString()}
-
-    def forbid(self, control_ids: set[int]) -> None:
-        import sentencepiece
-
-        proto = type(self._proto)()
-        proto.CopyFrom(self._proto)
-        for token_id, piece in enumerate(proto.pieces):
-            if token_id in control_ids and piece.type == self._types.USER_DEFINED:
-                piece.type = self._types.UNUSED  # never matched; ids stay the same
-            elif token_id not in control_ids and piece.type == self._types.CONTROL:
-                # In Tokenizer.text_tokens: matched wherever it is typed.
-                piece.type = self._types.USER_DEFINED
-        self._encoder = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
-        self._forbidden = control_ids - {self._full.unk_id()}
-
-    def encode(self, text: str, beginning: bool) -> Spans:
-        # sentencepiece puts a space before every text, as LLaMA's authors encode each turn
-        # separately.
-        del beginning
-        pieces = self._encoder.encode(text, out_type="proto").pieces
-        # From the library's offsets in bytes of UTF-8 to offsets in characters.
-        characters = {0: 0}
-        size = 0
-        for count, character in enumerate(text, 1):
-            size += len(character.encode())
-            characters[size] = count
-        ids = [piece.id for piece in pieces]
-        _check_no_forbidden(ids, self._forbidden)
-        offsets = [
-            (characters.get(piece.begin, 0), characters.get(piece.end, 0)) for piece in pieces
-        ]
-        return Spans(ids, offsets)
-
-    def begins_with(self, bos_id: int, flag: bool | None) -> bool:
-        return flag is not False  # LlamaTokenizer's default
-
-    def decode(self, ids: list[int]) -> str:
-        return self._encoder.decode(ids)
-
-
-def _with_added_ids(texts: list[str], files: dict[str, bytes]) -> list[str]:
-    """Returns the texts of a sentencepiece model's tokens, by id, with those that other files add
-    at an id.
-
-    Raises:
-      UserError: the ids leave a gap, or one is that of another token.
-    """
-    texts = [*texts]
-    tokens = {**tokens_of_older_file(files), **tokens_with_ids(files)}
-    for token_id, token in sorted(tokens.items()):
-        if token_id > len(texts):
-            raise UserError(
-                f"the added token {token.content!r} has id {token_id}, the one before it "
-                f"{len(texts) - 1}; ids without a gap, or a tokenizer.json, would work"
-            )
-        if token_id == len(texts):
-            texts.append(token.content)
-        elif token.content not in texts:
-            raise UserError(
-                f"the added token {token.content!r} has id {token_id}, which is that of "
-                f"{texts[token_id]!r}; an id after the model's, or a tokenizer.json, would work"
-            )
-    return texts
-
-
 def _is_text(token: dict) -> bool:
     """Returns whether an added token of a tokenizer.json is text, such as white space or a letter.
 
@@ -458,9 +288,3 @@ def _hide_control_tokens(model: dict, control_ids: set[int]) -> None:
 
 def _hidden_name(token_id: int) -> str:
     return f"\ufdd1{token_id}\ufdd1"
-
-
-def _check_no_forbidden(ids: list[int], forbidden: set[int]) -> None:
-    """Raises AssertionError if text became a control token, despite `forbid`."""
-    if not forbidden.isdisjoint(ids):
-        raise AssertionError(f"control ids {forbidden.intersection(ids)} came out of text")
