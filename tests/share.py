@@ -1,5 +1,5 @@
 """pytest's option --share K/N: the K-th of N shares of the tests, by a hash of their names; N runs
-cover all tests."""
+cover all tests. A test whose name contains a set is refused."""
 
 import hashlib
 
@@ -15,7 +15,15 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselects the tests of other shares."""
+    """Deselects the tests of other shares.
+
+    Raises:
+      UsageError: the share is not one, or a test's name differs from process to process.
+    """
+    if unstable := [item.nodeid for item in items if contains_a_set(item)]:
+        raise pytest.UsageError(
+            f"sets print in another order in each process, so pytest-xdist fails: {unstable}"
+        )
     if not (share := config.getoption("--share")):
         return
     number, _, of = share.partition("/")
@@ -26,6 +34,15 @@ def pytest_collection_modifyitems(config, items):
     chosen = [item for item in items if share_of(item.nodeid, int(of)) == int(number)]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
+
+
+def contains_a_set(item) -> bool:
+    """Returns whether a test's name contains a set of several members."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return any(
+        isinstance(value, set | frozenset) and len(value) > 1 and str(value) in item.name
+        for value in parameters
+    )
 
 
 def share_of(name: str, shares: int) -> int:
