@@ -39,13 +39,11 @@ class Part(NamedTuple):
 
     Attributes:
       paths: files or folders of the tests.
-      share: "1/6" runs the first of six interleaved shares.
       ignored: files and folders within `paths` that are left out.
       code: git pathspecs of the Python files on which the tests depend.
     """
 
     paths: tuple[str, ...]
-    share: str = "1/1"
     ignored: tuple[str, ...] = ()
     code: tuple[str, ...] = ("*.py",)
 
@@ -54,17 +52,15 @@ OF_ATTENTION = (
     "model/__init__.py",
     "model/attention/*.py",
     "tests/__init__.py",
+    "tests/covering.py",
     "tests/errors.py",
     "tests/model/__init__.py",
     "tests/model/attention/*.py",
 )
 OF_TRAINING = ("data/*.py", "model/*.py", "planning/*.py", "trainer/*.py", "train.py", "tests/*.py")
 PARTS: dict[str, Part] = {
-    **{
-        f"attention-{share}": Part((ATTENTION,), f"{share}/6", code=OF_ATTENTION)
-        for share in range(1, 7)
-    },
-    **{f"meshes-{share}": Part((MESHES,), f"{share}/3", code=OF_TRAINING) for share in range(1, 4)},
+    "attention": Part((ATTENTION,), code=OF_ATTENTION),
+    "meshes": Part((MESHES,), code=OF_TRAINING),
     "kernels": Part((KERNELS,), code=OF_TRAINING),
     "rest": Part(("tests",), ignored=(ATTENTION, MESHES, KERNELS)),
 }
@@ -75,28 +71,26 @@ EVERY = (*PARTS, *ATTACKS, *DRILLS)
 
 
 class Resume:
-    """A pytest plugin: keeps one share of the collected tests without those that passed before,
-    records those that pass, and stops once the process has grown too large.
+    """A pytest plugin: leaves out tests that passed before, records those that pass, and stops once
+    the process has grown too large.
 
     Attributes:
       unfinished: whether it stopped for that reason, so that a new process should run the rest.
     """
 
-    def __init__(self, record: pathlib.Path, share: str, code: str):
+    def __init__(self, record: pathlib.Path, code: str):
         self.record, self.code = record, code
-        self.number, self.shares = map(int, share.split("/"))
         lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
         self.passed = set(lines[1:]) if lines[:1] == [code] else set()
         self.unfinished = False
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
-        share = items[self.number - 1 :: self.shares]
-        remaining = [item for item in share if item.nodeid not in self.passed]
-        config.hook.pytest_deselected(items=[item for item in items if item not in remaining])
+        remaining = [item for item in items if item.nodeid not in self.passed]
+        passed = [item for item in items if item.nodeid in self.passed]
+        config.hook.pytest_deselected(items=passed)
         print(
-            f"{len(share) - len(remaining)} of {len(share)} tests passed before; {len(remaining)} "
-            "to run",
+            f"{len(passed)} of {len(items)} tests passed before; {len(remaining)} to run",
             flush=True,
         )
         items[:] = remaining
@@ -147,9 +141,9 @@ def run_part(part: str) -> int:
         return attacks.main([ATTACKS[part]])
     if part in DRILLS:
         return importlib.import_module(f"tests.soak.{part}").main([])
-    paths, share, ignored, pathspecs = PARTS[part]
+    paths, ignored, pathspecs = PARTS[part]
     arguments = [*paths, "-m", "slow", *(f"--ignore={path}" for path in ignored)]
-    resume = Resume(RECORDS / f"{part}.passed", share, code_hash(pathspecs))
+    resume = Resume(RECORDS / f"{part}.passed", code_hash(pathspecs))
     code = pytest.main(arguments, plugins=[resume])
     if resume.unfinished and len(resume.record.read_text(encoding="utf-8").splitlines()) > 1 + len(
         resume.passed
