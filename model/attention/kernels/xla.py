@@ -223,7 +223,9 @@ class XlaKernel(Kernel):
 
         def add_key_tile(dq, tile):
             k_tile, v_tile, kv_tile_coords, kinds = tile
-            k_transposed = k_tile.swapaxes(-1, -2)
+            # Transposed once per tile of keys. If XLA folded the transposition into the product,
+            # its CPU backend could not run it in bfloat16 (jaxlib 0.10.2).
+            k_transposed = lax.optimization_barrier(k_tile.swapaxes(-1, -2))
 
             def add_query_tile(i, masked, carry):
                 dq, dk, dv = carry

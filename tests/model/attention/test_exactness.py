@@ -25,6 +25,7 @@ from model.attention import (
     get_kernel,
 )
 from model.attention.layout import LAYOUTS, permutation
+from tests.errors import within
 
 from .cases import (
     HEADS,
@@ -293,6 +294,23 @@ def test_bfloat16_error_does_not_grow_with_the_ring():
     assert all(ring <= 1.1 * single for single, ring in zip(errors[1], errors[8], strict=True)), (
         errors
     )
+
+
+def test_bfloat16_in_one_tile_of_keys():
+    """XLA's CPU backend could not run the gradient of q in bfloat16 for several rows whose keys are
+    one tile."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (
+        jnp.asarray(rng.standard_normal((2, 64, heads, 64)), jnp.bfloat16) for heads in (4, 2, 2, 4)
+    )
+    out, _, *gradients = out_and_gradients("ring", 1, kernel="xla", tiles=(64, 64))(
+        q, k, v, dout, TokenCoords(*documents("one", 64))
+    )
+    expected = dense_attention(q, k, v, *documents("one", 64), dout)
+    pairs = zip((out, *gradients), (expected[0], *expected[2:]), strict=True)
+    for actual, right in pairs:
+        error = np.abs(np.asarray(actual, np.float64) - right).max()
+        within(error / np.abs(right).max(), 0.02, "attention in bfloat16")
 
 
 @pytest.mark.parametrize("kernel", ["xla", "reference"])
