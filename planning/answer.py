@@ -80,13 +80,13 @@ def _first_fitting(job: Job) -> Iterator[Job]:
 
 
 def seconds_of(job: Job) -> float:
-    """Returns the high end of the job's time range; 0 if the cost model does not list it."""
+    """Returns the high end of the job's time range; 0 if the cost model estimates none."""
     seconds = _time_range(job)
     return seconds.high if seconds else 0.0
 
 
 def _time_range(job: Job):
-    """The job's time range; None if the cost model lacks the job's schedule or the machine."""
+    """The job's time range; None if the cost model estimates none."""
     try:
         return job.time_range()
     except ValueError:
@@ -182,7 +182,7 @@ def time_figures(
     """Returns (low, high) of a step's time and derived figures, by their names in reports.
 
     These are "seconds of a step", "tokens a second" over all devices, and "MFU", a share from 0 to
-    1; empty if the cost model does not list the machine.
+    1; empty if the cost model estimates none (`no_time`).
 
     Args:
       tokens: to train on; adds "hours".
@@ -217,7 +217,7 @@ def time_lines(job: Job, **options: Any) -> list[str]:
     """Returns the lines of `time_figures`, and the source of the range."""
     figures = time_figures(job, **options)
     if not figures or job.hardware is None:
-        return ["time: not estimated; the cost model does not list this machine"]
+        return [f"time: not estimated; {no_time(job)}"]
     lines = [
         f"time: from {_low_end(job.hardware, figures['MFU'][1])},",
         f"      to {_high_end(job)}",
@@ -225,6 +225,15 @@ def time_lines(job: Job, **options: Any) -> list[str]:
     return lines + [
         f"  {name:20} {number(low):>9} to {number(high)}" for name, (low, high) in figures.items()
     ]
+
+
+def no_time(job: Job) -> str:
+    """Returns why a job has no `time_figures`."""
+    try:
+        job.time_range()
+    except ValueError as error:
+        return str(error)
+    return job.untimed
 
 
 def _low_end(hardware: Hardware, mfu: float) -> str:

@@ -17,16 +17,23 @@ from trainer.flops import head_weights, stored_layer_weights
 
 from .compiled import GIB
 from .machines import host_gib, host_note, is_gpu
-from .parts import declared_once, device_tokens, host_parts_gib, parts_gib, trained_names
+from .parts import (
+    compute_bytes,
+    declared_once,
+    device_tokens,
+    host_parts_gib,
+    parts_gib,
+    trained_names,
+)
 from .plan import Job
 
 # Arrays of [tokens, hidden], [tokens, query heads x head size] and [tokens, key heads x head size]
-# in bfloat16; of a layer's and of the head's weights in bfloat16; of the gradients in float32; and
-# of a loss chunk's logits in float32.
+# and of a layer's and of the head's weights, all in the compute dtype; of the gradients and of a
+# loss chunk's logits, both in float32.
 HIDDEN, QUERIES, KEYS, LAYER_WEIGHTS, HEAD_WEIGHTS, GRADIENTS, LOGITS = 5, 6, 14, 2, 1, 1, 4
-# Extra arrays of a layer's trained experts, in bfloat16: loops over blocks of rows hold their
-# float32 weights and gradients several times. From one plan, Qwen3-30B-A3B, 128K, 8 x H100, and set
-# after it was seen.
+# Extra arrays of a layer's trained experts, in the compute dtype: loops over blocks of rows hold
+# their float32 weights and gradients several times. From one plan, Qwen3-30B-A3B, 128K, 8 x H100,
+# and set after it was seen.
 EXPERT_WEIGHTS = 12
 # Bits per NF4 number while its layer runs, with its scales dequantized.
 NF4_BITS = 4.63
@@ -121,7 +128,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
 def _working_bytes(job: Job) -> float:
     """Bytes on a device at the step's peak, without the known parts."""
     model, memory, mesh = job.model, job.memory, job.run.mesh
-    tokens, tensor = device_tokens(job.run), mesh.tensor
+    tokens, tensor, number = device_tokens(job.run), mesh.tensor, compute_bytes(job.run)
     queries = (
         model.num_attention_heads
         * model.head_dim
@@ -134,8 +141,8 @@ def _working_bytes(job: Job) -> float:
     # Ranks of `expert` gather each other's.
     rows = min(tokens, memory.feed_forward_chunk or tokens) * (model.num_experts_per_tok or 0)
     rows *= mesh.expert
-    routed = 2 * rows * (HIDDEN * model.hidden_size + 3 * model.expert_width / tensor)
-    activations = routed + 2 * tokens * (
+    routed = number * rows * (HIDDEN * model.hidden_size + 3 * model.expert_width / tensor)
+    activations = routed + number * tokens * (
         HIDDEN * model.hidden_size + QUERIES * queries + KEYS * keys
     )
     experts = model.num_experts / mesh.expert
@@ -144,17 +151,23 @@ def _working_bytes(job: Job) -> float:
     layer = (stored_layer_weights(model) - elsewhere) / tensor
     head = head_weights(model) / tensor
     # A quantized layer gathers codes, and dequantizes one projection at a time.
-    bits = {"none": 16, "nf4": NF4_BITS, "int8": 8}[job.run.adapter.quantize]
+    quantize = job.run.adapter.quantize
+    bits = {"none": 8 * number, "nf4": NF4_BITS, "int8": 8}[quantize]
     dequantized = (
         0
-        if bits == 16
-        else 2 * LAYER_WEIGHTS * model.hidden_size * model.expert_width * (experts or 1) / tensor
+        if quantize == "none"
+        else number
+        * LAYER_WEIGHTS
+        * model.hidden_size
+        * model.expert_width
+        * (experts or 1)
+        / tensor
     )
     weights = (
         bits / 8 * LAYER_WEIGHTS * layer * (2 if memory.prefetch else 1)
         + dequantized
-        + (0 if job.run.adapter.rank else 2 * EXPERT_WEIGHTS * of_experts)
-        + 2 * HEAD_WEIGHTS * head
+        + (0 if job.run.adapter.rank else number * EXPERT_WEIGHTS * of_experts)
+        + number * HEAD_WEIGHTS * head
     )
     gradients = 4 * GRADIENTS * _trained_numbers(job) * mesh.data / mesh.devices
     chunk = min(tokens, memory.loss_chunk or tokens)

@@ -21,11 +21,12 @@ def parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]:
     """The known parts of a device's memory in GiB.
 
     These are the float32 parameters and the moments of trained ones, as if split evenly, and what
-    layers keep for the backward pass: with c tokens per device, each layer's input takes 2 c E
-    bytes in bfloat16, attention's output and log-sum-exp 2 c H D + 4 c H bytes, and so on.
+    layers keep for the backward pass: with c tokens per device and n bytes per number of the
+    compute dtype, each layer's input takes n c E bytes, attention's output and log-sum-exp
+    n c H D + 4 c H bytes, and so on.
     """
     memory, tensor = run.memory, run.mesh.tensor
-    tokens = device_tokens(run)
+    tokens, number = device_tokens(run), compute_bytes(run)
     heads, key_heads = model.num_attention_heads / tensor, model.num_key_value_heads / tensor
     layers, hidden = model.num_hidden_layers, model.hidden_size
     device_inputs, _ = _kept_inputs(memory, layers)
@@ -37,22 +38,22 @@ def parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]:
     parts = {
         "parameters": 0 if memory.parameters_on_host else parameters,
         "moments": 0 if memory.moments_on_host else moments,
-        "layer inputs": device_inputs * 2 * tokens * hidden,
+        "layer inputs": device_inputs * number * tokens * hidden,
         "attention outputs": _attention_bytes(run, model)
         if memory.policy.attention == "device"
         else 0,
-        "products": layers * 2 * tokens * widths if memory.policy.products else 0,
+        "products": layers * number * tokens * widths if memory.policy.products else 0,
     }
     return {name: size / GIB for name, size in parts.items()}
 
 
 def host_parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]:
     """The known parts of host memory in GiB per device: kept layer inputs, parameters, moments."""
-    memory = run.memory
+    memory, number = run.memory, compute_bytes(run)
     _, host_inputs = _kept_inputs(memory, model.num_hidden_layers)
     parameters, moments = state_bytes(run, model)
     parts = {
-        "layer inputs": host_inputs * 2 * device_tokens(run) * model.hidden_size,
+        "layer inputs": host_inputs * number * device_tokens(run) * model.hidden_size,
         "attention outputs": _attention_bytes(run, model)
         if memory.policy.attention == "host"
         else 0,
@@ -72,9 +73,16 @@ def _kept_inputs(memory: MemoryConfig, layers: int) -> tuple[float, float]:
 
 
 def _attention_bytes(run: RunConfig, model: TransformerConfig) -> float:
-    """Bytes per device of all layers' attention outputs (bfloat16) and log-sum-exps (float32)."""
+    """Bytes per device of all layers' attention outputs (compute dtype) and log-sum-exps
+    (float32)."""
     heads = model.num_attention_heads / run.mesh.tensor
-    return model.num_hidden_layers * device_tokens(run) * heads * (2 * model.head_dim + 4)
+    of_a_head = compute_bytes(run) * model.head_dim + 4
+    return model.num_hidden_layers * device_tokens(run) * heads * of_a_head
+
+
+def compute_bytes(run: RunConfig) -> int:
+    """Bytes per number of the compute dtype."""
+    return np.dtype(run.model.compute_dtype).itemsize
 
 
 def device_tokens(run: RunConfig) -> float:
@@ -105,14 +113,13 @@ def state_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, float]
         )
 
     weight_bytes = np.dtype(run.optimizer.weight_dtype).itemsize
-    frozen_bytes = 2 if run.model.compute_dtype == "bfloat16" else 4
 
     def number_bytes(name: str) -> int:
         if weight_of(name) != name:  # codes and their scales
             return np.dtype(declared[name].dtype).itemsize
         if name in trained:
             return weight_bytes
-        return frozen_bytes if declared[name].frozen else 4
+        return compute_bytes(run) if declared[name].frozen else 4
 
     def moment_bytes(name: str) -> float:
         parameter = declared[name]

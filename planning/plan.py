@@ -227,7 +227,7 @@ class Job:
         )
 
     def estimate(self, causal: bool = True, overlap: bool = True) -> costs.Estimate | None:
-        """The cost model's estimate; None for hardware that it does not list.
+        """The cost model's estimate; None where `untimed` says why there is none.
 
         Args:
           causal: False counts every query-key pair, also those that a window hides.
@@ -236,12 +236,12 @@ class Job:
         Raises:
           ValueError: the cost model has no rule for the job.
         """
-        job = self._training_step(causal)
+        job = self.training_step(causal)
         return None if job is None else costs.estimate(dataclasses.replace(job, overlap=overlap))
 
     def time_range(self) -> costs.TimeRange | None:
         """The range of a step's seconds (`costs.measured`); otherwise as `estimate`."""
-        job = self._training_step()
+        job = self.training_step()
         return None if job is None else costs.time_range(job)
 
     @property
@@ -251,10 +251,25 @@ class Job:
         one_box, several_boxes = GPU_HARDWARE.get(generation, (generation, generation))
         return costs.HARDWARE.get(several_boxes if "x" in shape else one_box)
 
-    def _training_step(self, causal: bool = True) -> costs.TrainingStep | None:
-        """The cost model's step of the job."""
+    @property
+    def untimed(self) -> str:
+        """Why the cost model estimates no time for the job; "" if it does."""
+        slices, generation, _ = split_topology(self.topology)
+        if self.hardware is None:
+            return "the cost model does not list this machine"
+        if slices > 1 and not is_gpu(self.topology) and not self.hardware.network.slice_link:
+            return f"no bandwidth between slices of {generation} is published"
+        if self.run.model.compute_dtype != "bfloat16":
+            return (
+                f"the cost model's rates are bfloat16's, and model.compute_dtype is "
+                f"{self.run.model.compute_dtype}"
+            )
+        return ""
+
+    def training_step(self, causal: bool = True) -> costs.TrainingStep | None:
+        """The cost model's step of the job; None where `untimed` says why there is none."""
         hardware = self.hardware
-        if hardware is None:
+        if hardware is None or self.untimed:
             return None
         attention, mesh, adapter = self.run.attention, self.run.mesh, self.run.adapter
         chunk = self.run.memory.feed_forward_chunk
@@ -277,7 +292,17 @@ class Job:
             frozen=adapter.rank > 0,
             weight_bytes=adapter.number_bytes,
             dequantizations=chunks if adapter.quantize != "none" else 0,
+            accumulation=self.run.train.accumulation,
+            extra_forwards=self._extra_forwards,
+            dcn=mesh.dcn,
         )
+
+    @property
+    def _extra_forwards(self) -> int:
+        """Forward passes over all parts of a batch that `StepBuilder.train` makes first."""
+        if self.run.train.accumulation == 1:
+            return 0
+        return self.run.preference.labelled + self.model.has_router_losses
 
 
 def sizes_text(needs_gib: float, has_gib: float) -> str:

@@ -22,7 +22,7 @@ from trainer.config.load import (
 from trainer.config.schema import VERSION, MemoryConfig, RunConfig
 from trainer.devices import GPU_MEMORY_SHARE, TPUS
 
-from .answer import heading, number, settings, time_figures
+from .answer import heading, no_time, number, settings, time_figures
 from .machines import accelerator_type, gpus_per_host, hosts, split_topology
 from .memory_estimate import estimate_memory
 from .plan import Job
@@ -216,7 +216,7 @@ def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | Non
     seconds = (
         "{} to {} s per step, estimated".format(*map(number, figures["seconds of a step"]))
         if figures
-        else "not estimated; the cost model does not list this machine"
+        else f"not estimated; {no_time(job)}"
     )
     plan = f"python -m scripts.plan --config {path}" + (f" --model {model}" if model else "")
     own = (

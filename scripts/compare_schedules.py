@@ -78,17 +78,15 @@ def round_rows(job: Any) -> list[dict[str, Any]]:
     ]
 
 
-def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
-    """Returns the cost model's jobs by schedule name: the selected ones, or all.
+def cost_jobs(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], list[str]]:
+    """Returns the cost model's jobs by schedule name, of the selected ones or all, and the layouts
+    left out, each with the reason.
 
     Raises:
       UserError, ValueError: an option is invalid; the message is one line.
     """
-    from model.attention.layout import LAYOUTS
-    from planning.costs import HARDWARE, Sizes, TrainingStep
-    from planning.machines import device_count
-    from planning.plan import Job
-    from scripts.plan_options import named_model, resolve_machine
+    from model.attention.layout import LAYOUTS, check_length
+    from scripts.plan_options import resolve_machine
 
     for option, value in vars(args).items():
         if option not in READ and value not in (None, False):
@@ -99,45 +97,93 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
     for option in ("model", "context"):
         if getattr(args, option) is None:
             raise UserError(f"--{option}: missing; a comparison of schedules needs it")
-    resolve_machine(args)
-    model = named_model(args.model)
-    axes: dict[str, Any] = {axis: getattr(args, axis) or 1 for axis in AXES}
-    if args.hardware:
-        if args.hardware not in HARDWARE:
-            raise UserError(
-                f"--hardware: found {args.hardware!r}; the cost model has {', '.join(HARDWARE)}"
-            )
-        hardware = HARDWARE[args.hardware]
-    else:
-        planned = Job.of(model, args.topology or "", args.context) if args.topology else None
-        if planned is None or planned.hardware is None:
-            raise UserError(
-                "--compare: needs a --machine that the cost model knows, or --hardware: "
-                f"{', '.join(HARDWARE)}"
-            )
-        hardware = planned.hardware
-        if not any(getattr(args, axis) for axis in AXES):
-            axes["sequence"] = device_count(args.topology)
-    job = TrainingStep(
-        Sizes.of(model),
-        hardware,
-        args.context,
-        args.batch or 1,
-        **axes,
-        remat=args.remat or "save_attention",
-    )
     if args.schedule is not None and not (
         isinstance(args.schedule, str) and args.schedule in SCHEDULES
     ):
         raise UserError(
             f"--schedule: found {args.schedule!r}; expected one of {', '.join(SCHEDULES)}"
         )
-    return [
+    resolve_machine(args)
+    job = _on_hardware(args) if args.hardware else _on_machine(args)
+    if args.schedule == "local" and job.sequence > 1:
+        raise UserError(f"--schedule: found local for --sequence {job.sequence}; it needs 1")
+    layouts, refusals = [], {}
+    for layout in [args.layout] if args.layout else LAYOUTS:
+        try:
+            check_length(job.length, job.sequence, layout)
+            layouts.append(layout)
+        except ValueError as error:
+            refusals[layout] = error
+    if not layouts:
+        raise next(iter(refusals.values()))
+    jobs = [
         (name, dataclasses.replace(job, schedule=SCHEDULES[name], layout=layout))
         for name in ([args.schedule] if args.schedule else SCHEDULES)
-        for layout in ([args.layout] if args.layout else LAYOUTS)
+        for layout in layouts
         if name != "local" or job.sequence == 1
     ]
+    return jobs, [f"{layout} ({error})" for layout, error in refusals.items()]
+
+
+def _on_hardware(args: argparse.Namespace) -> Any:
+    """Returns the cost model's step on the machine of --hardware."""
+    from planning.costs import HARDWARE, Sizes, TrainingStep
+    from planning.plan import DEFAULT_RECIPE
+    from scripts.plan_options import named_model
+    from trainer.build import layer_masks
+
+    if args.hardware not in HARDWARE:
+        raise UserError(
+            f"--hardware: found {args.hardware!r}; the cost model has {', '.join(HARDWARE)}"
+        )
+    model = named_model(args.model)
+    axes: dict[str, Any] = {axis: getattr(args, axis) or 1 for axis in AXES}
+    return TrainingStep(
+        Sizes.of(model),
+        HARDWARE[args.hardware],
+        args.context,
+        args.batch or 1,
+        **axes,
+        remat=args.remat or TrainingStep.remat,
+        masks=layer_masks(DEFAULT_RECIPE, model),
+    )
+
+
+def _on_machine(args: argparse.Namespace) -> Any:
+    """Returns the cost model's step on all devices of --machine; without axes, all of them are on
+    the sequence."""
+    from planning.costs import HARDWARE, TrainingStep
+    from planning.machines import device_count
+    from planning.plan import Job, across_slices, check_dcn
+    from scripts.plan_options import named_model
+    from trainer.config.schema import MeshConfig
+
+    if not args.topology:
+        raise UserError(f"--compare: needs a --machine, or --hardware: {', '.join(HARDWARE)}")
+    devices = device_count(args.topology)
+    axes = {axis: getattr(args, axis) for axis in AXES if getattr(args, axis)}
+    mesh = across_slices(MeshConfig(**(axes or {"sequence": devices})), args.topology)
+    if mesh.devices != devices:
+        raise UserError(
+            f"mesh: {mesh.product} devices, but {args.topology} has {devices}; change an axis so "
+            f"that the product is {devices}"
+        )
+    check_dcn(mesh, args.topology)
+    job = Job.of(
+        named_model(args.model),
+        args.topology,
+        args.context,
+        batch=args.batch or 1,
+        mesh=mesh,
+        memory={"remat": args.remat or TrainingStep.remat},
+    )
+    step = job.training_step()
+    if step is None:
+        raise UserError(
+            f"--compare: no time of {args.topology} is estimated: {job.untimed}; --hardware "
+            f"compares on {', '.join(HARDWARE)}"
+        )
+    return step
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -145,7 +191,7 @@ def compare(args: argparse.Namespace) -> int:
     0."""
     if args.output:
         output_file(args.output, b'"exposed_seconds')
-    jobs = cost_jobs(args)
+    jobs, left_out = cost_jobs(args)
     job = jobs[0][1]
     rows = sorted(
         (estimate_row(*named_job) for named_job in jobs), key=lambda row: row["step_seconds_high"]
@@ -164,6 +210,10 @@ def compare(args: argparse.Namespace) -> int:
             f"{row['schedule']:20} {row['layout']:10} {step:>18} {row['exposed_seconds']:10.3f} "
             f"{mfu:>17}"
         )
+    if left_out:
+        print(f"left out: {', '.join(left_out)}")
+    if any(mask.window for mask in job.masks):
+        print("note: counts only what the model's windows leave visible")
     heads = -(-job.sizes.query_heads // job.tensor)
     if heads % job.sequence and any(row["schedule"] == "ulysses" for row in rows):
         print(

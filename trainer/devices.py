@@ -20,6 +20,8 @@ class Device:
       memory_bandwidth: bytes/s between the device and its memory.
       link: bytes/s one way: of one inter-chip link of a TPU, or of all of a GPU's links in its
         server.
+      slice_link: bytes/s one way that each device has between slices of TPUs, over the data-center
+        network; None if not published.
       host_gib: each device's share of host memory; None if `box_host_gib` is shared instead.
       box_host_gib: memory of a whole host, shared by its eight GPUs.
       sources: field -> the source of its figure.
@@ -30,6 +32,7 @@ class Device:
     memory_bandwidth: float
     link: float
     memory_gib: float | None = None
+    slice_link: float | None = None
     host_gib: float | None = None
     box_host_gib: float | None = None
     sources: dict[str, str] = dataclasses.field(default_factory=dict, compare=False, hash=False)
@@ -80,7 +83,8 @@ _LINKS = (
 )
 
 
-def _tpu(page: str, **facts) -> Device:
+def _tpu(page: str, network: str = "", **facts) -> Device:
+    """A TPU of a page of Google's; `network`: the page's words that `slice_link` comes from."""
     google = f"cloud.google.com/tpu/docs/{page}"
     return Device(
         **facts,
@@ -89,6 +93,7 @@ def _tpu(page: str, **facts) -> Device:
             "host_gib": f"{google}, memory of a host divided by its devices",
             "memory_gib": "the available memory in the TPU compiler's refusal of a larger program",
             "link": _LINKS,
+            **({"slice_link": f"{google}: {network}"} if network else {}),
         },
     )
 
@@ -153,9 +158,11 @@ TPUS: dict[str, Device] = {
     ),
     "v5e": _tpu(
         "v5e",
+        "data center network bandwidth per Pod (256 chips) 6.4 Tbps",
         kinds=("TPU v5 lite", "TPU v5e"),
         peak_flops=197e12,
         memory_gib=15.75,
+        slice_link=3.125e9,
         memory_bandwidth=819e9,
         link=45e9,
         host_gib=48,
@@ -163,18 +170,22 @@ TPUS: dict[str, Device] = {
     # A v5p reports itself as "TPU v5".
     "v5p": _tpu(
         "v5p",
+        "DCN bandwidth per chip 50 Gbps",
         kinds=("TPU v5p", "TPU v5"),
         peak_flops=459e12,
         memory_gib=95.73,
+        slice_link=6.25e9,
         memory_bandwidth=2765e9,
         link=90e9,
         host_gib=112,
     ),
     "v6e": _tpu(
         "v6e",
+        "data center network bandwidth per Pod (256 chips) 25.6 Tbps",
         kinds=("TPU v6 lite", "TPU v6e"),
         peak_flops=918e12,
         memory_gib=31.24,
+        slice_link=12.5e9,
         memory_bandwidth=1640e9,
         link=90e9,
         host_gib=180,
@@ -183,9 +194,11 @@ TPUS: dict[str, Device] = {
     # the links are per chip: as many as a v5p's, whose 1,200 GB/s of both ways together it has.
     "tpu7x": _tpu(
         "tpu7x",
+        "DCN bandwidth per chip (two devices) 100 Gbps",
         kinds=("TPU7x",),
         peak_flops=1153.5e12,
         memory_gib=94.74,
+        slice_link=6.25e9,
         memory_bandwidth=3690e9,
         link=90e9,
         host_gib=120,

@@ -23,8 +23,9 @@ class TokenCoords(NamedTuple):
     """The coordinates of tokens.
 
     Attributes:
-      index: index in the packed row before permutation. It may restart with each document (bounds
-        only get looser).
+      index: index in the packed row before permutation. Without `shared` it may restart with each
+        document (bounds only get looser); with it, causality also compares indices of different
+        documents, so it must be the row's.
       segment_ids: the token's document, counted from 1 within the row; 0 is padding, which neither
         sees nor is seen.
       start: `index` of the first token of the token's document (`document_starts`); only global

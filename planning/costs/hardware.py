@@ -124,7 +124,13 @@ def _tpu(
         forward,
         backward,
         (tile, tile),
-        Network(device.link, 1 * MICRO, torus=True, far_exposed=far_exposed),
+        Network(
+            device.link,
+            1 * MICRO,
+            torus=True,
+            far_exposed=far_exposed,
+            slice_link=device.slice_link or 0.0,
+        ),
         {
             **device.sources,
             "matmul": _JAX,

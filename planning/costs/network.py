@@ -35,7 +35,9 @@ class Network:
     A torus: consecutive ranks are neighbours on a ring. A transfer between ranks further apart
     passes through those between them, the shorter way round. A collective has a torus axis to
     itself and uses both directions. (Times are upper bounds: several axes give distant ranks
-    shorter ways, and a compiler can spread a collective over the axes.)
+    shorter ways, and a compiler can spread a collective over the axes.) Several tori (slices): what
+    passes between them takes its time on the data-center network as well; a collective's devices
+    receive from the same devices of the other slices, each its own share.
 
     Nodes (boxes of GPUs): within its node a rank is connected to all others. Between nodes,
     permutes and collectives
@@ -50,6 +52,8 @@ class Network:
       flow: the most that a rank receives from other nodes by permutes.
       uplink: the most that a node receives from other nodes.
       far_latency: of a transfer between nodes.
+      slice: ranks in a slice; 0 puts all of them in one.
+      slice_link: bandwidth of a rank between slices; their latency is not known, and left out.
     """
 
     link: float
@@ -60,8 +64,15 @@ class Network:
     flow: float = 0.0
     uplink: float = 0.0
     far_latency: float = 0.0
+    slice: int = 0
+    slice_link: float = 0.0
 
-    def seconds(self, sends: Sequence[Send | Collective], ranks: int) -> float:
+    def seconds(
+        self,
+        sends: Sequence[Send | Collective],
+        ranks: int,
+        devices: Sequence[int] | None = None,
+    ) -> float:
         """The time of simultaneous transfers: that of the busiest link, plus the latencies.
 
         The latencies of permutes overlap; other collectives follow one another.
@@ -69,13 +80,19 @@ class Network:
         Args:
           sends: the transfers, between ranks numbered from 0.
           ranks: how many ranks share the network.
+          devices: the ranks' numbers among all devices, which put them in nodes or slices; None for
+            0, 1, ...
         """
         sends = tuple(
             send for send in sends if send.nbytes and (isinstance(send, Collective) or send.pairs)
         )
         if not sends:
             return 0.0
-        return self._torus_seconds(sends, ranks) if self.torus else self._node_seconds(sends, ranks)
+        places = np.arange(ranks) if devices is None else np.array(devices)
+        if not self.torus:
+            return self._node_seconds(sends, places // (self.node or ranks))
+        slices = places // (self.slice or ranks)
+        return self._torus_seconds(sends, ranks) + self._slice_seconds(sends, slices)
 
     def overlaps(self, send: Send, ranks: int) -> bool:
         """Whether a kernel can hide a transfer: only permutes, except by `far_exposed`."""
@@ -112,11 +129,28 @@ class Network:
         load = load[:, :ranks] + load[:, ranks:-1]
         return float((load.max() + shared_bytes) / self.link + (hops + farthest) * self.latency)
 
-    def _node_seconds(self, sends: Sequence[Send | Collective], ranks: int) -> float:
-        node = np.arange(ranks) // (self.node or ranks)
+    def _slice_seconds(self, sends: Sequence[Send | Collective], slices: np.ndarray) -> float:
+        """The time between slices, given each rank's."""
+        if (slices == slices[0]).all():
+            return 0.0
+        received = np.zeros(len(slices))
+        for send in sends:
+            if isinstance(send, Collective) or send.kind not in (PERMUTE, EXCHANGE):
+                lines = send.lines if isinstance(send, Collective) else groups(send.pairs)
+                others = max(len({slices[rank] for rank in line}) for line in lines) - 1
+                received += others * send.nbytes
+            else:
+                sources, targets = _ends(send.pairs)
+                far = slices[sources] != slices[targets]
+                np.add.at(received, targets[far], send.nbytes)
+        return float(received.max() / self.slice_link)
+
+    def _node_seconds(self, sends: Sequence[Send | Collective], node: np.ndarray) -> float:
+        """The time on boxes of GPUs, given each rank's node."""
+        ranks = len(node)
         near_bytes = np.zeros(ranks)
         permuted_bytes = np.zeros(ranks)
-        node_bytes = np.zeros(node[-1] + 1)
+        node_bytes = np.zeros(node.max() + 1)
         collective_latency, permute_latency = 0.0, 0.0
         for send in sends:
             sources, targets, times, steps = _route(send)
@@ -131,7 +165,11 @@ class Network:
                 collective_latency += latency
         seconds = near_bytes.max() / self.link
         if node_bytes.any():
-            seconds = max(seconds, node_bytes.max() / self.uplink, permuted_bytes.max() / self.flow)
+            # Ranks that are not listed send as much at the same time.
+            uplinks = self.uplink * np.bincount(node, minlength=len(node_bytes)) / self.node
+            used = node_bytes > 0
+            far_seconds = (node_bytes[used] / uplinks[used]).max()
+            seconds = max(seconds, far_seconds, permuted_bytes.max() / self.flow)
         return float(seconds + collective_latency + permute_latency)
 
 

@@ -26,12 +26,15 @@ from trainer.flops import (
 
 from .hardware import Hardware
 from .kernel_rates import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, TWO_BACKWARD_KERNELS
-from .network import Collective, Lines
+from .network import Collective, Lines, Network
 from .rounds import Round, rounds
 
 # AdamW in float32 reads the parameter, two moments and the gradient of each weight, and writes
 # three of them.
 OPTIMIZER_BYTES = 28
+# Adding a part's float32 gradient to the sum reads two numbers of each weight, and writes one.
+ADDED_GRADIENT_BYTES = 12
+AXES = ("data", "fsdp", "expert", "sequence", "tensor")  # from the outermost, as `make_mesh` has
 
 
 def _forwards(policy: RematPolicy) -> tuple[int, int]:
@@ -121,12 +124,13 @@ class Sizes:
 class TrainingStep:
     """One training step of a model on a mesh.
 
-    Devices are ordered by data, fsdp, tensor and sequence, whose ranks are neighbours.
+    Devices are ordered by AXES: ranks of `tensor` are neighbours. Factors of `dcn` are outside of
+    all axes.
 
     Attributes:
       length: tokens in a row.
       batch: rows.
-      data, fsdp, tensor, sequence: sizes of the mesh's axes.
+      data, fsdp, tensor, sequence, expert: sizes of the mesh's axes.
       schedule: a name, a mapping of a name and options, or a schedule.
       remat: a remat policy.
       causal: False computes every query-key pair.
@@ -139,6 +143,10 @@ class TrainingStep:
         writing bfloat16; 0 if not quantized. An upper bound: a compiler may dequantize once for all
         chunks of tokens.
       imbalance: tokens on the busiest rank of `expert`, over an equal share.
+      accumulation: parts of the batch that follow one another; each gathers the weights, and
+        scatters and sums its gradients.
+      extra_forwards: forward passes through the layers over all parts before the first gradient.
+      dcn: axis -> its factor across TPU slices or GPU hosts, as in MeshConfig.
 
     Raises:
       ValueError: an impossible mesh or remat policy, in one line naming the field.
@@ -163,15 +171,18 @@ class TrainingStep:
     weight_bytes: float = 2.0
     dequantizations: int = 0
     imbalance: float = 1.0
+    accumulation: int = 1
+    extra_forwards: int = 0
+    dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if self.remat not in REMAT:
             raise ValueError(f"remat: found {self.remat!r}; known: {', '.join(REMAT)}")
-        if self.batch % self.row_groups:
-            axes = "data x fsdp" + " x expert" * (self.expert > 1)
-            raise ValueError(
-                f"batch: {self.batch} rows are not divisible by {axes} = {self.row_groups}"
-            )
+        parts = self.row_groups * self.accumulation
+        if self.batch % parts:
+            factors = "data x fsdp" + " x expert" * (self.expert > 1)
+            factors += " x accumulation" * (self.accumulation > 1)
+            raise ValueError(f"batch: {self.batch} rows are not divisible by {factors} = {parts}")
         if self.length % self.sequence:
             raise ValueError(
                 f"length: {self.length} is not divisible by {self.sequence} sequence shards"
@@ -197,13 +208,26 @@ class TrainingStep:
 
     @property
     def rows(self) -> int:
-        """Rows of a device."""
-        return self.batch // self.row_groups
+        """Rows that a device computes at a time."""
+        return self.batch // self.row_groups // self.accumulation
 
     @property
     def tokens(self) -> int:
-        """Tokens of a device."""
+        """Tokens that a device computes at a time."""
         return self.rows * self.length // self.sequence
+
+    @property
+    def network(self) -> Network:
+        """The hardware's network between this mesh's devices."""
+        slices = math.prod(self.dcn.values())
+        return dataclasses.replace(self.hardware.network, slice=self.devices // slices)
+
+    def lines(self, *axes: str) -> Lines:
+        """The devices along these axes together, the last one's fastest, as one line for each
+        place on the other axes."""
+        sizes = tuple(getattr(self, axis) for axis in AXES)
+        outer = tuple(self.dcn.get(axis, 1) for axis in AXES)
+        return _lines(sizes, outer, tuple(AXES.index(axis) for axis in axes))
 
     @property
     def seconds_at_peak(self) -> float:
@@ -280,7 +304,8 @@ class Phase:
 @dataclasses.dataclass(frozen=True)
 class Estimate:
     """The estimated times of a training step; rounds are those of one layer's attention, other
-    figures of a layer are averages, if the layers' windows differ."""
+    figures of a layer are averages, if the layers' windows differ. Figures of rounds, attention and
+    layers are of one part of the batch."""
 
     forward_rounds: tuple[Phase, ...]
     backward_rounds: tuple[Phase, ...]
@@ -349,8 +374,16 @@ def estimate(job: TrainingStep) -> Estimate:
     shard = (
         0 if job.frozen else sizes.parameters / (job.tensor * job.fsdp * job.expert * job.sequence)
     )
-    update = OPTIMIZER_BYTES * shard / hardware.memory_bandwidth
-    step = (layer_forward + layer_backward) * sizes.layers + head + Phase(update, update)
+    parts = job.accumulation
+    moved = OPTIMIZER_BYTES + (ADDED_GRADIENT_BYTES * parts if parts > 1 else 0)
+    update = moved * shard / hardware.memory_bandwidth
+    of_a_part = (
+        layer_forward * (sizes.layers * (1 + job.extra_forwards))
+        + layer_backward * sizes.layers
+        + head
+        + Phase(_all_reduce(job, 4 * shard, "data"), 0.0)  # after a part's backward pass
+    )
+    step = of_a_part * parts + Phase(update, update)
     return Estimate(
         forward_rounds,
         backward_rounds,
@@ -387,10 +420,13 @@ def _total(phases: Iterable[Phase]) -> Phase:
 
 def _round(job: TrainingStep, planned: Round, seconds_per_tile: float) -> Phase:
     """A round: the slower of its busiest rank and hidden transfers, then the exposed transfers."""
-    compute, network = float(max(planned.tiles)) * seconds_per_tile, job.hardware.network
+    compute, network = float(max(planned.tiles)) * seconds_per_tile, job.network
     overlapped = tuple(send for send in planned.hidden if network.overlaps(send, job.sequence))
     waited = (*planned.exposed, *(send for send in planned.hidden if send not in overlapped))
-    hidden, exposed = (network.seconds(sends, job.sequence) for sends in (overlapped, waited))
+    devices = job.lines("sequence")[0]
+    hidden, exposed = (
+        network.seconds(sends, job.sequence, devices) for sends in (overlapped, waited)
+    )
     return Phase((max(compute, hidden) if job.overlap else compute + hidden) + exposed, compute)
 
 
@@ -436,28 +472,22 @@ def _matrices(
       routed: of `weights`, those whose work `job.imbalance` makes uneven; experts: of `stored`,
         those not gathered over `expert`.
     """
-    hardware, network = job.hardware, job.hardware.network
+    hardware = job.hardware
     busiest = weights + (job.imbalance - 1) * routed
     compute = forwards * 2 * busiest / job.tensor * job.tokens / (hardware.peak * hardware.matmul)
     transfer = 0.0
-    ranks = job.fsdp * job.expert * job.sequence
-    for parameters, expert in (((stored or weights) - experts, 1), (experts, job.expert)):
-        if not parameters or ranks // expert == 1:
-            continue
-        share = parameters / (job.tensor * ranks)
-        lines = _shards(
-            job.data, ranks // (expert * job.sequence), expert, job.tensor, job.sequence
-        )
-        transfer += gathers * network.seconds(
-            (Collective(GATHER, weight_bytes * share, lines),), job.devices
-        ) + scatters * network.seconds((Collective(SCATTER, 4 * share, lines),), job.devices)
+    shards = job.tensor * job.fsdp * job.expert * job.sequence
+    for parameters, axes in (
+        ((stored or weights) - experts, ("fsdp", "expert", "sequence")),
+        (experts, ("fsdp", "sequence")),
+    ):
+        share = parameters / shards
+        transfer += gathers * _collective(job, GATHER, weight_bytes * share, *axes)
+        transfer += scatters * _collective(job, SCATTER, 4 * share, *axes)
     # Tensor parallelism sums the outputs of attention and feed-forward over its axis; nothing hides
     # these sums.
-    summed = 0.0
-    if job.tensor > 1:
-        nbytes = job.tokens * job.sizes.hidden * 2 / job.tensor
-        part = Collective(GATHER, nbytes, _tensor_lines(job))
-        summed = sums * 2 * network.seconds((part,), job.devices)
+    states = 2 * job.tokens * job.sizes.hidden
+    summed = sums * _all_reduce(job, states, "tensor")
     return Phase((max(compute, transfer) if job.overlap else compute + transfer) + summed, compute)
 
 
@@ -467,41 +497,32 @@ def _exchange(job: TrainingStep, gathers: int, scatters: int) -> Phase:
 
     Nothing hides it.
     """
-    if job.expert == 1:
-        return Phase(0.0, 0.0)
-    inner = job.tensor * job.sequence
-    lines = tuple(
-        tuple((group * job.expert + x) * inner + i for x in range(job.expert))
-        for group in range(job.data * job.fsdp)
-        for i in range(inner)
-    )
     nbytes = 2 * job.tokens * job.sizes.hidden
-    tokens, sums = (
-        job.hardware.network.seconds((Collective(kind, nbytes, lines),), job.devices)
-        for kind in (GATHER, SCATTER)
-    )
+    tokens, sums = (_collective(job, kind, nbytes, "expert") for kind in (GATHER, SCATTER))
     return Phase(gathers * tokens + scatters * sums, 0.0)
 
 
-@functools.lru_cache(maxsize=32)
-def _shards(data: int, fsdp: int, expert: int, tensor: int, sequence: int) -> Lines:
-    """The devices that share one set of parameters of one rank of `expert`, as lines."""
-    return tuple(
-        tuple(
-            (((d * fsdp + f) * expert + x) * tensor + t) * sequence + s
-            for f in range(fsdp)
-            for s in range(sequence)
-        )
-        for d in range(data)
-        for x in range(expert)
-        for t in range(tensor)
-    )
+def _all_reduce(job: TrainingStep, nbytes: float, axis: str) -> float:
+    """Seconds to sum arrays of `nbytes` along an axis: a reduce-scatter and an all-gather."""
+    part = nbytes / getattr(job, axis)
+    return sum(_collective(job, kind, part, axis) for kind in (SCATTER, GATHER))
 
 
-def _tensor_lines(job: TrainingStep) -> Lines:
-    """The lines of devices along the tensor axis."""
-    return tuple(
-        tuple((row_group * job.tensor + t) * job.sequence + s for t in range(job.tensor))
-        for row_group in range(job.row_groups)
-        for s in range(job.sequence)
-    )
+def _collective(job: TrainingStep, kind: str, nbytes: float, *axes: str) -> float:
+    """Seconds of a gather or scatter of parts of `nbytes` along these axes."""
+    lines = job.lines(*axes)
+    if len(lines[0]) == 1:
+        return 0.0
+    return job.network.seconds((Collective(kind, nbytes, lines),), job.devices)
+
+
+@functools.lru_cache(maxsize=64)
+def _lines(sizes: tuple[int, ...], outer: tuple[int, ...], axes: tuple[int, ...]) -> Lines:
+    """`TrainingStep.lines` for axes of these sizes, of which factors are outside of all axes."""
+    inner = [size // factor for size, factor in zip(sizes, outer, strict=True)]
+    count = len(sizes)
+    devices = np.arange(math.prod(sizes)).reshape(*outer, *inner)
+    devices = devices.transpose([i for axis in range(count) for i in (axis, count + axis)])
+    along = np.moveaxis(devices.reshape(sizes), axes, range(count - len(axes), count))
+    length = math.prod(sizes[axis] for axis in axes)
+    return tuple(map(tuple, along.reshape(-1, length).tolist()))

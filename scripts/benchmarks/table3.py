@@ -163,22 +163,7 @@ def search(cell: Cell, compilations: Compilations) -> dict[str, Any]:
         "flops": flops_per_step(
             TransformerConfig.preset(cell.model), tokens, tokens * (context + 1) / 2
         ),
-        "estimated_step_hours": _hours(cell, job, outcome),
     }
-
-
-def _hours(cell: Cell, job: Job, outcome: Outcome) -> float:
-    """Returns the cost model's hours of a step that hides as much as the compiled step."""
-    estimates = (
-        job.estimate(causal=cell.column != "vanilla", overlap=overlap) for overlap in (True, False)
-    )
-    hiding, waiting = (estimate.seconds for estimate in estimates if estimate)
-    largest = max(
-        outcome.get("communication", {}).values(),
-        key=lambda kind: kind["received_gib"],
-        default={"hidden": 0.0},
-    )
-    return (waiting - largest["hidden"] * (waiting - hiding)) / 3600
 
 
 class Longest:

@@ -45,8 +45,8 @@ def cpus(count, gib=1.0):
         (8, 1.0, {"fsdp": 4, "sequence": 2}, 1),  # first over four rows, then over the length
         (4, 1.0, {"fsdp": 4}, 1),
         (2, 1.0, {"fsdp": 2}, 1),
-        # All rows at once would take 1.4 MiB per device.
-        (8, 0.001, {"fsdp": 2, "tensor": 2, "sequence": 2}, 2),
+        # All rows at once would take 1.66 MiB per device.
+        (8, 0.0016, {"fsdp": 2, "sequence": 4}, 2),
     ],
 )
 def test_the_batch_size_is_kept_for_any_number_of_devices(recipe, devices, gib, axes, parts):

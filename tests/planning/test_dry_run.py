@@ -82,8 +82,11 @@ def test_disk_usage_matches_the_run(recipe, whole_run, capsys):
 
 
 def test_a_named_machine_adds_step_time_and_whether_the_run_fits(recipe, capsys):
-    status, output = run_train(capsys, "--config", recipe, "--dry-run", "8xH100")
+    command = ("--config", recipe, "--dry-run", "8xH100")
+    status, output = run_train(capsys, *command, "--model.compute_dtype", "bfloat16")
     assert status == 0 and "fits, by the estimate" in output and "seconds of a step" in output
+    status, output = run_train(capsys, *command)  # in float32
+    assert status == 0 and "fits, by the estimate" in output and "time: not estimated; " in output
     status, output = run_train(capsys, "--config", recipe, "--dry-run", "8xH10")
     assert status == 2 and "did you mean H100?" in output
     status, output = run_train(capsys, "--config", recipe, "--dry-run=2x8xH100")

@@ -10,7 +10,7 @@ from planning.memory_options import MEMORY_OPTIONS
 from planning.plan import Job
 from scripts.benchmarks.evidence import command_of
 from scripts.benchmarks.plan_store import read_plans
-from scripts.benchmarks.table3_cells import MEMORIES, read_cells
+from scripts.benchmarks.table3_cells import LIKE_FOR_LIKE, MEMORIES, Cell, read_cells
 from scripts.plan_options import job_of as job_of_command
 from scripts.plan_options import parser
 from trainer.config.schema import MeshConfig
@@ -74,6 +74,36 @@ def test_every_compiled_adapter_plan_is_within_the_estimated_range():
         ratios.append(plan["peak_gib"] / estimate.total)
     assert len(ratios) >= 3 and min(ratios) >= LOW_OF_ADAPTERS and max(ratios) <= HIGH
     assert min(ratios) < LOW_OF_ADAPTERS + 0.05, "the range is wider than the plans need"
+
+
+def test_every_compiled_ring_in_float32_is_within_the_estimated_range():
+    """Table 3 like for like: the CUDA compiler's plans in float32, up to 1.7 times an estimate in
+    bfloat16."""
+    cells = [
+        (Cell(cell["topology"], cell["model"], cell["column"], cell["memory"]), cell)
+        for cell in read_cells()
+        if (cell["column"], cell["memory"]) == ("ring", LIKE_FOR_LIKE) and "plan" in cell
+    ]
+    ratios = []
+    for cell, found in cells:
+        job = cell.job(found["longest"], found["way"])
+        assert job.run.model.compute_dtype == "float32"
+        ratios.append(found["plan"]["peak_gib"] / estimate_memory(job).total)
+    assert len(ratios) == 6 and min(ratios) >= LOW and max(ratios) <= HIGH
+
+
+def test_in_float32_activations_take_twice_the_memory():
+    """Llama 3.1 8B, a device's 16,384 tokens: 32 layer inputs of 4,096 numbers; attention's 4,096
+    outputs and, in float32 always, 32 log-sum-exps."""
+    tokens, layers = 131072 / 8, 32
+    for dtype, size in (("bfloat16", 2), ("float32", 4)):
+        job = Job.of("llama-3.1-8b", "h100:8", 131072).changed(model={"compute_dtype": dtype})
+        parts = estimate_memory(job).parts
+        assert parts["layer inputs"] == layers * tokens * 4096 * size / 2**30
+        kept = layers * tokens * (4096 * size + 32 * 4)
+        assert parts["attention outputs"] == kept / 2**30
+        on_host = estimate_memory(job.changed(memory={"remat": "offload"})).host_parts
+        assert on_host["layer inputs"] == parts["layer inputs"]
 
 
 def test_remat_everything_takes_no_more_than_estimated():

@@ -6,7 +6,7 @@ import pytest
 
 from model.config import TransformerConfig
 from planning.compiled import memory
-from planning.plan import compile_step
+from planning.plan import Job, compile_step
 from planning.topology import topology_devices
 from scripts import plan
 
@@ -64,6 +64,63 @@ def test_one_schedule_shows_its_rounds(capsys):
     assert (
         sum(line.startswith("backward") for line in lines) == 5
     )  # the last one brings dK and dV home
+
+
+GEMMA = ["--compare", "--model", "gemma-2-9b", "--machine", "8xH100"]
+
+
+def estimates(file, *argv):
+    """Returns the rows of a comparison written to this file."""
+    assert plan.main([*argv, "--output", str(file)]) == 0
+    return json.loads(file.read_text(encoding="utf-8"))["estimates"]
+
+
+@pytest.mark.parametrize("machine", [GEMMA[3:], ["--hardware", "h100-infiniband"]], ids=str)
+def test_a_comparison_counts_the_models_windows_as_a_plan_does(machine, tmp_path, capsys):
+    """Half of Gemma 2's layers see 4,096 tokens."""
+    ring = ["--schedule", "ring", "--layout", "striped", "--sequence", "8"]
+    argv = ["--compare", *GEMMA[1:3], *machine, "--context", "128K", *ring]
+    (row,) = estimates(tmp_path / "costs.json", *argv)
+    assert "counts only what the model's windows leave visible" in capsys.readouterr().out
+    low, high = Job.of(
+        "gemma-2-9b", "h100:8", 128 << 10, attention={"schedule": "ring", "layout": "striped"}
+    ).time_range()
+    assert (row["step_seconds_low"], row["step_seconds_high"]) == (low, high)
+
+
+def test_a_comparison_counts_the_network_between_slices(tmp_path):
+    """As a plan with `dcn` on the same axis does."""
+    argv = ["--compare", "--model", "llama-1b", "--machine", "2xv5e:2x4", "--context", "64K"]
+    (row,) = estimates(tmp_path / "costs.json", *argv, "--schedule", "ring", "--layout", "striped")
+    job = Job.of("llama-1b", "2xv5e:2x4", 64 << 10, attention={"layout": "striped"})
+    assert job.run.mesh.dcn == {"sequence": 2}
+    assert row["step_seconds"] == job.estimate().seconds
+
+
+def test_layouts_that_do_not_divide_a_length_are_left_out_by_name(tmp_path, capsys):
+    argv = [*GEMMA, "--context", "8200", "--sequence", "8"]
+    rows = estimates(tmp_path / "costs.json", *argv)
+    assert {row["layout"] for row in rows} == {"striped", "contiguous"}
+    words = "left out: zigzag (length: 8200 is not divisible by 2 x 8 (zigzag) sequence shards; "
+    assert words + "the next good one is 8208)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--sequence", "64"], "sequence 64 = 64 devices, but h100:8 has 8; change an axis"),
+        (["--sequence", "4"], "sequence 4 = 4 devices, but h100:8 has 8"),
+        (["--context", "8200", "--sequence", "8", "--layout", "zigzag"], "length: 8200 is not"),
+        (["--context", "8201"], "length: 8201 is not divisible by 8 sequence shards"),
+        (["--schedule", "local"], "--schedule: found local for --sequence 8; it needs 1"),
+        (["--machine", "2xv4:2x2x2"], "no bandwidth between slices of v4 is published"),
+        (["--machine", "gpu:8", "--gpu-memory", "24"], "--gpu-memory: has no effect"),
+    ],
+)
+def test_impossible_comparisons_are_refused(wrong, words, capsys):
+    assert plan.main([*GEMMA, "--context", "64K", *wrong]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def test_every_figure_of_a_device_has_a_source(name):
     device = DEVICES[name]
     sourced = ", ".join(device.sources).split(", ")
     figures = ("peak_flops", "memory_gib", "memory_bandwidth", "link", "host_gib", "box_host_gib")
+    figures += ("slice_link",)
     assert {figure for figure in figures if getattr(device, figure) is not None} == set(sourced)
     assert all(len(source) > 10 for source in device.sources.values())
 

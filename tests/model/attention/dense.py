@@ -62,15 +62,17 @@ def dense_attention(
     scores = np.einsum("bqhd,bkhd->bhqk", q, k_repeated) * scale
     slope = 1.0
     if softcap is not None:
-        slope = np.cosh(scores / softcap) ** -2
-        scores = softcap * np.tanh(scores / softcap)
+        capped = np.tanh(scores / softcap)
+        slope, scores = 1 - capped**2, softcap * capped
     scores = np.where(seen[:, None], scores, -np.inf)
     top = scores.max(-1, keepdims=True, initial=-1e30)
+    if sinks is not None:
+        sink_scores = np.where(top > -1e30, np.asarray(sinks, np.float64)[:, None, None], -np.inf)
+        top = np.maximum(top, sink_scores)
     weights = np.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
     if sinks is not None:
-        sink_scores = np.asarray(sinks, np.float64)[:, None, None] - top
-        sink_weights = np.exp(np.where(total > 0, sink_scores, -np.inf))
+        sink_weights = np.exp(sink_scores - top)
         total = total + sink_weights
     weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
     with np.errstate(divide="ignore"):

@@ -120,6 +120,21 @@ def test_sinks_are_exact(schedule, layout):
     np.testing.assert_allclose(d_got, d_expected, rtol=1e-5, atol=1e-5 * np.abs(d_expected).max())
 
 
+def test_a_sink_far_above_all_scores_takes_all_weight():
+    """Scores so low that exp(sink - score) has no float64: nothing overflows, in ours or in the
+    reference."""
+    q, k, v, dout = (np.full((1, 4, 2, 4), value, np.float32) for value in (-25, 25, 1, 1))
+    coords, sinks = documents("one", 4), np.array([0.5, 2], np.float32)
+    coords = [x[:1] for x in coords]
+    out, lse = attention(
+        q, k, v, TokenCoords(*coords), mesh=mesh_of(1), sinks=sinks, return_lse=True
+    )
+    expected_out, expected_lse, *_ = dense_attention(q, k, v, *coords, dout, sinks=sinks)
+    np.testing.assert_array_equal(out, expected_out)
+    np.testing.assert_array_equal(lse, expected_lse)
+    np.testing.assert_array_equal(lse, np.broadcast_to(sinks[:, None], (1, 2, 4)))
+
+
 def test_sinks_of_a_wrong_shape_are_refused():
     q, k, v, _ = inputs("4/4", LENGTH)
     with pytest.raises(ValueError, match=r"sinks: found float32 \(3,\); needs float32 \(4,\)"):

@@ -10,16 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention import Keys, Queries
+from model.attention import Keys, Queries, get_kernel
 from model.attention.blocks import BackwardInputs
 from model.attention.coords import SKIP, Mask, TokenCoords, tile_bounds, tile_kind
 from model.attention.kernels import GpuKernel, TpuKernel
 from model.attention.layout import LAYOUTS, permutation
 from model.attention.schedules import Attention2D, Balanced, Ring, Ulysses, get_schedule, plan
 from model.config import TransformerConfig
+from planning.compiled.transfers import received, transfers
 from planning.costs import HARDWARE, Network, Sizes, TrainingStep, estimate, rounds, time_range
 from planning.costs.step import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, REMAT, TWO_BACKWARD_KERNELS
 from planning.costs.tiles import tile_counts
+from planning.plan import DEFAULT_RECIPE, compile_step
+from trainer.config.schema import MeshConfig, TrainConfig
 from trainer.devices import peak_flops
 from trainer.flops import flops_per_step, pairs_per_layer
 
@@ -427,6 +430,132 @@ def test_weights_are_gathered_twice_in_bfloat16_and_gradients_scattered_in_float
     assert estimate(job).seconds == pytest.approx((2 + 2 + 4) * weights * 7 / 8 / 1e6, rel=0.01)
 
 
+def test_each_part_of_a_batch_gathers_and_scatters_weights_and_adds_its_gradient():
+    """By hand: eight parts take eight times one part's passes; a part's gradient is added in
+    float32 (two numbers read, one written), and the optimizer updates once. The published step
+    counts as much work as without parts."""
+    part = TrainingStep(SMALL, HARDWARE["h100-infiniband"], 512, batch=32, fsdp=32)
+    whole = dataclasses.replace(part, batch=256, accumulation=8)
+    bandwidth, shard = part.hardware.memory_bandwidth, SMALL.parameters / 32
+    one, eight = estimate(part), estimate(whole)
+    passes = one.seconds - 28 * shard / bandwidth
+    assert one.step.exposed > 0
+    assert eight.seconds == pytest.approx(8 * passes + (28 + 8 * 12) * shard / bandwidth)
+    assert eight.step.exposed == pytest.approx(8 * one.step.exposed)
+    assert eight.tokens_per_second * eight.seconds == 256 * 512
+    assert whole.seconds_at_peak == 8 * part.seconds_at_peak
+    totals = estimate(dataclasses.replace(whole, extra_forwards=1))
+    added = 8 * SMALL.layers * one.layer_forward.seconds
+    assert totals.seconds - eight.seconds == pytest.approx(added)
+
+
+def test_tensor_parallelism_stays_within_hosts_and_the_sequence_crosses_them():
+    """As `make_mesh` places them: each GPU gathers the keys of its head from the other host, over
+    its own card of 50 GB/s."""
+    hardware = HARDWARE["h100-infiniband"]
+    job = TrainingStep(SMALL, hardware, 4096, tensor=8, sequence=2, schedule="all_gather")
+    assert job.lines("tensor") == (tuple(range(8)), tuple(range(8, 16)))
+    assert job.lines("sequence")[1] == (1, 9)
+    first, *_ = estimate(job).forward_rounds
+    sent, latency = job.block.keys + job.block.coords, hardware.network.far_latency
+    assert first.seconds == pytest.approx(sent / 50e9 + 2 * latency)
+
+
+@pytest.mark.parametrize("data", [2, 4])
+def test_a_sum_of_gradients_over_hosts_takes_as_long_as_a_card_needs(data):
+    """Eight GPUs of a host share the parameters; each sums its shard with one GPU of each other
+    host, over its own card of 50 GB/s, while nothing is computed. Frozen weights have no sum."""
+    hardware = HARDWARE["h100-infiniband"]
+    job = TrainingStep(SMALL, hardware, 4096, batch=8 * data, data=data, fsdp=8)
+    alone = dataclasses.replace(job, batch=8, data=1)
+    seconds = 4 * 2 * (data - 1) / data * SMALL.parameters / 8 / 50e9
+    latencies = 2 * (data - 1) * hardware.network.far_latency
+    added = estimate(job).step.exposed - estimate(alone).step.exposed
+    assert added == pytest.approx(seconds + latencies)
+    frozen = (estimate(dataclasses.replace(step, frozen=True)) for step in (job, alone))
+    assert len({result.seconds for result in frozen}) == 1
+
+
+def test_a_compiled_step_sums_gradients_over_data_once_a_part_and_outside_the_layers():
+    """As the cost model has it, in a step of two parts compiled for four devices of the CPU."""
+    parts = 2
+    config = TransformerConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
+    compiled = compile_step(
+        config,
+        jax.devices()[:4],
+        32,
+        batch=8,
+        mesh=MeshConfig(data=2, fsdp=2),
+        recipe=dataclasses.replace(DEFAULT_RECIPE, train=TrainConfig(accumulation=parts)),
+        kernel=get_kernel("reference"),
+        flags={"xla_backend_optimization_level": 0},
+        remat="everything",
+    )
+    moved = [each for each in transfers(compiled.as_text(), 4) if each.kind == plan.REDUCE]
+    shard = Sizes.of(config).parameters / 2
+    nbytes = received(moved, plan.REDUCE)
+    np.testing.assert_allclose(nbytes, parts * 2 * 1 / 2 * 4 * shard, rtol=0.01)
+    assert max(each.times for each in moved) == parts
+
+
+@pytest.mark.parametrize(
+    ("axes", "shares"),
+    [
+        # The other slice's weights for each pass in bfloat16, and its gradients.
+        ({"fsdp": 8, "dcn": {"fsdp": 2}}, (2 + 2 + 4) / 8),
+        ({"fsdp": 8}, 0),
+        ({"data": 2, "fsdp": 4}, 0),
+    ],
+    ids=str,
+)
+def test_each_chip_exchanges_its_shards_with_the_same_chip_of_other_slices(axes, shares):
+    """Google's figure per chip, on links so fast that nothing else takes time."""
+    slice_link = 1e6
+    network = dataclasses.replace(CHIP.network, link=1e30, latency=0, slice_link=slice_link)
+    hardware = dataclasses.replace(CHIP, network=network)
+    job = TrainingStep(SMALL, hardware, 64, batch=8, overlap=False, **axes)
+    weights = SMALL.weights * SMALL.layers + SMALL.head_weights
+    assert estimate(job).step.exposed == pytest.approx(shares * weights / slice_link)
+
+
+def test_slices_sum_their_gradients_over_their_network():
+    """Half of each chip's shard in float32, twice: to sum it, and to share the sum."""
+    network = dataclasses.replace(CHIP.network, link=1e30, latency=0, slice_link=1e6)
+    hardware = dataclasses.replace(CHIP, network=network)
+    job = TrainingStep(SMALL, hardware, 64, batch=8, data=2, fsdp=4, dcn={"data": 2})
+    sums = 4 * 2 / 2 * SMALL.parameters / 4 / 1e6
+    assert estimate(job).step.exposed == pytest.approx(sums)
+
+
+@pytest.mark.parametrize(("schedule", "slices"), [("ring", 2), ("ring", 4), ("all_gather", 2)])
+def test_attention_across_slices_waits_for_their_network(schedule, slices):
+    """In the ring a slice's last chip sends what a round sends; all chips of a gather receive as
+    many blocks as there are other slices."""
+    network = dataclasses.replace(CHIP.network, link=1e30, latency=0, slice_link=1e6)
+    hardware = dataclasses.replace(CHIP, network=network)
+    job = TrainingStep(
+        SMALL,
+        hardware,
+        1 << 12,
+        batch=2,
+        fsdp=2,
+        sequence=8,
+        schedule=schedule,
+        dcn={"sequence": slices},
+    )
+    block = job.block
+    blocks = 7 if schedule == "ring" else slices - 1
+    received = blocks * (block.keys + block.coords) / 1e6
+    assert estimate(job).attention_forward.seconds == pytest.approx(received, rel=0.01)
+
+
 @pytest.mark.parametrize("remat", REMAT)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_head_runs_forward_once_under_every_remat_policy(remat, frozen):
@@ -450,6 +579,7 @@ def test_the_head_runs_forward_once_under_every_remat_policy(remat, frozen):
     [
         ({"remat": "all"}, "remat: found 'all'"),
         ({"fsdp": 2}, "batch: 1 rows"),
+        ({"accumulation": 2}, "batch: 1 rows are not divisible by .* x accumulation = 2"),
         ({"sequence": 3}, "length: 65536"),
         ({"schedule": "snake"}, "schedule: found 'snake'"),
         ({"schedule": {"name": "ulysses", "degree": 3}}, "degree: 3"),

@@ -75,9 +75,9 @@ def test_a_job_passes_its_adapter_to_the_cost_model():
     whole = Job.of("llama-3.1-8b", "h100:8", 131072, mesh=MeshConfig(sequence=8))
     assert jobs["none"].estimate().seconds < whole.estimate().seconds
     assert (
-        jobs["nf4"]._training_step().weight_bytes == 33 / 64
-        and jobs["nf4"]._training_step().dequantizations > 0
+        jobs["nf4"].training_step().weight_bytes == 33 / 64
+        and jobs["nf4"].training_step().dequantizations > 0
     )
     assert (
-        jobs["none"]._training_step().dequantizations == 0 == whole._training_step().dequantizations
+        jobs["none"].training_step().dequantizations == 0 == whole.training_step().dequantizations
     )
