@@ -4,10 +4,11 @@ import bz2
 import gzip
 import io
 import lzma
+import zlib
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from data.errors import UserError
+from data.errors import UserError, first_line
 
 ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 MOST_TIMES = 200
@@ -25,7 +26,8 @@ def most_unpacked(size: int) -> int:
 def decompressed(file: BinaryIO, ending: str, name: str) -> BinaryIO:
     """Returns a stream of a compressed file's content.
 
-    Reading it raises UserError where that is more than MOST_TIMES the bytes read of the file.
+    Reading it raises UserError where that is more than MOST_TIMES the bytes read of the file, and
+    for a file that is truncated or of another kind.
 
     Args:
       file: the compressed file.
@@ -43,21 +45,29 @@ def decompressed(file: BinaryIO, ending: str, name: str) -> BinaryIO:
             ".xz": lzma.open,
         }
         content = openers[ending](file, "rb")
-    return io.BufferedReader(_Bounded(content, file, name), _BUFFER)
+    return io.BufferedReader(_Bounded(content, file, name, ending), _BUFFER)
 
 
 class _Bounded(io.RawIOBase):
     """The content of a compressed file, until it is out of proportion."""
 
-    def __init__(self, content: BinaryIO, file: BinaryIO, name: str):
-        self._content, self._file, self._name = content, file, name
+    def __init__(self, content: BinaryIO, file: BinaryIO, name: str, ending: str):
+        self._content, self._file, self._name, self._ending = content, file, name, ending
         self._unpacked = 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        block = self._content.read(len(buffer))
+        try:
+            block = self._content.read(len(buffer))
+        except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+            if getattr(error, "errno", None) is not None:  # of the disk
+                raise
+            raise UserError(
+                f"{self._name}: cannot be decompressed ({first_line(error)}); a whole "
+                f"{self._ending} file would work"
+            ) from None
         buffer[: len(block)] = block
         self._unpacked += len(block)
         if self._unpacked > most_unpacked(self._file.tell()):

@@ -132,6 +132,16 @@ def is_transient(error: BaseException) -> bool:
     )
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Returns whether a store refused the access: the account has no permission, or is unknown."""
+    return any(
+        isinstance(link, PermissionError)
+        or _http_status(link) in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN)
+        or (isinstance(link, OSError) and str(link).startswith("Forbidden: "))  # gcsfs
+        for link in causes(error)
+    )
+
+
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yields an error and its causes and contexts, the last one first.
 
@@ -193,12 +203,15 @@ def _has_name(error: BaseException, names: frozenset[str]) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, up to 200 characters, or else its type.
+    """Returns the first line of an error's message, up to 200 characters, or else its type; also
+    the second line if the first ends with a colon.
 
     For operating system errors this is only their text, such as `No such file or directory`.
     """
     text = (isinstance(error, OSError) and error.strerror) or str(error)
-    return (text.strip() or type(error).__name__).splitlines()[0][:200]
+    lines = (text.strip() or type(error).__name__).splitlines()
+    count = 2 if lines[0].endswith(":") else 1
+    return " ".join(line.strip() for line in lines[:count])[:200]
 
 
 def file_size_limit(error: BaseException) -> str | None:

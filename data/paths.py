@@ -1,24 +1,23 @@
 """Files and folders, local or in a store (gs://, s3://, hf://, ... through fsspec)."""
 
 import errno
-import lzma
+import io
 import os
 import re
 import secrets
 import shutil
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
 
 from data.compression import ENDINGS, decompressed
-from data.errors import UserError, first_line, is_transient
+from data.errors import TransientError, UserError, first_line, is_refusal, is_transient
 from data.folders import building
 
 STORES = (
@@ -89,15 +88,48 @@ def open_file_system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSyst
     # fsspec has others, such as github:// and data:, which are not stores.
     if protocol not in STORES:
         raise UserError(f"{path}: {protocol}:// is not a supported store; {', '.join(STORES)} are")
-    try:
+    with _named_errors(path):
         store = fsspec.get_filesystem_class(protocol)  # not through url_to_fs, as above
         yield store(**store._get_kwargs_from_urls(str(path))), store._strip_protocol(str(path))
-    except (UserError, OSError):
+
+
+@contextmanager
+def _named_errors(path: str | Path) -> Iterator[None]:
+    """Makes an error of a store's library one line that begins with the path in the store."""
+    try:
+        yield
+    except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # also for a missing gcsfs or s3fs, or an unknown protocol; the message says which
-        raise UserError(f"{path}: {first_line(error)}") from error
+    except Exception as error:  # also for a missing gcsfs or s3fs, whose message says so
+        of_a_store = (ConnectionError, TimeoutError)
+        # s3fs gives its own errors numbers too, with botocore's error as their cause.
+        is_numbered = getattr(error, "errno", None) is not None and error.__cause__ is None
+        if is_numbered and not isinstance(error, of_a_store):
+            raise  # of this machine's disk
+        kind = TransientError if is_transient(error) else UserError
+        raise kind(f"{path}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Returns what a store's library says, or means: it may name only the URL of its request."""
+    if is_refusal(error):
+        return f"no permission ({first_line(error)}); an account that may use it would work"
+    if isinstance(error, FileNotFoundError) and not is_transient(error):
+        return "no such file"
+    return first_line(error)
+
+
+def _is_file(file_system: fsspec.AbstractFileSystem, path: str) -> bool:
+    """Returns whether a file exists.
+
+    fsspec's isfile() would also return False when a store refuses or does not answer.
+    """
+    try:
+        return file_system.info(path)["type"] == "file"
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if is_refusal(error) or is_transient(error):
+            raise
+        return False
 
 
 @dataclass(frozen=True)
@@ -123,7 +155,7 @@ class File:
 
     def exists(self) -> bool:
         """Returns whether the file exists."""
-        return self._asked(lambda file_system, path: file_system.isfile(path))
+        return self._asked(_is_file)
 
     def size(self) -> int:
         """Returns the size in bytes."""
@@ -139,7 +171,8 @@ class File:
 
     def open(self) -> BinaryIO:
         """Opens the file for reading bytes."""
-        return self._asked(lambda file_system, path: file_system.open(path, "rb"))
+        file = self._asked(lambda file_system, path: file_system.open(path, "rb"))
+        return io.BufferedReader(_StoredFile(file, self.path)) if is_remote(self.path) else file
 
     def _asked(self, question: Callable[[fsspec.AbstractFileSystem, str], _Result]) -> _Result:
         """Returns a file system's answer about the file; asks a store again if that may help."""
@@ -158,16 +191,34 @@ class File:
           UserError: a compressed file is truncated, of another kind, or out of proportion.
         """
         with self.open() as file:
-            if not self.compression:
-                yield file
-                return
-            try:
-                yield decompressed(file, self.compression, str(self))
-            except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-                raise UserError(
-                    f"{self}: cannot be decompressed ({first_line(error)}); a whole "
-                    f"{self.compression} file would work"
-                ) from None
+            yield decompressed(file, self.compression, str(self)) if self.compression else file
+
+
+class _StoredFile(io.RawIOBase):
+    """An open file in a store; errors while it is read name it."""
+
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        self._file, self._path = file, path
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._file.seekable()
+
+    def readinto(self, buffer: Any) -> int:
+        with _named_errors(self._path):
+            return cast(Any, self._file).readinto(buffer)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 @contextmanager
@@ -238,7 +289,7 @@ def download(
 def _names_in(remote: str, last: str) -> list[str]:
     """Returns the files of a folder in a store; none if it lacks the one named `last`."""
     with open_file_system(remote) as (file_system, path):
-        if not file_system.isfile(f"{path}/{last}"):
+        if not _is_file(file_system, f"{path}/{last}"):
             return []
         return [str(PurePosixPath(name).relative_to(path)) for name in file_system.find(path)]
 
@@ -300,8 +351,7 @@ def remove_tree(path: str | Path) -> None:
     """Removes a local folder or one in a store, if it exists."""
 
     def remove() -> None:
-        with open_file_system(path) as (file_system, name):
-            if file_system.exists(name):
-                file_system.rm(name, recursive=True)
+        with open_file_system(path) as (file_system, name), suppress(FileNotFoundError):
+            file_system.rm(name, recursive=True)
 
     retried(remove)

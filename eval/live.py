@@ -11,16 +11,18 @@ import jax
 from data.errors import UserError
 from eval import coreference, line_retrieval, needle, ruler, runner, suite
 from eval.live_test import LiveTest
-from model.lengths import trained_length
+from model import lengths
 from trainer.config.parsing import section
 from trainer.config.schema import RunConfig
 from trainer.evaluation import Evaluation
 from trainer.model_source import chat_templates
 from trainer.objective import Objective, Params
 from trainer.options import check_each_once
+from trainer.run.preemption import end_if_noticed
 from trainer.source_kinds import ModelSource
 from trainer.step import StepBuilder
 from trainer.text_checks import longest_document
+from trainer.trained_length import trained_length
 
 if TYPE_CHECKING:
     from trainer.text import TextObjective
@@ -41,7 +43,7 @@ def _respondent(
         text.tokenizer,
         template,
         stops,
-        run.data.context_length,
+        trained_length(text.source, run.data.context_length),
         rows or run.mesh.rows,
         chunk,
         Sampling(),
@@ -52,7 +54,11 @@ def _answers(
     respondent: runner.Respondent, params: Params, prompts: list[runner.Prompt]
 ) -> list[runner.Answer]:
     """Returns these parameters' answers; moves parameters in host memory to the devices."""
-    return respondent.answer(jax.device_put(params, dict(respondent.model.shardings)), prompts)
+    return respondent.answer(
+        jax.device_put(params, dict(respondent.model.shardings)),
+        prompts,
+        on_answer=lambda _: end_if_noticed(),
+    )
 
 
 TESTS: dict[str, type[LiveTest]] = {
@@ -102,7 +108,7 @@ def known_tokens(config: RunConfig, source: ModelSource, longest: int = 0) -> in
       source: the model with the recipe's positions.
       longest: tokens of the longest training document; rows hold several.
     """
-    trained = trained_length(source.config)
+    trained = lengths.trained_length(source.config)
     if trained is None or not source.is_pretrained or "rope_theta" in config.model.overrides:
         return None
     return max(trained, longest)

@@ -3,9 +3,9 @@
     python -m scripts.launch_local --processes 4 --config RECIPE [--section.field value ...]
 
 All flags except --processes and --restarts are train.py's. If a process fails or is killed, the
-launcher ends the others. It forwards SIGTERM and Ctrl-C to all processes, which save a checkpoint
-and end; the exit status is then 143 or 130. The same command resumes from the last checkpoint. With
---restarts N the launcher restarts if that may help (scripts/restarts.py).
+launcher ends the others. It forwards SIGTERM, SIGUSR1 and Ctrl-C to all processes, which save a
+checkpoint and end; the exit status is then 143 or 130. The same command resumes from the last
+checkpoint. With --restarts N the launcher restarts if that may help (scripts/restarts.py).
 """
 
 from __future__ import annotations
@@ -39,6 +39,16 @@ GRACE_SECONDS = 10
 TOGETHER_SECONDS = 2
 # Prefixes of train.py's final line.
 FINAL_LINES = (b"error: ", b"preempted ", b"stopped")
+# The command that starts Python. On Linux a first process asks the kernel for SIGTERM when the
+# launcher dies, and then becomes train.py's.
+PYTHON = [sys.executable]
+if sys.platform == "linux":
+    PYTHON += [
+        "-Sc",
+        "import ctypes, os, signal, sys\n"
+        "ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG\n"
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
+    ]
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
 
@@ -84,7 +94,7 @@ def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
         # it.
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(TRAIN), *flags, *own_flags],
+                [*PYTHON, str(TRAIN), *flags, *own_flags],
                 env=environment,
                 process_group=0,
                 stderr=subprocess.PIPE if number else None,
@@ -155,7 +165,7 @@ def _first_failure(statuses: Sequence[int | None]) -> Failure | None:
 
 @contextlib.contextmanager
 def forwarding_signals(processes: list[subprocess.Popen]) -> Iterator[list[int]]:
-    """Forwards SIGINT, SIGTERM and SIGHUP to the processes; yields the received signals.
+    """Forwards signals to the processes; yields the received ones.
 
     Signals that this process ignores from the start, such as SIGHUP under nohup, are not forwarded:
     the processes inherit that and ignore them too.
@@ -169,7 +179,7 @@ def forwarding_signals(processes: list[subprocess.Popen]) -> Iterator[list[int]]
 
     handlers = {
         number: signal.signal(number, forward)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
         if signal.getsignal(number) != signal.SIG_IGN
     }
     # Otherwise `data.signals` would end the launcher immediately, while the processes are still

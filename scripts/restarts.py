@@ -17,15 +17,17 @@ import sys
 import time
 from typing import NamedTuple
 
-from data.printable import printable_output
+from data.errors import UserError
 from data.within import parse_json
-from trainer.options import AtLeastZero, option, parse
+from trainer import entry
+from trainer.options import AtLeastZero, StorePath, option, parse
 
 CANNOT_PASS = 2  # an error that would recur
 TRANSIENT = os.EX_TEMPFAIL  # 75: another start may pass
 STOPPED, PREEMPTED = 130, 143
 LIMIT = 5  # consecutive starts, after the first, without a new checkpoint
 FIRST_PAUSE, LONGEST_PAUSE = 15, 600  # seconds
+_BEGINNING = b'{"checkpoint": '  # of a record
 
 
 def may_pass(code: int) -> bool:
@@ -100,7 +102,7 @@ class Restarts:
 class Options:
     """The command's options."""
 
-    record: str = option(
+    record: StorePath = option(
         "the file that counts the starts, in a folder or bucket shared by all starts",
         positional=True,
     )
@@ -111,34 +113,30 @@ class Options:
     )
 
 
-@printable_output()
 def main(argv: list[str] | None = None) -> int:
     """Counts a start, waits, and returns 0, or 2 after too many starts."""
-    import fsspec
+    from data.paths import is_remote
 
     args = parse(Options, argv)
-    system, path = fsspec.core.url_to_fs(args.record)
+    return entry.run(lambda: _count(args), None if is_remote(args.record) else args.record)
+
+
+def _count(args: Options) -> None:
+    """Counts a start and waits; raises UserError after too many starts."""
+    from data.work_folder import write_bytes
+
     if not re.fullmatch(r"\d*", args.checkpoint, re.ASCII):
-        return _refuse(f"--checkpoint: found {args.checkpoint}; expected a step, or nothing")
+        raise UserError(f"--checkpoint: found {args.checkpoint}; expected a step, or nothing")
     newest = int(args.checkpoint) if args.checkpoint else None
-    if system.exists(path):
-        try:
-            stored = parse_json(system.cat_file(path))
-            counted = Restarts(args.limit, int(stored["checkpoint"]), int(stored["starts"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return _refuse(
-                f"{args.record}: exists, but was not written by this command, so it is not "
-                "overwritten; pass another file"
-            )
-        counted.begin(newest)
-    else:
+    counted = _counted(args.record, args.limit)
+    if counted is None:
         counted = Restarts(args.limit, -1 if newest is None else newest)
-    system.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    system.pipe_file(
-        path, json.dumps({"checkpoint": counted.checkpoint, "starts": counted.starts}).encode()
-    )
+    else:
+        counted.begin(newest)
+    content = {"checkpoint": counted.checkpoint, "starts": counted.starts}
+    write_bytes(args.record, json.dumps(content).encode())
     if reason := counted.exhausted():
-        return _refuse(f"{reason}; fix it and remove {args.record}")
+        raise UserError(f"{reason}; fix it and remove {args.record}")
     if pause := min(args.longest_pause, pause_before(counted.starts)):
         print(
             f"start {counted.starts} since the newest checkpoint: waiting {pause} s",
@@ -146,13 +144,29 @@ def main(argv: list[str] | None = None) -> int:
             flush=True,
         )
         time.sleep(pause)
-    return 0
 
 
-def _refuse(problem: str) -> int:
-    print(f"error: {problem}", file=sys.stderr)
-    return CANNOT_PASS
+def _counted(record: str, limit: int) -> Restarts | None:
+    """Returns what a file has counted; None without one, or if a power loss has torn it.
+
+    Raises:
+      UserError: it is another file.
+    """
+    from data.work_folder import read_bytes
+
+    content = read_bytes(record) or b""
+    try:
+        stored = parse_json(content)
+        return Restarts(limit, int(stored["checkpoint"]), int(stored["starts"]))
+    except (ValueError, KeyError, TypeError) as error:
+        is_ours = content[: len(_BEGINNING)] == _BEGINNING[: len(content)]
+        if isinstance(error, json.JSONDecodeError) and is_ours:
+            return None
+        raise UserError(
+            f"{record}: exists, but was not written by this command, so it is not overwritten; "
+            "pass another file"
+        ) from None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.leave(main())

@@ -56,6 +56,7 @@ def read_status(run: str) -> Status:
         system, folder = fsspec.core.url_to_fs(run)
     except ImportError:  # s3:// without s3fs
         return _last_stage(list(map(_without_times, [*_stages_in_bucket(run), run])))
+    system.invalidate_cache()  # a launcher asks again and again
     stages = f"{folder}/{EARLIER_STAGES}"
     names = system.ls(stages, detail=False) if system.isdir(stages) else []
     numbers = _numbers(name.rstrip("/").rpartition("/")[2] for name in names)
@@ -158,7 +159,7 @@ def _without_times(run: str) -> Status:
     from trainer.run.mirror import logs_and_others
 
     bucket = Bucket(run)
-    logs, _ = logs_and_others(bucket.read_all(bucket.names("metrics.jsonl/")))
+    logs, _ = logs_and_others(bucket.read_all("metrics.jsonl/"))
     _, content = logs.get("metrics.jsonl", (0, b""))
     rows = (_row(line.decode(errors="replace")) for line in reversed(content.splitlines()))
     steps = steps_in(located(f"{run.rstrip('/')}/{CHECKPOINTS}"))

@@ -10,10 +10,11 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from data.folders import named_errors
 from data.printable import printable_output
@@ -55,10 +56,13 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
     """
     # A Ctrl-C within a callback, from which no exception can escape, is sent again a moment later.
     unraisable, sys.unraisablehook = sys.unraisablehook, _interrupt_again
+    shown, warnings.showwarning = warnings.showwarning, _show_in_one_line
     # These stay after the work, since threads of a failed save may end later.
     threading.excepthook = _in_one_line
     for library in ("absl", "asyncio"):
         logging.getLogger(library).addFilter(_without_traceback)
+    for library in ("gcsfs", "fsspec.prefetcher"):
+        logging.getLogger(library).addFilter(_without_errors)
     try:
         with contextlib.nullcontext() if output is None else named_errors(Path(output)):
             code = work()
@@ -82,7 +86,7 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
         _leave_others(error, outcome.code)
         return outcome.code
     finally:
-        sys.unraisablehook = unraisable
+        sys.unraisablehook, warnings.showwarning = unraisable, shown
     return code if isinstance(code, int) else SUCCESS
 
 
@@ -125,12 +129,22 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
+def _without_errors(record: logging.LogRecord) -> bool:
+    """A filter for logs of stores' libraries, which also raise the errors that they log."""
+    return record.levelno < logging.ERROR or bool(os.environ.get("LONGSTRIPE_TRACEBACK"))
+
+
 def _in_one_line(error: threading.ExceptHookArgs) -> None:
     """The hook for errors in threads: one line, since the main thread also receives them."""
     if os.environ.get("LONGSTRIPE_TRACEBACK") or error.thread is None:
         threading.__excepthook__(error)
     else:
         print(one_line(f"warning: thread {error.thread.name}: {error.exc_value}"), file=sys.stderr)
+
+
+def _show_in_one_line(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Shows a warning without its place in the code, which says nothing to a user."""
+    print(one_line(f"warning: {message}"), file=sys.stderr, flush=True)
 
 
 def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:

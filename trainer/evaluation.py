@@ -12,6 +12,7 @@ from model.loss import LossSums
 
 from .objective import AUXILIARY, BY_SOURCE, Objective, Params
 from .overlap import one_behind
+from .run.preemption import end_if_noticed
 from .step import StepBuilder
 
 
@@ -37,6 +38,10 @@ class Evaluation(Protocol):
         Returns:
           Metrics by name, and answers by prompt; {}, which writes no line, if there is nothing to
           measure.
+
+        Raises:
+          Interrupted: by `trainer.run.preemption.end_if_noticed`, which a long measurement calls
+            between its parts.
         """
 
 
@@ -59,9 +64,10 @@ class HeldOutLoss:
             return {}
         batches = (self._objective.to_device(batch) for batch in self._objective.held_out())
         computed = (self._sums(params, batch) for batch in batches)
-        batch_sums = [
-            jax.tree.map(lambda x: np.asarray(x, np.float64), sums) for sums in one_behind(computed)
-        ]
+        batch_sums = []
+        for result in one_behind(computed):
+            batch_sums.append(jax.tree.map(lambda x: np.asarray(x, np.float64), result))
+            end_if_noticed()
         sums: LossSums = jax.tree.map(lambda *parts: sum(parts), *batch_sums)
         if not sums.weight:
             return {}

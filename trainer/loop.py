@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -39,7 +38,7 @@ from .run.directory import RunDirectory
 from .run.identity import shared_fields
 from .run.logs import replace_file
 from .run.opening import check_run, open_run
-from .run.preemption import Preempted, notices
+from .run.preemption import Interrupted, Preempted, interruptible, notices
 from .run.versions import require_same_code, versions
 from .run.watchdog import Watchdog
 from .saves import Saves
@@ -215,7 +214,7 @@ class _Training:
         if not best.exhausted:
             for _ in self._steps(profiler, log):
                 notice = get_notice()
-                self._after_step(saves, log, notice)
+                self._after_step(saves, log, notice, get_notice)
                 if best.exhausted:
                     break
         if best.exhausted:
@@ -342,27 +341,39 @@ class _Training:
         # A mean over nothing is NaN.
         return named | {name: x for name, x in measures.items() if not math.isnan(x)}
 
-    def _after_step(self, saves: Saves, log: MetricsLog, notice: Any) -> None:
+    def _after_step(
+        self,
+        saves: Saves,
+        log: MetricsLog,
+        notice: signal.Signals | None,
+        get_notice: Callable[[], signal.Signals | None],
+    ) -> None:
         """Evaluates and saves if due; on a preemption notice, saves at once.
 
         Raises:
           Preempted: there is a notice and steps remain.
         """
-        due = self._due_evaluations()
+        due, logged = self._due_evaluations(), log.logged
         save_is_due = saves.due()
         self.state.evaluated = not due
-        if notice and self.state.step < self.config.train.steps:
-            # There may be no time for evaluations, so the next start runs them first.
-            saves.save(log)
+        steps_remain = self.state.step < self.config.train.steps
+        try:
+            if notice and steps_remain:
+                raise Interrupted(notice)
+            interrupt = get_notice if steps_remain else lambda: None
+            with self.meter.paused(), interruptible(interrupt):
+                is_best = self._evaluate(due, log)
+                saves.save_locally(log)
+                if is_best or self.state.best.exhausted or save_is_due:
+                    saves.save(log)
+        except Interrupted as interrupted:
+            # There may be no time for evaluations, so the next start runs them first, and removes
+            # what they have logged.
+            saves.save(log, logged)
             saves.wait()
             if self.local is not None:
                 self.local.wait()
-            raise Preempted(notice, self.store.path(self.state.step))
-        with self.meter.paused():
-            is_best = self._evaluate(due, log)
-            saves.save_locally(log)
-            if is_best or self.state.best.exhausted or save_is_due:
-                saves.save(log)
+            raise Preempted(interrupted.notice, self.store.path(self.state.step)) from None
 
     def _due_evaluations(self) -> list[Evaluation]:
         return [evaluation for evaluation in self.evaluations if self.state.due(evaluation.every)]

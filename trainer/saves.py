@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from .checkpoint.clock import SaveClock
 from .checkpoint.local_tier import LocalTier
@@ -40,8 +41,11 @@ class Saves:
         """Returns whether to save now. Every process calls this after every step."""
         return self.clock.due(self.state.step) or self.state.due(self.config.every)
 
-    def save(self, log: MetricsLog) -> None:
+    def save(self, log: MetricsLog, logged: dict[str, Any] | None = None) -> None:
         """Starts to save a checkpoint of the state.
+
+        Args:
+          logged: `log.logged` as the next start will find it, if not as it is now.
 
         Raises:
           UserError: a parameter is not finite.
@@ -54,7 +58,7 @@ class Saves:
             self.state.step,
             model=self.state.saved_params,
             optimizer=self.state.optimizer_state,
-            data=self.state.saved_data(log.logged),
+            data=self.state.saved_data(log.logged if logged is None else logged),
             assets=self.assets,
             shapes=self.state.objective.model.own_shapes,
         )

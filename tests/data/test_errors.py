@@ -10,6 +10,8 @@ from data.errors import first_line
     [
         (ValueError("one\ntwo"), "one"),
         (ValueError("\n one"), "one"),
+        (ValueError("what:\n  Why: x\nmore"), "what: Why: x"),
+        (ValueError("what:"), "what:"),
         (ValueError(), "ValueError"),
         (ValueError(" \n"), "ValueError"),
         (FileNotFoundError(2, "No such file", "a.npy"), "No such file"),

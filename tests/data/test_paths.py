@@ -1,8 +1,11 @@
 """Files in a store are read like local ones; prepared data in a store are read through the local
 cache."""
 
+import asyncio
+import errno
 import gzip
 import json
+import random
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 
 from data import paths, source_files, tables
-from data.errors import UserError
+from data.errors import TransientError, UserError, is_transient
 from data.prepare import prepare
 from data.report import Report
 from data.sources import Source, read
@@ -232,3 +235,76 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, store, kind):
         (store.rm(f"/chats/{name}") if kind == "store" else (folder / name).unlink())
     with pytest.raises(UserError, match=r"no \.json .*file in this folder \(found \.ipynb_check"):
         source.files()
+
+
+@pytest.fixture
+def quick_retries(gcs, monkeypatch):
+    """gcsfs and `paths` retry without waiting."""
+    sleep = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda _: sleep(0))
+    monkeypatch.setattr(paths, "_FIRST_WAIT", 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "reason"),
+    [(403, UserError, r"no permission \(Forbidden: .*"), (503, TransientError, "refused, 503")],
+)
+def test_a_store_that_does_not_answer_is_not_an_empty_one(
+    gcs, quick_retries, tmp_path, status, kind, reason
+):
+    url = "gs://bucket/set"
+    gcs.store.objects["bucket", "set/a.jsonl"] = b"{}", 1
+    assert paths.File(f"{url}/a.jsonl").exists() and not paths.File(f"{url}/b.jsonl").exists()
+    gcs.store.refused = lambda *_: status
+    for look in (
+        paths.File(f"{url}/a.jsonl").exists,
+        lambda: paths.download(url, tmp_path / "to", "a.jsonl", Path.exists),
+        lambda: paths.remove_tree(url),
+    ):
+        with pytest.raises(UserError, match=rf"^gs://bucket/set[/.\w]*: {reason}") as error:
+            look()
+        assert type(error.value) is kind
+    with pytest.raises(UserError, match=r"^gs://bucket/set/a\.jsonl: |^refused, 503") as error:
+        list(read(Source(f"{url}/a.jsonl"), Report()))
+    assert is_transient(error.value) == (status == 503)
+
+
+def test_a_mount_that_fails_is_not_an_absent_file(tmp_path, monkeypatch):
+    def fails(self, path, **_):
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    monkeypatch.setattr(type(fsspec.filesystem("file")), "info", fails)
+    with pytest.raises(OSError, match=r"Input/output error"):
+        paths.File(str(tmp_path / "a.jsonl")).exists()
+
+
+def test_a_stores_numbered_error_names_the_path(monkeypatch):
+    """s3fs gives its errors the numbers of similar ones of a disk."""
+
+    def fails(self, path, **_):
+        raise OSError(errno.EBUSY, "Please reduce your request rate.") from Exception("SlowDown")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", fails)
+    with pytest.raises(TransientError, match=r"^memory://bucket/a\.jsonl: .*reduce your request"):
+        paths.File("memory://bucket/a.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [(403, "no permission"), (404, "no such file"), (503, "refused, 503")],
+)
+def test_a_failed_read_names_the_file(gcs, quick_retries, name, status, reason):
+    text = random.Random(0).randbytes(1 << 18).hex().encode()
+    file = paths.File(f"gs://bucket/{name}")
+    stored = gzip.compress(text) if name.endswith(".gz") else text
+    gcs.store.objects["bucket", name] = stored, 1
+    with file.open_decompressed() as opened:
+        assert opened.read() == text
+    with (
+        pytest.raises(UserError, match=rf"^gs://bucket/{name}: {reason}") as error,
+        file.open_decompressed() as opened,
+    ):
+        gcs.store.refused = lambda *_: status
+        opened.read()
+    assert is_transient(error.value) == (status == 503)

@@ -3,6 +3,8 @@ metrics."""
 
 import dataclasses
 import json
+import signal
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,6 +19,7 @@ from tests import small_run
 from tests.model.build import mesh_of
 from trainer.config.load import dump, load
 from trainer.mesh import abstract_mesh
+from trainer.run.preemption import Interrupted, interruptible
 from trainer.text import TextObjective
 
 EVALUATIONS = [
@@ -116,8 +119,23 @@ def test_answers_match_the_same_parameters_on_one_device(recipe, monkeypatch):
         answer.generated for answer in answers
     )
     right = [runner.Answer(f"It is {case.expected[0]}.", 500) for case in lines.cases]
-    monkeypatch.setattr(runner.Respondent, "answer", lambda self, params, prompts: right)
+    monkeypatch.setattr(runner.Respondent, "answer", lambda self, params, prompts, **_: right)
     assert lines.run(params, 3) == {"short_lines/lines/600": 1.0}
+
+
+def test_a_notice_ends_them_between_answers():
+    answered = []
+
+    def answer(params, prompts, on_answer):
+        for prompt in prompts:
+            answered.append(prompt)
+            on_answer(1)
+
+    respondent = SimpleNamespace(model=SimpleNamespace(shardings={}), answer=answer)
+    notice = lambda: signal.SIGTERM if len(answered) == 2 else None  # noqa: E731
+    with interruptible(notice), pytest.raises(Interrupted):
+        live._answers(respondent, {}, ["a", "b", "c"])
+    assert answered == ["a", "b"]
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
 """The rule for restarts, and how the state of a run is read."""
 
+import errno
 import json
 import os
+import pathlib
+import shutil
 
 import pytest
 
@@ -55,6 +58,52 @@ def test_starts_are_counted_in_a_file(tmp_path, monkeypatch, capsys):
         "error: 2 starts without one after the checkpoint of step 10: the reason is in the log; "
         f"fix it and remove {record}"
     )
+
+
+def test_starts_are_counted_in_a_bucket(gcs, capsys):
+    record = "gs://bucket/runs/mine.starts"
+    for starts in (1, 2):
+        assert restarts.main([record, "--longest-pause", "0"]) == 0
+        content, _ = gcs.store.objects["bucket", "runs/mine.starts"]
+        assert json.loads(content) == {"checkpoint": -1, "starts": starts}
+    gcs.store.refused = lambda *_: 403
+    assert restarts.main([record]) == 2
+    assert f"error: {record}: no permission" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("torn", ["", '{"checkpoint": 7, "sta'])
+def test_a_torn_record_counts_as_none(tmp_path, torn):
+    record = tmp_path / "run.starts"
+    record.write_text(torn)
+    assert restarts.main([str(record), "--checkpoint", "7"]) == 0
+    assert json.loads(record.read_text()) == {"checkpoint": 7, "starts": 1}
+
+
+@pytest.mark.parametrize("content", ["notes\n", "[]", '{"checkpoint": "a", "starts": 1}'])
+def test_another_file_is_not_overwritten(tmp_path, capsys, content):
+    record = tmp_path / "run.starts"
+    record.write_text(content)
+    assert restarts.main([str(record)]) == 2 and record.read_text() == content
+    assert f"{record}: exists, but was not written by this command" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_the_record_as_it_was(tmp_path, monkeypatch, capsys):
+    record = tmp_path / "run.starts"
+    restarts.main([str(record), "--checkpoint", "7"])
+    before = record.read_text()
+
+    def full(source, target):
+        pathlib.Path(target).write_bytes(b"")
+        raise OSError(errno.ENOSPC, "No space left on device", target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", full)
+        assert restarts.main([str(record), "--checkpoint", "9"]) == 75
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: ") and "No space left" in stderr and str(tmp_path) in stderr
+    assert record.read_text() == before and [path.name for path in tmp_path.iterdir()] == [
+        record.name
+    ]
 
 
 @pytest.fixture
@@ -146,6 +195,13 @@ def test_a_run_in_s3_is_read_without_s3fs(s3, monkeypatch):
     s3.store.objects["bucket", "all/stages/1/checkpoints/5/manifest.json"] = b"{}", 0
     curriculum = run_status.read_status("s3://bucket/all")
     assert curriculum == status._replace(stage=2, earlier=5) and curriculum.reached == 13
+
+
+def test_a_launcher_sees_what_was_saved_since_it_last_looked(gcs):
+    """fsspec keeps listings of gs:// for as long as the process runs."""
+    for step in (3, 7):
+        gcs.store.objects["bucket", f"run/checkpoints/{step}/manifest.json"] = b"{}", step
+        assert run_status.read_status("gs://bucket/run").reached == step
 
 
 def test_the_first_checkpoint_of_a_later_stage_is_progress(run, capsys):

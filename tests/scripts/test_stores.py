@@ -13,8 +13,8 @@ from tests.scripts.test_help import COMMANDS
 from trainer import arguments, xla_flags
 from trainer.config import checks, fields
 
-# Commands whose options hold no local path, or that open their one path through fsspec.
-OTHERS = {"scripts.quickstart", "scripts.restarts", "scripts.launch_tpu", "scripts.benchmarks.page"}
+# Commands whose options hold no local path.
+OTHERS = {"scripts.quickstart", "scripts.launch_tpu", "scripts.benchmarks.page"}
 NO_PATHS = (int, float, arguments.at_least_one, arguments.store_path, arguments.free_text)
 
 

@@ -113,7 +113,7 @@ class Place:
         self.train()
         evaluate = ("-m", "eval.line_retrieval", "--checkpoint", self.run, "--cases", CASES)
         answers = self.folder / "answers"
-        short = ("--count", "8", "--max-new-tokens", "4", "--compute-dtype", "float32")
+        short = ("--limit", "8", "--max-new-tokens", "4", "--compute-dtype", "float32")
         self.do("evaluate", *evaluate, *short, "--output", str(answers))
         exported = self.folder / "exported"
         self.do("export", "-m", "scripts.export_hf", self.run, str(exported))
@@ -127,8 +127,7 @@ class Place:
 
     def _losses(self) -> list[dict]:
         if in_bucket(self.run):
-            bucket = Bucket(self.run)
-            logs, _ = logs_and_others(bucket.read_all(bucket.names("metrics.jsonl/")))
+            logs, _ = logs_and_others(Bucket(self.run).read_all("metrics.jsonl/"))
             content = logs["metrics.jsonl"][1]
         else:
             content = pathlib.Path(self.run, "metrics.jsonl").read_bytes()

@@ -137,8 +137,7 @@ class Run:
 
     def result(self) -> tuple[list[dict], str]:
         """Returns the logged rows without times, and the digest of the exported weights."""
-        bucket = Bucket(self.url)
-        logs, _ = logs_and_others(bucket.read_all(bucket.names("metrics.jsonl")))
+        logs, _ = logs_and_others(Bucket(self.url).read_all("metrics.jsonl"))
         rows = [json.loads(line) for line in logs["metrics.jsonl"][1].splitlines()]
         exported = self.folder / "exported"
         if export_hf.main([self.url, str(exported)]):

@@ -17,6 +17,7 @@ from trainer.config.load import load
 from trainer.config.schema import CheckpointConfig
 from trainer.evaluation import HeldOutLoss
 from trainer.model_source import open_model
+from trainer.run.preemption import end_if_noticed
 
 LOSS = "held_out_loss_nats_per_target"
 # After step 2 the best so far, after 4 and 6 worse, after 8 the overall best, then never better.
@@ -132,6 +133,44 @@ def test_patience_that_runs_out_in_the_evaluation_after_a_preemption_ends_the_ru
         and f"stopped at step 14: {LOSS} was lowest at step 8 (2.5), 3 measurements ago" in output
     )
     assert len(small_run.rows(tmp_path / "run" / "metrics.jsonl")) == 14
+
+
+def test_a_notice_ends_an_evaluation_which_the_next_start_repeats(start, tmp_path, monkeypatch):
+    """The step is saved at once, since evaluations may take longer than a preemption allows."""
+    measured = []
+
+    class Slow:
+        name, every = "slow", 2
+
+        def prepare(self, objective, builder):
+            pass
+
+        def run(self, params, step):
+            for part in range(3):
+                measured.append((step, part))
+                end_if_noticed()
+            return {"part": 2}
+
+    begin = loop.train
+    monkeypatch.setattr(
+        loop,
+        "train",
+        lambda config, make, evaluations, follows: begin(
+            config, make, [*evaluations, Slow()], follows
+        ),
+    )
+    with monkeypatch.context() as patched:
+        notice = lambda: signal.SIGTERM if (4, 1) in measured else None  # noqa: E731
+        patched.setattr(loop, "notices", lambda no_time: contextlib.nullcontext(notice))
+        code, output = start(steps=6)
+    assert code == 128 + signal.SIGTERM and saved(tmp_path) == [2, 4], output
+    assert measured[-1] == (4, 1)
+    code, output = start(steps=6)
+    assert code == 0 and measured[-6:] == [(s, part) for s in (4, 6) for part in range(3)], measured
+    assert "warning" not in output
+    for log in ("held_out", "slow"):
+        rows = small_run.rows(tmp_path / f"run/{log}.jsonl")
+        assert [row["step"] for row in rows] == [0, 2, 4, 6]
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

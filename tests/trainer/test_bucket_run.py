@@ -20,9 +20,7 @@ FLAGS = ("--mesh.fsdp", "1", "--mesh.tensor", "1", "--mesh.simulate", "2")
 
 
 def logs(run, name):
-    bucket = Bucket(run)
-    names = [name for name in bucket.names() if not name.startswith("checkpoints/")]
-    contents, _ = logs_and_others(bucket.read_all(names))
+    contents, _ = logs_and_others(Bucket(run).read_all(apart=("checkpoints/",)))
     return [json.loads(line) for line in contents[name][1].splitlines()]
 
 

@@ -3,9 +3,11 @@ out."""
 
 import errno
 import importlib
+import logging
 import os
 import subprocess
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +75,16 @@ def test_out_of_memory_is_one_line_with_remedies(work, needed, capfd):
 
 def test_the_exit_code_is_that_of_the_work_if_it_returns_one():
     assert [entry.run(lambda result=result: result) for result in (None, [3], 0, 3)] == [0, 0, 0, 3]
+
+
+@pytest.mark.parametrize("library", ["gcsfs", "fsspec.prefetcher"])
+def test_stores_libraries_log_no_errors_that_they_raise(library, caplog):
+    def work():
+        logging.getLogger(library).warning("slow")
+        logging.getLogger(library).error("refused, 503")
+        raise UserError("gs://bucket/a: refused, 503")
+
+    assert entry.run(work) == 2 and [record.message for record in caplog.records] == ["slow"]
 
 
 def test_other_errors_keep_their_traceback():
@@ -145,6 +157,13 @@ def test_an_error_is_one_line_of_bounded_length(capfd):
         "x, expects int\n"
     )
     assert stderr.count("\n") == 1 and len(stderr) < 5000
+
+
+def test_a_warning_is_one_line_without_its_place_in_the_code(capfd):
+    show = warnings.showwarning
+    assert entry.run(lambda: warnings.warn("config.json:\na field", stacklevel=1)) == 0
+    assert capfd.readouterr().err == "warning: config.json: a field\n"
+    assert warnings.showwarning is show
 
 
 def test_ctrl_c_that_a_library_turns_into_another_error_stops_the_command(capsys):

@@ -2,6 +2,7 @@
 batches."""
 
 import math
+import signal
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from model.loss import LossSums, SourceSums
 from trainer.evaluation import HeldOutLoss, held_out_names
+from trainer.run.preemption import Interrupted, interruptible
 
 # Two batches, whose weights are 1 and 3; the third source has no target.
 BATCHES = (
@@ -65,6 +67,18 @@ def test_every_target_counts_equally_whatever_its_batch():
 def test_a_single_batch_with_and_without_targets(weight, expected):
     loss, _ = held_out([BATCHES[0]._replace(weight=jnp.float32(weight))])
     assert loss.run({}, 0).get("held_out_nats") == expected
+
+
+def test_a_notice_ends_the_measurement_between_batches():
+    taken = []
+    loss, _ = held_out([BATCHES[0]] * 9, lambda params, batch: taken.append(batch) or batch)
+    with (
+        interruptible(lambda: signal.SIGTERM if len(taken) == 4 else None),
+        pytest.raises(Interrupted) as interrupted,
+    ):
+        loss.run({}, 0)
+    assert interrupted.value.notice == signal.SIGTERM and len(taken) == 4
+    assert loss.run({}, 0)["held_out_targets"] == 9, "elsewhere it is not interrupted"
 
 
 def test_without_held_out_data_nothing_is_measured():

@@ -1,6 +1,7 @@
 """Several real processes on this machine train as one does; losing one ends the others, and the
 next start resumes."""
 
+import errno
 import itertools
 import os
 import pathlib
@@ -22,7 +23,7 @@ from jax._src.lib import _jax
 
 import train
 from data.batch import permute
-from data.errors import UserError
+from data.errors import TransientError, UserError
 from data.loader import Loader
 from data.prepare import prepare
 from data.prepared import Documents
@@ -32,9 +33,11 @@ from model.attention.layout import permutation
 from scripts import launch_local
 from tests import small_run
 from trainer.checkpoint import readers as checkpoint
+from trainer.checkpoint import saving
 from trainer.config.schema import DistributedConfig, MeshConfig
 from trainer.mesh import batch_sharding, local_order, make_mesh, part_of_slices, simulate
 from trainer.run import cluster
+from trainer.run.outcome import outcome_of
 
 # 2 processes with 2 devices each, and a program that compiles fast: twelve starts compile it.
 SMALLER = ("--mesh.tensor", "1", "--mesh.simulate", "4")
@@ -479,6 +482,30 @@ def test_an_error_in_another_process_is_raised_in_all(two_processes):
         other.result()
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.EIO, "Input/output error", "model/d/1"), 75),
+        (TransientError("gs://bucket/run: HTTP 503"), 75),
+        (PermissionError(errno.EACCES, "Permission denied", "model/d/1"), 2),
+        (UserError("model/d/1: is damaged"), 2),
+    ],
+    ids=["a mount", "a store", "no permission", "damage"],
+)
+def test_a_save_that_fails_in_another_process_ends_both_with_its_code(
+    two_processes, monkeypatch, tmp_path, error, code
+):
+    def seal(*_):
+        if jax.process_index() == 1:
+            raise error
+        return {}
+
+    monkeypatch.setattr(saving, "seal", seal)
+    for future in two_processes(lambda number: saving.seal_together(tmp_path, 0)):
+        outcome = outcome_of(future.exception())
+        assert outcome.code == code and str(error) in outcome.message, outcome
+
+
 def test_processes_that_agree_continue(two_processes):
     assert [
         future.result()
@@ -591,6 +618,27 @@ def test_the_launcher_waits_for_processes_that_save_on_sigterm(launched, tmp_pat
     launcher = launched("sigterm")
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(60) == 143 and len(list(tmp_path.glob("sigterm.saved.*"))) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_processes_save_and_end_when_their_launcher_is_killed(launched, tmp_path):
+    launcher = launched("sigterm")
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 20
+    wait_for(
+        lambda: len(list(tmp_path.glob("sigterm.saved.*"))) == 3 or time.monotonic() > deadline,
+        [],
+    )
+    assert time.monotonic() < deadline
+
+
+def test_the_launcher_forwards_slurms_usual_signal(launched):
+    launcher = launched("nothing")
+    launcher.send_signal(signal.SIGUSR1)
+    assert launcher.wait(60) == 128 + signal.SIGUSR1, (
+        "that of the stand-ins, which do not handle it"
+    )
 
 
 @pytest.mark.parametrize("nohup", [False, True])

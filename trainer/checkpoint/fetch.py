@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,15 @@ from data.folders import building
 from data.paths import cache_folder, on_this_machine
 from data.within import parse_json
 from trainer.checkpoint.commit import CHECKPOINTS, MANIFEST, Files, located, steps_in
-from trainer.checkpoint.manifest import ForeignError, fingerprint, read_manifest, verify
+from trainer.checkpoint.manifest import (
+    DamagedError,
+    ForeignError,
+    fingerprint,
+    none_good,
+    read_manifest,
+    use_previous,
+    verify,
+)
 from trainer.run.bucket import Bucket, in_bucket
 from trainer.run.mirror import Mirror
 
@@ -23,7 +32,7 @@ def local_copy(path: str | Path, items: Sequence[str] = MODEL) -> Path:
 
     Args:
       path: a local path, which is returned unchanged; or in a bucket a checkpoint, a run (for its
-        newest), or RUN/best.
+        newest good one), or RUN/best.
 
     Raises:
       ForeignError: no checkpoint is in that folder of the bucket.
@@ -31,7 +40,20 @@ def local_copy(path: str | Path, items: Sequence[str] = MODEL) -> Path:
     """
     if not in_bucket(path):
         return on_this_machine(path).expanduser()
-    folder = _checkpoint(str(path).rstrip("/"))
+    folders, problems = _checkpoints(str(path).rstrip("/")), list[ValueError]()
+    for folder in folders:
+        try:
+            copy = _copy(folder, items)
+        except (DamagedError, ForeignError) as problem:
+            problems.append(problem)
+        else:
+            use_previous(problems)
+            return copy
+    raise problems[0] if len(problems) == 1 else none_good(folders[0].parent, problems)
+
+
+def _copy(folder: Path, items: Sequence[str]) -> Path:
+    """Returns the local copy of a checkpoint in a bucket; errors as in `local_copy`."""
     content = read_manifest(folder)
     items = [item for item in items if item in content["items"]]
     copy = cache_folder("checkpoints") / "-".join([fingerprint(folder), *sorted(items)])
@@ -44,8 +66,11 @@ def local_copy(path: str | Path, items: Sequence[str] = MODEL) -> Path:
     with building(copy, lambda whole: (whole / MANIFEST).exists()) as scratch:
         target = Files(scratch)
         for name in [*names, MANIFEST]:
-            target.write(name, source.read(name))
-        verify(scratch, items)
+            try:
+                target.write(name, source.read(name))
+            except FileNotFoundError:
+                raise DamagedError(f"{folder}: {name} is missing") from None
+        verify(scratch, items, name=folder)
     return copy
 
 
@@ -64,30 +89,29 @@ def run_copy(path: str | Path) -> Path:
     Mirror(bucket, copy).pull()
     for step in steps_in(located(url) / CHECKPOINTS):
         manifest = f"{CHECKPOINTS}/{step}/{MANIFEST}"
-        Files(copy).write(manifest, bucket.read(manifest))
+        with contextlib.suppress(FileNotFoundError):  # training may have just removed it
+            Files(copy).write(manifest, bucket.read(manifest))
     return copy
 
 
-def _checkpoint(url: str) -> Path:
-    """Returns the checkpoint folder for an address in a bucket."""
+def _checkpoints(url: str) -> list[Path]:
+    """Returns the checkpoint folder for an address in a bucket; of a run all, the newest first."""
     bucket = Bucket(url)
     if bucket.version(MANIFEST).content is not None:
-        return located(url)
+        return [located(url)]
     run, best = (url.removesuffix("/best"), True) if url.endswith("/best") else (url, False)
-    run = run.removesuffix(f"/{CHECKPOINTS}")
-    steps = steps_in(located(run) / CHECKPOINTS)
+    folder = located(run.removesuffix(f"/{CHECKPOINTS}")) / CHECKPOINTS
+    steps = steps_in(folder)
     if not steps:
         raise ForeignError(
             f"{url}: no {MANIFEST} (a checkpoint) and no {CHECKPOINTS}/ with one (a run) is in "
             "this folder of the bucket; other models are read from disk or the hub"
         )
-    step = steps[-1]
     if best:
-        data = parse_json(Files(located(run) / CHECKPOINTS / str(step)).read("data/data.json"))
-        best_step = (data.get("best") or {}).get("step")
-        if best_step is None:
-            raise ForeignError(
-                f"{url}: this run has no best checkpoint; checkpoint.best names the metric for one"
-            )
-        step = best_step
-    return located(run) / CHECKPOINTS / str(step)
+        data = parse_json(Files(local_copy(run, ["data"])).read("data/data.json"))
+        steps = [step for step in [(data.get("best") or {}).get("step")] if step is not None]
+    if not steps:
+        raise ForeignError(
+            f"{url}: this run has no best checkpoint; checkpoint.best names the metric for one"
+        )
+    return [folder / str(step) for step in reversed(steps)]

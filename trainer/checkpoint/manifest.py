@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,26 @@ class DamagedError(ValueError):
 
 class ForeignError(ValueError):
     """A folder is not a checkpoint of this project."""
+
+
+def none_good(folder: Path, problems: Sequence[ValueError]) -> ValueError:
+    """Returns the error for a run's checkpoints that are all unusable.
+
+    Args:
+      problems: of each, the newest first.
+    """
+    if all(isinstance(problem, ForeignError) for problem in problems):
+        return problems[0]
+    return ValueError(
+        f"{folder}: every checkpoint is damaged (newest: {problems[0]}); "
+        "start over in another run directory, or restore them from a copy"
+    )
+
+
+def use_previous(problems: Sequence[ValueError]) -> None:
+    """Warns of damaged checkpoints that are newer than the one used."""
+    for problem in problems:
+        print(f"warning: {problem}; using the previous checkpoint", file=sys.stderr)
 
 
 def seal(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -107,6 +128,7 @@ def verify(
     items: Sequence[str] | None = None,
     share: tuple[int, int] = (0, 1),
     digests: bool = True,
+    name: Path | None = None,
 ) -> dict[str, Any]:
     """Compares every listed file with its size and checksum, and returns the manifest.
 
@@ -116,6 +138,7 @@ def verify(
       items: the items to compare; None compares all.
       share: this process's number, and how many processes share the work.
       digests: False compares only sizes (in a bucket only names), and reads no file.
+      name: the folder in messages, if `folder` is a copy of it.
 
     Raises:
       ForeignError: the folder is no checkpoint.
@@ -155,7 +178,7 @@ def verify(
     with ThreadPoolExecutor(_threads()) as pool:
         for message in pool.map(problem, records):
             if message:
-                raise DamagedError(f"{folder}: {message}")
+                raise DamagedError(f"{name or folder}: {message}")
     return content
 
 

@@ -58,9 +58,13 @@ def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
             f"{path}: a Hugging Face folder, not a checkpoint; python -m scripts.import_hf makes "
             "one of it"
         )
+    # Such as an output folder of transformers' Trainer, or of peft for adapters with names.
+    kinds = ("adapter_config.json", "config.json")
+    inside = sorted({file.parent.name for kind in kinds for file in path.glob(f"*/{kind}")})
     raise ForeignError(
-        f"{path}: no {MANIFEST} (a checkpoint), no {CHECKPOINTS}/ (a run) and no config.json (a "
-        "Hugging Face model) is in this folder"
+        f"{path}: no {MANIFEST} (a checkpoint), no {CHECKPOINTS}/ (a run), no config.json (a "
+        "Hugging Face model) and no adapter_config.json (an adapter) is in this folder"
+        + (f"; {path / inside[0]} has one and may work" if inside else "")
     )
 
 

@@ -38,7 +38,7 @@ from trainer.checkpoint.commit import (
 )
 from trainer.checkpoint.manifest import DamagedError, manifest, seal
 from trainer.run.bucket import in_bucket
-from trainer.run.cluster import WAIT_MILLISECONDS, barrier, client
+from trainer.run.cluster import WAIT_MILLISECONDS, barrier, client, decoded_error, encoded_error
 
 # Orbax's folder of one process's part, and of the joined item.
 _WRITER = re.compile(r"(?:^|/)(?:ocdbt\.|array_metadatas/)process_(\d+)(?:/|$)")
@@ -322,7 +322,8 @@ def seal_together(scratch: Path, number: int) -> dict[str, dict[str, Any]]:
       number: of the save, equal in all processes.
 
     Raises:
-      OSError: a process could not, or a file is missing.
+      OSError: this process could not, or a file is missing.
+      UserError, TransientError: in process 0, another process could not.
     """
     own = [name for name in Files(scratch).names() if _writer(name) == jax.process_index()]
     if jax.process_count() == 1:
@@ -332,9 +333,8 @@ def seal_together(scratch: Path, number: int) -> dict[str, dict[str, Any]]:
         try:
             message = json.dumps({"records": seal(scratch, own)})
         except Exception as error:
-            client().key_value_set(
-                f"{key}/{jax.process_index()}", json.dumps({"error": str(error)})
-            )
+            failure = encoded_error(error, f"process {jax.process_index()}: ")
+            client().key_value_set(f"{key}/{jax.process_index()}", failure)
             raise
         client().key_value_set(f"{key}/{jax.process_index()}", message)
         return {}
@@ -342,8 +342,8 @@ def seal_together(scratch: Path, number: int) -> dict[str, dict[str, Any]]:
     for process in range(1, jax.process_count()):
         answer = json.loads(client().blocking_key_value_get(f"{key}/{process}", WAIT_MILLISECONDS))
         client().key_value_delete(f"{key}/{process}")
-        if "error" in answer:
-            raise OSError(f"process {process}: {answer['error']}")
+        if "code" in answer:
+            raise decoded_error(answer)
         records |= answer["records"]
     if missing := sorted(set(Files(scratch).names()) - set(records)):
         raise OSError(

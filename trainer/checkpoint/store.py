@@ -41,7 +41,14 @@ from trainer.checkpoint.commit import (
     steps_in,
 )
 from trainer.checkpoint.items import Restored, restore_folder
-from trainer.checkpoint.manifest import DamagedError, ForeignError, read_manifest, verify
+from trainer.checkpoint.manifest import (
+    DamagedError,
+    ForeignError,
+    none_good,
+    read_manifest,
+    use_previous,
+    verify,
+)
 from trainer.checkpoint.saving import Contents, Saving
 from trainer.run.cluster import end_now, exchange, first_then_others
 
@@ -161,18 +168,13 @@ class CheckpointStore:
             if problem is None:
                 if later:
                     self._digest(folder)
-                for found in problems if jax.process_index() == 0 else ():
-                    print(f"warning: {found}; using the previous checkpoint", file=sys.stderr)
+                if jax.process_index() == 0:
+                    use_previous(problems)
                 return step
             self._damaged.add(step)
             problems.append(problem)
-        if problems and all(isinstance(problem, ForeignError) for problem in problems):
-            raise problems[0]
         if problems:
-            raise ValueError(
-                f"{self.folder}: every checkpoint is damaged (newest: {problems[0]}); "
-                "start over in another run directory, or restore them from a copy"
-            )
+            raise none_good(self.folder, problems)
         return None
 
     def _digest(self, folder: Path) -> None:

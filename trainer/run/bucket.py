@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from data.errors import TransientError, UserError, first_line, is_transient
 from trainer.config.schema import BUCKETS, GCS
 
 _SECONDS = 600.0  # in which a request must be answered, including retries
+_LISTINGS = 5
 
 
 class Version(NamedTuple):
@@ -126,10 +126,30 @@ class Bucket:
             raise FileNotFoundError(2, "No such file", f"{self.url}/{name}")
         return content
 
-    def read_all(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Returns the contents of several files by name, read concurrently."""
-        reads = {name: self._store.read(name) for name in names}
-        return {name: self._result(future).value for name, future in reads.items()}
+    def read_all(self, prefix: str = "", apart: tuple[str, ...] = ()) -> dict[str, bytes]:
+        """Returns the contents of all files by name, read concurrently.
+
+        If one is deleted between listing and reading, as when a log's parts are merged, they are
+        listed again.
+
+        Args:
+          prefix: of the names; apart: prefixes of files to leave out.
+        """
+        name = ""
+        for _ in range(_LISTINGS):
+            names = [name for name in self.names(prefix) if not name.startswith(apart)]
+            reads = [(name, self._store.read(name)) for name in names]
+            contents = {}
+            for name, future in reads:
+                read = self._result(future)
+                if read.state != "value":
+                    break
+                contents[name] = read.value
+            else:
+                return contents
+        raise TransientError(
+            f"{self.url}/{name}: is listed, but not there; the same command may work a moment later"
+        )
 
     def write(
         self, name: str, content: bytes | None, mark: bytes | None = None, seconds: float = _SECONDS

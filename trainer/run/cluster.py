@@ -306,22 +306,22 @@ def first_then_others(work: Callable[[str | None], T], encode: Callable[[T], str
         try:
             result = work(None)
         except BaseException as error:
-            client().key_value_set(key, _encoded(error))
+            client().key_value_set(key, encoded_error(error))
             raise
         client().key_value_set(key, json.dumps({"result": encode(result)}))
     else:
         message = json.loads(client().blocking_key_value_get(key, WAIT_MILLISECONDS))
         if "code" in message:
-            raise _decoded(message)
+            raise decoded_error(message)
         try:
             result = work(message["result"])
         except Exception as error:
-            client().key_value_set(f"{key} failed/{jax.process_index()}", _encoded(error))
+            client().key_value_set(f"{key} failed/{jax.process_index()}", encoded_error(error))
             barrier(key)
             raise
     barrier(key)
     for _, failure in client().key_value_dir_get(f"{key} failed"):
-        raise _decoded(json.loads(failure))
+        raise decoded_error(json.loads(failure))
     return result
 
 
@@ -360,7 +360,7 @@ def require_same(values: Mapping[str, Any], error: type[UserError] = UserError) 
     first_then_others(compare, lambda _: json.dumps(values))
 
 
-def _encoded(error: BaseException, prefix: str = "") -> str:
+def encoded_error(error: BaseException, prefix: str = "") -> str:
     """An error of this process for the others: its exit code and message."""
     message = f"{prefix}{str(error) or type(error).__name__}"
     return json.dumps(
@@ -368,7 +368,7 @@ def _encoded(error: BaseException, prefix: str = "") -> str:
     )
 
 
-def _decoded(failure: Mapping[str, Any]) -> UserError:
+def decoded_error(failure: Mapping[str, Any]) -> UserError:
     """The error that ends this process on another one's message."""
     return error_with(failure["code"], printable(failure["message"]))
 
@@ -430,7 +430,7 @@ def leave_others(error: BaseException, code: int) -> None:
     JAX would wait for them in vain and then abort. A process that has joined no others is
     unaffected.
     """
-    if _report_failure(_encoded(error, f"process {process()} of {processes()} failed: ")):
+    if _report_failure(encoded_error(error, f"process {process()} of {processes()} failed: ")):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

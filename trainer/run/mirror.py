@@ -52,14 +52,14 @@ class Mirror:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self._logs, self._copied = {}, {}
-        names = [name for name in self.bucket.names(only) if not name.startswith(_APART)]
-        logs, others = logs_and_others(self.bucket.read_all(names))
+        files = self.bucket.read_all(only, _APART)
+        logs, others = logs_and_others(files)
         for name, content in others.items():
             _write(self.folder / name, content)
             self._copied[name] = _state(self.folder / name)
         for name, (series, content) in logs.items():
             _write(self.folder / name, content)
-            parts = tuple(part for part in names if part.startswith(f"{name}/"))
+            parts = tuple(part for part in files if part.startswith(f"{name}/"))
             self._logs[name] = _Log(series, len(content), _digest(content), parts)
 
     def push(self) -> None:

@@ -1,8 +1,9 @@
-"""SIGTERM, SIGHUP and Ctrl-C as requests to finish the running step, save it and end.
+"""SIGTERM, SIGUSR1, SIGHUP and Ctrl-C as requests to finish the running step, save it and end.
 
-Spot machines, Slurm and Kubernetes send SIGTERM before they kill a process. A second Ctrl-C ends
-the process at once. With several processes, JAX's preemption service passes a notice on, and all
-agree on a step that none has finished yet, and save it. A single process saves the running step.
+Spot machines, Slurm and Kubernetes send SIGTERM before they kill a process; many Slurm scripts ask
+for SIGUSR1. A second Ctrl-C ends the process at once. With several processes, JAX's preemption
+service passes a notice on, and all agree on a step that none has finished yet, or on a part of an
+evaluation; there they save and end. A single process saves the running step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from signal import SIGHUP, SIGINT, SIGTERM
+from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
 # A folder in the cluster's key-value store, with the name of the signal behind a SIGTERM.
 _MEANT = "longstripe/signal"
@@ -27,6 +28,7 @@ _REASONS = {
     SIGINT: "stopped (Ctrl-C)",
     SIGTERM: "preempted (SIGTERM)",
     SIGHUP: "preempted (SIGHUP)",
+    SIGUSR1: "preempted (SIGUSR1)",
 }
 # Numbers the queries to JAX's preemption service, equally in every process. The service counts from
 # 0, picks the number after the highest one used, and then waits for exactly that number. Step
@@ -44,15 +46,49 @@ class Preempted(Exception):
         )
         # The shell's code for a process ended by the signal: launchers restart after SIGTERM,
         # whether the process could save or not.
-        # A closed terminal counts as SIGTERM.
+        # A closed terminal and SIGUSR1 count as SIGTERM.
         self.exit_code = 128 + (SIGINT if notice == SIGINT else SIGTERM)
+
+
+class Interrupted(Exception):
+    """A notice arrived during an evaluation, which the next start repeats."""
+
+    def __init__(self, notice: signal.Signals) -> None:
+        super().__init__(_REASONS[notice])
+        self.notice = notice
+
+
+_get_notice: Callable[[], signal.Signals | None] = lambda: None  # noqa: E731
+
+
+@contextlib.contextmanager
+def interruptible(get_notice: Callable[[], signal.Signals | None]) -> Iterator[None]:
+    """Lets `end_if_noticed` ask for a notice within the context."""
+    global _get_notice
+    earlier, _get_notice = _get_notice, get_notice
+    try:
+        yield
+    finally:
+        _get_notice = earlier
+
+
+def end_if_noticed() -> None:
+    """Ends a running evaluation on a notice.
+
+    Evaluations call this between their parts, such as batches; every process equally often.
+
+    Raises:
+      Interrupted: there is a notice, and the evaluation can be repeated.
+    """
+    if notice := _get_notice():
+        raise Interrupted(notice)
 
 
 @contextlib.contextmanager
 def notices(
     no_time_to_finish: Callable[[], str | None] = lambda: None,
 ) -> Iterator[Callable[[], signal.Signals | None]]:
-    """Catches SIGTERM, SIGHUP and Ctrl-C within the context.
+    """Catches SIGTERM, SIGUSR1, SIGHUP and Ctrl-C within the context.
 
     Before the context a signal ends a single process at once, since there is nothing to save.
 
@@ -61,8 +97,8 @@ def notices(
         all processes end at once, or None to finish the running step.
 
     Yields:
-      A function for every process to call after each step. It returns the signal if this step must
-      be saved as the last one, else None.
+      A function for every process to call after each step, and within evaluations. It returns the
+      signal if this step must be saved as the last one, else None.
     """
     import jax
     from jax.experimental import multihost_utils
@@ -71,12 +107,15 @@ def notices(
 
     several_processes = jax.distributed.is_initialized()
     received: list[signal.Signals] = []
+    arrived: list[signal.Signals] = []  # in their order, unlike the calls of Python's handlers
     presses: list[int] = []
 
     def on_arrival(number: int) -> None:
+        if number in caught:
+            arrived.append(signal.Signals(number))
         if number == SIGTERM and (line := no_time_to_finish()):
             _end_at_once(line)
-        if number not in (SIGINT, SIGHUP):
+        if number not in (SIGINT, SIGHUP, SIGUSR1):
             return
         if number == SIGINT:
             presses.append(number)
@@ -87,7 +126,7 @@ def notices(
                     "Ctrl-C: finishing and saving the running step; Ctrl-C again ends at once",
                     file=sys.stderr,
                 )
-        if several_processes:
+        if several_processes and not _has_jax_notice():  # otherwise a SIGTERM came first
             client().key_value_set(
                 f"{_MEANT}/told", signal.Signals(number).name, allow_overwrite=True
             )
@@ -95,7 +134,7 @@ def notices(
 
     def notice() -> signal.Signals | None:
         if not several_processes:
-            return received[0] if received else None
+            return (arrived or received)[0] if received else None
         if not multihost_utils.reached_preemption_sync_point(next(_questions)):
             return None
         return next(
@@ -109,7 +148,7 @@ def notices(
         distributed.global_state.initialize_preemption_sync_manager()
     caught = [
         number
-        for number in ((SIGINT, SIGHUP) if several_processes else (SIGINT, SIGTERM, SIGHUP))
+        for number in (SIGINT, SIGHUP, SIGUSR1, SIGTERM)[: 3 if several_processes else 4]
         if signal.getsignal(number) != signal.SIG_IGN
     ]
     earlier = {
@@ -122,6 +161,17 @@ def notices(
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
+
+
+def _has_jax_notice() -> bool:
+    """Returns whether JAX's preemption service has seen a SIGTERM to any process."""
+    from trainer.run.cluster import client
+
+    # Raises while there is no notice, and when the service is gone, which the loop notices itself.
+    with contextlib.suppress(Exception):
+        client().key_value_try_get(_JAX_NOTICE)
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -162,12 +212,10 @@ def _when_a_process_is_preempted(no_time_to_finish: Callable[[], str | None]) ->
 
     def watch() -> None:
         while not closed.wait(_LOOK_SECONDS):
-            # Raises while there is no notice, and when the service is gone, which the loop notices
-            # itself.
-            with contextlib.suppress(Exception):
-                client().key_value_try_get(_JAX_NOTICE)
-                if not client().key_value_dir_get(_MEANT) and (line := no_time_to_finish()):
-                    _end_at_once(line)
+            if _has_jax_notice():
+                with contextlib.suppress(Exception):  # the service is gone
+                    if not client().key_value_dir_get(_MEANT) and (line := no_time_to_finish()):
+                        _end_at_once(line)
                 return
 
     thread = threading.Thread(target=watch, name="preemption", daemon=True)

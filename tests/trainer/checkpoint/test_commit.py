@@ -2,6 +2,8 @@
 the remains of a kill are removed."""
 
 import json
+import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,10 @@ import numpy as np
 import pytest
 
 from data.errors import UserError
+from data.paths import cache_folder
 from trainer.checkpoint import commit
 from trainer.checkpoint.fetch import local_copy
-from trainer.checkpoint.manifest import ForeignError
+from trainer.checkpoint.manifest import DamagedError, ForeignError
 from trainer.checkpoint.readers import restore_model, stored_parameters
 from trainer.checkpoint.store import CheckpointStore
 
@@ -84,9 +87,7 @@ def test_a_process_that_lost_the_lock_saves_nothing(store):
 def test_a_changed_object_is_found_and_the_previous_checkpoint_used(server, store, capsys):
     save(store, 1)
     save(store, 2)
-    key = next(key for key in server.store.objects if "/2/model/ocdbt.process_0/d/" in key[1])
-    content, generation = server.store.objects[key]
-    server.store.objects[key] = content[:-1] + bytes([content[-1] ^ 1]), generation
+    damage(server, 2)
     assert store.latest_good() == 1
     assert "/2: model/ocdbt.process_0/d/" in capsys.readouterr().err
 
@@ -101,6 +102,42 @@ def test_commands_read_a_copy_without_moments(server, store, capsys):
     assert copy.is_dir() and not (copy / "optimizer").exists()
     assert capsys.readouterr().err.count(f"downloading {store.url}/checkpoints/2") == 1
     assert json.loads((copy / "assets/config.json").read_text()) == {}
+
+
+def damage(server, step):
+    """Flips a bit of a file of the checkpoint's arrays."""
+    keys = [key for key in server.store.objects if f"/{step}/model/ocdbt.process_0/d/" in key[1]]
+    content, generation = server.store.objects[keys[0]]
+    server.store.objects[keys[0]] = content[:-1] + bytes([content[-1] ^ 1]), generation
+
+
+def test_commands_use_the_previous_checkpoint_if_the_newest_is_damaged(server, store, capsys):
+    for step in (1, 2):
+        save(store, step)
+    damage(server, 2)
+    assert (restore_model(store.url)["w"] == 1).all()
+    warning = rf"warning: {store.url}/checkpoints/2: model/\S+ is damaged \(its checksum differs\)"
+    assert re.search(rf"{warning}; using the previous checkpoint\n", capsys.readouterr().err)
+    with pytest.raises(DamagedError, match=rf"^{store.url}/checkpoints/2: model/.* is damaged"):
+        local_copy(f"{store.url}/checkpoints/2")
+    shutil.rmtree(cache_folder("checkpoints"))
+    del server.store.objects["bucket", "runs/mine/checkpoints/1/assets/config.json"]
+    with pytest.raises(
+        ValueError, match=rf"^{store.url}/checkpoints: every .* \(newest: .*/2: mod"
+    ):
+        local_copy(store.url)
+    with pytest.raises(DamagedError, match=r"/checkpoints/1: assets/config\.json is missing"):
+        local_copy(f"{store.url}/checkpoints/1")
+
+
+def test_the_best_checkpoint_is_known_without_the_newest(server, store):
+    for step in (1, 2):
+        model = {"w": jnp.full((8, 4), step, jnp.float32)}
+        data = {"step": step, "best": {"step": 1}}
+        store.save(step, model=model, data=data, assets=store.assets)
+        store.wait()
+    server.store.objects["bucket", "runs/mine/checkpoints/2/data/data.json"] = b"{", 1
+    assert (restore_model(f"{store.url}/best")["w"] == 1).all()
 
 
 @pytest.mark.parametrize(

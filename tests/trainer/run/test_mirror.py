@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from data.errors import TransientError
 from trainer.run import mirror as mirrors
 from trainer.run.bucket import Bucket
 from trainer.run.directory import RunDirectory
@@ -55,6 +56,31 @@ def test_logs_are_appended_and_other_files_replaced(gcs, mirror, tmp_path):
     assert (folder / "metrics.jsonl").read_text() == line(1) + line(2) + line(3)
     assert (folder / "config.yaml").read_text() == "another"
     assert (folder / "tensorboard/events").read_bytes() == b"\0\1"
+
+
+def test_a_log_merged_between_listing_and_reading_is_whole(store_and_url, monkeypatch, tmp_path):
+    server, url = store_and_url
+    parts = {f"000000-{2 * len(line(1)) * n:015}": line(2 * n) + line(2 * n + 1) for n in (0, 1)}
+    objects = server.store.objects
+    for name, content in parts.items():
+        objects["bucket", f"run/metrics.jsonl/{name}"] = content.encode(), 1
+    names, listed = Bucket.names, []
+
+    def merge_after_listing(bucket, prefix=""):
+        listed.append(names(bucket, prefix))
+        if len(listed) == 1:
+            for name in parts:
+                del objects["bucket", f"run/metrics.jsonl/{name}"]
+            whole = "".join(parts.values()).encode()
+            objects["bucket", f"run/metrics.jsonl/000001-{0:015}"] = whole, 2
+        return listed[-1]
+
+    monkeypatch.setattr(Bucket, "names", merge_after_listing)
+    Mirror(Bucket(f"{url}/run"), tmp_path / "here").pull()
+    assert (tmp_path / "here/metrics.jsonl").read_text() == "".join(parts.values())
+    monkeypatch.setattr(Bucket, "names", lambda bucket, prefix="": ["gone"])
+    with pytest.raises(TransientError, match=rf"^{url}/run/gone: is listed, but not there; "):
+        Bucket(f"{url}/run").read_all()
 
 
 @pytest.mark.parametrize("pushed", [True, False])

@@ -18,7 +18,7 @@ from data.errors import TransientError, UserError, is_transient
 from data.folders import building, exclusive
 from trainer.checkpoint.manifest import DamagedError
 from trainer.run import outcome
-from trainer.run.cluster import _decoded, _encoded
+from trainer.run.cluster import decoded_error, encoded_error
 from trainer.run.outcome import TRY_AGAIN, UNEXPECTED, WRONG_INPUT, outcome_of
 
 
@@ -275,11 +275,11 @@ def test_a_users_own_words_do_not_make_an_error_transient(words):
 def test_an_error_in_another_process_keeps_its_code_or_is_transient(error, kind):
     import json
 
-    assert type(_decoded(json.loads(_encoded(error)))) is kind
+    assert type(decoded_error(json.loads(encoded_error(error)))) is kind
 
 
 def test_another_processs_message_is_made_printable():
-    assert str(_decoded({"code": 2, "message": "\x1b[2Jx"})) == "\ufffd[2Jx"
+    assert str(decoded_error({"code": 2, "message": "\x1b[2Jx"})) == "\ufffd[2Jx"
 
 
 def test_a_folder_locked_by_another_process_is_a_transient_error(tmp_path):

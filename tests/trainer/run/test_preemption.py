@@ -1,10 +1,16 @@
 """Tests of trainer/run/preemption.py that need a process of their own."""
 
+import hashlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+
+import pytest
+
+from trainer.run.preemption import Preempted, notices
 
 PROGRAM = """
 import hashlib, os, threading
@@ -58,6 +64,24 @@ with notices(lambda: f"no time, says {number}"):
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 """
+
+
+@pytest.mark.parametrize(
+    ("sent", "how", "code"),
+    [
+        ((signal.SIGUSR1,), "preempted (SIGUSR1)", 143),
+        ((signal.SIGTERM, signal.SIGINT), "preempted (SIGTERM)", 143),
+        ((signal.SIGINT, signal.SIGTERM), "stopped (Ctrl-C)", 130),
+    ],
+)
+def test_the_first_signal_says_how_the_run_ends(tmp_path, sent, how, code):
+    """Python calls the handlers of signals that wait for it in the order of their numbers."""
+    with notices() as get_notice:
+        for number in sent:
+            threading.Timer(0.1 + 0.2 * sent.index(number), os.kill, (os.getpid(), number)).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # over half a second, as above
+        ended = Preempted(get_notice(), tmp_path)
+    assert str(ended).startswith(how) and ended.exit_code == code
 
 
 def test_a_step_is_not_finished_without_time_for_it(repository):
