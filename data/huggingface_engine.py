@@ -17,7 +17,7 @@ from data.added_tokens import (
     tokens_without_ids,
 )
 from data.errors import UserError, first_line
-from data.tokenizer_engine import ControlToken, Engine, Spans, check_no_forbidden
+from data.spans import ControlToken, Spans, check_no_forbidden
 
 # Unicode noncharacters, which occur in no real text: data.tokenizer replaces them in its input.
 # Before a text that continues a conversation, GUARD keeps the library from treating it as a
@@ -60,10 +60,19 @@ class Offsets(Sequence[tuple[int, int]]):
             yield start - self._shift, end - self._shift
 
 
-class HuggingFace(Engine):
+class HuggingFace:
     """The tokenizers library with a tokenizer.json."""
 
+    controls: dict[str, ControlToken]
+    """The control tokens by their text."""
+    vocab_size: int
+    """1 + the highest id."""
+    named_beside: dict[str, tuple]
+    """Tokens by their text that the model file lacks and the files beside it name without an id, or
+    with other properties: what encoding depends on, their id first."""
+
     def __init__(self, files: dict[str, bytes]):
+        """Makes an engine from the contents of a tokenizer's files, by name."""
         from tokenizers import Tokenizer as Library
 
         self._spec = json.loads(files["tokenizer.json"])
@@ -78,12 +87,13 @@ class HuggingFace(Engine):
             json.dumps({**self._spec, "truncation": None, "padding": None})
         )
         self._add_tokens_beside(files)
-        self.special_tokens = {}
+        special = {token.content for token in tokens_with_ids(files).values() if token.special}
         self.controls = {
             token["content"]: ControlToken(
                 token["content"],
                 token["id"],
                 (bool(token.get("lstrip")), bool(token.get("rstrip"))),
+                bool(token.get("special")) or token["content"] in special,
             )
             for token in self._spec.get("added_tokens", [])
             if not _is_text(token)
@@ -112,10 +122,20 @@ class HuggingFace(Engine):
             if token["content"] in texts
         }
 
+    @property
+    def added_tokens(self) -> dict[str, dict[str, Any]]:
+        """The added tokens as in tokenizer_config.json: their properties by id."""
+        return {
+            str(token["id"]): {name: value for name, value in token.items() if name != "id"}
+            for token in self._spec.get("added_tokens", [])
+        }
+
     def token_to_id(self, text: str) -> int | None:
+        """Returns the id of the token with exactly this text, or None."""
         return self._full.token_to_id(text)
 
     def with_control_tokens(self, tokens: list[str]) -> dict[str, bytes]:
+        """Returns the model file, by name, with control tokens appended to the vocabulary."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Library
 
@@ -126,6 +146,7 @@ class HuggingFace(Engine):
         return {"tokenizer.json": library.to_str(pretty=True).encode()}
 
     def forbid(self, control_ids: set[int]) -> None:
+        """Prepares `encode`, which never returns one of these ids."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Library
 
@@ -153,6 +174,7 @@ class HuggingFace(Engine):
         self._forbidden = control_ids - {unknown_id}
 
     def encode(self, text: str, beginning: bool) -> Spans:
+        """Returns the tokens of `text`; `beginning` says whether it begins a document."""
         if beginning:
             encoding = _encoded(self._encoder, text, add_special_tokens=False)
             ids, offsets = encoding.ids, Offsets(encoding, 0, 0)
@@ -164,11 +186,13 @@ class HuggingFace(Engine):
         check_no_forbidden(ids, self._forbidden)
         return Spans(ids, offsets)
 
-    def begins_with(self, bos_id: int, flag: bool | None) -> bool:
-        del flag  # transformers writes it next to a tokenizer.json, but does not read it there
+    def begins_with(self, bos_id: int) -> bool:
+        """Returns whether transformers' tokenizer of these files begins a text with this BOS."""
+        # `add_bos_token` is not read beside a tokenizer.json, though transformers writes it.
         return _encoded(self._full, "a").ids[:1] == [bos_id]
 
     def decode(self, ids: list[int]) -> str:
+        """Returns the text of ids that contain no special token."""
         return self._full.decode(ids, skip_special_tokens=False)
 
 

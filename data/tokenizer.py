@@ -2,10 +2,10 @@
 
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -16,11 +16,10 @@ import numpy as np
 from jaxtyping import Int
 
 from data.added_tokens import CONFIG, LISTED, OLDER_CONFIG, parse_object
+from data.converted_tokenizer import BPE_FILES, WOULD_WORK, from_bpe_files, from_sentencepiece
 from data.errors import UserError, first_line
-from data.folders import scratch_folder
 from data.huggingface_engine import HuggingFace
-from data.sentencepiece_engine import Sentencepiece
-from data.tokenizer_engine import ControlToken, Engine, Spans
+from data.spans import ControlToken, Spans
 from data.within import check_within, check_writable, file_within, is_text
 
 NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # beside the default one, chat_template.jinja
@@ -36,18 +35,6 @@ FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     TOOL_TEMPLATE,
-)
-BPE_FILES = ("vocab.json", "merges.txt")  # a tokenizer.json is made of these if it is missing
-# Files that say how; the first two name the tokenizer's class.
-_DESCRIBES_BPE_FILES = (
-    "tokenizer_config.json",
-    "config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
-WOULD_WORK = (
-    "a folder with tokenizer.json, tokenizer.model, or vocab.json and merges.txt, or a "
-    "sentencepiece .model file, would work"
 )
 # The default date that chat templates write: fixed, so that the same data gives the same ids.
 TEMPLATE_DATE = datetime(2025, 1, 1)
@@ -96,7 +83,11 @@ class Tokenizer:
     """Further variables of chat templates, such as {"enable_thinking": False}."""
 
     def __init__(
-        self, files: dict[str, bytes], engine: Engine, path: str, text_tokens: tuple[str, ...] = ()
+        self,
+        files: dict[str, bytes],
+        engine: HuggingFace,
+        path: str,
+        text_tokens: tuple[str, ...] = (),
     ):
         """Makes a tokenizer from the contents of its `files`; `path` names it in messages."""
         self._files = files
@@ -107,13 +98,8 @@ class Tokenizer:
         named = [parse_object(files, OLDER_CONFIG), config]
         if LISTED not in config:  # then transformers prefers the older file
             named.reverse()
-        self._set_special_tokens(
-            {**engine.special_tokens, **_named(named[0]), **_named(named[1])}, path
-        )
-        flag = config.get("add_bos_token")
-        self.adds_bos = self.bos_id is not None and engine.begins_with(
-            self.bos_id, flag if isinstance(flag, bool) else None
-        )
+        self._set_special_tokens({**_named(named[0]), **_named(named[1])}, path)
+        self.adds_bos = self.bos_id is not None and engine.begins_with(self.bos_id)
         self.chat_template = _chat_template(files, config, path)
         check_writable(config, f"{path}: {CONFIG}")
         self.text_tokens = text_tokens
@@ -171,14 +157,17 @@ class Tokenizer:
             for name, text in texts.items()
             if name.endswith("_token") and isinstance(text, str) and is_text(text)
         }
+        for text in self.controls.keys() & self.special_tokens.values():
+            self.controls[text] = dataclasses.replace(self.controls[text], special=True)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
         """Reads a tokenizer from a folder or a file.
 
         Args:
-          path: a folder with a tokenizer.json, or otherwise one sentencepiece .model file; or a
-            single file of either kind.
+          path: a folder with a tokenizer.json, or otherwise one sentencepiece .model file, or
+            vocab.json and merges.txt, which transformers converts; or a single file of the first
+            two kinds.
 
         Raises:
           UserError: there is no tokenizer at `path`, or it cannot be read.
@@ -190,11 +179,10 @@ class Tokenizer:
                 for name in dict.fromkeys((*FILES, *template_files(path)))
                 if (file := file_within(path, name))
             }
-            if {"tokenizer.json", "tokenizer.model"}.isdisjoint(files) and all(
-                file_within(path, name) for name in BPE_FILES
-            ):
-                files["tokenizer.json"] = _from_bpe_files(path)
-            elif {"tokenizer.json", "tokenizer.model"}.isdisjoint(files):
+            has_model = not {"tokenizer.json", "tokenizer.model"}.isdisjoint(files)
+            if not has_model and all(file_within(path, name) for name in BPE_FILES):
+                files |= from_bpe_files(path)
+            elif not has_model:
                 models = sorted(path.glob("*.model"))
                 if len(models) != 1:
                     names = (
@@ -211,11 +199,13 @@ class Tokenizer:
             }
         else:
             raise UserError(f"{path}: no such file or folder; {WOULD_WORK}")
+        if "tokenizer.json" not in files:
+            files |= from_sentencepiece(path, files)
         try:
-            engine = HuggingFace(files) if "tokenizer.json" in files else Sentencepiece(files)
+            engine = HuggingFace(files)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-        except Exception as error:  # both libraries raise bare Exception or RuntimeError
+        except Exception as error:  # the library raises bare Exceptions
             raise UserError(
                 f"{path}: cannot be read as a tokenizer ({first_line(error)}); {WOULD_WORK}"
             ) from None
@@ -229,7 +219,7 @@ class Tokenizer:
         files = {**self._files, **self._engine.with_control_tokens(missing)}
         tokenizer = Tokenizer(
             files,
-            type(self._engine)(files),
+            HuggingFace(files),
             "the tokenizer with added control tokens",
             self.text_tokens,
         )
@@ -247,7 +237,7 @@ class Tokenizer:
         tokens = tuple(sorted(set(tokens)))
         if not tokens:
             return self
-        tokenizer = Tokenizer(self._files, type(self._engine)(self._files), "the tokenizer", tokens)
+        tokenizer = Tokenizer(self._files, HuggingFace(self._files), "the tokenizer", tokens)
         return tokenizer.with_template_date(self.template_date).with_template_kwargs(
             self.template_kwargs
         )
@@ -284,12 +274,14 @@ class Tokenizer:
             return self._encode_short(text, beginning)
         return self._engine.encode(_NOT_IN_TEXT.sub("\ufffd", text), beginning)
 
-    def decode(self, ids: Sequence[int] | Int[np.ndarray, " n"], skip_control: bool = True) -> str:
-        """Returns the text of ids, without control tokens or with their texts."""
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, " n"], skip_special: bool = True) -> str:
+        """Returns the text of ids: without special tokens, but with others such as <think>, as in
+        transformers; or with the texts of all control tokens."""
         ids = [int(token) for token in ids]
+        if skip_special:
+            special = {control.id for control in self.controls.values() if control.special}
+            return self._engine.decode([token for token in ids if token not in special])
         texts = {control.id: control.text for control in self.controls.values()}
-        if skip_control:
-            return self._engine.decode([token for token in ids if token not in texts])
         text = ""
         run: list[int] = []  # ids since the last control token
         for token in ids:
@@ -331,11 +323,8 @@ class Tokenizer:
     def save(self, directory: str | Path, chat_template: str | None = None) -> None:
         """Writes a folder that `Tokenizer.load` and `transformers.AutoTokenizer` load.
 
-        The original files are copied byte for byte. A sentencepiece model is written as
-        tokenizer.model, with a tokenizer_config.json that names LlamaTokenizer; transformers 5
-        converts it to its own fast tokenizer, which differs: it applies no sentencepiece
-        normalization (such as nfkc), merges runs of spaces differently, and turns typed control
-        tokens into control ids.
+        The original files are copied byte for byte, with the tokenizer.json that transformers made
+        if they had none, and a tokenizer_config.json that belongs to it, also to added tokens.
 
         Args:
           directory: the folder.
@@ -344,9 +333,7 @@ class Tokenizer:
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        files = dict(self._files)
-        if "tokenizer.model" in files and "tokenizer.json" not in files:
-            files["tokenizer_config.json"] = self._sentencepiece_config()
+        files = {**self._files, **self._listing()}
         if chat_template is not None:
             config = json.loads(files.get("tokenizer_config.json", b"{}"))
             # A folder must not contain two default templates, nor another one for tools.
@@ -366,55 +353,15 @@ class Tokenizer:
             (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_bytes(content)
 
-    def _sentencepiece_config(self) -> bytes:
-        """Returns a tokenizer_config.json with which transformers loads a tokenizer.model."""
-        config = json.loads(self._files.get("tokenizer_config.json", b"{}"))
-        config.setdefault("tokenizer_class", "LlamaTokenizer")
-        # The default of `legacy` differs between versions of transformers; BOS and EOS are left to
-        # the template.
-        options = {"legacy": True, "add_bos_token": False, "add_eos_token": False}
-        special_tokens = {
-            "bos_token": self.bos_token,
-            "eos_token": self.eos_token,
-            "pad_token": self.pad_token,
-        }
-        for key, value in {**options, **special_tokens, **self._engine.special_tokens}.items():
-            config.setdefault(key, value)
-        return _dump_json(config)
-
-
-def _from_bpe_files(folder: Path) -> bytes:
-    """Returns the tokenizer.json that transformers makes of a folder's vocab.json and merges.txt.
-
-    Raises:
-      UserError: the files cannot be read.
-    """
-    from transformers import AutoTokenizer, GPT2Tokenizer
-
-    with scratch_folder() as scratch:
-        # Only copies of these files are given to transformers, which would otherwise follow links
-        # out of the folder and offer to run its code.
-        for name in (*BPE_FILES, *_DESCRIBES_BPE_FILES):
-            if file := file_within(folder, name):
-                shutil.copyfile(file, scratch / name)
-        describes = any((scratch / name).is_file() for name in _DESCRIBES_BPE_FILES[:2])
-        kind = AutoTokenizer if describes else GPT2Tokenizer  # the first model with these two files
-        try:
-            return (
-                kind.from_pretrained(str(scratch), local_files_only=True, trust_remote_code=False)
-                .backend_tokenizer.to_str()
-                .encode()
-            )
-        except Exception as error:  # transformers and tokenizers raise any kind of error
-            reason = first_line(error).replace(str(scratch), str(folder))
-            if "trust_remote_code" in str(error):
-                reason = (
-                    "auto_map in tokenizer_config.json names code of the folder, which is never run"
-                )
-            raise UserError(
-                f"{folder}: vocab.json and merges.txt cannot be read as a tokenizer ({reason}); "
-                f"{WOULD_WORK}"
-            ) from None
+    def _listing(self) -> dict[str, bytes]:
+        """Returns the tokenizer_config.json that lists all added tokens, if it lists some but not
+        all: transformers' LlamaTokenizer then reads no others from tokenizer.json."""
+        config = parse_object(self._files, CONFIG)
+        listed = config.get(LISTED)
+        if not isinstance(listed, dict) or self._engine.added_tokens.keys() <= listed.keys():
+            return {}
+        config[LISTED] = {**self._engine.added_tokens, **listed}
+        return {CONFIG: _dump_json(config)}
 
 
 def _named(config: dict) -> dict:

@@ -54,7 +54,8 @@ class AdapterConfig:
     quantized while being read."""
     dropout: float | None = None
     """Probability that an adapter, in training, reads 0 for an input element; the others are
-    divided by 1 - dropout. null: the dropout of the adapter at `path`, or else 0."""
+    divided by 1 - dropout. null: the dropout of the adapter at `path`; 0 without one and in
+    preference tuning."""
     path: str | None = None
     """Adapter to continue from: a PEFT folder, org/name on the hub, or a run or checkpoint with
     adapters; its rank, alpha and targets must equal this section's."""
@@ -72,6 +73,11 @@ class AdapterConfig:
             raise ValueError(
                 f"adapter.targets: found {unknown[0] if unknown else 'none'!r}, needs some of "
                 f"{', '.join(names)}, or {ALL_LINEAR}"
+            )
+        if ALL_LINEAR in self.targets and len(self.targets) > 1:
+            raise ValueError(
+                f"adapter.targets: found [{', '.join(self.targets)}], needs {ALL_LINEAR} alone, or "
+                "names of projections"
             )
         if "" in self.train:
             raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from .adapter import FEED_FORWARD, ROUTER, AdapterConfig
 from .config_checks import LAYER_TYPES, require_consistent, require_fitting_adapter, require_sizes
-from .families import FAMILIES, causal_fields, family_of, find_preset
+from .families import FAMILIES, Family, causal_fields, family_of, find_preset
 from .rope_config import RopeConfig
 
 # The fields that may change for the same weights; the names are Hugging Face's.
@@ -296,7 +296,14 @@ class TransformerConfig:
             )
         config = causal_fields(config)
         family = family_of(config)
-        config = family.read(config)
+        try:
+            return cls._of_family(family, family.read(config))
+        except ValueError as error:
+            raise ValueError(family.in_its_words(str(error))) from None
+
+    @classmethod
+    def _of_family(cls, family: Family, config: dict[str, Any]) -> TransformerConfig:
+        """Returns the model of the fields from `family.read`; raises like from_hf_dict."""
         names = {f.name for f in dataclasses.fields(cls)} - {
             "rope",
             "local_rope",
@@ -361,10 +368,20 @@ class TransformerConfig:
         They change `rope`; `local_rope` stays as it is. If `rope_scaling` lacks the original
         length, it is this model's. Raises like from_hf_dict.
         """
-        if isinstance(scaling := changes.get("rope_scaling"), dict):
-            original = self.rope.original_max_position_embeddings or self.max_position_embeddings
-            changes["rope_scaling"] = {"original_max_position_embeddings": original, **scaling}
-        changed = self.from_hf_dict({**self.to_hf(), "rope_parameters": None, **changes})
+        if not changes:
+            return self
+        fields = {**self.to_hf(), **changes}
+        scaling, original = fields["rope_scaling"], "original_max_position_embeddings"
+        if scaling is None or scaling == {}:  # not None: some families would choose a rule
+            fields["rope_scaling"] = {"rope_type": "default"}
+        elif isinstance(scaling, dict):
+            length = self.rope.original_max_position_embeddings or self.max_position_embeddings
+            rule = {"rope_type": scaling["type"]} if "type" in scaling else {}
+            fields["rope_scaling"] = {original: length, **rule, **scaling}
+            fields["rope_scaling"].pop("type", None)
+        # Both would take precedence over rope_scaling.
+        fields |= {"rope_parameters": None, original: None}
+        changed = self.from_hf_dict(fields)
         # config.json has no adapter, and setting rope_parameters to None dropped the local
         # embedding too.
         return dataclasses.replace(changed, adapter=self.adapter, local_rope=self.local_rope)

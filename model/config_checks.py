@@ -232,6 +232,13 @@ def _require_family(config: TransformerConfig) -> None:
                 f"{name}: found {getattr(config, name)!r}; models of the family {config.family} "
                 f"have {value!r}"
             )
+    for rope in filter(None, (config.rope, config.local_rope)):
+        if rope.rule not in family.rules:
+            raise ValueError(
+                f"rope_scaling.rope_type: found {rope.rule!r}; a config.json of the family "
+                f"{config.family} can name {' and '.join(family.rules)}; a larger rope_theta "
+                "stretches its positions too"
+            )
     for name in (f.name for f in dataclasses.fields(config) if f.name in NEUTRAL):
         if (
             name not in (*family.takes, *family.computes)

@@ -39,7 +39,7 @@ def extended(config: TransformerConfig, length: int) -> dict[str, Any]:
         return {}
     scaling = {name: value for name, value in config.rope.to_hf().items() if name != "rope_theta"}
     times = float(-(-length // trained))
-    if config.rope.rule == "default" and not FAMILIES[config.family].names_yarn:
+    if config.rope.rule == "default" and "yarn" not in FAMILIES[config.family].rules:
         turned = config.head_dim * config.partial_rotary_factor
         base = round(config.rope.theta * times ** (turned / (turned - 2)))
         return {"max_position_embeddings": length, "rope_theta": float(base)}

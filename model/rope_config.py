@@ -250,6 +250,8 @@ def _from_parameters(
         for name in (*_REQUIRED[rule], *_OPTIONAL.get(rule, ()))
         if parameters.get(name) is not None
     }
+    if rule == "yarn" and parameters.get("truncate", True) is None:
+        numbers["truncate"] = False  # as transformers reads null
     original = "original_max_position_embeddings"
     # Like transformers, prefers the outer one and falls back to the model's length.
     if original in _REQUIRED[rule]:

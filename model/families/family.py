@@ -9,6 +9,7 @@ from typing import Any
 
 from ..adapter import ATTENTION, FEED_FORWARD, ROUTER
 from ..checks import require_int
+from ..rope_config import ROPE_RULES
 
 # Fields of config.json that name a computation, with the values that disable it. A family that
 # supports one takes it; all others refuse another value by name.
@@ -136,6 +137,8 @@ class Family:
         (transformers' defaults).
       takes: fields of NEUTRAL that the family's models may set; they become TransformerConfig's of
         the same name.
+      ignores: fields of NEUTRAL that transformers does not read in this family, whatever their
+        value.
       theta: RoPE's base if config.json omits it.
       constants: additional fields of a written config.json.
       spelled: fields of `TransformerConfig` with another name in its config.json -> that name.
@@ -151,7 +154,7 @@ class Family:
       stored_as: quantization methods, by config.json's names, in which published experts can be
         read.
       trained_lengths: max_position_embeddings of published models -> their trained length, if less.
-      names_yarn: whether config.json can name the RoPE rule YaRN.
+      rules: the RoPE rules that its config.json can name.
       presets: published sizes: fields of TransformerConfig, and `rope`, a mapping of RopeConfig's.
     """
 
@@ -160,6 +163,7 @@ class Family:
     computes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     takes: tuple[str, ...] = ()
+    ignores: tuple[str, ...] = ()
     theta: float = 10000.0
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     spelled: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -170,7 +174,7 @@ class Family:
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     stored_as: tuple[str, ...] = ()
     trained_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    names_yarn: bool = True
+    rules: tuple[str, ...] = ROPE_RULES
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -189,7 +193,7 @@ class Family:
             lacks here.
         """
         _check_types(config)
-        config = self.normalise(config)
+        config = self.normalise({k: v for k, v in config.items() if k not in self.ignores})
         for name, spelling in self.spelled.items():
             if spelling in config:
                 config[name] = config.pop(spelling)
@@ -213,6 +217,12 @@ class Family:
                 self.theta if config.get("rope_theta") is None else config["rope_theta"]
             )
         return {**self.defaults, **config, **self.computes}
+
+    def in_its_words(self, message: str) -> str:
+        """Returns an error's message that begins with a field's name, with its name in the
+        family's config.json."""
+        name, colon, rest = message.partition(":")
+        return f"{self.spelled.get(name, name)}{colon}{rest}"
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns config.json in the common form, without the family's ways of disabling

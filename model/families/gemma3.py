@@ -35,7 +35,11 @@ class Gemma3Family(Family):
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`. Takes the spellings of transformers 4 (`rope_local_base_freq`)
-        and 5."""
+        and 5. Like transformers, reads no original length beside the rotary embeddings.
+
+        Raises:
+          ValueError: an object of the wrong type or name, or one that transformers reads otherwise.
+        """
         config = without_activation(config, self.architecture)
         pattern = config.pop("sliding_window_pattern", None) or 6
         layers = config.get("num_hidden_layers", 26)
@@ -44,27 +48,8 @@ class Gemma3Family(Family):
                 "sliding_attention" if (i + 1) % pattern else "full_attention"
                 for i in range(layers)
             ]
-        ropes, theta = config.get("rope_parameters") or {}, config.pop("rope_theta", None)
-        for name in ropes:
-            if name not in ("full_attention", "sliding_attention"):
-                raise ValueError(
-                    f"rope_parameters: found {name!r}; objects full_attention and "
-                    "sliding_attention, one for each kind of layers, would work"
-                )
-            if not isinstance(ropes[name], (dict, type(None))):
-                raise ValueError(
-                    f"rope_parameters.{name}: found {ropes[name]!r}; needs an object or null"
-                )
-        local_theta = config.pop("rope_local_base_freq", None)
-        config["rope_parameters"] = {
-            "rope_theta": 1e6 if theta is None else theta,
-            **(ropes.get("full_attention") or {}),
-            **(config.pop("rope_scaling", None) or {}),
-        }
-        config["local_rope_parameters"] = {
-            "rope_theta": 1e4 if local_theta is None else local_theta,
-            **(ropes.get("sliding_attention") or {}),
-        }
+        config.pop("original_max_position_embeddings", None)
+        config["rope_parameters"], config["local_rope_parameters"] = _ropes(config)
         return config
 
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,6 +58,48 @@ class Gemma3Family(Family):
         local = config.pop("local_rope_parameters", fields["rope_parameters"])
         ropes = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
         return {**config, "rope_local_base_freq": local["rope_theta"], "rope_parameters": ropes}
+
+
+def _ropes(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Removes the fields of the rotary embeddings from a config.json, and returns that of layers
+    without a window and that of layers with one.
+
+    Raises:
+      ValueError: see `Gemma3Family.normalise`.
+    """
+    ropes, scaling = config.pop("rope_parameters", None) or {}, config.pop("rope_scaling", None)
+    for name in ropes:
+        if name not in ("full_attention", "sliding_attention"):
+            raise ValueError(
+                f"rope_parameters: found {name!r}; objects full_attention and sliding_attention, "
+                "one for each kind of layers, would work"
+            )
+        _check_rope(f"rope_parameters.{name}", ropes[name])
+    _check_rope("rope_scaling", scaling)
+    scaling = scaling or {}
+    if "rope_type" not in scaling and scaling.get("type", "default") != "default":
+        raise ValueError(
+            f"rope_scaling.type: found {scaling['type']!r}, which transformers does not read in "
+            "Gemma 3; rename it rope_type if the model was trained so, else remove rope_scaling"
+        )
+    theta, local_theta = (config.pop(name, None) for name in ("rope_theta", "rope_local_base_freq"))
+    full = {"rope_theta": 1e6 if theta is None else theta}
+    local = {"rope_theta": 1e4 if local_theta is None else local_theta}
+    return (
+        {**full, **(ropes.get("full_attention") or {}), **scaling},
+        {**local, **(ropes.get("sliding_attention") or {})},
+    )
+
+
+def _check_rope(name: str, rope: Any) -> None:
+    """Raises ValueError unless a rotary embedding is an object or null that transformers reads."""
+    if not isinstance(rope, (dict, type(None))):
+        raise ValueError(f"{name}: found {rope!r}; needs an object or null")
+    if rope and rope.get("truncate", True) is not True:
+        raise ValueError(
+            f"{name}.truncate: found {rope['truncate']!r}, which transformers does not read in "
+            "Gemma 3; only true is supported"
+        )
 
 
 def _sizes(
@@ -132,6 +159,7 @@ GEMMA3 = Gemma3Family(
         "sliding_window",
         "layer_types",
         "query_pre_attn_scalar",
+        "final_logit_softcapping",
         "local_rope",
     ),
     constants={"hidden_act": ACTIVATION, "hidden_activation": ACTIVATION},

@@ -38,7 +38,7 @@ class GptOss(Family):
         config = dict(config)
         if config.get("layer_types") is None:
             config["layer_types"] = alternating(config.get("num_hidden_layers", 36))
-        if not config.get("rope_parameters") and not config.get("rope_scaling"):
+        if config.get("rope_parameters") is None and not config.get("rope_scaling"):
             config["rope_scaling"] = _YARN
         return config
 

@@ -14,6 +14,7 @@ MISTRAL = Family(
         "sliding_window": 4096,
     },
     takes=("sliding_window",),
+    ignores=("attention_bias", "use_sliding_window"),
     presets={
         "mistral-7b-v0.1": {
             "hidden_size": 4096,

@@ -26,6 +26,7 @@ MIXTRAL = Family(
         "router_aux_loss_coef": 0.001,
     },
     takes=("sliding_window", *MIXTURE),
+    ignores=("attention_bias", "use_sliding_window"),
     theta=1e6,
     all_linear=WITH_EXPERTS,
     constants={"router_jitter_noise": 0.0},

@@ -19,12 +19,14 @@ class Phi3Family(Family):
     names of longrope."""
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family.normalise`. As transformers does, reads `su` and `yarn` as longrope."""
+        """See `Family.normalise`. As transformers does, reads `su`, and `yarn` with the numbers of
+        longrope, as longrope."""
         config = dict(config)
         for key in ("rope_scaling", "rope_parameters"):
             if isinstance(config.get(key), dict):
                 rope = dict(config[key])
-                if rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
+                rule = rope.get("rope_type", rope.get("type"))
+                if rule == "su" or (rule == "yarn" and set(PER_CHANNEL) & rope.keys()):
                     rope["rope_type"] = "longrope"
                 if (partial := rope.pop(_PARTIAL, None)) is not None:
                     config[_PARTIAL] = partial
@@ -77,7 +79,8 @@ PHI3 = Phi3Family(
         "pad_token_id": 32000,
     },
     takes=("sliding_window", _PARTIAL),
-    names_yarn=False,  # transformers reads it as longrope
+    ignores=("attention_bias", "use_sliding_window"),
+    rules=("default", "longrope"),  # transformers refuses others
     fused={
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),

@@ -35,6 +35,7 @@ QWEN2 = QwenFamily(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     computes={"attention_bias": True, "output_bias": False},
+    ignores=("attention_bias",),
     defaults={
         "vocab_size": 151936,
         "intermediate_size": 22016,

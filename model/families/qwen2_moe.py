@@ -54,6 +54,7 @@ QWEN2_MOE = WindowedFamily(
         *MIXTURE,
     ),
     spelled={"attention_bias": "qkv_bias"},
+    ignores=("attention_bias",),
     constants={"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     presets={
         "qwen1.5-moe-a2.7b": _sizes(

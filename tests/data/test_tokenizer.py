@@ -46,13 +46,22 @@ def test_tokens_added_to_a_sentencepiece_model_keep_their_ids(tmp_path, written)
         assert tokenizer.encode(text) == bare.encode(text)
     extended = tokenizer.with_controls(["<|eot_id|>"])
     extended.save(tmp_path / "saved")
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "saved").convert_tokens_to_ids("<|eot_id|>")
+        == 1003
+    )
     for again in (extended, Tokenizer.load(tmp_path / "saved")):
         assert {**added, "<|eot_id|>": 1003}.items() <= {
             text: token.id for text, token in again.controls.items()
         }.items()
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"[SEP]": 1005}))
+    added["[SEP]"] = 1005
+    if "added_tokens_decoder" in config:
+        config["added_tokens_decoder"]["1005"] = {"content": "[SEP]", "special": True}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
     with pytest.raises(
-        UserError, match=rf"^{tmp_path}: the added token '\[SEP\]' has id 1005, the one before it"
+        UserError,
+        match=rf"^{tmp_path}: the added token '\[SEP\]' has id 1005, in transformers 1003; ids after",
     ):
         Tokenizer.load(tmp_path)
 
@@ -97,6 +106,39 @@ def test_added_tokens_of_white_space_and_letters_are_text(tmp_path, normalized):
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "sentencepiece"])
+def test_decoding_drops_special_tokens_alone(tmp_path, kind):
+    """As transformers decodes answers: with <think> and <tool_call>, without what any file calls
+    special, by its flag or by a name such as unk_token."""
+    from transformers import AutoTokenizer
+
+    texts = ["<think>", "</think>", "<|end|>", "<|named|>"]
+    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    if kind == "tokenizer.json":
+        folder, first = with_added(tmp_path / "in", texts), 1024
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+    else:
+        folder, first, config = tmp_path / "in", 1000, {"tokenizer_class": "LlamaTokenizer"}
+        folder.mkdir()
+        shutil.copy(MODEL, folder / "tokenizer.model")
+    config["unk_token"] = "<|named|>" if kind == "tokenizer.json" else "<unk>"
+    texts = texts[: 4 if kind == "tokenizer.json" else 3]
+    config["added_tokens_decoder"] = {
+        str(first + number): {"content": text, "special": text == "<|end|>", **flags}
+        for number, text in enumerate(texts)
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    word, (think, end, *special) = ours.encode("the cat"), range(first, first + len(texts))
+    for ids in (
+        [think, *word, end, *word, *special],
+        [*special, *word, ours.bos_id, think, ours.eos_id],
+    ):
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.decode([think, *word, *special]).startswith("<think>")
+    assert ours.typed("<think></think>") == {"<think>", "</think>"}
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "sentencepiece"])
 def test_text_tokens_in_a_text_are_encoded_as_tokens(tmp_path, kind):
     """For example <think> and </think> of reasoning models, which are plain text unless a recipe
     names them."""
@@ -111,9 +153,13 @@ def test_text_tokens_in_a_text_are_encoded_as_tokens(tmp_path, kind):
     assert tokenizer.fingerprint != bare.fingerprint and tokenizer.with_text_tokens([]) is tokenizer
     *_, answer = render(talk, "vicuna_v1.1", tokenizer)
     assert answer.train and [token for token in answer.ids if token in marks] == marks
-    assert (
-        tokenizer.decode(answer.ids, skip_control=False).strip() == "<think> a </think>You too!</s>"
+    # A sentencepiece model begins every text between tokens with a space.
+    text = (
+        "<think> a </think>You too!</s>"
+        if kind == "tokenizer.json"
+        else "<think>  a </think> You too!</s>"
     )
+    assert tokenizer.decode(answer.ids, skip_special=False).strip() == text
     controls = {control.id for control in tokenizer.controls.values()}
     assert _ids(render(talk, "vicuna_v1.1", tokenizer)).count(
         tokenizer.eos_id
@@ -128,7 +174,7 @@ def test_text_tokens_in_a_text_are_encoded_as_tokens(tmp_path, kind):
         ("<s>", "is the tokenizer's BOS token, which no turn may contain"),
     ):
         with pytest.raises(
-            UserError, match=f"text_tokens: '{wrong}' {problem}; .*</think>, <think> would work"
+            UserError, match=f"text_tokens: '{wrong}' {problem}; .*</think>, <think>.* would work"
         ):
             bare.with_text_tokens([wrong])
 
@@ -201,8 +247,7 @@ def test_a_tokenizer_file_with_wrong_types_is_named(tmp_path, library, name, con
 
 
 def test_bos_is_added_as_by_transformers(tmp_path):
-    """With and without a post-processor that adds it; by LlamaTokenizer's default for a
-    sentencepiece model."""
+    """With and without a post-processor that adds it."""
     from tokenizers import processors
     from transformers import AutoTokenizer
 
@@ -221,7 +266,62 @@ def test_bos_is_added_as_by_transformers(tmp_path):
         theirs = AutoTokenizer.from_pretrained(tmp_path / name)
         assert ours.adds_bos == (theirs("a")["input_ids"][0] == theirs.bos_token_id)
         assert ours.adds_bos == added
-    assert Tokenizer.load(MODEL).adds_bos
+
+
+_TURNS_ONLY = "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+_SENTENCEPIECE = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_LLAMA = {"tokenizer_class": "LlamaTokenizer", **_SENTENCEPIECE}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("llama", {**_LLAMA, "legacy": True}),
+        ("llama", {**_LLAMA, "legacy": False, "add_bos_token": True}),
+        ("llama", {**_LLAMA, "tokenizer_class": "LlamaTokenizerFast"}),
+        ("llama", {**_LLAMA, "add_prefix_space": False}),
+        ("llama", {**_LLAMA, "add_bos_token": False, "add_eos_token": True}),
+        ("llama", None),
+        ("mistral", {**_LLAMA, "legacy": False, "add_bos_token": True}),
+        ("phi3", _LLAMA),
+        ("gemma2", {**_SENTENCEPIECE, "tokenizer_class": "GemmaTokenizer"}),
+        (None, {**_LLAMA, "legacy": False}),
+    ],
+)
+def test_a_sentencepiece_folder_has_transformers_ids(tmp_path, model_type, config):
+    """Of texts and of turns between control tokens, as the files beside the model say; also after
+    it is saved."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "in"
+    folder.mkdir()
+    shutil.copy(MODEL, folder / "tokenizer.model")
+    if model_type is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    if config is not None:
+        config = {**config, "chat_template": _TURNS_ONLY}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    ours.save(tmp_path / "saved")
+    if model_type is not None:
+        shutil.copy(folder / "config.json", tmp_path / "saved")
+    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    loaded = Tokenizer.load(tmp_path / "saved")
+    assert loaded.fingerprint == ours.fingerprint
+    for text in ("The fox", " leading", "  two  spaces\n x ", "é 東京 🙂\t", "ﬁ１２ [INST]"):
+        expected = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text) == loaded.encode(text) == expected
+        assert again(text, add_special_tokens=False)["input_ids"] == expected
+    assert ours.adds_bos == (theirs("a")["input_ids"][0] == theirs.bos_token_id)
+    assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id) == (1, 2)
+    if config is None:
+        return
+    turns = [{"role": role, "content": f"{role} x"} for role in ("user", "assistant") * 2]
+    segments = render(
+        _messages([(turn["role"], turn["content"]) for turn in turns]), "tokenizer", ours
+    )
+    for each in (theirs, again):
+        assert each.apply_chat_template(turns, return_dict=False) == _ids(segments)
 
 
 def test_empty_names_of_special_tokens_are_ignored(tmp_path):

@@ -211,6 +211,10 @@ def test_no_float32_array_has_the_size_of_a_frozen_matrix():
             {"targets": ("q_proj", "key")},
             ["adapter.targets", "'key'", "q_proj, k_proj, v_proj", "all-linear"],
         ),
+        (
+            {"targets": ("q_proj", "all-linear")},
+            ["adapter.targets: found [q_proj, all-linear], needs all-linear alone, or names"],
+        ),
         ({"rank": -1}, ["adapter.rank", "-1"]),
         (
             {"rank": 17},

@@ -63,6 +63,12 @@ RULES = {
         "factor": None,
         "original_max_position_embeddings": 1024,
     },
+    "yarn, untruncated by null": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 2048,
+        "truncate": None,
+    },
     "yarn, no original length": {"rope_type": "yarn", "factor": 2.0},
     "llama3": {
         "rope_type": "llama3",

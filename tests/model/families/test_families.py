@@ -83,6 +83,7 @@ KINDS = {
         "num_hidden_layers": 3,
         "sliding_window": 9,
         "query_pre_attn_scalar": 20,
+        "final_logit_softcapping": 0.5,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -742,6 +743,31 @@ def test_unsupported_fields_of_gemma_are_refused_by_name(change, words):
             {**TransformerConfig.preset("gemma-3-270m").to_hf(), **change}
         )
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [(name, field) for name, family in FAMILIES.items() for field in family.ignores],
+)
+def test_fields_that_transformers_does_not_read_are_ignored(family, field):
+    sizes = {name: getattr(tiny(), name) for name in ("hidden_size", "num_attention_heads")}
+    fields = {**sizes, "vocab_size": 99, "num_hidden_layers": 1, "sliding_window": 3}
+    fields |= {"pad_token_id": None, "num_key_value_heads": 2, "intermediate_size": 64}
+    if "num_experts" in FAMILIES[family].takes:
+        fields[FAMILIES[family].spelled.get("num_experts", "num_experts")] = 4
+    models, logits = [], []
+    for value in (False, True):
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(family, **fields, **{field: value})
+        models.append(transformers.AutoModelForCausalLM.from_config(config).eval())
+        logits.append(models[-1](torch.arange(8)[None]).logits)
+    assert models[0].state_dict().keys() == models[1].state_dict().keys()
+    assert torch.equal(*logits)
+    read = [
+        TransformerConfig.from_hf_dict({"model_type": family, **fields, field: value})
+        for value in (False, True)
+    ]
+    assert read[0] == read[1]
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])

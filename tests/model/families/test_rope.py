@@ -1,0 +1,193 @@
+"""The families' rotary embeddings: read as by transformers, and unchanged unless a recipe changes
+them."""
+
+import copy
+import dataclasses
+import importlib
+
+import numpy as np
+import pytest
+import transformers
+
+from model.config import TransformerConfig
+from model.families import FAMILIES
+from model.rope import attention_scaling, inverse_frequencies
+from model.rope_config import RopeConfig
+
+SIZES = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+# RopeConfig's numbers of each rule.
+RULES = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "longrope": {
+        "factor": 3.0,
+        "short_factor": (1.0,) * 8,
+        "long_factor": (2.0,) * 8,
+        "original_max_position_embeddings": 16,
+    },
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, **RULES["yarn"]}
+
+
+def of(family, **fields):
+    """Returns the config.json of a small model of a family."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]} if "gemma" in family else {}
+    return {"model_type": family, **SIZES, **kinds, **fields}
+
+
+def transformers_rope(fields):
+    """Returns transformers' frequencies and temperature of layers without a window."""
+    fields = copy.deepcopy(fields)  # which transformers changes
+    config = transformers.AutoConfig.for_model(**fields)
+    name = fields["model_type"].removesuffix("_text")
+    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    (kind,) = (
+        value
+        for key, value in vars(modeling).items()
+        if key.endswith("RotaryEmbedding") and "Scaled" not in key
+    )
+    rope = kind(config)
+    layers = "full_attention_" if hasattr(rope, "full_attention_inv_freq") else ""
+    scaling = getattr(rope, f"{layers}attention_scaling")
+    return getattr(rope, f"{layers}inv_freq").numpy(), scaling
+
+
+def check(config, fields):
+    """Compares a model's rotary embedding with that of transformers for a config.json."""
+    frequencies, scaling = transformers_rope(fields)
+    ours = inverse_frequencies(config.rope, config.rotary_dim)
+    np.testing.assert_allclose(ours, frequencies, rtol=6e-7)
+    assert attention_scaling(config.rope) == scaling
+
+
+@pytest.mark.parametrize(
+    ("family", "rule"),
+    [(name, rule) for name, family in FAMILIES.items() for rule in family.rules],
+)
+def test_positions_that_do_not_change_are_the_models(family, rule):
+    """Also if one of the changes names the value that the model has."""
+    config = TransformerConfig.from_hf_dict(of(family))
+    config = dataclasses.replace(config, rope=RopeConfig(rule, 5e5, **RULES[rule]))
+    written = config.to_hf()
+    assert TransformerConfig.from_hf_dict(written) == config
+    assert config.with_positions() == config
+    for name in ("max_position_embeddings", "rope_theta", "rope_scaling"):
+        assert config.with_positions(**{name: written[name]}) == config
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {},
+        {"rope_scaling": {}},
+        {"rope_parameters": {}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {"rope_parameters": {}, "rope_scaling": YARN},
+    ],
+)
+def test_gpt_oss_has_yarn_unless_it_names_another_rule(rope):
+    fields = of("gpt_oss", **rope)
+    config = TransformerConfig.from_hf_dict(fields)
+    check(config, fields)
+    longer = config.with_positions(max_position_embeddings=128)
+    assert longer == dataclasses.replace(config, max_position_embeddings=128)
+    check(longer, longer.to_hf())
+
+
+def test_a_models_rule_can_be_turned_off():
+    """YaRN's, which gpt-oss has if its config.json names no rule."""
+    config = TransformerConfig.from_hf_dict(of("gpt_oss"))
+    assert config.rope.rule == "yarn"
+    for scaling in (None, {}, {"rope_type": "default"}):
+        changed = config.with_positions(rope_scaling=scaling)
+        assert changed.rope == RopeConfig("default", 150000.0)
+        check(changed, changed.to_hf())
+
+
+@pytest.mark.parametrize("family", ["phi3", "llama"])
+def test_an_original_length_in_an_override_is_read(family):
+    """Also beside that of Phi-3's config.json."""
+    config = TransformerConfig.from_hf_dict(of(family, max_position_embeddings=512))
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    longrope["original_max_position_embeddings"] = 128
+    changed = config.with_positions(rope_scaling=longrope)
+    assert (changed.rope.original_max_position_embeddings, changed.rope.factor) == (128, 4.0)
+    check(
+        changed,
+        of(family, max_position_embeddings=512, rope_scaling=longrope)
+        | ({"original_max_position_embeddings": 128} if family == "phi3" else {}),
+    )
+    check(changed, changed.to_hf())
+
+
+@pytest.mark.parametrize("rule", sorted(RULES.keys() - {"default", "longrope"}))
+def test_rules_that_transformers_refuses_in_phi3_are_refused(rule):
+    scaling = {"rope_type": rule, **RULES[rule]}
+    with pytest.raises(Exception, match=r"must be one of|short_factor"):
+        transformers.AutoConfig.for_model(**of("phi3", rope_scaling=dict(scaling))).validate_rope()
+    words = rf"^rope_scaling\.rope_type: found '{rule}'; .* phi3 can name default and longrope;"
+    with pytest.raises(ValueError, match=words):
+        TransformerConfig.from_hf_dict(of("phi3", rope_scaling=scaling))
+    with pytest.raises(ValueError, match=words):
+        TransformerConfig.from_hf_dict(of("phi3")).with_positions(rope_scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    ("rope", "refused"),
+    [
+        (
+            {"rope_scaling": {"type": "linear", "factor": 8.0}},
+            r"rope_scaling\.type: found 'linear'",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 8.0}}, None),
+        ({"rope_parameters": {"full_attention": {"type": "linear", "factor": 8.0}}}, None),
+        ({"rope_scaling": YARN, "original_max_position_embeddings": 32}, None),
+        (
+            {"rope_parameters": {"full_attention": {**YARN, "truncate": False}}},
+            r"rope_parameters\.full_attention\.truncate: found False",
+        ),
+        ({"rope_scaling": {**YARN, "truncate": None}}, r"rope_scaling\.truncate: found None"),
+        ({"rope_scaling": {**YARN, "truncate": True}}, None),
+    ],
+)
+def test_gemma_3s_rope_is_read_as_in_transformers_or_refused(rope, refused):
+    """What is refused there computes as if it were not given."""
+    fields = of("gemma3_text", **rope)
+    if refused is None:
+        check(TransformerConfig.from_hf_dict(fields), fields)
+        return
+    with pytest.raises(ValueError, match=f"^{refused}"):
+        TransformerConfig.from_hf_dict(fields)
+    ((place, given),) = rope.items()
+    given = given.get("full_attention", given)
+    ignored = {name: value for name, value in given.items() if name != "truncate"}
+    plain = {} if "type" in given else {place: ignored}
+    if place == "rope_parameters":
+        plain = {place: {"full_attention": ignored}}
+    for ours, theirs in zip(
+        transformers_rope(of("gemma3_text", **plain)), transformers_rope(fields), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_an_override_of_gemma_3_may_have_the_older_key():
+    """A recipe means what it says; the export has the key that transformers reads."""
+    config = TransformerConfig.from_hf_dict(of("gemma3_text"))
+    changed = config.with_positions(rope_scaling={"type": "linear", "factor": 8.0})
+    assert changed.rope == RopeConfig("linear", 1e6, 8.0)
+    check(changed, changed.to_hf())
