@@ -38,6 +38,8 @@ class Message:
     fields: tuple[str, ...] = field(default=(), compare=False)
     """The names of the turn's fields in the record's order, if they are OpenAI's: a template that
     writes a whole turn as JSON keeps this order."""
+    generated: bool = field(default=False, compare=False)
+    """Whether a model generated the content: its tags, such as <tool_call>, are control tokens."""
 
     def __post_init__(self):
         if self.role not in ROLES:

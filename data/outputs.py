@@ -79,17 +79,18 @@ def output_file(path: str | Path, marker: bytes) -> Path:
     return Path(path)
 
 
-def results_folder(path: str | Path, *pictures: str) -> Path:
+def results_folder(path: str | Path, evaluation: str, *pictures: str) -> Path:
     """Makes the folder for an evaluation's results.json, cases.jsonl and pictures; returns it.
 
     Args:
       path: the folder.
+      evaluation: text that only this evaluation's results.json has, such as "evaluation": "needle".
       pictures: names of the evaluation's PNG files.
 
     Raises:
       UserError: as `output_files`.
     """
-    markers = {"results.json": b'"about"', "cases.jsonl": b'"generated"'}
+    markers = {"results.json": evaluation.encode(), "cases.jsonl": b'"generated"'}
     return output_files(path, markers | dict.fromkeys(pictures, PICTURE))
 
 

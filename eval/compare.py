@@ -192,10 +192,7 @@ def compare(args: Options) -> None:
         alone = sum(map(len, scores.values())) - sum(row.cases for row in rows)
         if alone:
             print(f"left out: {alone} cases only in {folder}")
-    print(
-        "Interval of the paired difference: Bonett and Price (2012) if scores are 0 or 1, else "
-        "bootstrap over the cases."
-    )
+    print("Interval of the paired difference: Bonett and Price (2012).")
     if output:
         content = {
             "before": str(args.before),

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from data.conversation import Message
-from data.outputs import results_folder
 from data.synthetic.words import ADJECTIVES, NOUNS
 from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
@@ -140,7 +139,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     """Makes and answers the cases, and writes the results."""
     runner.check_flags(args)
-    results_folder(args.output, "coreference.png")
+    suite.results_folder(args.output, "coreference")
     opened = runner.open_respondent(args)
     cases = make_cases(opened.respondent.length, args.tokens, args.alike, args.count, args.seed)
     return suite.run("coreference", opened, cases, args.output, {"seed": args.seed})

@@ -18,7 +18,7 @@ import dataclasses
 import difflib
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,17 +26,15 @@ from data.conversation import Message
 from data.errors import UserError
 from data.outputs import output_files
 from data.printable import printable
-from data.templates import render
+from data.templates import Unfinished, unfinished
 from eval import adapters, runner
+from eval.generation_settings import AnswerForm
 from eval.scoring import Z95
 from trainer import entry
 from trainer.options import AtLeastOne, AtLeastZero, Tokens, check_each_once, option, parser_of
 
 if TYPE_CHECKING:
     from model.decode import Generator, Scores
-
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Tasks' names for the most tokens of an answer; lm-eval takes the first one given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,49 +63,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return runner.parse(parser, argv)
 
 
-@dataclasses.dataclass(frozen=True)
-class AnswerForm:
-    """A task's requirements for a generated answer.
-
-    Attributes:
-      ends: texts that end it; new_tokens: its most tokens, None if the task does not say.
-    """
-
-    task: str
-    ends: tuple[str, ...] = ()
-    new_tokens: int | None = None
-
-    @classmethod
-    def of(cls, task: str, options: Mapping[str, Any], is_greedy: bool = True) -> AnswerForm:
-        """Reads the options of a request (a task's generation_kwargs).
-
-        Args:
-          options: lm-eval's; `until`, a text or several, gives `ends`, one of LENGTHS `new_tokens`.
-          is_greedy: whether answers take the most likely tokens.
-
-        Raises:
-          UserError: they do, but the task asks for sampling.
-        """
-        do_sample, temperature = options.get("do_sample"), options.get("temperature")
-        is_sampled = temperature != 0 if do_sample else do_sample is None and (temperature or 0) > 0
-        if is_sampled and is_greedy:
-            sampling = "do_sample: true" if do_sample else f"temperature: {temperature}"
-            raise UserError(
-                f"--tasks: {task} asks for sampling ({sampling}); answers are greedy here, so its "
-                "score would not be comparable; a --temperature above 0, which applies to all "
-                "tasks, would work"
-            )
-        ends = options.get("until") or ()
-        most = next((int(options[name]) for name in LENGTHS if options.get(name) is not None), None)
-        return cls(task, (ends,) if isinstance(ends, str) else tuple(ends), most)
-
-    def cut(self, text: str) -> str:
-        """Returns a text up to the first of its ends."""
-        for end in self.ends:
-            text = text.split(end)[0] if end else text
-        return text
-
-
 @dataclasses.dataclass
 class Harness:
     """Answers lm-eval's requests to a model, by token ids.
@@ -116,6 +71,7 @@ class Harness:
       length: tokens of the longest prompt with its answer.
       new_tokens: of the longest answer, unless a task sets it.
       truncated: number of prompts cut so far.
+      windowed: number of texts scored in several windows so far.
       continued: contexts continued so far; the numbering makes their samples independent.
 
     Raises:
@@ -126,9 +82,10 @@ class Harness:
     length: int
     new_tokens: int
     truncated: int = 0
+    windowed: int = 0
     continued: int = 0
-    chats: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    """Ids of prompts in the chat template, by text: encoding the text again would spell out control
+    chats: dict[str, Unfinished] = dataclasses.field(default_factory=dict)
+    """Prompts in the chat template, by text: encoding the text again would spell out control
     tokens."""
     chats_sorted: list[str] = dataclasses.field(default_factory=list)
 
@@ -172,8 +129,7 @@ class Harness:
     def _encode(self, text: str) -> list[int]:
         chat = self._chat_before(text)
         if chat is not None:
-            rest = text.removeprefix(chat)
-            return self.chats[chat] + (self.tokenizer.encode(rest) if rest else [])
+            return self.chats[chat].followed_by(text.removeprefix(chat), self.tokenizer)
         ids = self.tokenizer.encode(text)
         return [self.tokenizer.bos_id, *ids] if self.tokenizer.adds_bos else ids
 
@@ -195,17 +151,17 @@ class Harness:
         """Returns each continuation's log-likelihood, and whether greedy decoding gives it.
 
         Spaces at a context's end belong to the continuation, as in lm-eval. Together they may have
-        `length` tokens, since nothing is generated.
+        `length` + 1 tokens: nothing is generated, and the last token is no input of the model.
         """
         texts, starts = [], []
         for context, continuation in pairs:
-            stripped = context if context in self.chats else context.rstrip()
-            before, whole = self._encode(stripped), self._encode(context + continuation)
+            before = self._encode(context.rstrip())
+            whole = self._encode(context + continuation)
             if not before:
                 whole = self._after_something(whole)
             # A token that spans the end of the context and the start of the continuation is scored.
             start = max(min(len(before), len(whole) - 1), 1)
-            texts.append(self._cut(whole, 0))
+            texts.append(self._cut(whole, -1))
             starts.append(max(start - (len(whole) - len(texts[-1])), 1))
         scores = self._score(texts, starts)
         return [(sum(score.log_likelihoods), all(score.is_greedy)) for score in scores]
@@ -216,7 +172,7 @@ class Harness:
         totals = []
         for text in texts:
             windows = _rolling_windows(self._after_something(self._encode(text)), self.length)
-            self.truncated += len(windows) > 1
+            self.windowed += len(windows) > 1
             scores = self._score(
                 [before + scored for before, scored in windows],
                 [len(before) for before, _ in windows],
@@ -299,7 +255,8 @@ class Harness:
         )
 
     def chat_prompt(self, turns: list[dict[str, str]], generation: bool = True) -> str:
-        """Returns turns in the model's chat template.
+        """Returns turns in the model's chat template, and the heading of an answer; or, without
+        `generation`, up to the end of the last turn, for the model to continue.
 
         Raises:
           UserError: it has none.
@@ -310,22 +267,18 @@ class Harness:
                 "--chat, or with --template, it would work"
             )
         messages = [Message(turn["role"], turn["content"]) for turn in turns]
-        segments = render(
-            messages,
-            self.opened.respondent.template,
-            self.tokenizer,
-            add_generation_prompt=generation,
-        )
-        ids = [token for segment in segments for token in segment.ids]
-        text = self.tokenizer.decode(ids, skip_control=False)
-        self.add_chat(text, ids)
-        return text
+        template = self.opened.respondent.template
+        chat = unfinished(messages, template, self.tokenizer, continue_last=not generation)
+        self.add_chat(chat)
+        return chat.text
 
-    def add_chat(self, text: str, ids: list[int]) -> None:
-        """Keeps the ids of a prompt in the chat template."""
-        if text not in self.chats:
-            bisect.insort(self.chats_sorted, text)
-        self.chats[text] = ids
+    def add_chat(self, chat: Unfinished) -> None:
+        """Keeps a prompt in the chat template, without the white space at its end: what is scored
+        begins with it."""
+        chat = chat._replace(text=chat.text.rstrip(), tail=chat.tail.rstrip())
+        if chat.text not in self.chats:
+            bisect.insort(self.chats_sorted, chat.text)
+        self.chats[chat.text] = chat
 
 
 def _rolling_windows(ids: list[int], length: int) -> list[tuple[list[int], list[int]]]:
@@ -343,17 +296,8 @@ def _rolling_windows(ids: list[int], length: int) -> list[tuple[list[int], list[
 
 
 def make_model(harness: Harness) -> Any:
-    """Returns lm-eval's view of a model.
-
-    Raises:
-      UserError: lm-eval is not installed.
-    """
-    try:
-        from lm_eval.api.model import LM
-    except ImportError:
-        raise UserError(
-            "lm-eval is not installed; pip install -r requirements-eval.txt installs it"
-        ) from None
+    """Returns lm-eval's view of a model."""
+    from lm_eval.api.model import LM
 
     class LongstripeLM(LM):
         """A checkpoint of ours in lm-eval."""
@@ -403,7 +347,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, Any]]:
                     "task": label,
                     "tokens": 0,
                     "depth": None,
-                    "cases": results.get("n-samples", {}).get(task, {}).get("effective", 0),
+                    "cases": _cases(task, results),
                     "score": value,
                     "low": None if around is None else value - around,
                     "high": None if around is None else value + around,
@@ -412,6 +356,13 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _cases(task: str, results: dict[str, Any]) -> int:
+    """Returns the number of questions of a task, or of all tasks of a group."""
+    count = results.get("n-samples", {}).get(task, {}).get("effective", 0)
+    parts = results.get("group_subtasks", {}).get(task, ())
+    return count or sum(_cases(part, results) for part in parts)
 
 
 def check_tasks(tasks: Sequence[str], known: Collection[str]) -> None:
@@ -427,11 +378,19 @@ def check_tasks(tasks: Sequence[str], known: Collection[str]) -> None:
         )
 
 
-def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Evaluates the tasks and writes the results."""
+def _tasks(args: argparse.Namespace) -> tuple[list[str], Any]:
+    """Returns the names of the tasks, and lm-eval's TaskManager.
+
+    Raises:
+      UserError: a flag is wrong, or lm-eval is not installed.
+    """
     runner.check_flags(args)
+    if args.template and not args.chat:
+        raise UserError(
+            "--template: questions are asked in a chat template only with --chat; with both, or "
+            "neither, it would work"
+        )
     try:
-        import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise UserError(
@@ -443,7 +402,16 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     check_each_once("--tasks", tasks)
     task_manager = TaskManager(include_path=args.include_path)
     check_tasks(tasks, task_manager.all_tasks)
-    folder = output_files(args.output, {"results.json": b'"about"', "lm_eval.json": b'"n-shot"'})
+    return tasks, task_manager
+
+
+def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Evaluates the tasks and writes the results."""
+    tasks, task_manager = _tasks(args)
+    import lm_eval
+
+    markers = {"results.json": b'"evaluation": "lm-eval"', "lm_eval.json": b'"n-shot"'}
+    folder = output_files(args.output, markers)
     opened = runner.open_respondent(args)
     harness = Harness(opened, args.length or opened.respondent.trained_length, args.max_new_tokens)
     results = lm_eval.simple_evaluate(
@@ -460,9 +428,16 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
             f"warning: {harness.truncated} prompts were longer than {harness.length} tokens and "
             "lost their beginning"
         )
+    if harness.windowed:
+        print(
+            f"note: {harness.windowed} texts were longer than {harness.length} tokens; each of "
+            "their tokens was scored once, in windows"
+        )
     about = opened.about | {
+        "template": opened.about["template"] if args.chat else None,
         "tasks": args.tasks,
         "truncated_prompts": harness.truncated,
+        "texts_in_windows": harness.windowed,
         "length": harness.length,
         "max_new_tokens": harness.new_tokens,
         "lm_eval": lm_eval.__version__,

@@ -11,6 +11,7 @@ from data import printable
 from data.errors import UserError
 from data.outputs import PICTURE_METADATA
 from data.within import read_json
+from eval import pictures
 from eval.scoring import Outcome, Score, score, wilson
 
 if TYPE_CHECKING:
@@ -178,10 +179,11 @@ def plot_depths(rows: list[dict[str, Any]], path: str | pathlib.Path, title: str
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6, 4.2), layout="constrained")
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for family, lines in dict.fromkeys((row["family"], row["num_lines"]) for row in rows):
+    keys = dict.fromkeys((row["family"], row["num_lines"]) for row in rows)
+    for number, (family, lines) in enumerate(keys):
         group = [row for row in rows if (row["family"], row["num_lines"]) == (family, lines)]
         errors = [
             [row["accuracy"] - row["low"] for row in group],
@@ -192,7 +194,7 @@ def plot_depths(rows: list[dict[str, Any]], path: str | pathlib.Path, title: str
             [row["accuracy"] for row in group],
             yerr=[[max(error, 0) for error in side] for side in errors],
             capsize=3,
-            marker="o",
+            **pictures.style(number),
             label=f"{family}, {lines:,} lines",
         )
     axes.set(
@@ -203,9 +205,9 @@ def plot_depths(rows: list[dict[str, Any]], path: str | pathlib.Path, title: str
     )
     axes.grid(alpha=0.3)
     if rows:
-        axes.legend(fontsize="small")
-    axes.set_title(
-        "\n".join(textwrap.wrap(f"Line retrieval by depth  {title}".strip(), 72)), fontsize="medium"
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    figure.suptitle(
+        textwrap.fill(f"Line retrieval by depth  {title}".strip(), 80), fontsize="medium"
     )
     figure.savefig(path, dpi=120, metadata=PICTURE_METADATA)
 
@@ -216,21 +218,25 @@ def plot(
     """Plots accuracies with 95% intervals, and chance, against the number of lines.
 
     The axis of lines is logarithmic; its labels also give the mean number of prompt tokens. Each
-    family of keys is a curve. A dictionary of scores by evaluation gives each evaluation a color.
+    family of keys is a curve. A dictionary of scores by evaluation gives each evaluation a color
+    and a marker.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     evaluations = scores if isinstance(scores, dict) else {"": scores}
     every = [item for group in evaluations.values() for item in group]
-    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    names, styles = pictures.short_names(filter(None, evaluations)), dict[tuple[str, str], int]()
+    drawn = [
+        (name, key, part) for name in evaluations for key, part in curves(evaluations[name]).items()
+    ]
+    figure = Figure(figsize=(8, 4 + 0.2 * len(drawn)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    colors: dict[tuple[str, str], str] = {}
-    for name, group in evaluations.items():
-        for (family, beyond), curve in curves(group).items():
-            color = colors.setdefault((name, family), f"C{len(colors)}")
-            _plot_curve(axes, curve, ": ".join(filter(None, (name, family))), color, beyond)
+    for name, (family, beyond), curve in drawn:
+        number = styles.setdefault((name, family), len(styles))
+        label = ": ".join(filter(None, (names.get(name), family)))
+        _plot_curve(axes, curve, label, pictures.style(number), beyond)
     chances = {item.num_lines: item.chance for item in every}
     # With markers: a line of one number of lines would not be visible.
     axes.plot(
@@ -239,7 +245,7 @@ def plot(
     _label_lines(axes, every)
     axes.set(ylabel="accuracy (95% Wilson interval)", ylim=(-0.03, 1.03))
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    figure.legend(loc="outside lower center", fontsize="small")
     if not isinstance(scores, dict) and len({item.family for item in scores}) > 1:
         title += "\ncurves differ in their keys and the prompt's end"
     figure.suptitle(
@@ -248,7 +254,9 @@ def plot(
     figure.savefig(path, dpi=120, metadata=PICTURE_METADATA)
 
 
-def _plot_curve(axes: "Axes", scores: list[Score], label: str, color: str, beyond: bool) -> None:
+def _plot_curve(
+    axes: "Axes", scores: list[Score], label: str, style: dict[str, Any], beyond: bool
+) -> None:
     """Plots one curve; dashed with open markers beyond the trained length."""
     scores = sorted(scores, key=lambda item: item.num_lines)
     axes.errorbar(
@@ -259,8 +267,7 @@ def _plot_curve(axes: "Axes", scores: list[Score], label: str, color: str, beyon
             [max(item.high - item.accuracy, 0) for item in scores],
         ],
         capsize=3,
-        marker="o",
-        color=color,
+        **style,
         linestyle="--" if beyond else "-",
         markerfacecolor="white" if beyond else None,
         label=label + (", beyond trained length" if beyond else ""),

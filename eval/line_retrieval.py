@@ -87,6 +87,7 @@ def gather_cases(args: argparse.Namespace) -> list[line_cases.LineCase]:
             "nothing to evaluate: give --cases FILE.jsonl, --lines 20 50 or --tokens 4096"
         )
     runner.check_flags(args)
+    _check_used(args)
     if args.count < 1:
         raise UserError(f"--count: {args.count} cases of each length; 1 or more would work")
     for tokens in args.tokens:
@@ -102,6 +103,21 @@ def gather_cases(args: argparse.Namespace) -> list[line_cases.LineCase]:
         file_cases = line_cases.read(path)
         cases += file_cases[: args.limit] if args.limit else file_cases
     return cases + [case for lines in args.lines for case in _generate(args, lines)]
+
+
+def _check_used(args: argparse.Namespace) -> None:
+    """Raises UserError if a flag is for cases of a kind that the command line does not ask for."""
+    if runner.is_given(args, "--limit") and not args.cases:
+        raise UserError(
+            "--limit: is for the files of --cases, and there are none; --count sets the number of "
+            "generated cases"
+        )
+    for flag in ("--count", "--questions", "--keys", "--unseen", "--like", "--seed"):
+        if runner.is_given(args, flag) and not (args.lines or args.tokens):
+            raise UserError(
+                f"{flag}: is for generated cases, and there are none; with --lines or --tokens it "
+                "would work"
+            )
 
 
 def _generate(args: argparse.Namespace, lines: int) -> list[line_cases.LineCase]:
@@ -199,7 +215,7 @@ def evaluate(args: argparse.Namespace) -> list[scoring.Score]:
     """
     cases = gather_cases(args)
     others = {str(folder): line_report.read(folder) for folder in args.beside}
-    results_folder(args.output, "line_retrieval.png", "line_depth.png")
+    results_folder(args.output, '"within_trained_length"', "line_retrieval.png", "line_depth.png")
     opened = runner.open_respondent(args)
     respondent = opened.respondent
     cases += [case for tokens in args.tokens for case in cases_that_fill(tokens, args, respondent)]

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from data.errors import UserError
-from data.outputs import results_folder
 from data.synthetic.tasks import Haystack, needles
 from data.within import read_text
 from eval import adapters, runner, suite
@@ -147,7 +146,7 @@ def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     """Makes and answers the cases, and writes the results."""
     runner.check_flags(args)
     haystack = read_haystack(args.text)
-    results_folder(args.output, "needle.png")
+    suite.results_folder(args.output, "needle")
     opened = runner.open_respondent(args)
     cases = make_cases(
         opened.respondent.length,

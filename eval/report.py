@@ -144,7 +144,7 @@ def scores_of(runs: Sequence[Run]) -> str:
             rows = [
                 [
                     every[key].label,
-                    f"{every[key].size:,} {every[key].unit}{' *' if every[key].beyond else ''}",
+                    f"{every[key].length}{' *' if every[key].beyond else ''}",
                     *(cell for scores in by_run for cell in _cells(scores.get(key))),
                 ]
                 for key in keys

@@ -72,6 +72,11 @@ class Score:
         )
 
     @property
+    def length(self) -> str:
+        """The length as text; empty for a task of lm-eval, which has none."""
+        return f"{self.size:,} {self.unit}" if self.size else ""
+
+    @property
     def interval(self) -> str:
         """The interval as text; "none" without one."""
         return "none" if self.low is None else f"{self.low:.2f} to {self.high:.2f}"

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.errors import UserError
-from data.outputs import results_folder
 from data.synthetic import tasks
 from data.synthetic.tasks import Exercise, Haystack
 from data.within import parse_json, read_text
@@ -32,6 +31,8 @@ from trainer import entry
 from trainer.options import AtLeastOne, AtLeastZero, EachOnce, Tokens, option, parser_of
 
 NEEDLES = Haystack("needles")
+LEAST_WORDS = 53
+"""In fewer words of fwe the fourth most frequent may be as rare as the fifth, or absent."""
 
 
 class Task(NamedTuple):
@@ -42,11 +43,13 @@ class Task(NamedTuple):
       new_tokens: tokens of an answer, `tokens_to_generate` in RULER's
         scripts/data/synthetic/constants.py.
       in_text: whether RULER hides it in essays, so that `exercise` takes a `haystack`.
+      least_units: units of its shortest case.
     """
 
     exercise: Callable[..., Exercise]
     new_tokens: int
     in_text: bool = False
+    least_units: int = 1
 
 
 def _needles(in_text: bool = False, **options: Any) -> Task:
@@ -65,7 +68,7 @@ TASKS = {
     "niah_multiquery": _needles(in_text=True, queries=4),
     "vt": Task(tasks.variables, 30),
     "cwe": Task(tasks.common_words, 120),
-    "fwe": Task(tasks.frequent_words, 50),
+    "fwe": Task(tasks.frequent_words, 50, least_units=LEAST_WORDS),
 }
 SHORT = 4096  # below, RULER repeats the words of cwe less often
 EXAMPLE_TOKENS = 500  # of vt's example without its answer, or more with LEAST_EXAMPLE_UNITS
@@ -148,7 +151,7 @@ def _case(
     """
     task = TASKS[name]
     rng = np.random.default_rng([seed, sample, tokens, list(TASKS).index(name)])
-    exercise = task.exercise(rng, units, True, **options)
+    exercise = task.exercise(rng, max(units, task.least_units), True, **options)
     prompt = runner.Prompt(exercise.text, task.new_tokens, exercise.prefix)
     return suite.Case(name, prompt, exercise.expected, tokens)
 
@@ -305,8 +308,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     """Makes and answers the cases, and writes the results."""
     runner.check_flags(args)
+    if args.text and not any(TASKS[name].in_text for name in args.tasks):
+        in_text = ", ".join(name for name, task in TASKS.items() if task.in_text)
+        raise UserError(f"--text: none of --tasks takes a text; {in_text} would")
     haystack = read_haystack(args.text)
-    results_folder(args.output, "ruler.png")
+    suite.results_folder(args.output, "ruler")
     opened = runner.open_respondent(args)
     length = opened.respondent.length
     cases = make_cases(length, args.tokens, args.tasks, args.count, args.seed, haystack)

@@ -6,19 +6,19 @@ import argparse
 import collections
 import dataclasses
 import hashlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from data.conversation import Message
 from data.errors import UserError
 from data.progress import ProgressBar
-from data.templates import NAMES, end_ids, render
+from data.templates import NAMES
 from data.tokenizer import Tokenizer
 from eval import adapters
+from eval.generation_settings import not_applied
 from eval.journal import JOURNAL, Answer, Journal
+from eval.prompts import Prompt, check_template, prompt_ids, stop_ids
 from model.attention.names import SCHEDULES
 from model.config import TransformerConfig
 from trainer import arguments
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from model.decode import Generator, Sampling
     from model.language_model import LanguageModel
     from trainer.inference import InferenceModel
+    from trainer.source_kinds import ModelSource
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,70 +117,25 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     return args
 
 
+def is_given(args: argparse.Namespace, flag: str) -> bool:
+    """Returns whether a flag is on the command line of `parse`, such as --count."""
+    return any(word.split("=")[0] == flag for word in args.command)
+
+
 def check_flags(args: argparse.Namespace) -> None:
-    """Raises UserError if the shared flags contradict each other."""
+    """Raises UserError if the shared flags contradict each other, or one would have no effect."""
+    for flag, is_set in (("--top-p", args.top_p != 1), ("--sample-seed", args.sample_seed != 0)):
+        if is_set and not args.temperature:
+            raise UserError(
+                f"{flag}: is for sampled answers, and the most likely tokens are taken; with a "
+                "--temperature above 0 it would work"
+            )
     if args.rows % args.fsdp:
         next_multiple = -(-args.rows // args.fsdp) * args.fsdp
         raise UserError(
             f"--rows: {args.rows} is not a multiple of --fsdp {args.fsdp}; {next_multiple} would "
             "work"
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """A question as text.
-
-    Attributes:
-      text: the user's turn, or all turns so far.
-      new_tokens: the most tokens of the answer.
-      prefix: beginning of the answer, for the model to continue.
-    """
-
-    text: str | tuple[Message, ...]
-    new_tokens: int
-    prefix: str = ""
-
-    @property
-    def key(self) -> str:
-        """A hash that identifies its answer."""
-        turns = (
-            [("user", self.text)]
-            if isinstance(self.text, str)
-            else [(turn.role, turn.content) for turn in self.text]
-        )
-        return hashlib.sha256(
-            json.dumps([turns, self.new_tokens, self.prefix]).encode()
-        ).hexdigest()[:32]
-
-    @property
-    def draw(self) -> int:
-        """Its sampling number, 28 bits of its key: its answer is independent of earlier prompts."""
-        return int(self.key[:7], 16)
-
-
-def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> list[int]:
-    """Returns a prompt's ids: turns in the chat template, or without one plain text, which begins
-    with BOS if the tokenizer adds it, as in training."""
-    prefix = tokenizer.encode(prompt.prefix) if prompt.prefix else []
-    turns = (Message("user", prompt.text),) if isinstance(prompt.text, str) else prompt.text
-    if template:
-        segments = render(list(turns), template, tokenizer, add_generation_prompt=True)
-        return [token for segment in segments for token in segment.ids] + prefix
-    text = "\n\n".join(turn.content for turn in turns)
-    bos = [tokenizer.bos_id] if tokenizer.bos_id is not None and tokenizer.adds_bos else []
-    return bos + tokenizer.encode(text) + prefix
-
-
-def stop_ids(
-    config: TransformerConfig, tokenizer: Tokenizer, template: str | None
-) -> tuple[int, ...]:
-    """Returns the ids that end an answer: EOS of model and tokenizer, the template's end token."""
-    eos = config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
-    ends = end_ids(template, tokenizer) if template else ()
-    return tuple(
-        sorted({int(i) for i in (*eos, *ends, tokenizer.eos_id) if i is not None and i >= 0})
-    )
 
 
 def padded_length(length: int, multiple: int) -> int:
@@ -198,7 +154,7 @@ class Respondent:
     Attributes:
       template: the chat template; None for plain text.
       rows, chunk, sampling: see `model.decode.Generator`.
-      trained_length: tokens of the contexts in training.
+      trained_length: see `trainer.trained_length`.
       limit: usable bytes per device; None if unknown.
       generators: compiled so far, by capacity and new tokens.
     """
@@ -410,6 +366,7 @@ def open_respondent(args: argparse.Namespace) -> LoadedModel:
     from model.decode import Sampling
     from trainer.config.schema import MeshConfig
     from trainer.inference import open_for_inference
+    from trainer.trained_length import trained_length
 
     sampling = Sampling(args.temperature, args.top_p, args.sample_seed)
     opened = open_for_inference(
@@ -423,19 +380,21 @@ def open_respondent(args: argparse.Namespace) -> LoadedModel:
         quantize=args.quantize,
     )
     config, tokenizer, mesh = opened.source.config, opened.source.tokenizer(), opened.model.mesh
+    if args.template:
+        check_template(args.template, tokenizer)
     template = args.template or ("tokenizer" if tokenizer.chat_template else None)
     respondent = Respondent(
         opened.model,
         tokenizer,
         template,
         stop_ids(config, tokenizer, template),
-        config.max_position_embeddings,
+        trained_length(opened.source),
         args.rows,
         args.chunk,
         sampling,
         memory_limit(mesh.devices.flat[0], mesh.size, args.memory_gib),
     )
-    about = _about(args, opened, respondent)
+    about = _about(args, opened, respondent) | _not_applied(opened.source)
     if hasattr(args, "output") and (run := foreign_run(about, Path(args.output))):
         print(
             f"warning: --output: {args.output} is in the folder of the run {run}, of which "
@@ -444,6 +403,23 @@ def open_respondent(args: argparse.Namespace) -> LoadedModel:
             file=sys.stderr,
         )
     return LoadedModel(respondent, opened.read(), about)
+
+
+def _not_applied(source: ModelSource) -> dict[str, Any]:
+    """Returns, for results.json, what a generation_config.json asks for and decoding does not do; a
+    line says so."""
+    from trainer.model_source import generation_settings
+
+    settings = not_applied(generation_settings(source.tokenizer_path))
+    if not settings:
+        return {}
+    listed = ", ".join(f"{name} {value}" for name, value in settings.items())
+    print(
+        f"note: generation_config.json has {listed}, which is not applied: transformers' greedy "
+        "answers may differ",
+        file=sys.stderr,
+    )
+    return {"generation_config_not_applied": settings}
 
 
 def _about(

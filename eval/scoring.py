@@ -86,11 +86,14 @@ def last_integer(text: str) -> int | None:
     return int(runs[-1]) if runs and len(runs[-1]) <= 100 else None
 
 
-def wilson(right: int, cases: int, z: float = Z95) -> tuple[float, float]:
+def wilson(right: float, cases: int, z: float = Z95) -> tuple[float, float]:
     """Returns the bounds of an accuracy's Wilson interval, 95% by default; (0, 1) without cases.
 
+    Scores between 0 and 1 vary no more than right and wrong answers with their mean do, so that
+    mean's Wilson interval holds too, and may be wider than needed.
+
     Args:
-        right: number of right answers.
+        right: number of right answers, or the sum of the scores.
         cases: number of cases.
         z: quantile of the standard normal distribution.
 
@@ -120,17 +123,13 @@ def paired_interval(
 ) -> tuple[float, float]:
     """Returns the bounds of the 95% interval of the mean of `after - before`, paired by case.
 
-    If all scores are 0 or 1 it is the interval of Bonett and Price (2012, "Adjusted Wald confidence
-    interval for a difference of binomial proportions based on paired data"), which also holds if no
-    case differs; otherwise a bootstrap over the cases.
+    It is the interval of Bonett and Price (2012, "Adjusted Wald confidence interval for a
+    difference of binomial proportions based on paired data"): as if one more case were better by 1,
+    and one worse, so that it also holds if no case differs. Scores may be any from 0 to 1.
     """
-    if not set(before) | set(after) <= {0.0, 1.0}:
-        return bootstrap(after - before)
-    better, worse = (
-        (int((after - before == sign).sum()) + 1) / (len(before) + 2) for sign in (1, -1)
-    )
-    middle = better - worse
-    half = Z95 * math.sqrt((better + worse - middle**2) / (len(before) + 2))
+    differences = np.concatenate([after - before, [1.0, -1.0]])
+    middle = float(differences.mean())
+    half = Z95 * math.sqrt(float(differences.var()) / len(differences))
     return max(middle - half, -1.0), min(middle + half, 1.0)
 
 

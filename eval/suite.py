@@ -6,24 +6,18 @@ import dataclasses
 import difflib
 import functools
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from data import printable
+from data import outputs, printable
 from data.errors import UserError
-from data.outputs import PICTURE_METADATA
+from eval import pictures
 from eval.journal import Answer
 from eval.runner import LoadedModel, Prompt
-from eval.scoring import bootstrap, last_integer, wilson
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from eval.scoring import last_integer, wilson
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +88,6 @@ SCORINGS: dict[str, Callable[[str, Sequence[str]], float]] = {
 }
 
 
-def interval(scores: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean score's 95% interval: Wilson's if all are 0 or 1, else a bootstrap."""
-    if set(scores) <= {0.0, 1.0}:
-        return wilson(int(sum(scores)), len(scores))
-    return bootstrap(np.array(scores))
-
-
 @dataclasses.dataclass(frozen=True)
 class Result:
     """The mean score of cases that differ only in keys and values.
@@ -140,7 +127,7 @@ def results_of(
                 depth,
                 len(group),
                 sum(scores) / len(scores),
-                *interval(scores),
+                *wilson(sum(scores), len(scores)),
                 sum(answer.prompt_tokens for _, answer in group) / len(group),
                 longest > trained_length,
             )
@@ -240,6 +227,15 @@ def _length(case: Case, count: Callable[[Prompt], int]) -> int:
     return count(case.prompt) + case.prompt.new_tokens
 
 
+def results_folder(path: str | Path, name: str) -> Path:
+    """Makes the folder for the results of the evaluation `name`; returns it.
+
+    Raises:
+      UserError: as `data.outputs.results_folder`, also if it has another evaluation's results.
+    """
+    return outputs.results_folder(path, f'"evaluation": "{name}"', f"{name}.png")
+
+
 def run(
     name: str,
     opened: LoadedModel,
@@ -265,7 +261,7 @@ def run(
     content = {
         "evaluation": name,
         "about": opened.about | options,
-        "interval": "95%: Wilson if scores are 0 or 1, else bootstrap",
+        "interval": "95%: Wilson, of the mean score",
         "results": [dataclasses.asdict(result) for result in results],
     }
     (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -282,8 +278,8 @@ def run(
                 "prompt_tokens": answer.prompt_tokens,
             }
             file.write(json.dumps(row) + "\n")
-    picture(results, str(opened.about.get("checkpoint", ""))).savefig(
-        folder / f"{name}.png", dpi=120, metadata=PICTURE_METADATA
+    pictures.scores(results, str(opened.about.get("checkpoint", ""))).savefig(
+        folder / f"{name}.png", dpi=120, metadata=outputs.PICTURE_METADATA
     )
     print_table(results)
     print(f"wrote {folder}/results.json, cases.jsonl and {name}.png")
@@ -316,62 +312,3 @@ def print_table(results: Iterable[Result]) -> None:
             "beyond trained" if result.beyond_trained_length else "within",
         )
     printable.console().print(table)
-
-
-def picture(results: Sequence[Result], title: str = "") -> Figure:
-    """Draws maps of length and depth for tasks with depths, curves against length for others."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    maps = list(dict.fromkeys(result.task for result in results if result.depth is not None))
-    curves = list(dict.fromkeys(result.task for result in results if result.depth is None))
-    panels = max(len(maps) + bool(curves), 1)
-    columns = min(panels, 3)
-    figure = Figure(figsize=(5 * columns, 4 * math.ceil(panels / columns)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = list(figure.subplots(math.ceil(panels / columns), columns, squeeze=False).flat)
-    for task in maps:
-        _draw_map(axes.pop(0), [result for result in results if result.task == task], task)
-    if curves:
-        panel = axes.pop(0)
-        for task in curves:
-            group = sorted(
-                (result for result in results if result.task == task),
-                key=lambda result: result.tokens,
-            )
-            errors = [
-                [max(result.score - result.low, 0) for result in group],
-                [max(result.high - result.score, 0) for result in group],
-            ]
-            panel.errorbar(
-                [result.tokens for result in group],
-                [result.score for result in group],
-                yerr=errors,
-                capsize=3,
-                marker="o",
-                label=task,
-            )
-        panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter("{x:,.0f}")
-        panel.set(xlabel="tokens", ylabel="score (95% interval)", ylim=(-0.03, 1.03))
-        panel.legend(fontsize="small")
-        panel.grid(alpha=0.3)
-    for panel in axes:
-        panel.set_axis_off()
-    figure.suptitle(title, fontsize="medium")
-    return figure
-
-
-def _draw_map(axes: Any, results: list[Result], task: str) -> None:
-    lengths, depths = (
-        sorted({getattr(result, name) for result in results}) for name in ("tokens", "depth")
-    )
-    scores = np.full((len(depths), len(lengths)), np.nan)
-    for result in results:
-        row, column = depths.index(result.depth), lengths.index(result.tokens)
-        scores[row, column] = result.score
-        axes.text(column, row, f"{result.score:.2f}", ha="center", va="center", fontsize="small")
-    axes.imshow(scores, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=30)
-    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    axes.set(xlabel="tokens", ylabel="depth", title=task)

@@ -175,7 +175,7 @@ class Talk:
         for piece in pieces(recorded(), self.respondent.tokenizer.decode):
             show(piece)
         answer = self.respondent.tokenizer.decode(generated).strip()
-        self.turns = [*turns, Message("assistant", answer)]
+        self.turns = [*turns, Message("assistant", answer, generated=True)]
         self.tokens = len(ids) + len(generated)
         return answer
 
@@ -233,6 +233,7 @@ def questions(args: argparse.Namespace) -> Iterator[str]:
 def talk(args: argparse.Namespace) -> None:
     """Asks and prints."""
     args.rows = args.fsdp
+    runner.check_flags(args)
     document = read_document(args.document)
     conversation = Talk(runner.open_respondent(args), document, args.length, args.max_new_tokens)
     trained_length, noted = conversation.respondent.trained_length, False

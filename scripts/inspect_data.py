@@ -54,7 +54,7 @@ def row_text(row: Batch, tokenizer: Tokenizer, max_tokens: int, brackets: bool =
                 f"{'' if run.start == 0 else chr(10)}── document {run.segment_id} ──\n", SEPARATOR
             )
         ids = row["tokens"][run.start : run.end]
-        part = tokenizer.decode(ids, skip_control=False)
+        part = tokenizer.decode(ids, skip_special=False)
         text.append(
             f"⟦{part}⟧" if brackets and run.in_loss else part, IN_LOSS if run.in_loss else None
         )

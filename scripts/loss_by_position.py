@@ -29,6 +29,7 @@ from jaxtyping import Float, Int
 
 from data import printable
 from data.outputs import PICTURE, PICTURE_METADATA, output_files
+from eval.pictures import short_names
 from trainer import entry
 from trainer.options import FIELDS, AtLeastOne, StorePath, Tokens, command, option, other_words
 
@@ -290,13 +291,13 @@ def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    names = short_names(curves)
     for name, rows in curves.items():
         # A bucket is plotted at its geometric mean.
         x = [math.sqrt(row["tokens_before_from"] * row["tokens_before_to"]) for row in rows]
         loss = np.array([row["loss_nats_per_target"] for row in rows])
         error = 2 * np.array([row["standard_error"] or 0.0 for row in rows])
-        short_name = "/".join(part for part in Path(name).parts[-3:] if part != "checkpoints")
-        (line,) = axes.plot(x, loss, marker="o", markersize=4, label=short_name)
+        (line,) = axes.plot(x, loss, marker="o", markersize=4, label=names[name])
         axes.fill_between(
             x, loss - error, loss + error, color=line.get_color(), alpha=0.2, linewidth=0
         )

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 from matplotlib.figure import Figure
@@ -148,6 +149,33 @@ def test_a_file_of_the_user_stays(command, name, tmp_path, monkeypatch, capsys):
     )
     assert (out / name).read_bytes() == before
     assert sorted(os.listdir(out)) == [name]
+
+
+EVALUATIONS = {
+    "eval.needle": '{"evaluation": "needle", "about": {}}',
+    "eval.ruler": '{"evaluation": "ruler", "about": {}}',
+    "eval.coreference": '{"evaluation": "coreference", "about": {}}',
+    "eval.line_retrieval": '{"about": {}, "within_trained_length": []}',
+    "eval.harness": '{"evaluation": "lm-eval", "about": {}}',
+    "eval.in_context": '{"about": {}, "returns": []}',
+}
+
+
+@pytest.mark.parametrize("other", EVALUATIONS)
+@pytest.mark.parametrize("command", EVALUATIONS)
+def test_another_evaluations_results_stay(command, other, tmp_path, monkeypatch, capsys):
+    """The cases and pictures beside them would be of two evaluations."""
+    monkeypatch.setattr("trainer.entry.keep_compiled", lambda *_: None)
+    if command == "eval.harness":
+        pytest.importorskip("lm_eval")
+        known = SimpleNamespace(all_tasks=["arc_easy"])  # to list all takes half a minute
+        monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: known)
+    (tmp_path / "results.json").write_text(EVALUATIONS[other])
+    words = WRITERS[command][0].format(out=tmp_path).split()
+    assert importlib.import_module(command).main(words) != 0
+    refused = "results.json: exists, but was not written" in capsys.readouterr().err
+    assert refused == (command != other)
+    assert (tmp_path / "results.json").read_text() == EVALUATIONS[other]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from data.templates.errors import TemplateError
 from data.templates.loss import trained_ranges
 from data.templates.notes import notes_of
 from data.templates.rendering import Rendered, Template
+from data.templates.runs import cut
 from data.tokenizer import Tokenizer
 
 # Followed by the token, which data.text_tokens could let a text contain.
@@ -113,10 +114,10 @@ def encode_conversation(
 
     Text and ids equal those of transformers' apply_chat_template, except that control tokens typed
     in a turn remain text, unless they are tags that the template itself looks for, such as Qwen 3's
-    </think>. BOS is added only if the template writes it. The loss covers a template's {%
-    generation %} blocks if it has any; otherwise everything between the generation prompt and the
-    end token of an assistant's turn, including calls, reasoning and their marks. Turns whose
-    Message.train is False are excluded.
+    </think>, or tags that are not special in a turn that a model generated. BOS is added only if
+    the template writes it. The loss covers a template's {% generation %} blocks if it has any;
+    otherwise everything between the generation prompt and the end token of an assistant's turn,
+    including calls, reasoning and their marks. Turns whose Message.train is False are excluded.
 
     Args:
       messages: the turns.
@@ -131,24 +132,95 @@ def encode_conversation(
         calls.
       UserError: see `jinja_template`.
     """
-    if not messages:
-        raise TemplateError("a conversation without turns")
-    specials = tuple(sorted(tokenizer.special_tokens.items()))
-    program = Template(
-        jinja_template(template, tokenizer),
-        specials,
-        tokenizer.template_date,
-        {**tokenizer.template_kwargs, **template_kwargs},
-    )
+    program = _program(template, tokenizer, template_kwargs)
     program, rendered = _rendered(program, messages, tools, add_generation_prompt)
     notes = notes_of(rendered, messages, tools, program.source, template == "tokenizer")
     if program.arguments_as_text:
         notes |= {ARGUMENTS_AS_TEXT}
     notes |= {UNREAD_VARIABLE + name for name in program.unread_variables(template_kwargs)}
-    controls, typed = find_controls(rendered, tokenizer)
+    controls, typed = find_controls(rendered, tokenizer, _generated(messages))
     trained = trained_ranges(rendered, controls, messages, program, tokenizer, tools)
     segments = encode(rendered, controls, trained, tokenizer)
     return Encoding(segments, notes | {TYPED + token for token in typed})
+
+
+class Unfinished(NamedTuple):
+    """A rendered conversation that a text continues.
+
+    What follows its last control token is encoded together with that text, because tokens form
+    across the border ("ASSISTANT:" + " The").
+    """
+
+    text: str
+    """All of it, as the template writes it."""
+    ids: tuple[int, ...]
+    """Up to the last control token."""
+    tail: str
+    """The text after that."""
+    strips: bool
+    """Whether that token removes the white space after it."""
+
+    def followed_by(self, text: str, tokenizer: Tokenizer) -> list[int]:
+        """Returns the ids of the conversation and a text that continues it."""
+        tail = self.tail + text
+        tail = tail.lstrip() if self.strips else tail
+        return [*self.ids, *tokenizer.encode_spans(tail, beginning=not self.ids).ids]
+
+
+def unfinished(
+    messages: Sequence[Message], template: str, tokenizer: Tokenizer, continue_last: bool = False
+) -> Unfinished:
+    """Returns a conversation up to where an answer begins, or up to the end of the last turn's
+    content, as transformers' continue_final_message does.
+
+    Raises:
+      TemplateError, UserError: as `encode_conversation`; or the template does not write the content
+        that is to be continued.
+    """
+    program = _program(template, tokenizer)
+    program, rendered = _rendered(program, messages, (), not continue_last)
+    # For its error: the template writes no turn, or omits a call.
+    notes_of(rendered, messages, (), program.source, template == "tokenizer")
+    if continue_last:
+        rendered = _until_last_content(rendered, len(messages) - 1)
+    controls = find_controls(rendered, tokenizer, _generated(messages)).controls
+    if not controls:
+        return Unfinished(rendered.text, (), rendered.text, False)
+    last = controls[-1]
+    segments = encode(rendered._replace(text=rendered.text[: last.end]), controls, (), tokenizer)
+    ids = tuple(token for segment in segments for token in segment.ids)
+    token = tokenizer.controls[rendered.text[last.token_start : last.token_end]]
+    return Unfinished(rendered.text, ids, rendered.text[last.end :], token.strips[1])
+
+
+def _until_last_content(rendered: Rendered, turn: int) -> Rendered:
+    """Returns a conversation without what the template writes after the content of a turn."""
+    end = at = 0
+    runs = list(rendered.runs)
+    for length, source, _ in runs:
+        at += length
+        if source is not None and (source.turn, source.field) == (turn, "content"):
+            end = at
+    if not end:
+        raise TemplateError("the chat template does not write the turn that is to be continued")
+    return rendered._replace(text=rendered.text[:end], runs=cut(runs, [(0, end)])[0])
+
+
+def _generated(messages: Sequence[Message]) -> set[int]:
+    """Returns the numbers of the turns that a model generated."""
+    return {number for number, message in enumerate(messages) if message.generated}
+
+
+def _program(
+    template: str, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] = {}
+) -> Template:
+    """Returns the template of this name with the tokenizer's variables, overridden by others."""
+    return Template(
+        jinja_template(template, tokenizer),
+        tuple(sorted(tokenizer.special_tokens.items())),
+        tokenizer.template_date,
+        {**tokenizer.template_kwargs, **template_kwargs},
+    )
 
 
 def _rendered(
@@ -164,6 +236,8 @@ def _rendered(
     Raises:
       TemplateError: see `encode_conversation`.
     """
+    if not messages:
+        raise TemplateError("a conversation without turns")
     try:
         return program, program.render(messages, tools, add_generation_prompt)
     except TemplateError:

@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,11 +41,16 @@ class Controls(NamedTuple):
     """Texts of control tokens in turns that remain text."""
 
 
-def find_controls(rendered: Rendered, tokenizer: Tokenizer) -> Controls:
+def find_controls(
+    rendered: Rendered, tokenizer: Tokenizer, generated: Collection[int] = ()
+) -> Controls:
     """Returns the control tokens of the template, and those in turns that the template looks for.
 
     A control token typed in a turn remains text, except for tags that a template handles itself, as
     Qwen 3's looks for </think> in an answer; never BOS, EOS or padding.
+
+    Args:
+      generated: the numbers of turns whose tags are control tokens unless they are special.
     """
     text = rendered.text
     found = [(match.start(), match.end()) for match in tokenizer.typed_pattern.finditer(text)]
@@ -53,7 +58,7 @@ def find_controls(rendered: Rendered, tokenizer: Tokenizer) -> Controls:
     turns = [(at, at + length) for at, length in _turn_ranges(rendered)]
     if found and turns and _any_overlap(found, turns):
         own = []
-        for start, end in _template_ranges(rendered, tokenizer):
+        for start, end in _template_ranges(rendered, tokenizer, generated):
             for match in tokenizer.typed_pattern.finditer(text[start:end]):
                 place = (start + match.start(), start + match.end())
                 if match.group() not in _ends_of(tokenizer) or not _any_overlap([place], turns):
@@ -95,8 +100,11 @@ def _any_overlap(ranges: Sequence[tuple[int, int]], others: Sequence[tuple[int, 
     return False
 
 
-def _template_ranges(rendered: Rendered, tokenizer: Tokenizer) -> list[tuple[int, int]]:
-    """Returns the ranges of the template's own text, and of tags in turns that it looks for."""
+def _template_ranges(
+    rendered: Rendered, tokenizer: Tokenizer, generated: Collection[int]
+) -> list[tuple[int, int]]:
+    """Returns the ranges of the template's own text, of tags in turns that it looks for, and of
+    tags in turns that a model generated."""
     ranges: list[tuple[int, int]] = []
     handled: dict[int, list[tuple[int, int]]] = {}
     at = 0
@@ -105,6 +113,9 @@ def _template_ranges(rendered: Rendered, tokenizer: Tokenizer) -> list[tuple[int
         if source is not None:
             if id(source) not in handled:
                 handled[id(source)] = _handled(source, rendered.needles, tokenizer)
+                if source.turn in generated:
+                    tags = _tags(source.text, tokenizer)
+                    handled[id(source)] = sorted([*handled[id(source)], *tags])
             parts = []
             if offset is not None:
                 for start, end in handled[id(source)]:
@@ -137,6 +148,15 @@ def _handled(
         for match in re.finditer(re.escape(needle), source.text)
     ]
     return sorted([*source.found, *ranges])
+
+
+def _tags(text: str, tokenizer: Tokenizer) -> list[tuple[int, int]]:
+    """Returns the ranges of control tokens in a text that are not special."""
+    return [
+        match.span()
+        for match in tokenizer.typed_pattern.finditer(text)
+        if not tokenizer.controls[match.group()].special
+    ]
 
 
 def encode(

@@ -180,7 +180,7 @@ def test_a_records_template_variables_override_the_recipes(tmp_path):
     talks = read(Source(path), report, clean=CleanConfig(duplicates=False))
     encoder = Encoder(("tokenizer",), tokenizer, 64)
     texts = [
-        tokenizer.decode(encoder.encode(talk).documents[0].tokens, skip_control=False)
+        tokenizer.decode(encoder.encode(talk).documents[0].tokens, skip_special=False)
         for talk in talks
     ]
     assert [text.strip() for text in texts] == ["axbx", "ayby", "ayby"]
@@ -253,7 +253,7 @@ def letters(tiny):
 
 
 def text_of(tokenizer, document):
-    return tokenizer.decode(document.tokens, skip_control=False)
+    return tokenizer.decode(document.tokens, skip_special=False)
 
 
 def test_a_long_conversation_is_split_between_exchanges_or_cut(letters):

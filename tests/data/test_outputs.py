@@ -43,7 +43,7 @@ def test_only_files_written_by_the_command_are_overwritten(tmp_path):
         outputs.output_file(file, b"made by us")
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(UserError, match=r"results\.json: exists, but was not written"):
-        outputs.results_folder(tmp_path)
+        outputs.results_folder(tmp_path, "mine")
 
 
 def test_nothing_is_written_through_a_planted_link(tmp_path):
@@ -53,16 +53,16 @@ def test_nothing_is_written_through_a_planted_link(tmp_path):
     folder.mkdir()
     (folder / "results.json").symlink_to(elsewhere)
     with pytest.raises(UserError, match=r"results\.json: leads to .*, outside of its folder"):
-        outputs.results_folder(folder)
+        outputs.results_folder(folder, "mine")
     with pytest.raises(UserError, match=r"results\.json: is a link to .*, which does not exist"):
         outputs.output_file(folder / "results.json", b'"about"')
-    elsewhere.write_text('{"about": {}}')
+    elsewhere.write_text('{"mine": {}}')
     with pytest.raises(UserError, match=r"results\.json: leads to .*, outside of its folder"):
-        outputs.results_folder(folder)
+        outputs.results_folder(folder, "mine")
     linked = tmp_path / "linked"
     linked.symlink_to(folder)
     (folder / "results.json").unlink()
-    assert outputs.results_folder(linked) == linked
+    assert outputs.results_folder(linked, "mine") == linked
 
 
 def test_only_an_evaluations_own_picture_is_overwritten(tmp_path):
@@ -70,14 +70,14 @@ def test_only_an_evaluations_own_picture_is_overwritten(tmp_path):
 
     picture = tmp_path / "needle.png"
     Figure().savefig(picture, metadata=outputs.PICTURE_METADATA)
-    assert outputs.results_folder(tmp_path, "needle.png") == tmp_path
+    assert outputs.results_folder(tmp_path, "mine", "needle.png") == tmp_path
     for write_foreign in (
         Figure().savefig,
         lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n a photograph"),
     ):
         write_foreign(picture)
         with pytest.raises(UserError, match=r"needle\.png: exists, but was not written"):
-            outputs.results_folder(tmp_path, "needle.png")
+            outputs.results_folder(tmp_path, "mine", "needle.png")
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def _ids(segments):
 
 def _trained(tokenizer, segments):
     return [
-        tokenizer.decode(segment.ids, skip_control=False) for segment in segments if segment.train
+        tokenizer.decode(segment.ids, skip_special=False) for segment in segments if segment.train
     ]
 
 
@@ -417,7 +417,7 @@ def test_user_text_never_becomes_a_control_id_under_any_template(texts):
 def test_vicuna_writes_fastchats_text_and_trains_only_on_answers():
     tokenizer = Tokenizer.load(TINY)
     segments = render(_messages(TALK), "vicuna_v1.1", tokenizer)
-    assert tokenizer.decode(_ids(segments), skip_control=False) == (
+    assert tokenizer.decode(_ids(segments), skip_special=False) == (
         "<s>A chat between a curious user and an artificial intelligence assistant. The assistant "
         "gives helpful, detailed, and polite answers to the user's questions. USER: Who are you? "
         "123 ASSISTANT: I'm Pim, é 😀 fine.</s>USER: a\n\n  b ASSISTANT: You too!</s>"

@@ -198,7 +198,7 @@ def test_ids_and_masks_match_apply_chat_template(family, tools, several, text):
     assert ids == expected["input_ids"]
     assert mask == expected["assistant_masks"]
     trained = ours.decode(
-        [token for token, train in zip(ids, mask, strict=True) if train], skip_control=False
+        [token for token, train in zip(ids, mask, strict=True) if train], skip_special=False
     )
     assert (
         trained.count("weather") == 1
@@ -250,7 +250,7 @@ def test_control_tokens_typed_in_calls_and_tools_stay_text(family):
     assert kept[0] == kept[1]
     text = ours.decode(
         _ids_and_mask(render(typed.messages, "tokenizer", ours, tools=typed.tools))[0],
-        skip_control=False,
+        skip_special=False,
     )
     assert text.count(f"{control}</s>\ufffd") == 2
 

@@ -218,7 +218,7 @@ def test_any_order_is_kept_if_the_template_can_write_it(turns, roles):
     [document] = (
         Encoder(("chatml",), tokenizer, 512).encode(Conversation("a", cleaned.messages)).documents
     )
-    assert tokenizer.decode(document.tokens, skip_control=False).count("<|im_start|>") == len(roles)
+    assert tokenizer.decode(document.tokens, skip_special=False).count("<|im_start|>") == len(roles)
     alternating = Cleaner(order="alternating")
     if roles[0] == "assistant":
         assert alternating.clean({"messages": turns}).changes == {"leading assistant turns dropped"}

@@ -67,6 +67,22 @@ def test_a_repeated_value_is_refused(command, words, repeated, capsys):
     assert capsys.readouterr().err == (f"error: {repeated} twice; each value once would work\n")
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "error"),
+    [
+        (needle, "--tokens 512 --top-p 0.9", "--top-p: is for sampled answers, and the most"),
+        (ruler, "--tokens 512 --sample-seed 3", "--sample-seed: is for sampled answers, and the"),
+        (ruler, "--tokens 512 --tasks vt cwe --text a.txt", "--text: none of --tasks takes a text"),
+        (harness, "--tasks arc_easy --template chatml", "--template: questions are asked in a"),
+    ],
+)
+def test_a_flag_without_effect_is_refused(command, words, error, tmp_path, capsys):
+    given = ["--checkpoint", "x", "--output", str(tmp_path / "y"), *words.split()]
+    assert command.main(given) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {error}") and not (tmp_path / "y").exists()
+
+
 def test_adapters_given_one_by_one_are_all_evaluated():
     flags = ["--checkpoint", "x", "--output", "y", "--lines", "5", "--adapter", "a", "b"]
     assert line_retrieval.parse(flags).adapter == ["a", "b"]

@@ -4,13 +4,17 @@ files runs to its results."""
 import argparse
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from data.errors import UserError
+from data.templates import Unfinished
+from data.tokenizer import Tokenizer
 from eval import harness, runner
 from scripts import make_short_tasks
 from tests import small_model
+from tests.legacy_llama import legacy_llama
 
 lm_eval = pytest.importorskip("lm_eval", reason="requirements-eval.txt is not installed")
 
@@ -195,47 +199,28 @@ def test_a_task_that_needs_sampling_is_refused(opened, options, sampling):
     )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False, "temperature": 1.0},
-        {"do_sample": True, "temperature": 0.0},
-        {"temperature": 0},
-        {},
-    ],
-)
-def test_greedy_options_are_accepted(options):
-    assert harness.AnswerForm.of("writing", options | {"until": "."}) == harness.AnswerForm(
-        "writing", (".",)
-    )
-
-
-def test_requests_that_are_too_long_are_refused(opened):
+def test_requests_that_are_too_long_are_counted(opened):
     short = harness.Harness(opened, 40, 8)
-    assert (
-        len(short.likelihoods([("word " * 100, "end"), ("word", " end")])) == 2
-        and short.truncated == 1
-    )
+    assert len(short.likelihoods([("word " * 100, "end"), ("word", " end")])) == 2
+    assert (short.truncated, short.windowed) == (1, 0)
     whole, pieces = harness.Harness(opened, 200, 8), short.rolling(["word " * 60])
-    assert (
-        short.truncated == 2
-        and pieces[0] < 0
-        and whole.rolling(["word " * 60])[0] < 0
-        and whole.truncated == 0
-    )
+    assert pieces[0] < 0 and whole.rolling(["word " * 60])[0] < 0
+    assert (short.truncated, short.windowed) == (1, 1), "nothing of a rolling text is lost"
+    assert (whole.truncated, whole.windowed) == (0, 0)
 
 
 def test_scoring_takes_the_whole_length(opened, theirs):
-    """Independent of --max-new-tokens; a text one token longer is truncated."""
+    """As in lm-eval, one more than it, because the last token is no input; independent of
+    --max-new-tokens. A text that is longer is truncated."""
     ids, likelihood, _ = theirs
     whole = ids("The whale swam round the ship, and nobody doubted the whale.")
     context, continuation = "The whale swam round the ship, and nobody", " doubted the whale."
     count = len(whole) - len(ids(context))
-    for length in (len(whole), len(whole) - 1):
+    for length in (len(whole) - 1, len(whole) - 2):
         scored = harness.Harness(opened, length, 256)
         ((value, _),) = scored.likelihoods([(context, continuation)])
-        assert value == pytest.approx(likelihood(whole[-length:], count)[0], abs=1e-3)
-        assert scored.truncated == len(whole) - length
+        assert value == pytest.approx(likelihood(whole[-length - 1 :], count)[0], abs=1e-3)
+        assert scored.truncated == len(whole) - 1 - length
 
 
 @pytest.mark.parametrize("length", [8, 256, 1000])
@@ -258,7 +243,7 @@ def test_a_rolling_text_is_scored_in_the_windows_of_lm_eval(opened, theirs, leng
     total, nothing = scored.rolling([text, ""])
     expected = sum(likelihood(before + scored, len(scored))[0] for before, scored in pairs)
     assert total == pytest.approx(expected, rel=1e-5)
-    assert nothing == 0 and scored.truncated == (len(pairs) > 1)
+    assert nothing == 0 and scored.windowed == (len(pairs) > 1) and scored.truncated == 0
 
 
 def test_a_length_without_room_for_a_question_is_refused(opened):
@@ -283,11 +268,55 @@ def test_the_longest_chat_that_a_text_begins_with_is_used(opened):
     texts = ["".join(rng.choices("ab", k=rng.randint(1, 7))) for _ in range(300)]
     ours = harness.Harness(opened, 40, 8)
     for number, text in enumerate(dict.fromkeys(texts[:40])):
-        ours.add_chat(text, [number])
+        ours.add_chat(Unfinished(text, (number,), "", False))
     for text in texts:
         longest = max((chat for chat in ours.chats if text.startswith(chat)), key=len, default=None)
         assert ours._chat_before(text) == longest
-        assert longest != text or ours._encode(text) == ours.chats[text]
+        assert longest != text or ours._encode(text) == [*ours.chats[text].ids]
+
+
+CHATS = {
+    "vicuna": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }}"
+    "{% else %} ASSISTANT: {{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %} ASSISTANT:{% endif %}",
+    "marks": "{% for m in messages %}<s>{{ m.role }}\n{{ m.content | trim }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}",
+    "headings": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content | trim }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+}
+
+
+@pytest.mark.parametrize("generation", [True, False])
+@pytest.mark.parametrize("template", CHATS.values(), ids=list(CHATS))
+def test_chats_are_encoded_and_split_as_by_lm_eval(tmp_path, template, generation):
+    """It scores the tokens after a context without the spaces at its end, and its model of
+    transformers continues a task's gen_prefix, which is an answer's beginning."""
+    from lm_eval.api.model import TemplateLM
+
+    theirs = legacy_llama(tmp_path, template, ("<|user|>", "<|assistant|>"))
+    turns = [{"role": "user", "content": "Which letter?"}]
+    turns += [] if generation else [{"role": "assistant", "content": "The answer is "}]
+    context = theirs.apply_chat_template(
+        turns,
+        tokenize=False,
+        add_generation_prompt=generation,
+        continue_final_message=not generation,
+    )
+    reference = SimpleNamespace(
+        backend="causal",
+        tok_encode=lambda text: theirs(text, add_special_tokens=False)["input_ids"],
+    )
+    ours = harness.Harness.__new__(harness.Harness)
+    respondent = SimpleNamespace(template="tokenizer", tokenizer=Tokenizer.load(tmp_path))
+    ours.opened = SimpleNamespace(respondent=respondent)
+    ours.length, ours.chats, ours.chats_sorted, scored = 900, {}, [], []
+    ours._score = lambda texts, starts: scored.extend(zip(texts, starts, strict=True)) or []
+    assert ours.chat_prompt(turns, generation) == context
+    pairs = [(context, " A"), (context, "The B")]
+    ours.likelihoods(pairs)
+    for pair, (ids, start) in zip(pairs, scored, strict=True):
+        assert (ids[:start], ids[start:]) == TemplateLM._encode_pair(reference, *pair)
+    assert ours._encode(context) == reference.tok_encode(context)
 
 
 def test_a_task_of_local_files(hf_model, tmp_path, monkeypatch, capsys):
@@ -332,6 +361,7 @@ metric_list: [{{metric: acc}}]
         and row["cases"] == 6
         and row["low"] <= row["score"] <= row["high"]
     )
+    assert results["about"]["template"] == "tokenizer"
     assert results["about"]["truncated_prompts"] == 0 and "even acc" in capsys.readouterr().out
 
 
@@ -368,11 +398,12 @@ def test_short_tasks_of_a_book(hf_model, tmp_path, monkeypatch):
         "8",
     ]
     assert harness.main(flags) == 0
-    results = {
-        row["task"]: row["cases"]
-        for row in json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    written = json.loads((tmp_path / "out" / "results.json").read_text())
+    results = {row["task"]: row["cases"] for row in written["results"]}
+    assert written["about"]["template"] is None and results == {
+        "book_next_sentence acc": 4,
+        "book_last_word acc": 4,
     }
-    assert results == {"book_next_sentence acc": 4, "book_last_word acc": 4}
 
 
 @pytest.mark.parametrize(
@@ -399,7 +430,8 @@ def test_an_unknown_task_is_a_one_line_error(hf_model, tmp_path, capsys, flags, 
 
 
 def test_metrics_without_a_standard_error_have_no_interval():
-    """Perplexities, and any metric of one question; lm-eval writes "N/A"."""
+    """Perplexities, and any metric of one question; lm-eval writes "N/A". A group has the cases of
+    its tasks."""
     metrics = {
         "alias": "wikitext",
         "sample_len": 62,
@@ -411,6 +443,12 @@ def test_metrics_without_a_standard_error_have_no_interval():
     rows = harness.rows_of(
         {"results": {"wikitext": metrics}, "n-samples": {"wikitext": {"effective": 62}}}
     )
+    grouped = {"results": {"mmlu": {"acc,none": 0.25}}}
+    grouped["group_subtasks"] = {"mmlu": ["law", "sciences"], "sciences": ["chemistry", "physics"]}
+    grouped["n-samples"] = {
+        name: {"original": 99, "effective": 7} for name in ("law", "chemistry", "physics")
+    }
+    assert [row["cases"] for row in harness.rows_of(grouped)] == [21]
     found = {row["task"]: (row["score"], row["low"], row["high"], row["cases"]) for row in rows}
     assert found == {
         "wikitext word_perplexity": (12.5, None, None, 62),

@@ -3,7 +3,10 @@
 import pytest
 
 from eval import line_retrieval
+from tests.conftest import REPOSITORY
 from trainer import inference
+
+CASES = REPOSITORY / "data/fixtures/line_cases.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -27,8 +30,29 @@ from trainer import inference
             "--rows: 3 is not a multiple of --fsdp 2; 4 would work",
         ),
         (
-            "--output {folder} --lines 2 --rows 3 --fsdp 2",
-            "--rows: 3 is not a multiple of --fsdp 2; 4 would work",
+            "--output {folder} --lines 2 --limit 2",
+            "--limit: is for the files of --cases, and there are none; --count sets",
+        ),
+        *(
+            (
+                f"--output {{folder}} --cases {{cases}} {words}",
+                f"{words.split()[0]}: is for generated cases, and there are none; with --lines",
+            )
+            for words in (
+                "--count 50",
+                "--questions 2",
+                "--keys short",
+                "--unseen",
+                "--like {cases}",
+                "--seed 0",
+            )
+        ),
+        *(
+            (
+                f"--output {{folder}} --lines 2 {words}",
+                f"{words.split()[0]}: is for sampled answers",
+            )
+            for words in ("--top-p 0.9", "--sample-seed 3")
         ),
         (
             "--output {folder} --lines 20 --keys short",
@@ -45,7 +69,7 @@ def test_refused_before_the_model_is_opened(tmp_path, capsys, monkeypatch, flags
         inference, "open_for_inference", lambda *_, **__: pytest.fail("the model was opened")
     )
     (tmp_path / "taken.txt").write_text("")
-    flags = flags.format(file=tmp_path / "taken.txt", folder=tmp_path / "out")
+    flags = flags.format(file=tmp_path / "taken.txt", folder=tmp_path / "out", cases=CASES)
     assert line_retrieval.main(["--checkpoint", "nowhere", *flags.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and words in line

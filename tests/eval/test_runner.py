@@ -178,6 +178,29 @@ def arguments(hf_model, output, *flags):
     ]
 
 
+@pytest.mark.parametrize(
+    ("settings", "ignored"),
+    [
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.0}, {}),
+        (
+            {"repetition_penalty": 1.05, "suppress_tokens": [5], "num_beams": 1},
+            {"repetition_penalty": 1.05, "suppress_tokens": [5]},
+        ),
+    ],
+)
+def test_generation_settings_that_are_not_applied_are_said(tmp_path, capsys, settings, ignored):
+    """Those that change transformers' greedy answers."""
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    about = runner._not_applied(types.SimpleNamespace(tokenizer_path=tmp_path))
+    assert about == ({"generation_config_not_applied": ignored} if ignored else {})
+    assert capsys.readouterr().err == (
+        "note: generation_config.json has repetition_penalty 1.05, suppress_tokens [5], which is "
+        "not applied: transformers' greedy answers may differ\n"
+        if ignored
+        else ""
+    )
+
+
 def test_line_retrieval_end_to_end(hf_model, tmp_path, monkeypatch, capsys):
     """With a file's cases, generated cases, cases that fill a number of tokens, and another
     evaluation in the plot."""

@@ -70,9 +70,33 @@ def test_the_paired_interval_of_right_and_wrong_answers_is_bonett_and_prices():
     assert -low == high == pytest.approx(1.959964 * (2 / 52 / 52) ** 0.5, abs=1e-6)
 
 
-def test_the_paired_interval_of_other_scores_is_a_bootstrap_of_differences():
-    before, after = np.array([0.5, 1.0, 0.0, 0.25]), np.array([0.75, 1.0, 1.0, 0.25])
-    assert paired_interval(before, after) == bootstrap(np.array([0.25, 0.0, 1.0, 0.0]))
+SHARES = {
+    "two of three": [0.0, 0.5, 1.0],
+    "four needles": [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0],
+    "mostly 1": [0.75] + [1.0] * 8,
+    "alike": [0.4, 0.5, 0.6],
+}
+
+
+@pytest.mark.parametrize("cases", [1, 3, 5, 20, 50])
+@pytest.mark.parametrize("scores", SHARES.values(), ids=list(SHARES))
+def test_intervals_of_shares_cover_the_true_mean(scores, cases):
+    """In at least 90 of 100 samples, though there may be few; and none is a point."""
+    drawn = np.random.default_rng(cases).choice(scores, (2, 1000, cases))
+    true = np.mean(scores)
+    intervals = [wilson(sample.sum(), cases) for sample in drawn[0]]
+    assert np.mean([low <= true <= high for low, high in intervals]) >= 0.9
+    assert min(high - low for low, high in intervals) > 0.1 / np.sqrt(cases)
+    paired = [paired_interval(*pair) for pair in zip(*drawn, strict=True)]
+    assert np.mean([low <= 0 <= high for low, high in paired]) >= 0.9
+    assert min(high - low for low, high in paired) > 1 / (cases + 2)
+
+
+def test_equal_shares_have_an_interval():
+    """Of one case with half of its needles found, and of cases that all gain as much."""
+    assert wilson(0.5, 1) == pytest.approx((0.0546, 0.9454), abs=1e-4)
+    low, high = paired_interval(np.full(3, 0.25), np.full(3, 0.5))
+    assert low < 0 < 0.25 < high
 
 
 def test_grouped_by_lines_and_trained_length():

@@ -2,14 +2,17 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from data.errors import UserError
 from data.templates import render
+from data.tokenizer import Tokenizer
 from eval import runner
 from scripts import chat
 from tests import small_model
+from tests.data.test_tokenizer import with_added
 
 DOCUMENT = "The whale swam round the ship, and the ship sailed round the whale. " * 8
 
@@ -73,6 +76,41 @@ def test_a_document_is_read_once(hf_model, tmp_path):
     with pytest.raises(UserError, match="tokens, and 695 fit; /new starts a new one"):
         talk.ask("word " * 700)
     assert len(talk.turns) == 2
+
+
+def test_tags_of_an_answer_are_shown_and_part_of_the_next_prompt(tmp_path, monkeypatch):
+    """Such as <think> and <tool_call>, which are not special: as transformers decodes and renders
+    them. What the user types stays text."""
+    from transformers import AutoTokenizer
+
+    folder = with_added(tmp_path / "in", ["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}[user]{{ m.content }}{% else %}[answer]"
+        "{{ m.content.split('</think>')[-1] }}</s>{% endif %}{% endfor %}[answer]"
+    )
+    tokenizer, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    answer = theirs("<think>Hm.</think><tool_call>go</tool_call></s>", add_special_tokens=False)
+    asked: list[list[int]] = []
+    talk, shown = chat.Talk.__new__(chat.Talk), []
+    talk.opened, talk.turns, talk.document = SimpleNamespace(params={}), [], None
+    talk.length, talk.new_tokens, talk._fit = 900, 5, lambda tokens: None
+    talk.respondent = SimpleNamespace(
+        tokenizer=tokenizer, ids=lambda prompt: runner.prompt_ids(prompt, tokenizer, "tokenizer")
+    )
+    talk.generator = SimpleNamespace(
+        stream=lambda params, ids: asked.append(ids) or answer["input_ids"]
+    )
+    text = theirs.decode(answer["input_ids"], skip_special_tokens=True)
+    assert talk.ask("Hi", shown.append) == "".join(shown) == text and "<tool_call>" in text
+    talk.ask("Ho")
+    turns = [("user", "Hi"), ("assistant", text), ("user", "Ho")]
+    expected = theirs.apply_chat_template(
+        [{"role": role, "content": content} for role, content in turns], return_dict=False
+    )
+    assert asked[1] == expected
+    talk.forget()
+    talk.ask("<think>")
+    assert tokenizer.controls["<think>"].id not in asked[-1]
 
 
 def test_a_conversation_is_embedded_by_its_own_length(tmp_path):

@@ -47,7 +47,7 @@ def test_a_row_reads_as_its_conversations_and_only_answers_are_coloured(tmp_path
         Message({"human": "user", "gpt": "assistant"}[role], content) for role, content in TALKS[3]
     ]
     ids = [token for segment in render(messages, "vicuna_v1.1", tokenizer) for token in segment.ids]
-    assert tokenizer.decode(ids, skip_control=False) in text.plain
+    assert tokenizer.decode(ids, skip_special=False) in text.plain
     assert (
         all(f"── document {number} ──" in text.plain for number in range(1, 7))
         and "document 7" not in text.plain

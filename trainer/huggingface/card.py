@@ -235,11 +235,16 @@ def _result_lines(content: Mapping[str, Any]) -> list[str]:
         for row in content.get("within_trained_length", ())
     ]
     for row in content.get("results", ()) if "evaluation" in content else ():
-        lines.append(
-            f"- {_text(content['evaluation'])}, {_text(row['task'])}, {row['tokens']:,} tokens: "
-            f"{row['score']:.3f}, 95% interval {row['low']:.2f} to {row['high']:.2f}, "
-            f"{_text(row['cases'])} cases"
-        )
+        # Tasks of lm-eval have no length; some of its metrics no interval, some groups no number of
+        # cases.
+        parts = [_text(content["evaluation"]), _text(row["task"])]
+        parts += [f"{row['tokens']:,} tokens"] if row["tokens"] else []
+        score = f"{row['score']:.3f}"
+        if row["low"] is not None:
+            score += f", 95% interval {row['low']:.2f} to {row['high']:.2f}"
+        if row["cases"]:
+            score += f", {_text(row['cases'])} cases"
+        lines.append(f"- {', '.join(parts)}: {score}")
     return lines
 
 

@@ -25,7 +25,7 @@ CUT = (
 def trained(tokenizer):
     segments, notes = encode_conversation(TURNS, "tokenizer", tokenizer)
     return [
-        tokenizer.decode(segment.ids, skip_control=False) for segment in segments if segment.train
+        tokenizer.decode(segment.ids, skip_special=False) for segment in segments if segment.train
     ], notes
 
 
@@ -155,7 +155,7 @@ def marked(template, turns, tmp_path):
     tokenizer.chat_template = template
     segments = encode_conversation(turns, "tokenizer", tokenizer).segments
     return "".join(
-        ("⟦%s⟧" if segment.train else "%s") % tokenizer.decode(segment.ids, skip_control=False)
+        ("⟦%s⟧" if segment.train else "%s") % tokenizer.decode(segment.ids, skip_special=False)
         for segment in segments
     )
 
