@@ -192,7 +192,6 @@ class Options:
 
 def work(arguments: Options) -> None:
     """See Options."""
-    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     # Imported here, so that --help is fast and Ctrl-C ends with one line.
     from data.outputs import new_folder
     from model.config import TransformerConfig

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import warnings
 from pathlib import Path
 
 from trainer import entry
@@ -32,7 +30,6 @@ class Options:
 
 def work(arguments: Options) -> None:
     """See Options."""
-    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     # Imported here, so that --help is fast and Ctrl-C ends with one line.
     import jax
 

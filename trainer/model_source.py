@@ -96,9 +96,9 @@ def adapter_source(path: str) -> tuple[AdapterSource, str]:
         folder = resolve_model_path(path)
     is_checkpoint = folder.is_dir() and not (folder / adapter_config.CONFIG).is_file()
     if is_checkpoint:
-        assets = assets_dir(folder)
+        assets = folder if (folder / "config.json").exists() else assets_dir(folder)
         if not (assets / adapter_config.CONFIG).is_file():
-            raise ValueError(f"{path}: a checkpoint of a whole model, but an adapter is needed")
+            raise ValueError(f"{path}: a whole model, but an adapter is needed")
         folder = assets.parent
     config, base = adapter_config.read_config(assets if is_checkpoint else folder)
     if not is_checkpoint:
@@ -142,15 +142,19 @@ def with_adapter(source: ModelSource, path: str) -> AdaptedSource:
     return adapter.adapt(source, path)
 
 
+def generation_settings(folder: Path) -> dict[str, Any]:
+    """Returns a folder's generation_config.json; empty if there is none."""
+    path = folder / "generation_config.json"
+    try:
+        return dict(read_json(path, folder).items()) if file_within(folder, path.name) else {}
+    except (ValueError, AttributeError):
+        raise ValueError(f"{path}: not a JSON object; download it again") from None
+
+
 def _generation_ends(folder: Path) -> list[int]:
     """The eos ids in generation_config.json, often the only source of a chat's end of turn."""
     path = folder / "generation_config.json"
-    try:
-        ends = (
-            read_json(path, folder).get("eos_token_id") if file_within(folder, path.name) else None
-        )
-    except (ValueError, AttributeError):
-        raise ValueError(f"{path}: not a JSON object; download it again") from None
+    ends = generation_settings(folder).get("eos_token_id")
     ids = [id for id in (ends if isinstance(ends, list) else [ends]) if is_int(id) and id >= 0]
     if beyond := [id for id in ids if id > MOST]:
         raise ValueError(f"{path}: eos_token_id: {beyond[0]} is not a token id; download it again")
@@ -158,12 +162,15 @@ def _generation_ends(folder: Path) -> list[int]:
 
 
 def choose_model(
-    config: ModelConfig, adapter_path: str | None = None, weights: bool = True
+    config: ModelConfig,
+    adapter_path: str | None = None,
+    weights: bool = True,
+    field: str = "model.path",
 ) -> ModelSource:
     """Opens the model of a recipe's section `model`, with the adapter at `adapter_path`, if any.
 
     `overrides` and `tokenizer` also replace those of the adapter's checkpoint. `weights` as for
-    `open_model`.
+    `open_model`; `field` names the path in a message.
 
     Raises:
       UserError, ValueError: neither a path nor a shape, no tokenizer, or an impossible shape; or as
@@ -172,9 +179,10 @@ def choose_model(
     if config.path:
         source = open_model(config.path, weights)
         if isinstance(source, AdaptedSource):
+            continued = "--adapter.path continues it, and " * (field == "model.path")
             raise UserError(
-                f"model.path: {config.path} is an adapter; --adapter.path continues it, and "
-                "python -m scripts.export_hf --merge makes a whole model of it"
+                f"{field}: {config.path} is an adapter; {continued}python -m scripts.export_hf "
+                "--merge of its run, or peft's merge_and_unload, makes a whole model of it"
             )
         source = with_adapter(source, adapter_path) if adapter_path else source
         return dataclasses.replace(

@@ -91,13 +91,15 @@ def preference_loss(
     cross_entropy = -jnp.sum(log_likelihoods[..., 0] * batch["chosen_shares"])
     sft_weight = 1.0 if config.loss == "orpo" else config.sft_weight
     chosen, rejected = (jax.lax.stop_gradient(losses.rewards[..., i]) for i in range(2))
+    # As in TRL, means over a completion's tokens if the loss has no reference.
+    logps = log_likelihoods if config.needs_reference else pairs.means
     each = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/accuracies": (chosen > rejected).astype(jnp.float32),
         "rewards/margins": chosen - rejected,
-        "logps/chosen": jax.lax.stop_gradient(log_likelihoods[..., 0]),
-        "logps/rejected": jax.lax.stop_gradient(log_likelihoods[..., 1]),
+        "logps/chosen": jax.lax.stop_gradient(logps[..., 0]),
+        "logps/rejected": jax.lax.stop_gradient(logps[..., 1]),
     }
     return _loss_sums(
         jnp.sum(losses.loss * present) + sft_weight * cross_entropy,
@@ -251,7 +253,11 @@ class PreferenceObjective(TextObjective):
             compute_dtype=self.config.model.compute_dtype,
         )
         config = dataclasses.replace(self.config, model=section, adapter=AdapterConfig())
-        source, tokenizer = for_templates(choose_model(section), config.data)
+        try:
+            chosen = choose_model(section, field="preference.ref_model")
+        except ValueError as error:
+            raise ValueError(f"preference.ref_model: {error}") from None
+        source, tokenizer = for_templates(chosen, config.data)
         if not _same_ids(tokenizer, self.tokenizer):
             raise UserError(
                 f"preference.ref_model: {path} has a tokenizer other than the trained model's, so "
@@ -353,7 +359,8 @@ class PreferenceObjective(TextObjective):
 def _same_ids(first: Tokenizer, second: Tokenizer) -> bool:
     """Returns whether each id means the same text in both tokenizers."""
     return first.vocab_size == second.vocab_size and all(
-        first.decode([number]) == second.decode([number]) for number in range(first.vocab_size)
+        first.decode([number], skip_special=False) == second.decode([number], skip_special=False)
+        for number in range(first.vocab_size)
     )
 
 

@@ -3,6 +3,7 @@ them with TRL's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -25,6 +26,13 @@ class Pairs(NamedTuple):
     references: Float[Array, "B P 2"]
     tokens: Float[Array, "B P 2"]
 
+    @property
+    def means(self) -> Float[Array, "B P 2"]:
+        """The mean log-likelihood of a completion's tokens; in places without a pair that of some
+        likelihood below 1, so that all numbers are finite."""
+        tokens = jnp.maximum(self.tokens, 1.0)
+        return jnp.where(self.tokens > 0, self.log_likelihoods / tokens, -1.0)
+
 
 class PairLosses(NamedTuple):
     """Each pair's loss and rewards; finite but meaningless in places without a pair."""
@@ -39,14 +47,14 @@ def pair_losses(pairs: Pairs, config: PreferenceConfig) -> PairLosses:
     The formulas are those of TRL's DPOTrainer, ORPOTrainer and CPOTrainer (loss_type simpo);
     rewards are beta times the log-ratio to the reference, or the mean log-likelihood without one.
     """
-    tokens = jnp.maximum(pairs.tokens, 1.0)
     if not config.needs_reference:
-        # A place without a pair gets some likelihood below 1, so that all numbers are finite.
-        means = jnp.where(pairs.tokens > 0, pairs.log_likelihoods / tokens, -1.0)
-        return PairLosses(_without_reference(means, config), config.beta * means)
+        return PairLosses(_without_reference(pairs.means, config), config.beta * pairs.means)
     ratios = pairs.log_likelihoods - pairs.references
+    if config.loss in _BY_RATIOS:
+        loss = _BY_RATIOS[config.loss](ratios[..., 0], ratios[..., 1], config.beta)
+        return PairLosses(loss, config.beta * ratios)
     averaged = config.loss in ("ipo", "sigmoid_norm")
-    margin = _difference(ratios / tokens if averaged else ratios)
+    margin = _difference(ratios / jnp.maximum(pairs.tokens, 1.0) if averaged else ratios)
     return PairLosses(_by_margin(margin, config), config.beta * ratios)
 
 
@@ -83,6 +91,19 @@ def mismatched_kl(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Arr
 def _difference(x: Float[Array, "B P 2"]) -> Float[Array, "B P"]:
     """The chosen completion's minus the rejected one's."""
     return x[..., 0] - x[..., 1]
+
+
+# The losses of the log-ratios of chosen (c) and rejected (r) completions, which depend on more than
+# their difference.
+_BY_RATIOS: dict[str, Callable[[Array, Array, float], Array]] = {
+    "apo_zero": lambda c, r, beta: sigmoid(-beta * c) + sigmoid(beta * r),
+    "apo_down": lambda c, r, beta: sigmoid(beta * c) + sigmoid(beta * (r - c)),
+    "bco_pair": lambda c, r, beta: -log_sigmoid(beta * c) - log_sigmoid(-beta * r),
+    "nca_pair": lambda c, r, beta: (
+        -log_sigmoid(beta * c) - (log_sigmoid(-beta * c) + log_sigmoid(-beta * r)) / 2
+    ),
+    "sppo_hard": lambda c, r, beta: (c - 1 / (2 * beta)) ** 2 + (r + 1 / (2 * beta)) ** 2,
+}
 
 
 def _by_margin(margin: Float[Array, "B P"], config: PreferenceConfig) -> Float[Array, "B P"]:

@@ -197,7 +197,8 @@ class TextObjective(Objective):
         if isinstance(source, AdaptedSource):
             check_vocabulary(source, chosen.config.vocab_size)
             check_same(self.config.adapter, source)
-            if self.config.adapter.dropout is None:
+            # In preference tuning no adapter drops anything unless asked to, as in TRL.
+            if self.config.adapter.dropout is None and self.config.preference.loss is None:
                 adapter = dataclasses.replace(
                     self.config.adapter, dropout=source.adapter.config.dropout
                 )
@@ -213,7 +214,7 @@ class TextObjective(Objective):
             last = self.tokenizer.vocab_size - 1
             raise UserError(
                 f"model.tokenizer: has ids up to {last} "
-                f"({self.tokenizer.decode([last], skip_control=False)!r}), but the model has "
+                f"({self.tokenizer.decode([last], skip_special=False)!r}), but the model has "
                 f"{self.source.config.vocab_size} rows of vocabulary; another tokenizer or "
                 f"{more} would work"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -14,8 +15,9 @@ from model.adapter import AdapterConfig
 from model.config import TransformerConfig
 from model.lengths import extended, trained_length
 
-from .adapted_source import AdaptedSource, CheckpointAdapter
+from .adapted_source import AdaptedSource, CheckpointAdapter, PeftAdapter
 from .config.schema import ModelConfig, RunConfig
+from .huggingface import adapter_config
 from .source_kinds import ModelSource
 
 # The share of padding in an epoch that makes rows too long for the data, and the number of epochs
@@ -42,6 +44,7 @@ def data_warnings(
         _padding_warning(loader, longest),
         _repetition_warning(config, loader),
         _held_out_warning(config, prepared),
+        *_adapter_warnings(source, config),
         *_untrained_warnings(config, prepared),
     )
     return [warning for warning in warnings if warning]
@@ -194,6 +197,24 @@ def _example(source: ModelSource, length: int) -> str:
     return f", such as --model.overrides '{json.dumps(example)}'" if example else ""
 
 
+def _adapter_warnings(source: ModelSource, config: RunConfig) -> Iterator[str]:
+    """Yields how the training of a continued adapter differs from its earlier one."""
+    if not isinstance(source, AdaptedSource):
+        return
+    before, section = source.adapter.config, config.adapter
+    if before.dropout_rate and section.dropout is None:
+        yield (
+            f"adapter.dropout: 0 in preference tuning, as in TRL, but {before.dropout} in the "
+            f"adapter's earlier training; --adapter.dropout {before.dropout} keeps it"
+        )
+    if before.quantize not in (section.quantize, "none"):
+        yield (
+            f"adapter.quantize: found {section.quantize}, but the adapter in {section.path} was "
+            f"trained on a base in {before.quantize}; --adapter.quantize {before.quantize} trains "
+            "on the same base"
+        )
+
+
 def check_vocabulary(source: AdaptedSource, rows: int) -> None:
     """Refuses templates that would add vocabulary rows to the `rows` of a continued adapter, which
     trains the same modules as before: their rows would not fit, or no file would have them.
@@ -225,12 +246,22 @@ def check_new_rows(adapter: AdapterConfig, model: TransformerConfig, rows: int) 
 
 
 def check_same(section: AdapterConfig, source: AdaptedSource) -> None:
-    """Raises UserError unless the recipe's section describes the continued adapter."""
+    """Raises UserError unless the recipe's section describes the continued adapter, and ValueError
+    if peft would not train all of it."""
+    if isinstance(source.adapter, PeftAdapter):
+        adapter_config.check_trainable(source.adapter.folder)
     section = source.config.with_adapter(section).adapter or section  # what all-linear means
     for name in ("rank", "alpha", "projections", "use_rslora", "use_dora", "train"):
         needed, found = getattr(source.adapter.config, name), getattr(section, name)
         if needed != found:
             raise UserError(
-                f"adapter.{name.replace('projections', 'targets')}: found {found!r}; the adapter "
-                f"in {section.path} has {needed!r}"
+                f"adapter.{name.replace('projections', 'targets')}: found {_as_yaml(found)}; the "
+                f"adapter in {section.path} has {_as_yaml(needed)}"
             )
+
+
+def _as_yaml(value: object) -> str:
+    """A field's value as in a recipe."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(value)}]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -289,9 +289,14 @@ def test_a_foreign_folder_as_checkpoint(refused, run_copy, tmp_path, capfd):
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     assert (
-        f"{foreign}: no manifest.json (a checkpoint), no checkpoints/ (a run) and no config.json"
+        f"{foreign}: no manifest.json (a checkpoint), no checkpoints/ (a run), no config.json"
         in refused("--model.path", str(foreign))
     )
+    (foreign / "checkpoint-5").mkdir()  # as transformers' Trainer writes
+    write(foreign / "checkpoint-5/adapter_config.json", "{}")
+    inside = f"; {foreign / 'checkpoint-5'} has one and may work"
+    assert inside in refused("--model.path", str(foreign))
+    assert inside in refused("--adapter.rank", "4", "--adapter.path", str(foreign))
     write(foreign / "manifest.json", '{"icons": []}')
     assert f"{foreign}: not a checkpoint of this project" in refused("--model.path", str(foreign))
     for step in ("35", "40"):

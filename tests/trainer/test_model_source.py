@@ -188,7 +188,7 @@ def test_line_retrieval_follows_the_template(base):
         prompt_ids(Prompt(case.prompt, 1), tokenizer, template) for template in ("chatml", None)
     )
     assert (
-        tokenizer.decode(chat, skip_control=False)
+        tokenizer.decode(chat, skip_special=False)
         == f"<|im_start|>user\n{case.prompt}<|im_end|>\n<|im_start|>assistant\n"
     )
     theirs = transformers.AutoTokenizer.from_pretrained(base)

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from data.errors import UserError
 from data.templates import jinja_template
+from data.trajectories.options import TrajectoryConfig
 from tests import small_model
 from tests.errors import within
 from tests.small_preference import (
@@ -38,6 +39,7 @@ from trainer.config.preference import PreferenceConfig
 from trainer.config.schema import AdapterConfig, MeshConfig
 from trainer.config.stage import StageConfig
 from trainer.huggingface.folder import weights_fingerprint
+from trainer.preference import preference_loss
 from trainer.preference_loss import Pairs, pair_losses
 from trainer.reference import _write
 from trainer.source_kinds import HuggingFaceSource
@@ -45,7 +47,18 @@ from trainer.stages import stages_of
 from trainer.text_checks import longest_document
 
 PAIRS = 16
-TRL_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "robust", "ipo")
+TRL_LOSSES = (
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "robust",
+    "ipo",
+    "apo_zero",
+    "apo_down",
+    "bco_pair",
+    "nca_pair",
+    "sppo_hard",
+)
 NAMES = (
     "rewards/chosen",
     "rewards/rejected",
@@ -293,6 +306,51 @@ def test_losses_without_a_reference_match_the_papers():
     np.testing.assert_allclose(ours.loss, simpo.numpy(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("loss", ["orpo", "simpo"])
+def test_metrics_without_a_reference_match_trl(loss):
+    """From the same logits, by TRL's own code: log-likelihoods are means per token."""
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    torch.manual_seed(0)
+    ids, logits = torch.randint(1, 9, (4, 8)), torch.randn(4, 8, 9)
+    labels = ids.clone()
+    labels[:, :3] = -100  # the prompt
+    for row, end in enumerate((8, 4, 5, 7)):  # two chosen completions, two rejected ones
+        labels[row, end:] = -100
+    trainer = object.__new__(ORPOTrainer if loss == "orpo" else CPOTrainer)
+    trainer.__dict__.update(
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
+        beta=0.3,
+        loss_type=loss,
+        simpo_gamma=0.5,
+        label_smoothing=0.0,
+        alpha=0.0,
+        cpo_alpha=0.0,
+        is_encoder_decoder=False,
+        aux_loss_enabled=False,
+        pad_token_id=0,
+        padding_value=0,
+    )
+    sides = {"chosen": slice(0, 2), "rejected": slice(2, 4)}
+    arrays = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    batch = {
+        f"{side}_{name}": x[rows] for side, rows in sides.items() for name, x in arrays.items()
+    }
+    _, expected = trainer.get_batch_loss_metrics(
+        lambda *_, **__: SimpleNamespace(logits=logits), batch
+    )
+
+    trained = labels[:, 1:] != -100
+    each = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] * trained
+    sums = [jnp.asarray(x.sum(1).reshape(2, 2).T.numpy())[None] for x in (each, trained.float())]
+    model = SimpleNamespace(document_sums=lambda *_: sums)
+    ours = {"pairs": jnp.ones((1, 2)), "chosen_shares": jnp.zeros((1, 2))}
+    found = preference_loss(model, PreferenceConfig(loss, beta=0.3), {}, ours)
+    measures = {name: float(x / found.weight) for name, x in found.measures.items()}
+    assert measures == pytest.approx({name: expected[name] for name in NAMES}, rel=1e-5)
+
+
 def test_an_empty_slot_gives_finite_numbers_and_no_gradient():
     zeros = jnp.zeros((1, 2, 2))
     for loss in (*TRL_LOSSES, "orpo", "simpo"):
@@ -409,6 +467,50 @@ def test_the_reference_is_the_model_with_its_adapter_disabled(folder, models, tm
     base = references_of(config, tmp_path)
     np.testing.assert_allclose(references_of(disabled, tmp_path), base, rtol=1e-5)
     assert (abs(references_of(continued, tmp_path) - base) > 0.01).all()
+
+
+@pytest.mark.parametrize(("given", "rate"), [(None, 0.0), (0.1, 0.1)])
+def test_an_adapters_dropout_is_not_inherited(folder, models, tmp_path, given, rate):
+    """As in TRL, whose trainers switch it off; so at the first step all rewards are 0."""
+    from peft import LoraConfig, get_peft_model
+    from trl import DPOConfig
+    from trl.trainer.utils import disable_dropout_in_model
+
+    model = transformers.LlamaForCausalLM.from_pretrained(models[0])
+    theirs = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", lora_dropout=0.2)
+    )
+    theirs.save_pretrained(tmp_path / "adapter")
+    assert DPOConfig.__dataclass_fields__["disable_dropout"].default is True
+    if given is None:
+        disable_dropout_in_model(theirs)
+        assert {x.p for x in theirs.modules() if isinstance(x, torch.nn.Dropout)} == {rate}
+    config = make_config(folder, models[0], MeshConfig(), loss="simpo")
+    adapter = AdapterConfig(rank=4, path=str(tmp_path / "adapter"), dropout=given)
+    objective = open_objective(dataclasses.replace(config, adapter=adapter))
+    assert objective.model.config.adapter.dropout_rate == rate
+    assert any("adapter.dropout: 0 in" in line for line in objective.warnings) == (given is None)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("adapter", r"{} is an adapter; python -m scripts.export_hf --merge of its run, or peft's"),
+        ("absent", r".*{}"),
+    ],
+)
+def test_a_reference_that_cannot_be_opened_is_named(folder, models, tmp_path, name, words):
+    from peft import LoraConfig, get_peft_model
+
+    path = tmp_path / name
+    if name == "adapter":
+        model = transformers.LlamaForCausalLM.from_pretrained(models[0])
+        get_peft_model(model, LoraConfig(target_modules="all-linear")).save_pretrained(path)
+    config = make_config(folder, models[0], MeshConfig(), loss="sigmoid", ref_model=str(path))
+    with pytest.raises(
+        (UserError, ValueError), match=f"^preference.ref_model: {words.format(path)}"
+    ):
+        open_objective(config)
 
 
 def test_a_reference_that_overflows_is_named_and_nothing_is_kept(folder, models, tmp_path):
@@ -568,5 +670,17 @@ def test_a_source_of_another_format_is_named(folder, models):
     source = dataclasses.replace(config.data.sources[0], format="sharegpt")
     for sources in ((source,), (*config.data.sources, source)):  # also mixed with conversations
         data = dataclasses.replace(config.data, sources=sources)
-        with pytest.raises(UserError, match="needs format: preference in every source"):
+        with pytest.raises(UserError, match="needs format: preference in every source") as error:
             check(dataclasses.replace(config, data=data))
+        assert "--data.sources '[{path: pairs.jsonl, format: preference}]'" in str(error.value)
+
+
+def test_options_that_a_loss_would_ignore_are_refused(folder, models):
+    config = make_config(folder, models[0], loss="sigmoid")
+    last = dataclasses.replace(config.data, train_on="last")
+    with pytest.raises(UserError, match=r"data\.train_on: found 'last', needs all with preference"):
+        check(dataclasses.replace(config, data=last))
+    episodes = TrajectoryConfig(path=str(folder), task="walker_walk")
+    nothing = dataclasses.replace(config.data, sources=())
+    with pytest.raises(UserError, match=r"preference\.loss: found 'sigmoid', needs to be left out"):
+        check(dataclasses.replace(config, data=nothing, trajectories=episodes))

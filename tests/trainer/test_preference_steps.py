@@ -22,7 +22,8 @@ from tests.small_preference import (
 from trainer.config.schema import MeshConfig
 
 BETA, MARGIN = 0.3, 0.5
-SLOW = ("sigmoid_norm", "hinge", "robust", "ipo", "orpo", "simpo", "kto")
+BY_RATIOS = ("apo_zero", "apo_down", "bco_pair", "nca_pair", "sppo_hard")
+SLOW = ("sigmoid_norm", "hinge", "robust", "ipo", *BY_RATIOS, "orpo", "simpo", "kto")
 
 
 @pytest.fixture(scope="module")

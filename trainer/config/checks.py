@@ -242,6 +242,12 @@ def _check_trajectories(config: RunConfig) -> None:
         [source.path for source in config.data.sources],
         "to be left out with trajectories.path; keep one of them",
     )
+    require(
+        config.preference.loss is None,
+        "preference.loss",
+        config.preference.loss,
+        "to be left out with trajectories.path, which has no pairs",
+    )
 
 
 def _check_preference(config: RunConfig) -> None:
@@ -258,8 +264,15 @@ def _check_preference(config: RunConfig) -> None:
         loss is None or all(pairs),
         "data.sources.format",
         formats,
-        "format: preference in every source with preference.loss; train on other data in a "
-        "separate run",
+        "format: preference in every source with preference.loss, such as --data.sources "
+        "'[{path: pairs.jsonl, format: preference}]'; train on other data in a separate run",
+    )
+    require(
+        loss is None or config.data.train_on == "all",
+        "data.train_on",
+        config.data.train_on,
+        "all with preference.loss, which compares everything after the prompt; prompts that hold "
+        "all turns but the last would work",
     )
     require(
         not config.preference.ref_without_adapter or config.adapter.rank > 0,

@@ -20,11 +20,28 @@ class PreferenceConfig:
     likelier."""
 
     loss: (
-        Literal["sigmoid", "sigmoid_norm", "hinge", "robust", "ipo", "orpo", "simpo", "kto"] | None
+        Literal[
+            "sigmoid",
+            "sigmoid_norm",
+            "hinge",
+            "robust",
+            "ipo",
+            "apo_zero",
+            "apo_down",
+            "bco_pair",
+            "nca_pair",
+            "sppo_hard",
+            "orpo",
+            "simpo",
+            "kto",
+        ]
+        | None
     ) = None
     """The loss, under TRL's names: sigmoid is DPO (Rafailov et al., Direct Preference
     Optimization), sigmoid_norm takes means over a completion's tokens, ipo is Azar et al.'s, robust
-    Chowdhury et al.'s for flipped labels; orpo (Hong et al.) and simpo (Meng et al.) need no
+    Chowdhury et al.'s for flipped labels; apo_zero and apo_down (D'Oosterlinck et al.) are for
+    chosen completions better or worse than the model's own; bco_pair is Jung et al.'s, nca_pair
+    Chen et al.'s, sppo_hard Wu et al.'s; orpo (Hong et al.) and simpo (Meng et al.) need no
     reference; kto (Ethayarajh et al.) takes labelled completions instead of pairs. Setting a loss
     makes the run learn from preferences."""
     beta: float = 0.1
@@ -61,10 +78,10 @@ class PreferenceConfig:
     def __post_init__(self) -> None:
         if not self.beta > 0:
             raise ValueError(f"preference.beta: found {self.beta}, needs a number above 0")
-        if self.loss == "ipo" and self.beta < 1e-19:
+        if self.loss in ("ipo", "sppo_hard") and self.beta < 1e-19:
             raise ValueError(
                 f"preference.beta: found {self.beta}, needs at least 1e-19 with preference.loss "
-                "ipo: the square of 1 / (2 beta) is a float32"
+                f"{self.loss}: the square of 1 / (2 beta) is a float32"
             )
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(

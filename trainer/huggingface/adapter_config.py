@@ -70,8 +70,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "task_type": ("CAUSAL_LM", None),
     "fan_in_fan_out": (False, None, True),  # PEFT takes false for the projections' matrices
-    # These initialize A and B differently and keep the base. The others change the base, now and
-    # whenever peft loads it.
+    # These initialize A and B differently and keep the base (of mica see `check_trainable`). The
+    # others change the base, now and whenever peft loads it.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
 _PLAIN = (
@@ -222,6 +222,18 @@ def read_config(
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return adapter, base
+
+
+def check_trainable(folder: Path) -> None:
+    """Raises ValueError for an adapter of which peft trains A only, and here both A and B would
+    be."""
+    path = folder / CONFIG
+    if read_json(path, folder).get("init_lora_weights") == "mica":
+        raise ValueError(
+            f"{path}: init_lora_weights: found 'mica', whose B peft keeps as it is, so the adapter "
+            "can't be continued; a new adapter on what peft's merge_and_unload makes of it would "
+            "work"
+        )
 
 
 def _dropout(content: Mapping[str, Any]) -> float:

@@ -21,13 +21,14 @@ from data.within import check_within, check_writable, file_within, is_text, read
 from model.config import TransformerConfig
 from model.families import FAMILIES
 from model.families.text_part import wrapper_of
+from model.quantized_weights import is_quantized
 from model.rope import inverse_frequencies
 from model.rope_config import RopeConfig
 
 from .bitsandbytes import is_nf4, parts
 from .mxfp4 import with_matrices
 from .names import misnamed, of_text_model, other_parts
-from .table import DTYPES, EMBEDDING, HEAD, HFEntry
+from .table import DTYPES, EMBEDDING, HEAD, HFEntry, layout_of
 
 _COMPARED_NUMBERS = 1 << 22  # for two tensors at a time
 
@@ -40,7 +41,8 @@ def folder_config(folder: str | Path) -> TransformerConfig:
     images.
 
     Raises:
-      ValueError: as `TransformerConfig.from_hf` and `open_tensors`; or the folder has an adapter.
+      ValueError: as `TransformerConfig.from_hf` and `open_tensors`; or the folder has an adapter,
+        or NF4 codes as in `_check_codes`.
     """
     folder = Path(folder)
     _check_no_adapter(folder)
@@ -52,6 +54,10 @@ def folder_config(folder: str | Path) -> TransformerConfig:
                 check_writable(read_json(folder / name, folder), folder / name)
     if (whole := wrapper(folder)) is not None:
         _warn_of_other_parts(folder, whole, config)
+    if has_weights(folder) and read_json(folder / "config.json", folder).get("quantization_config"):
+        with ExitStack() as stack:
+            files = open_tensors(folder, stack)
+            _check_codes(folder, files, layout_of(files, config))
     if not config.tie_word_embeddings or not has_weights(folder):
         return config
     with ExitStack() as stack:
@@ -328,6 +334,7 @@ def check_tensors(
                     f"{folder}: tensor {name} is {tensor.get_dtype()}; supported are "
                     f"{', '.join(DTYPES)}"
                 )
+    _check_codes(folder, files, layout)
     for name in sorted(set(files) - expected):
         if name == HEAD and config.tie_word_embeddings:
             continue  # an equal copy: compared by `folder_config`
@@ -339,6 +346,24 @@ def check_tensors(
         raise ValueError(
             f"{folder}: tensor {name} does not belong to the model that config.json describes"
         )
+
+
+def _check_codes(folder: Path, files: Mapping[str, Any], layout: list[HFEntry]) -> None:
+    """Raises ValueError unless all projections of the layers are in NF4, and nothing else is; or
+    nothing is."""
+    tensors = {name: is_quantized(each.name) for each in layout for name in each.file_tensors()}
+    coded = {name for name in tensors if is_nf4(files, name)}
+    for name, needed in tensors.items():
+        if coded and name in files and needed != (name in coded):
+            found = (
+                "is not in NF4, unlike others (llm_int8_skip_modules in config.json)"
+                if needed
+                else "is in NF4, which is read for the layers' projections only"
+            )
+            raise ValueError(
+                f"{folder}: tensor {name} {found}; the unquantized model, which adapter.quantize "
+                "nf4 quantizes on reading, would work"
+            )
 
 
 def _there_instead(name: str, files: Iterable[str]) -> str:

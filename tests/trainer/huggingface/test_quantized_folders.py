@@ -4,6 +4,7 @@ bitsandbytes, and read back."""
 import contextlib
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
@@ -137,6 +138,41 @@ def test_codes_are_read_as_they_are_stored(folders):
                 weight.copy_(torch.tensor(dequantize_nf4(quantize_nf4(weight.numpy()))))
         expected = judge(torch.tensor(tokens)).logits.numpy()
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("skipped", "words"),
+    [
+        (["lm_head"], None),
+        (["lm_head", "down_proj"], "layers.0.mlp.down_proj.weight is not in NF4, unlike others"),
+        (
+            ["lm_head", "model.layers.1.mlp.down_proj"],
+            "layers.1.mlp.down_proj.weight is not in NF4, unlike others (llm_int8_skip_modules",
+        ),
+        (["nothing"], "lm_head.weight is in NF4, which is read for the layers' projections only"),
+    ],
+)
+def test_folders_in_which_other_matrices_are_in_nf4_are_refused(
+    tmp_path, repository, skipped, words
+):
+    """As transformers writes them with `llm_int8_skip_modules`; by `open_model`, so that dry runs
+    refuse them too."""
+    save_model(tmp_path / "hf", "llama", repository)
+    options = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        llm_int8_skip_modules=skipped,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", quantization_config=options
+    )
+    model.save_pretrained(tmp_path / "nf4")
+    if words is None:
+        open_model(str(tmp_path / "nf4"))
+        return
+    with pytest.raises(ValueError, match=rf"nf4: tensor [\w.]*{re.escape(words)}"):
+        open_model(str(tmp_path / "nf4"))
 
 
 def test_a_checkpoint_and_the_folder_it_was_imported_from_quantize_to_the_same_bytes(

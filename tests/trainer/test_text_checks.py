@@ -1,0 +1,78 @@
+"""What a run that continues an adapter checks and says, for adapters that peft wrote."""
+
+import dataclasses
+
+import peft
+import pytest
+import transformers
+
+from data.errors import UserError
+from trainer.config.preference import PreferenceConfig
+from trainer.config.schema import AdapterConfig, RunConfig
+from trainer.model_source import open_adapter, open_model, with_adapter
+from trainer.text_checks import _adapter_warnings, check_same
+
+
+def save_adapter(model, folder, **fields):
+    """Saves an adapter of q_proj and v_proj; returns it as peft continues it."""
+    lora = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **fields
+    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    peft.get_peft_model(base, lora).save_pretrained(folder)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    return peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
+
+
+def section_of(folder, **fields):
+    return AdapterConfig(
+        **{"rank": 4, "alpha": 8.0, "targets": ("q_proj", "v_proj"), "path": str(folder), **fields}
+    )
+
+
+@pytest.mark.parametrize(
+    ("init", "parts"), [("mica", {"lora_A"}), ("gaussian", {"lora_A", "lora_B"})]
+)
+def test_only_an_adapter_that_peft_trains_in_full_is_continued(hf_model, tmp_path, init, parts):
+    """Any of them is evaluated."""
+    continued = save_adapter(hf_model, tmp_path, init_lora_weights=init)
+    trained = {name.split(".")[-3] for name, x in continued.named_parameters() if x.requires_grad}
+    assert trained == parts
+    source = open_adapter(str(tmp_path))
+    if parts == {"lora_A", "lora_B"}:
+        check_same(section_of(tmp_path), source)
+        return
+    with pytest.raises(ValueError, match=r"init_lora_weights: found 'mica', whose B peft keeps"):
+        check_same(section_of(tmp_path), source)
+
+
+def test_a_section_that_differs_from_the_adapter_is_shown_as_in_a_recipe(hf_model, tmp_path):
+    save_adapter(hf_model, tmp_path)
+    for fields, message in (
+        ({"train": ("norm",)}, r"adapter.train: found \[norm\]; the adapter in .* has \[\]$"),
+        ({"use_dora": True}, r"adapter.use_dora: found true; the adapter in .* has false$"),
+        ({"rank": 2}, r"adapter.rank: found 2; the adapter in .* has 4$"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_same(section_of(tmp_path, **fields), open_adapter(str(tmp_path)))
+
+
+def test_training_unlike_the_adapters_is_a_warning(hf_model, tmp_path):
+    save_adapter(hf_model, tmp_path, lora_dropout=0.25)
+    source = with_adapter(open_model(str(hf_model)), str(tmp_path))
+    quantized = dataclasses.replace(source.adapter.config, quantize="nf4")
+    source = dataclasses.replace(
+        source, adapter=dataclasses.replace(source.adapter, config=quantized)
+    )
+
+    def warnings_of(**fields):
+        run = RunConfig(
+            adapter=section_of(tmp_path, **fields), preference=PreferenceConfig("sigmoid")
+        )
+        return list(_adapter_warnings(source, run))
+
+    dropout, base = warnings_of()
+    assert "but 0.25 in the adapter's earlier training; --adapter.dropout 0.25 keeps" in dropout
+    assert "adapter.quantize: found none, but the adapter in" in base
+    assert "a base in nf4; --adapter.quantize nf4 has the same base" in base
+    assert warnings_of(dropout=0.0, quantize="nf4") == []
