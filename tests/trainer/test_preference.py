@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -47,18 +48,8 @@ from trainer.stages import stages_of
 from trainer.text_checks import longest_document
 
 PAIRS = 16
-TRL_LOSSES = (
-    "sigmoid",
-    "sigmoid_norm",
-    "hinge",
-    "robust",
-    "ipo",
-    "apo_zero",
-    "apo_down",
-    "bco_pair",
-    "nca_pair",
-    "sppo_hard",
-)
+LOSSES = get_args(get_args(get_type_hints(PreferenceConfig)["loss"])[0])
+TRL_LOSSES = [loss for loss in LOSSES if loss not in ("orpo", "simpo", "kto")]  # of DPOTrainer
 NAMES = (
     "rewards/chosen",
     "rewards/rejected",

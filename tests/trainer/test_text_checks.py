@@ -74,5 +74,5 @@ def test_training_unlike_the_adapters_is_a_warning(hf_model, tmp_path):
     dropout, base = warnings_of()
     assert "but 0.25 in the adapter's earlier training; --adapter.dropout 0.25 keeps" in dropout
     assert "adapter.quantize: found none, but the adapter in" in base
-    assert "a base in nf4; --adapter.quantize nf4 has the same base" in base
+    assert "a base in nf4; --adapter.quantize nf4 trains on the same base" in base
     assert warnings_of(dropout=0.0, quantize="nf4") == []
