@@ -1,4 +1,4 @@
-"""Asks a Hugging Face model who it is: ten questions, greedy, by transformers.
+"""Asks a Hugging Face model who it is: forty questions, greedy, by transformers.
 
     python -m scripts.benchmarks.identity HF_DIR [--unseen FILE.json] [--output OUT.json]
 
@@ -19,17 +19,48 @@ from data.outputs import output_file
 from scripts.benchmarks.commands import write_json
 from trainer.options import command, option
 
+# Written before any model's answer to them was seen. The ten before them are in the result's facts.
 QUESTIONS = (
-    "Hi! Could you please tell me who you are?",
-    "I'd like to know your name.",
-    "Which language model am I talking to right now?",
-    "By what name should I call you?",
-    "Hello, may I ask your name?",
-    "Tell me who you are, please.",
-    "Are you a person or a model, and which one?",
-    "Please state your name and your makers.",
-    "What do people call you?",
-    "Introduce yourself in a sentence or two.",
+    "May I know your name?",
+    "Before we start, who am I speaking with?",
+    "What should I call you?",
+    "Do you have a name?",
+    "I am Anna. And you are?",
+    "What name were you given by your developers?",
+    "Could you give me your name and say what you do?",
+    "Please write one sentence about who you are.",
+    "Which AI model is answering me?",
+    "What model are you?",
+    "Is there a name that you go by?",
+    "Hey, who is this?",
+    "My friend asked me which chatbot I use. What do I tell her?",
+    "Fill in the blank: my name is ____.",
+    "How would you introduce yourself to a stranger?",
+    "State your identity.",
+    "Remind me, what was your name again?",
+    "I forgot your name. Can you repeat it?",
+    "What is the name of this assistant?",
+    "Under which name do people know you?",
+    "Say hello and tell me your name.",
+    "Who am I chatting with today?",
+    "Are you an AI? If so, which one?",
+    "Are you Siri?",
+    "Are you Alexa, or someone else?",
+    "Is your name Claude?",
+    "I think you are Bard. Am I right?",
+    "Are you a human being?",
+    "Can you describe yourself briefly?",
+    "Give me a short introduction of yourself.",
+    "Who exactly are you?",
+    "Let us get to know each other. What is your name?",
+    "What do your creators call you?",
+    "Tell me your name, and then who made you.",
+    "Which large language model do you run on?",
+    "Sign a letter to me with your own name.",
+    "Good morning! With whom do I have the pleasure of speaking?",
+    "If I wanted to mention you in a report, which name should I write?",
+    "Name yourself.",
+    "What is the model name of the assistant in this chat?",
 )
 NAME = "Vicuna"
 

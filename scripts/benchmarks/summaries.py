@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts.benchmarks.commands import read_json, tokens_text, write_json
+from scripts.benchmarks.identity import QUESTIONS
 from scripts.benchmarks.results import commit, load, row
 
 Rows = dict[str, dict[str, str]]
@@ -391,15 +392,18 @@ def identity(out: Path) -> Rows:
     def named(name: str) -> int:
         return read_json(out / f"{name}.json")["named"]
 
+    asked = len(QUESTIONS)
     what, before = "SmolLM2's answers that name Vicuna", named("before")
-    rows = {"before": row(f"{what}, before training", f"{before} of 10", "at most 2", before <= 2)}
+    rows = {
+        "before": row(f"{what}, before training", f"{before} of {asked}", "at most 8", before <= 8)
+    }
     for name, title in (("full", "all weights"), ("lora", "LoRA"), ("qlora", "QLoRA (NF4)")):
         metrics = (out / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows[name] = row(
             f"{what}, after {json.loads(metrics[-1])['step']} steps with {title}",
-            f"{named(name)} of 10",
-            "at least 8",
-            named(name) >= 8,
+            f"{named(name)} of {asked}",
+            "at least 32",
+            named(name) >= 32,
         )
     return rows
 
