@@ -3,6 +3,8 @@ losses."""
 
 import json
 import shutil
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -73,7 +75,65 @@ def transformers_losses(model, row, tokens):
     return np.array(losses)
 
 
-def test_the_command_matches_transformers_losses(tmp_path, monkeypatch, capsys):
+def by_bucket(model, ids, tokens):
+    """Returns transformers' losses of rows of LENGTH ids, each seeing its piece of `tokens` tokens,
+    in lists by powers of two of the tokens before the target."""
+    losses = {}
+    for start in range(0, len(ids), LENGTH):
+        row = ids[start : start + LENGTH]
+        for before, loss in enumerate(transformers_losses(model, row, tokens), 1):
+            losses.setdefault(before.bit_length() - 1, []).append(loss)
+    return [np.array(losses[k]) for k in sorted(losses)]
+
+
+def book(tokenizer):
+    """Returns a text of 7 full rows and a rest, so that the number of rows is even, and its ids."""
+    words = ["whale", "ship", "sea", "swam", "sailed", "round", "and", "the"]
+    rng, text, ids = np.random.default_rng(1), "", []
+    while len(ids) < 7.5 * LENGTH:
+        text += str(rng.choice(words)) + " "
+        ids = [
+            i
+            for i in (tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id)
+            if i is not None
+        ]
+    return text, ids
+
+
+class Case(NamedTuple):
+    """A model's folder, a book and a recipe in a folder.
+
+    Attributes:
+      ids: the book's tokens.
+      arguments: the command's, without those that the recipe replaces.
+    """
+
+    folder: Path
+    model: transformers.LlamaForCausalLM
+    ids: list[int]
+    arguments: list[str]
+
+    @property
+    def recipe(self) -> list[str]:
+        return ["--config", str(self.folder / "recipe.yaml")]
+
+    @property
+    def source(self) -> dict:
+        return {"path": str(self.folder / "book.txt"), "format": "text", "add_bos": True}
+
+    def measure(self, *arguments):
+        """Runs the command and returns what it has written."""
+        assert loss_by_position.main([*self.arguments, *arguments]) == 0
+        return json.loads((self.folder / "out/loss_by_position.json").read_text())
+
+    def curve(self, written):
+        """Returns the losses of the model's buckets."""
+        rows = written["curves"][str(self.folder / "hf")]
+        return np.array([row["loss_nats_per_target"] for row in rows])
+
+
+@pytest.fixture
+def case(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
     tokenizer = Tokenizer.load(TOKENIZER)
     torch.manual_seed(0)
@@ -94,117 +154,90 @@ def test_the_command_matches_transformers_losses(tmp_path, monkeypatch, capsys):
     model.save_pretrained(tmp_path / "hf")
     for file in TOKENIZER.iterdir():
         shutil.copy(file, tmp_path / "hf" / file.name)
-    # A text of 7 full rows and a rest, so that the number of rows is even.
-    words = ["whale", "ship", "sea", "swam", "sailed", "round", "and", "the"]
-    rng, text, ids = np.random.default_rng(1), "", []
-    while len(ids) < 7.5 * LENGTH:
-        text += str(rng.choice(words)) + " "
-        ids = [
-            i
-            for i in (tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id)
-            if i is not None
-        ]
+    text, ids = book(tokenizer)
     (tmp_path / "book.txt").write_text(text)
-    (tmp_path / "recipe.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "model": {"compute_dtype": "float32"},
-                "data": {
-                    "sources": [
-                        {"path": str(tmp_path / "book.txt"), "format": "text", "add_bos": True}
-                    ],
-                    "context_length": LENGTH,
-                    "held_out_fraction": 0.0,
-                    "prepared": str(tmp_path / "prepared"),
-                },
-                "mesh": {"fsdp": 2, "sequence": 4, "simulate": 8},
-                "train": {"batch_size": 2},
-            }
-        )
-    )
-    common = [
-        "--config",
-        str(tmp_path / "recipe.yaml"),
-        "--checkpoint",
-        str(tmp_path / "hf"),
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    assert loss_by_position.main([*common, "--without-earlier", "8", "24"]) == 0
-    written = json.loads((tmp_path / "out/loss_by_position.json").read_text())
-    rows = written["curves"][str(tmp_path / "hf")]
-    output = capsys.readouterr().out
+    arguments = ["--checkpoint", str(tmp_path / "hf"), "--output", str(tmp_path / "out")]
+    case = Case(tmp_path, model, ids, arguments)
+    data = {
+        "sources": [case.source],
+        "context_length": LENGTH,
+        "held_out_fraction": 0.0,
+        "prepared": str(tmp_path / "prepared"),
+    }
+    recipe = {
+        "model": {"compute_dtype": "float32"},
+        "data": data,
+        "mesh": {"fsdp": 2, "sequence": 4, "simulate": 8},
+        "train": {"batch_size": 2},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return case
+
+
+def test_losses_and_gains_from_earlier_text_match_transformers(case, capsys):
+    written = case.measure(*case.recipe, "--without-earlier", "8", "24")
+    output, name = capsys.readouterr().out, str(case.folder / "hf")
     assert "split train, batches 0 to 3 of 4 (0 skipped)" in output and "batch 4 of 4: " in output
-    assert "has seen these rows" in output and str(
-        tmp_path / "out/loss_by_position.png"
-    ) in output.replace("\n", "")
-    assert (
-        written["about"]["batches"] == 4
-        and PICTURE in (tmp_path / "out/loss_by_position.png").read_bytes()[:1000]
-    )
-    expected, expected_gain = {}, {}
-    for start in range(0, len(ids), LENGTH):
-        row = ids[start : start + LENGTH]
-        losses = transformers_losses(model, row, LENGTH)
-        # Without the earlier text, as if a piece of 24 tokens were everything; the next piece's
-        # first token is a target too.
-        gains = transformers_losses(model, row, 24) - losses
-        for before in range(1, len(row)):
-            expected.setdefault(before.bit_length() - 1, []).append(losses[before - 1])
-            expected_gain.setdefault(before.bit_length() - 1, []).append(gains[before - 1])
-    assert [row["targets"] for row in rows] == [len(expected[k]) for k in range(6)]
-    measured = [row["loss_nats_per_target"] for row in rows]
-    curve = [np.mean(expected[k]) for k in range(6)]
-    within(np.abs(np.array(measured) - curve).max(), 1e-4, "loss")
-    assert {len(curve) for curve in written["curves"].values()} == {6} and len(
-        written["curves"]
-    ) == 3
-    gains = written["gains"][f"{tmp_path / 'hf'}, against pieces of 24 tokens"]
+    assert "has seen these rows" in output and "Gain from earlier text" in output
+    picture = case.folder / "out/loss_by_position.png"
+    assert str(picture) in output.replace("\n", "") and PICTURE in picture.read_bytes()[:1000]
+    assert written["about"]["batches"] == 4
+    assert [len(curve) for curve in written["curves"].values()] == [6, 6, 6]
+
+    whole = by_bucket(case.model, case.ids, LENGTH)
+    assert [row["targets"] for row in written["curves"][name]] == [len(losses) for losses in whole]
+    expected = [losses.mean() for losses in whole]
+    within(np.abs(case.curve(written) - expected).max(), 1e-4, "loss")
+
+    # As if a piece of 24 tokens were everything; the next piece's first token is a target too.
+    pieces = by_bucket(case.model, case.ids, 24)
+    differences = [pieces[k] - whole[k] for k in (4, 5)]
+    gains = written["gains"][f"{name}, against pieces of 24 tokens"]
     assert [row["tokens_before_from"] for row in gains] == [16, 32], (
         "no difference where both see the same text"
     )
     np.testing.assert_allclose(
         [row["loss_nats_per_target"] for row in gains],
-        [np.mean(expected_gain[k]) for k in (4, 5)],
+        [difference.mean() for difference in differences],
         atol=1e-4,
     )
     np.testing.assert_allclose(
         [row["standard_error"] for row in gains],
-        [np.std(expected_gain[k], ddof=1) / len(expected_gain[k]) ** 0.5 for k in (4, 5)],
+        [difference.std(ddof=1) / len(difference) ** 0.5 for difference in differences],
         rtol=1e-3,
     )
-    assert "Gain from earlier text" in output
-    source = {"path": str(tmp_path / "book.txt"), "format": "text", "add_bos": True}
-    without_recipe = [*common[2:], "--data.sources", json.dumps([source]), "--mesh.simulate", "8"]
-    for field, value in (
-        ("model.compute_dtype", "float32"),
-        ("data.context_length", LENGTH),
-        ("data.held_out_fraction", 0),
-        ("data.prepared", tmp_path / "prepared"),
-        ("train.batch_size", 2),
-    ):
-        without_recipe += [f"--{field}", str(value)]
-    # Training would not fit there, but no gradients or moments are needed.
-    monkeypatch.setattr(
-        "planning.auto.machine_of", lambda _: Machine("gpu:8", "8 x small GPU", 1e-6, 0.0)
-    )
-    assert loss_by_position.main(without_recipe) == 0
+
+
+def test_without_a_recipe_the_mesh_is_chosen_for_losses_alone(case, monkeypatch, capsys):
+    """Training would not fit on these devices, but no gradients or moments are needed."""
+    small = Machine("gpu:8", "8 x small GPU", 1e-6, 0.0)
+    monkeypatch.setattr("planning.auto.machine_of", lambda _: small)
+    fields = {
+        "data.sources": json.dumps([case.source]),
+        "data.context_length": LENGTH,
+        "data.held_out_fraction": 0,
+        "data.prepared": case.folder / "prepared",
+        "mesh.simulate": 8,
+        "model.compute_dtype": "float32",
+        "train.batch_size": 2,
+    }
+    written = case.measure(*(part for name, x in fields.items() for part in (f"--{name}", str(x))))
     assert "mesh: data 1 x fsdp 2 x tensor 1 x sequence 4 = 8\n" in capsys.readouterr().out
-    written = json.loads((tmp_path / "out/loss_by_position.json").read_text())
-    again = [row["loss_nats_per_target"] for row in written["curves"][str(tmp_path / "hf")]]
-    within(np.abs(np.array(again) - curve).max(), 1e-4, "loss")
-    assert loss_by_position.main([*common, "--skip", "4"]) == 2, "there is no fifth batch"
-    assert (
-        loss_by_position.main(
-            [*common, "--batches", "1", "--data.held_out_path", str(tmp_path / "book.txt")]
-        )
-        == 0
+    expected = [losses.mean() for losses in by_bucket(case.model, case.ids, LENGTH)]
+    within(np.abs(case.curve(written) - expected).max(), 1e-4, "loss")
+
+
+def test_the_held_out_split_is_measured_if_there_is_one(case, capsys):
+    case.measure(
+        *case.recipe, "--batches", "1", "--data.held_out_path", str(case.folder / "book.txt")
     )
     output = capsys.readouterr().out
-    assert "split held_out, batches 0 to 0 of 4" in output, (
-        "the held-out split is measured if there is one"
-    )
-    assert "has seen these rows" not in output
+    assert "split held_out, batches 0 to 0 of 4" in output and "has seen these rows" not in output
+
+
+def test_skipping_all_batches_is_refused(case, capsys):
+    assert loss_by_position.main([*case.arguments, *case.recipe, "--skip", "4"]) == 2
+    assert "--skip" in capsys.readouterr().err
 
 
 def test_documents_are_cut_into_pieces_that_cannot_attend_to_each_other():
