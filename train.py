@@ -1,15 +1,20 @@
-"""Train: python train.py --config configs/NAME.yaml [--section.field value ...]; the same command
-again resumes it. Without a recipe --model.path and --data.path suffice: the planner chooses mesh
-and memory for the available devices.
+"""Fine-tunes a Hugging Face model, or trains one from scratch, on long contexts.
 
-With --dry-run [MACHINE [--gpu-memory GIB]] it says what the run would take, and stops. Models and
-data on the Hugging Face hub are downloaded unless cached; --no-download forbids that. Alone,
-train.py lists the recipes. --help describes every field, --help SECTION those of a section or of
-a list's entries, such as stages. LONGSTRIPE_TRACEBACK=1 shows where an error comes from.
-Exit codes: 0 trained; 1 a dry run that does not fit; 2 a one-line error that you can fix; 75 one
-that a restart may pass, such as a lost connection; 130 stopped by Ctrl-C, 143 by SIGTERM: the
-running step is finished and saved, and the same command resumes the run; a second Ctrl-C ends at
-once, as both do before the first step.
+    python train.py --model.path MODEL --data.path FILE [--section.field value ...]
+    python train.py --config RECIPE.yaml [--section.field value ...]
+
+The same command again resumes the run. Without a recipe the planner chooses
+mesh and memory for the available devices, and the run takes one epoch with
+learning rate 1e-5, or 1e-4 for adapters. Alone, train.py lists the recipes.
+Models and data on the Hugging Face hub are downloaded unless cached. In the
+names of flags - and _ are the same. LONGSTRIPE_TRACEBACK=1 shows where an error
+comes from.
+
+Exit codes: 0 trained; 1 a dry run that does not fit; 2 an error that you can
+fix, in one line; 75 one that a restart may pass, such as a lost connection; 130
+stopped by Ctrl-C, 143 by SIGTERM: the running step is finished and saved, and
+the same command resumes the run; a second Ctrl-C ends at once, as both do
+before the first step.
 """
 
 import shlex
@@ -23,27 +28,15 @@ from trainer import entry
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
-    from trainer.objective import Objective
 
 
 # The most tokens that the shortest case of eval.needle takes, whatever the tokenizer.
 SHORTEST_NEEDLE = 512
 
 
-def objective_class(config: "RunConfig") -> "type[Objective]":
-    """Returns the recipe's objective: actions of trajectories, preferences between completions, or
-    text."""
-    if config.trajectories.path:
-        from trainer.trajectories import TrajectoryObjective
-
-        return TrajectoryObjective
-    if config.preference.loss:
-        from trainer.preference import PreferenceObjective
-
-        return PreferenceObjective
-    from trainer.text import TextObjective
-
-    return TextObjective
+def flag_of(word: str) -> str:
+    """Returns a word's flag in the spelling of --help: --dry-run for --dry_run=8xH100."""
+    return word.partition("=")[0].replace("_", "-")
 
 
 def take_flag(words: list[str], flag: str) -> tuple[list[str], str | None]:
@@ -53,9 +46,8 @@ def take_flag(words: list[str], flag: str) -> tuple[list[str], str | None]:
     Raises:
       UserError: the flag is given twice, or its value is an empty text.
     """
-    if (
-        index := next((i for i, word in enumerate(words) if word.partition("=")[0] == flag), None)
-    ) is None:
+    index = next((i for i, word in enumerate(words) if flag_of(word) == flag), None)
+    if index is None:
         return words, None
     _, equals, value = words[index].partition("=")
     end = index + 1
@@ -64,7 +56,7 @@ def take_flag(words: list[str], flag: str) -> tuple[list[str], str | None]:
     if equals and not value:
         raise UserError(f"command line: {flag}: found '', needs a value, or none at all")
     others = words[:index] + words[end:]
-    if any(word.partition("=")[0] == flag for word in others):
+    if any(flag_of(word) == flag for word in others):
         raise UserError(f"command line: {flag} is given twice; keep one of them")
     return others, value
 
@@ -75,12 +67,12 @@ def take_switch(words: list[str], flag: str) -> tuple[list[str], bool]:
     Raises:
       UserError: the flag is given twice, or with a value.
     """
-    given = [word for word in words if word.partition("=")[0] == flag]
+    given = [word for word in words if flag_of(word) == flag]
     if len(given) > 1:
         raise UserError(f"command line: {flag} is given twice; keep one of them")
-    if given and given[0] != flag:
+    if given and "=" in given[0]:
         raise UserError(f"command line: {given[0]}: {flag} takes no value")
-    return [word for word in words if word != flag], bool(given)
+    return [word for word in words if word not in given], bool(given)
 
 
 def next_commands(config: "RunConfig", processes: int) -> str:
@@ -91,6 +83,7 @@ def next_commands(config: "RunConfig", processes: int) -> str:
       processes: the number that trained it.
     """
     run, mesh = shlex.quote(config.location), config.mesh
+    trained = shlex.quote(f"{config.location}/best") if config.checkpoint.best else run
     output = (
         f"runs/{config.name}" if config.in_bucket else run
     )  # the commands write to this machine
@@ -107,7 +100,7 @@ def next_commands(config: "RunConfig", processes: int) -> str:
             simulate=mesh.simulate, seeds=rows, fsdp=rows, sequence=mesh.sequence * mesh.tensor
         )
         return (
-            f"next: python -m eval.in_context --checkpoint {run}{devices} --output "
+            f"next: python -m eval.in_context --checkpoint {trained}{devices} --output "
             f"{output}/in_context; python -m eval.report {run}"
         )
     tokens = max(_evaluated_tokens(config), SHORTEST_NEEDLE)
@@ -115,8 +108,8 @@ def next_commands(config: "RunConfig", processes: int) -> str:
         simulate=mesh.simulate, rows=rows, fsdp=rows, tensor=mesh.tensor, sequence=mesh.sequence
     )
     return (
-        f"next: python -m scripts.export_hf {run} {output}/exported; python -m eval.needle "
-        f"--checkpoint {run} --tokens {tokens}{devices} --output {output}/needle; python -m "
+        f"next: python -m scripts.export_hf {trained} {output}/exported; python -m eval.needle "
+        f"--checkpoint {trained} --tokens {tokens}{devices} --output {output}/needle; python -m "
         f"eval.report {run}"
     )
 
@@ -161,6 +154,7 @@ def train_all_stages(config: "RunConfig") -> None:
 
     from trainer.evaluation import Evaluation, HeldOutLoss
     from trainer.loop import train
+    from trainer.objectives import objective_class
     from trainer.stages import stages_of, train_stages
 
     last_stage = stages_of(config)[-1]
@@ -193,6 +187,12 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         words = list(sys.argv[1:] if argv is None else argv)
+        if asks := [index for index, word in enumerate(words) if word in ("-h", "--help")]:
+            from trainer.config.help_pages import help_text
+
+            section = "".join(words[asks[0] + 1 :][:1])
+            print(help_text(section, __doc__ or "", {"evaluations": evaluation_kinds}))
+            return 0
         words, offline = take_switch(words, "--no-download")
         if offline:
             from data.hub import no_downloads
@@ -212,8 +212,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         from trainer.config import load as configuration
 
-        own = ["dry-run", "gpu-memory", "no-download"]
-        config = configuration.load(words, own, lists={"evaluations": evaluation_kinds})
+        config = configuration.load(words, ["dry-run", "gpu-memory", "no-download"])
         if config.evaluations:
             from eval.live import with_tests
 

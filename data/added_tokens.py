@@ -1,6 +1,7 @@
 """The added tokens that a tokenizer's other files name, as transformers reads them."""
 
 import json
+import string
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -36,6 +37,12 @@ class AddedToken:
     def options(self) -> dict[str, Any]:
         """Returns the arguments of tokenizers' own class."""
         return asdict(self)
+
+
+def is_tag(text: str) -> bool:
+    """Whether an added token looks like a control token, such as <think>, not like white space, a
+    word or a full stop."""
+    return bool({*text} & {*string.punctuation}) and any(map(str.isalnum, text))
 
 
 def parse_object(files: dict[str, bytes], name: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from data.reasons import (
     DUPLICATE,
     EMPTY_RECORD,
     NESTED_TOOLS,
+    NO_ANSWER,
     NOT_A_RECORD,
     OTHER_LANGUAGE,
     REFUSAL,
@@ -131,6 +132,18 @@ class Cleaned(NamedTuple):
     """Variables for the chat template."""
 
 
+class _Read(NamedTuple):
+    """A record as it was read, before the rules for its turns."""
+
+    id: str | None
+    """The record's own id, if it has one."""
+    messages: list[Message]
+    tools: tuple[dict[str, Any], ...]
+    template_kwargs: Mapping[str, Any]
+    is_scrape: bool
+    """Whether it has ShareGPT's shape."""
+
+
 @dataclass
 class Cleaner:
     """Cleans the records of one source, in order."""
@@ -156,61 +169,70 @@ class Cleaner:
         Raises:
           Drop: the record cannot be used.
         """
+        findings = Findings()
+        read = self._read(raw_record, findings)
+        try:
+            messages = self._cleaned(read, findings.changes)
+        except Drop as drop:
+            if str(drop) != NO_ANSWER or not isinstance(raw_record, dict):
+                raise
+            raise Drop(NO_ANSWER + shapes.preference_hint(raw_record)) from None
+        digest = _digest(messages, read)
+        if self.config.duplicates:
+            if digest in self.seen:
+                raise Drop(DUPLICATE)
+            self.seen.add(digest)
+        return Cleaned(
+            read.id or digest.hex()[:16],
+            tuple(messages),
+            findings.changes,
+            read.tools,
+            frozenset(findings.unread),
+            read.template_kwargs,
+        )
+
+    def _read(self, raw_record: object, findings: Findings) -> _Read:
+        """Reads a raw record; `findings` receives its changes and unread fields."""
         as_written = self._as_dictionary(raw_record)
         written = names_in_capitals(as_written, shapes.KNOWN)
         record = renamed(as_written, {name: known for known, name in written.items()})
         raw = shapes.read_turns(record)
         if is_undesirable(record):
             raise Drop(UNDESIRABLE)
-        record_id = own_id(record) or raw.id
+        record_id = own_id(record)
         if not raw.turns:
             raise Drop(EMPTY_RECORD)
-        findings = Findings(set(raw.changes))
-        turns = (
-            [self._names.turn(turn) if isinstance(turn, dict) else turn for turn in raw.turns]
-            if self._names
-            else raw.turns
-        )
-        messages = read_messages(turns, findings, record.get("loss_mask"))
+        findings.changes |= set(raw.changes)
+        messages = read_messages(self._named(raw.turns), findings, record.get("loss_mask"))
         messages, system_field = _with_system(messages, record, raw.system, findings)
         tools, tools_field = _tools(record, raw, findings)
-        template_kwargs, left_out = without_unused(record.get(TEMPLATE_KWARGS))
-        if left_out:
-            findings.changes.add(TABLE_NULLS)
-        read = {name for name in (tools_field, system_field) if name} | {"loss_mask", *raw.fields}
-        if isinstance(template_kwargs, dict):
+        template_kwargs = _template_kwargs(record, findings)
+        read = {"loss_mask", *raw.fields, *filter(None, (system_field, tools_field))}
+        if template_kwargs is not None:
             read.add(TEMPLATE_KWARGS)
-        else:
-            template_kwargs = {}
-        if own_id(record) is not None:
+        if record_id is not None:
             read.add("id")
         read = {written.get(name, name) for name in read}
         findings.unread |= unread_of(as_written, read, "record")
         is_scrape = shapes.is_sharegpt(raw)
-        if self.config.html == "always" or (self.config.html == "detect" and is_scrape):
-            messages = [self._without_html(message, findings.changes) for message in messages]
-        messages = in_order(messages, self.order, findings.changes)
-        if self.config.rate_limits and is_scrape:
-            messages = before_rate_limit(messages, findings.changes)
+        return _Read(record_id or raw.id, messages, tools, template_kwargs or {}, is_scrape)
+
+    def _named(self, turns: Sequence[object]) -> Sequence[object]:
+        """Returns turns under the names of fields that are read here."""
+        if not self._names:
+            return turns
+        return [self._names.turn(turn) if isinstance(turn, dict) else turn for turn in turns]
+
+    def _cleaned(self, read: _Read, changes: set[str]) -> list[Message]:
+        """Returns the turns of a record after all rules; raises Drop if one excludes it."""
+        config, messages = self.config, read.messages
+        if config.html == "always" or (config.html == "detect" and read.is_scrape):
+            messages = [self._without_html(message, changes) for message in messages]
+        messages = in_order(messages, self.order, changes)
+        if config.rate_limits and read.is_scrape:
+            messages = before_rate_limit(messages, changes)
         self._filter(messages)
-        messages = with_call_ids(messages, findings.changes)
-        contents: list[object] = [*map(_content, messages), *tools]
-        contents += [template_kwargs] * bool(template_kwargs)
-        if not all(trained := _trained(messages)):  # otherwise the digest of earlier versions
-            contents.append(trained)
-        digest = hashlib.sha256(json.dumps(contents).encode()).digest()[:16]
-        if self.config.duplicates:
-            if digest in self.seen:
-                raise Drop(DUPLICATE)
-            self.seen.add(digest)
-        return Cleaned(
-            record_id or digest.hex()[:16],
-            tuple(messages),
-            findings.changes,
-            tools,
-            frozenset(findings.unread),
-            template_kwargs,
-        )
+        return with_call_ids(messages, changes)
 
     def _as_dictionary(self, record: object) -> dict[str, Any]:
         """Returns a record under the names read here; bare turns become a record."""
@@ -282,6 +304,15 @@ def _tools(
     return (), field_read if field_read == "tools" else None
 
 
+def _template_kwargs(record: dict, findings: Findings) -> dict[str, Any] | None:
+    """Returns the record's variables for the chat template; None if it has no dictionary of
+    them."""
+    variables, left_out = without_unused(record.get(TEMPLATE_KWARGS))
+    if left_out:
+        findings.changes.add(TABLE_NULLS)
+    return variables if isinstance(variables, dict) else None
+
+
 def own_id(record: dict) -> str | None:
     """Returns a record's `id`, None without one; raises Drop if it is not Unicode text."""
     record_id = record.get("id")
@@ -291,6 +322,15 @@ def own_id(record: dict) -> str | None:
         return str(record_id).encode().decode()
     except UnicodeEncodeError:  # half of a surrogate pair, see data.turns
         raise Drop(BROKEN_ID) from None
+
+
+def _digest(messages: Sequence[Message], read: _Read) -> bytes:
+    """Returns a hash of a conversation's turns, tools and variables, and of what is trained on."""
+    contents: list[object] = [*map(_content, messages), *read.tools]
+    contents += [read.template_kwargs] * bool(read.template_kwargs)
+    if not all(trained := _trained(messages)):  # otherwise the digest of earlier versions
+        contents.append(trained)
+    return hashlib.sha256(json.dumps(contents).encode()).digest()[:16]
 
 
 def _content(message: Message) -> tuple:

@@ -23,7 +23,8 @@ class Message:
     role: str
     content: str
     train: bool = True
-    """Whether an assistant's turn counts in the loss; turns of other roles never do."""
+    """Whether an assistant's turn counts in the loss; one of another role, whether it counts if
+    everything does."""
     tool_calls: tuple[dict[str, Any], ...] = ()
     """An assistant's calls in OpenAI's form, {"type", "function": {"name", "arguments"}, "id"},
     where arguments are a dictionary."""

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import string
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from data.added_tokens import (
     OLDER_CONFIG,
     OLDER_IDS,
     AddedToken,
+    is_tag,
     parse_object,
     tokens_with_ids,
     tokens_without_ids,
@@ -23,9 +23,11 @@ from data.within import file_within
 
 BPE_FILES = ("vocab.json", "merges.txt")
 # Files that say how to convert; the first two name the tokenizer's class.
-_DESCRIBES = (CONFIG, "config.json", OLDER_CONFIG, OLDER_IDS)
+DESCRIBES = (CONFIG, "config.json", OLDER_CONFIG, OLDER_IDS)
 # Names of special tokens that a sentencepiece model has.
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+# The class that reads all of a tokenizer.json, by the name that transformers 4 knows too.
+READS_ALL = "PreTrainedTokenizerFast"
 WOULD_WORK = (
     "a folder with tokenizer.json, tokenizer.model, or vocab.json and merges.txt, or a "
     "sentencepiece .model file, would work"
@@ -38,9 +40,12 @@ def from_bpe_files(folder: Path) -> dict[str, bytes]:
     Raises:
       UserError: the files cannot be read.
     """
-    files = _read(folder, (*BPE_FILES, *_DESCRIBES))
+    files = read_files(folder, (*BPE_FILES, *DESCRIBES))
     # The first model with these two files was GPT-2.
-    _, library = _converted(f"{folder}: {' and '.join(BPE_FILES)}", files, "GPT2Tokenizer")
+    try:
+        _, library = converted(files, "GPT2Tokenizer")
+    except UserError as error:
+        raise _unreadable(f"{folder}: {' and '.join(BPE_FILES)}", error) from None
     return {"tokenizer.json": library.to_str().encode()}
 
 
@@ -58,8 +63,8 @@ def from_sentencepiece(path: Path, files: dict[str, bytes]) -> dict[str, bytes]:
     Raises:
       UserError: the files cannot be read, or transformers gives tokens other ids than they do.
     """
-    given = {name: files[name] for name in ("tokenizer.model", *_DESCRIBES) if name in files}
-    given |= _read(path, ("config.json",)) if path.is_dir() else {}
+    given = {name: files[name] for name in ("tokenizer.model", *DESCRIBES) if name in files}
+    given |= read_files(path, ("config.json",)) if path.is_dir() else {}
     return _of_sentencepiece(path, tuple(given.items()))
 
 
@@ -78,7 +83,10 @@ def _of_sentencepiece(path: Path, described: tuple[tuple[str, bytes], ...]) -> d
         without = {name: value for name, value in config.items() if name != "chat_template"}
         files[CONFIG] = json.dumps(without).encode()
     pieces = _pieces(path, files["tokenizer.model"])
-    theirs, library = _converted(f"{path}:", files, "PreTrainedTokenizerFast")
+    try:
+        theirs, library = converted(files, READS_ALL)
+    except UserError as error:
+        raise _unreadable(f"{path}:", error) from None
     for token_id, token in added.items():
         if token.content and library.token_to_id(token.content) != token_id:
             raise UserError(
@@ -105,8 +113,9 @@ def _described(config: dict[str, Any], theirs: Any, library: Any) -> dict[str, A
         for token_id, token in library.get_added_tokens_decoder().items()
     }
     kind = type(theirs).__name__
-    if kind == "TokenizersBackend":  # the class that reads all of a tokenizer.json, by its old name
-        kind = "PreTrainedTokenizerFast"
+    # With add_prefix_space, classes of version 4 convert tokenizer.model again, to other ids.
+    if kind == "TokenizersBackend" or config.get("add_prefix_space") is not None:
+        kind = READS_ALL
     return {"add_bos_token": False, **config, **found, "tokenizer_class": kind, LISTED: listed}
 
 
@@ -120,7 +129,7 @@ def _pieces(path: Path, model: bytes) -> Any:
         sentencepiece.SentencePieceProcessor(model_proto=model)
         return proto.pieces
     except Exception as error:  # the libraries raise RuntimeError and DecodeError
-        raise _unreadable(f"{path}:", first_line(error)) from None
+        raise _unreadable(f"{path}:", error) from None
 
 
 def _tags(pieces: Any) -> list[Any]:
@@ -129,29 +138,24 @@ def _tags(pieces: Any) -> list[Any]:
     from tokenizers import AddedToken as LibraryToken
 
     texts = [piece.piece for piece in pieces if piece.type == type(piece).USER_DEFINED]
-    return [
-        LibraryToken(text, normalized=False)
-        for text in texts
-        if set(text) & set(string.punctuation)
-    ]
+    return [LibraryToken(text, normalized=False) for text in texts if is_tag(text)]
 
 
-def _read(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
+def read_files(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
     """Returns those files that a folder has, by name; UserError if a link leads out of it."""
     return {name: file.read_bytes() for name in names if (file := file_within(folder, name))}
 
 
-def _converted(place: str, files: dict[str, bytes], undescribed: str) -> tuple[Any, Any]:
-    """Returns transformers' tokenizer of files, and the library's in it; UserError if they cannot
-    be read.
+def converted(files: dict[str, bytes], undescribed: str) -> tuple[Any, Any]:
+    """Returns transformers' tokenizer of files, and the library's in it; UserError with its reason
+    if it cannot read them.
 
     Args:
-      place: what messages begin with.
       undescribed: the tokenizer's class, if no file names it.
     """
     import transformers
 
-    described = any(name in files for name in _DESCRIBES[:2])
+    described = any(name in files for name in DESCRIBES[:2])
     kind = transformers.AutoTokenizer if described else getattr(transformers, undescribed)
     with scratch_folder() as scratch:
         # Only copies of these files are given to transformers, which would otherwise follow links
@@ -167,8 +171,8 @@ def _converted(place: str, files: dict[str, bytes], undescribed: str) -> tuple[A
             reason = first_line(error).replace(f"{scratch}/", "").replace(str(scratch), "it")
             if "trust_remote_code" in str(error):
                 reason = f"auto_map in {CONFIG} names code of the folder, which is never run"
-            raise _unreadable(place, reason) from None
+            raise UserError(reason) from None
 
 
-def _unreadable(place: str, reason: str) -> UserError:
-    return UserError(f"{place} cannot be read as a tokenizer ({reason}); {WOULD_WORK}")
+def _unreadable(place: str, error: Exception) -> UserError:
+    return UserError(f"{place} cannot be read as a tokenizer ({first_line(error)}); {WOULD_WORK}")

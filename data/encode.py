@@ -8,15 +8,16 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, UInt8
 
+from data.clean import CleanConfig
 from data.conversation import (
     Conversation,
     Labelled,
@@ -26,8 +27,10 @@ from data.conversation import (
     Text,
     with_last_answer_trained,
 )
+from data.errors import UserError
 from data.folders import scratch_folder
 from data.reasons import SPLIT
+from data.sources import Source
 from data.splitting import split
 from data.templates import TemplateError, encode_conversation
 from data.templates.encoder import encode, find_controls
@@ -45,6 +48,35 @@ TYPED_IN_TEXT = (
     "control token in a text, encoded as plain text (the source's `control_tokens` is false): "
 )
 BATCH = 64  # records that a process receives at a time
+
+
+@dataclass(frozen=True)
+class EncodingRules:
+    """How records become documents. All fields are part of a prepared folder's name."""
+
+    context_length: int
+    """The most tokens of a document."""
+    _: KW_ONLY
+    clean: CleanConfig = CleanConfig()
+    """How conversations are cleaned before they are encoded, and whether long ones are split."""
+    train_on: Literal["all", "last", "everything"] = "all"
+    """The assistant turns to train on: `all` of a conversation or only the `last`; parts without
+    one are dropped. `everything` trains on the other turns and the template's text too."""
+    cut_prompts: bool = False
+    """Whether a preference pair that is too long loses the beginning of its prompt, or is
+    dropped."""
+    unpaired: bool = False
+    """Whether each completion of a preference is a separate document, with a label and another
+    record's completion after the same prompt, as KTO needs."""
+    share_prompts: bool = False
+    """Whether a row holds the prompt of two completions once, which affects what fits."""
+
+    def __post_init__(self) -> None:
+        if self.context_length < 2:
+            raise UserError(
+                f"data.context_length: found {self.context_length}, which leaves no token to "
+                "predict; 2 or more would work"
+            )
 
 
 class TokenDocument(NamedTuple):
@@ -101,27 +133,11 @@ class _Rendered(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes records one at a time."""
+    """Encodes the records of a source one at a time."""
 
-    templates: tuple[str, ...]
-    """Name of each source's chat template, by the source's number in the recipe."""
+    source: Source
     tokenizer: Tokenizer
-    context_length: int
-    split: bool = True
-    """Whether conversations are split between exchanges (data.clean.CleanConfig.split)."""
-    train_on: str = "all"
-    """The assistant turns to train on: `all` of a conversation or only the `last`; parts without
-    one are dropped."""
-    cut_prompts: bool = False
-    """Whether a pair that is too long loses the beginning of its prompt, or is dropped."""
-    add_bos: tuple[bool, ...] = ()
-    """Whether each source's texts begin with BOS; without an entry, as the tokenizer does."""
-    unpaired: bool = False
-    """Whether the completions of a preference are separate documents with labels."""
-    share_prompts: bool = False
-    """Whether rows hold the prompt of two completions once."""
-    control_tokens: tuple[bool, ...] = ()
-    """Whether control tokens in each source's texts are read as such; without an entry, not."""
+    rules: EncodingRules
 
     def encode(self, record: Record) -> Encoded:
         """Returns the documents of one record, or why there are none."""
@@ -132,7 +148,7 @@ class Encoder:
             return self._encode_labelled(record)
         if isinstance(record, Conversation):
             try:
-                parts = self._encode_conversation(record, self.templates[record.source], changes)
+                parts = self._encode_conversation(record, changes)
             except TemplateError as error:
                 return Encoded([], drop_reason=str(error))
         elif isinstance(record, Text):
@@ -143,19 +159,19 @@ class Encoder:
             return Encoded([], drop_reason=FOREIGN_ID)
         else:
             parts = [TokenDocument(record.tokens, record.loss_mask.astype(np.uint8))]
+        length = self.rules.context_length
         pieces = [
             TokenDocument(
-                part.tokens[start : start + self.context_length],
-                part.loss_mask[start : start + self.context_length],
+                part.tokens[start : start + length], part.loss_mask[start : start + length]
             )
             for part in parts
-            for start in range(0, len(part.tokens), self.context_length)
+            for start in range(0, len(part.tokens), length)
         ]
         # The first token of a document is not a target.
         documents = [piece for piece in pieces if piece.loss_mask[1:].any()]
         if not documents:
             return Encoded([], drop_reason=NO_TARGET)
-        if len(parts) > 1 or len(parts[0].tokens) > self.context_length:
+        if len(parts) > 1 or len(parts[0].tokens) > length:
             changes.add(SPLIT if len(parts) > 1 else CUT)
         return Encoded(documents, frozenset(changes))
 
@@ -163,44 +179,38 @@ class Encoder:
         """Returns the documents of an array that stays on disk; each is read when indexed."""
         if tokens.min() < 0 or tokens.max() >= self.tokenizer.vocab_size:
             return Encoded([], drop_reason=FOREIGN_ID)
-        documents = _Slices(tokens, self.context_length)
+        length = self.rules.context_length
+        documents = _Slices(tokens, length)
         if not len(documents):
             return Encoded([], drop_reason=NO_TARGET)
-        return Encoded(documents, frozenset({CUT} if len(tokens) > self.context_length else ()))
+        return Encoded(documents, frozenset({CUT} if len(tokens) > length else ()))
 
-    def _encode_conversation(
-        self, record: Conversation, template: str, changes: set[str]
-    ) -> list[TokenDocument]:
+    def _encode_conversation(self, record: Conversation, changes: set[str]) -> list[TokenDocument]:
         """Returns the conversation, or its parts; a part of one exchange may exceed context_length.
 
         Adds to `changes` what the template leaves out.
         """
         messages: Sequence[Message] = record.messages
-        if self.train_on == "last":
+        if self.rules.train_on == "last":
             messages = with_last_answer_trained(messages)
-        render = partial(self._render, record=record, template=template)
+        render, length = partial(self._render, record=record), self.rules.context_length
         whole = render(messages)
         changes |= whole.notes
-        if not self.split or len(whole.document.tokens) <= self.context_length:
+        if not self.rules.clean.split or len(whole.document.tokens) <= length:
             return [whole.document]
-        parts = list(
-            split(
-                messages, render, lambda part: len(part.document.tokens), self.context_length, whole
-            )
-        )
+        parts = list(split(messages, render, lambda part: len(part.document.tokens), length, whole))
         changes.update(*(part.notes for part in parts))
         return [part.document for part in parts]
 
-    def _render(
-        self, messages: Sequence[Message], record: Conversation, template: str
-    ) -> _Rendered:
-        """Returns turns of a conversation under its template."""
+    def _render(self, messages: Sequence[Message], record: Conversation) -> _Rendered:
+        """Returns turns of a conversation under the source's template."""
         segments, notes = encode_conversation(
             messages,
-            template,
+            self.source.template,
             self.tokenizer,
             tools=record.tools,
             template_kwargs=record.template_kwargs,
+            train_on_everything=self.rules.train_on == "everything",
         )
         tokens = np.fromiter(chain.from_iterable(segment.ids for segment in segments), np.int32)
         lengths = [len(segment.ids) for segment in segments]
@@ -210,21 +220,21 @@ class Encoder:
     def _encode_preference(self, record: Preference) -> Encoded:
         """Returns one document of both conversations, the chosen one first, each with its own
         prompt; or two documents if completions are unpaired."""
-        conversations = (record.chosen, record.rejected)
-        encoded = self._encode_completions(conversations, record.source)
-        if encoded.drop_reason or self.unpaired:
+        encoded = self._encode_completions(record.chosen, record.rejected)
+        if encoded.drop_reason or self.rules.unpaired:
             labelled = [
                 document._replace(label=label)
                 for document, label in zip(encoded.documents, (1, 0), strict=False)
             ]
             return replace(encoded, documents=labelled)
         notes, parts = set(encoded.changes), list(encoded.documents)
-        shared = shared_tokens(*parts) if self.share_prompts else 0
-        excess = sum(len(part.tokens) for part in parts) - shared - self.context_length
+        shared = shared_tokens(*parts) if self.rules.share_prompts else 0
+        excess = sum(len(part.tokens) for part in parts) - shared - self.rules.context_length
         if excess > 0:
             cut = prompt_cut(excess, shared)
             # One token of the prompt is left, before which nothing predicts the completion's first.
-            if not self.cut_prompts or any(part.loss_mask[: cut + 1].any() for part in parts):
+            touches_completion = any(part.loss_mask[: cut + 1].any() for part in parts)
+            if touches_completion or not self.rules.cut_prompts:
                 return Encoded([], drop_reason=LONG_PAIR)
             parts = [TokenDocument(part.tokens[cut:], part.loss_mask[cut:]) for part in parts]
             shared = max(shared - cut, 0)
@@ -237,9 +247,9 @@ class Encoder:
 
     def _encode_labelled(self, record: Labelled) -> Encoded:
         """Returns a document of a completion after its prompt."""
-        if not self.unpaired:
+        if not self.rules.unpaired:
             return Encoded([], drop_reason=NOT_PAIRED)
-        encoded = self._encode_completions((record.conversation,), record.source)
+        encoded = self._encode_completions(record.conversation)
         return replace(
             encoded,
             documents=[
@@ -247,13 +257,13 @@ class Encoder:
             ],
         )
 
-    def _encode_completions(self, conversations: Sequence[Conversation], source: int) -> Encoded:
+    def _encode_completions(self, *conversations: Conversation) -> Encoded:
         """Returns a document per conversation, with everything after the prompt in the loss."""
         notes: set[str] = set()
         documents = []
         for conversation in conversations:
             try:
-                rendered = self._render(conversation.messages, conversation, self.templates[source])
+                rendered = self._render(conversation.messages, conversation)
             except TemplateError as error:
                 return Encoded([], drop_reason=str(error))
             notes |= rendered.notes
@@ -270,8 +280,7 @@ class Encoder:
         plain text.
         """
         tokenizer = self.tokenizer
-        add_bos = self.add_bos[record.source] if self.add_bos else tokenizer.adds_bos
-        if self.control_tokens and self.control_tokens[record.source]:
+        if self.source.control_tokens:
             tokens, loss_mask = self._encode_rendered(record)
         else:
             changes |= {TYPED_IN_TEXT + token for token in tokenizer.typed(record.text)}
@@ -279,8 +288,9 @@ class Encoder:
             tokens = spans.ids
             loss_mask = [not record.prompt or end > record.prompt for _, end in spans.offsets]
         # A rendered text may have them already, as transformers and TRL know.
-        if add_bos and tokenizer.bos_id is not None and tokens[:1] != [tokenizer.bos_id]:
-            tokens, loss_mask = [tokenizer.bos_id, *tokens], [not record.prompt, *loss_mask]
+        bos_id = tokenizer.bos_id if self.source.adds_bos(tokenizer) else None
+        if bos_id is not None and tokens[:1] != [bos_id]:
+            tokens, loss_mask = [bos_id, *tokens], [not record.prompt, *loss_mask]
         if tokenizer.eos_id is not None and not self._ends_with_eos(tokens, record.text):
             tokens, loss_mask = [*tokens, tokenizer.eos_id], [*loss_mask, True]
         return TokenDocument(np.asarray(tokens, np.int32), np.asarray(loss_mask, np.uint8))
@@ -396,7 +406,7 @@ def _set_up_process(
     global _process_encoder
     threading.Thread(target=_end_with_parent, daemon=True).start()
     tokenizer = (
-        Tokenizer.load(folder)
+        Tokenizer.load(folder, as_saved=True)
         .with_text_tokens(text_tokens)
         .with_template_date(template_date)
         .with_template_kwargs(template_kwargs)

@@ -235,12 +235,13 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"did you mean {close[0]}? " if close else ""
 
 
-def install_ctrl_c_hook() -> None:
+def install_signal_hooks() -> None:
     """Makes an uncaught Ctrl-C, such as during a command's imports, print `stopped` and exit with
     status 130; and SIGTERM end the command at once with 143.
 
-    The packages that contain commands call this first. It takes effect under `python -m` only,
-    recognized by sys.argv, which does not yet contain the command's name at that time.
+    The packages that contain commands call this first. It takes effect only while `python -m`
+    imports them to run a command, recognized by sys.argv, which does not yet contain the command's
+    name at that time.
     """
     if sys.argv[:1] == ["-m"]:
         sys.excepthook = _report_uncaught

@@ -11,12 +11,15 @@ SHOWN_FIELDS = 12  # names of fields in a message
 ROLE_FIELDS = ("from", "role", "speaker", "author", "sender")
 TEXT_FIELDS = ("value", "content", "text", "message", "utterance", "parts")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
-IN_LOSS = ("train", "training", "trainable", "loss", "weight")  # flags that say: trained on
+WEIGHTS = ("weight", "loss_weight", "loss_scale")  # LLaMA-Factory's and ms-swift's are the last
+IN_LOSS = ("train", "training", "trainable", "loss", *WEIGHTS)  # flags that say: trained on
 NOT_IN_LOSS = ("mask", "masked")  # flags that say: not trained on
+_FLAGS = frozenset((*IN_LOSS, *NOT_IN_LOSS))
 # A record's verdict on its answer, as TRL and others name it.
 LABEL_FIELDS = ("label", "kto_tag")
-CHOSEN = ("chosen", "chosen_response")  # completions of a pair
-REJECTED = ("rejected", "rejected_response")
+# Completions of a pair: TRL's, ms-swift's, LLaMA-Factory's, OpenAI's.
+CHOSEN = ("chosen", "chosen_response", "chosen_messages", "preferred_output")
+REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
 TOKEN_FIELDS = ("tokens", "input_ids")
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 # Values of a record's `reasoning` that are flags or from an unused column.
@@ -42,6 +45,12 @@ def yes_or_no(value: object) -> bool | None:
     if isinstance(value, str):
         return _WORDS.get(value.strip().lower())
     return bool(value) if isinstance(value, bool | int | float) and value == value else None
+
+
+def loss_flags(fields: Mapping[str, Any]) -> dict[str, bool]:
+    """Returns the flags of a turn or of a part of it: for each, whether it says: trained on."""
+    values = {name: yes_or_no(fields[name]) for name in _FLAGS & fields.keys()}
+    return {name: value is (name in IN_LOSS) for name, value in values.items() if value is not None}
 
 
 def is_desirable(label: object) -> bool | None:

@@ -11,6 +11,7 @@ from data.added_tokens import (
     CONFIG,
     LISTED,
     AddedToken,
+    is_tag,
     lacking,
     parse_object,
     tokens_with_ids,
@@ -25,15 +26,6 @@ from data.spans import ControlToken, Spans, check_no_forbidden
 GUARD = "\ufdd0\ufdd1\ufdd0"
 # Characters that a tokenizer may make of one; published ones make a few.
 MOST_GROWTH = 1_000
-# Classes of transformers that read add_prefix_space from tokenizer_config.json, false by default.
-# In version 5 some models' tokenizers do, others read it from tokenizer.json as other classes do.
-_OWN_PREFIX_SPACE = (
-    "CodeGenTokenizer",
-    "GPT2Tokenizer",
-    "GPTNeoXTokenizer",
-    "Qwen2Tokenizer",
-    "RobertaTokenizer",
-)
 
 
 class Offsets(Sequence[tuple[int, int]]):
@@ -82,7 +74,6 @@ class HuggingFace:
                     f"the {part} of its tokenizer.json turns one character into more than "
                     f"{MOST_GROWTH:,}; a published tokenizer would work"
                 )
-        _check_prefix_space(self._spec.get("pre_tokenizer"), parse_object(files, CONFIG))
         self._full = Library.from_str(
             json.dumps({**self._spec, "truncation": None, "padding": None})
         )
@@ -121,6 +112,16 @@ class HuggingFace:
             for token in self._spec["added_tokens"]
             if token["content"] in texts
         }
+
+    @property
+    def punctuation(self) -> list[str]:
+        """Added tokens of punctuation alone, such as Yi's full stop; earlier versions took them for
+        control tokens."""
+        return [
+            token["content"]
+            for token in self._spec.get("added_tokens", [])
+            if _is_text(token) and {*token["content"]} & {*string.punctuation}
+        ]
 
     @property
     def added_tokens(self) -> dict[str, dict[str, Any]]:
@@ -226,25 +227,6 @@ def _properties(token: dict) -> tuple:
     return _is_text(token), *(bool(token.get(name)) for name in flags)
 
 
-def _check_prefix_space(pre_tokenizer: Any, config: dict) -> None:
-    """Raises UserError if two files disagree on a space before a text; transformers reads one or
-    the other, depending on its version and the model."""
-    kind = str(config.get("tokenizer_class")).removesuffix("Fast")
-    wanted = config.get("add_prefix_space") is True
-    part = pre_tokenizer if isinstance(pre_tokenizer, dict) else {}
-    in_tokenizer = [
-        step["add_prefix_space"]
-        for step in (part, *part.get("pretokenizers", ()))
-        if step.get("type") == "ByteLevel" and "add_prefix_space" in step
-    ]
-    if kind in _OWN_PREFIX_SPACE and any(value != wanted for value in in_tokenizer):
-        raise UserError(
-            f"add_prefix_space is {str(wanted).lower()} in {CONFIG}"
-            f"{f' (the default of {kind})' if config.get('add_prefix_space') is None else ''} and "
-            f"{str(not wanted).lower()} in tokenizer.json; the same in both would work"
-        )
-
-
 def _growth(part: Any) -> float:
     """Returns a bound on the characters that part of a tokenizer.json makes of each one."""
     if not isinstance(part, dict):
@@ -283,7 +265,7 @@ def _is_text(token: dict) -> bool:
 
     Every other added token is a control token, which typing must not produce.
     """
-    return not token.get("special") and not set(token["content"]) & set(string.punctuation)
+    return not token.get("special") and not is_tag(token["content"])
 
 
 def _hide_control_tokens(model: dict, control_ids: set[int]) -> None:

@@ -7,6 +7,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -15,18 +16,32 @@ from data.errors import UserError
 
 MOST_DOCUMENTS = 2**31 - 1  # in a folder: document numbers have 32 bits
 FILES = "files"  # in an index: size and sha256 of the other files, as JSON
-_COLUMNS = (
-    "length",
-    "trained",
-    "source",
-    "held_out",
-    "chosen",
-    "chosen_trained",
-    "label",
-    "shared",
-)
-_ROW = struct.Struct(f"={len(_COLUMNS)}i")
 _ROWS_AT_A_TIME = 1 << 16
+
+
+class IndexEntry(NamedTuple):
+    """The numbers of a document; each field is a column of the index."""
+
+    length: int
+    """Its tokens."""
+    trained: int
+    """How many of them are trained on as targets."""
+    source: int
+    """Number of its source; held-out sources come after those to train on."""
+    held_out: bool
+    """Whether it is in the split held_out."""
+    chosen: int = 0
+    """Of a pair of completions, the tokens of the first with its prompt; 0 for other documents."""
+    chosen_trained: int = 0
+    """How many of these are trained on."""
+    label: int = -1
+    """1 for a desirable completion, 0 for an undesirable one, -1 for what has no label."""
+    shared: int = 0
+    """Tokens of a prompt that both completions share, which a row holds once."""
+
+
+_COLUMNS = IndexEntry._fields
+_ROW = struct.Struct(f"={len(_COLUMNS)}i")
 
 
 def check_count(count: int, what: str = "documents") -> None:
@@ -53,20 +68,15 @@ class NewIndex:
         self.all_held_out = True
         """Whether no document is in the split train."""
 
-    def add(self, *values: int) -> int:
+    def add(self, entry: IndexEntry) -> int:
         """Adds a document; returns its number.
-
-        Args:
-          values: its length, trained tokens, source, whether it is held out, and, if it is a pair
-            of completions, the length, trained tokens and label of the first, and how many tokens
-            they share.
 
         Raises:
           UserError: there are too many; see `check_count`.
         """
         check_count(self._count + 1)
-        self._rows.write(_ROW.pack(*values))
-        self.all_held_out &= bool(values[_COLUMNS.index("held_out")])
+        self._rows.write(_ROW.pack(*entry))
+        self.all_held_out &= bool(entry.held_out)
         self._count += 1
         return self._count - 1
 

@@ -12,26 +12,25 @@ import numpy as np
 
 from data import near_duplicates, paths, tables
 from data import sources as source_readers
-from data.clean import CleanConfig
 from data.conversation import Order, Record, Tokens
 from data.digests import file_digests
-from data.encode import Encoded, Encoder, encode_all
+from data.encode import Encoded, Encoder, EncodingRules, encode_all
 from data.errors import TransientError, UserError
-from data.index import NewIndex
+from data.index import IndexEntry, NewIndex
 from data.mismatched import with_mismatched
 from data.near_duplicates import NEAR_DUPLICATE, NOTHING_DROPPED, Dropped
 from data.paths import File
 from data.records import Advance
 from data.report import Report, SourceReport
 from data.seen import Seen
-from data.sources import FileReader, Source
+from data.sources import FileReader, Source, Sources
 from data.templates import jinja_template
 from data.templates.alternation import order_of
 from data.templates.sandbox import compile_template
 from data.tokenizer import Tokenizer
 
 # Change with every change to the documents, so that existing folders are not reused.
-RULES = "prepare-15"
+RULES = "prepare-16"
 # Bytes of a source above which several processes, slow to start, encode it.
 WORTH_PROCESSES = 1 << 23
 
@@ -54,56 +53,35 @@ class Unit:
         return f"{self.source}-{self.first}"
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Job:
     """The arguments of `prepare` that decide what the folder contains."""
 
-    sources: list[Source]
-    """The sources to train on, then the held-out ones."""
-    train_sources: int
-    """Number of sources to train on."""
+    sources: Sources
     tokenizer: Tokenizer
-    context_length: int
-    held_out_fraction: float
-    clean: CleanConfig
-    train_on: str
-    cut_prompts: bool
-    unpaired: bool
-    share_prompts: bool
+    rules: EncodingRules
 
     @cached_property
     def orders(self) -> list[Order]:
         """The order of turns that each source's template requires."""
         return [
             order_of(source.template, self.tokenizer) if source.has_turns else "any"
-            for source in self.sources
+            for source in self.sources.all
         ]
-
-    @cached_property
-    def add_bos(self) -> tuple[bool, ...]:
-        """Whether each source's texts begin with BOS."""
-        return tuple(
-            source.format == "text"
-            and (self.tokenizer.adds_bos if source.add_bos is None else source.add_bos)
-            for source in self.sources
-        )
 
     def key(self) -> str:
         """Returns the folder's name, a hash of contents that does not change if a file moves."""
-        clean = asdict(self.clean)
-        if not self.clean.near_duplicates:
-            del clean["near_duplicates"]  # as in the names of folders older than this option
+        encoding = asdict(self.rules)
+        if not self.rules.clean.near_duplicates:
+            del encoding["clean"][
+                "near_duplicates"
+            ]  # as in the names of folders before this option
         parts = {
             "rules": RULES,
+            **encoding,
             "tokenizer": self.tokenizer.fingerprint,
-            "context_length": self.context_length,
-            "held_out_fraction": self.held_out_fraction,
-            "train_sources": self.train_sources,
-            "clean": clean,
-            "train_on": self.train_on,
-            "cut_prompts": self.cut_prompts,
-            "unpaired": self.unpaired,
-            "share_prompts": self.share_prompts,
+            "held_out_fraction": self.sources.held_out_fraction,
+            "train_sources": len(self.sources.train),
             "template_date": self._template_date(),
             "template_kwargs": dict(self.tokenizer.template_kwargs),
             "sources": [
@@ -112,40 +90,40 @@ class Job:
                     source.format,
                     template_text(source, self.tokenizer),
                     dict(source.fields),
-                    add_bos,
+                    source.adds_bos(self.tokenizer),
                     *(["control_tokens"] if source.control_tokens else []),
                 ]
-                for source, add_bos in zip(self.sources, self.add_bos, strict=True)
+                for source in self.sources.all
             ],
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
     def _template_date(self) -> str | None:
         """Returns the date written by the templates, or None if none writes one."""
-        texts = [template_text(source, self.tokenizer) or "" for source in self.sources]
+        texts = [template_text(source, self.tokenizer) or "" for source in self.sources.all]
         return (
             self.tokenizer.template_date.date().isoformat()
             if any("strftime_now" in text for text in texts)
             else None
         )
 
-    def whole(self, number: int) -> Unit:
-        """Returns all files of a source."""
-        files = tuple(self.sources[number].files())
+    def all_files(self, number: int) -> Unit:
+        """Returns all files of a source as one unit."""
+        files = tuple(self.sources.all[number].files())
         return Unit(number, 0, files, len(files) > 1)
 
     def units(self) -> list[Unit]:
         """Returns the files of all sources, in order, grouped if they need each other."""
         units = []
-        for number in range(len(self.sources)):
-            whole = self.whole(number)
+        for number in range(len(self.sources.all)):
+            unit = self.all_files(number)
             # Completions for the KL term come from the previous record, even in another file.
-            if self.unpaired:
-                units.append(whole)
+            if self.rules.unpaired:
+                units.append(unit)
                 continue
             units += [
-                Unit(number, first, (file,), whole.among_others)
-                for first, file in enumerate(whole.files)
+                Unit(number, first, (file,), unit.among_others)
+                for first, file in enumerate(unit.files)
             ]
         return units
 
@@ -153,9 +131,9 @@ class Job:
         """Returns a reader of a unit's records; `seen` has hashes of earlier records."""
         number = unit.source
         return FileReader(
-            self.sources[number],
+            self.sources.all[number],
             number,
-            self.clean,
+            self.rules.clean,
             self.orders[number],
             unit.among_others,
             seen,
@@ -163,8 +141,9 @@ class Job:
 
     def compared(self, units: Sequence[Unit]) -> list[Unit]:
         """Returns the units to search for near duplicates; none if they are kept."""
-        wanted = bool(self.clean.near_duplicates)
-        return [unit for unit in units if wanted and self.sources[unit.source].format != "tokens"]
+        if not self.rules.clean.near_duplicates:
+            return []
+        return [unit for unit in units if self.sources.all[unit.source].format != "tokens"]
 
     def sign(self, unit: Unit, seen: Seen, work: str, advance: Advance | None = None) -> tuple[()]:
         """Writes a unit's near-duplicate signatures, see `data.near_duplicates.sign`."""
@@ -177,20 +156,11 @@ class Job:
             except UserError:
                 pass  # `documents` hits it again
 
-        return near_duplicates.sign(records(), self.clean.near_duplicates, unit, work)
+        return near_duplicates.sign(records(), self.rules.clean.near_duplicates, unit, work)
 
     def near_duplicates(self, work: str, unit: Unit) -> Dropped:
         """Returns the near duplicates found in a unit."""
         return near_duplicates.dropped(work, unit) if self.compared([unit]) else NOTHING_DROPPED
-
-    def is_held_out(self, source: int, record_id: str) -> bool:
-        """Returns whether a record belongs to the split held_out."""
-        if source >= self.train_sources:
-            return True
-        number = int.from_bytes(
-            hashlib.sha256(f"held-out\0{record_id}".encode()).digest()[:8], "big"
-        )
-        return number < self.held_out_fraction * 2**64
 
     def documents(
         self,
@@ -219,17 +189,19 @@ class Job:
                 report.reject(encoded.drop_reason, record, _content(record))
                 continue
             report.count_kept(encoded.changes)
-            held_out = self.is_held_out(unit.source, record.id)
+            held_out = self.sources.is_held_out(unit.source, record.id)
             for tokens, mask, chosen, label, shared in encoded.documents:
                 index.add(
-                    len(tokens),
-                    int(mask[1:].sum()),
-                    unit.source,
-                    held_out,
-                    chosen,
-                    int(mask[1:chosen].sum()),
-                    label,
-                    shared,
+                    IndexEntry(
+                        length=len(tokens),
+                        trained=int(mask[1:].sum()),
+                        source=unit.source,
+                        held_out=held_out,
+                        chosen=chosen,
+                        chosen_trained=int(mask[1:chosen].sum()),
+                        label=label,
+                        shared=shared,
+                    )
                 )
                 yield {
                     "tokens": tokens,
@@ -242,28 +214,15 @@ class Job:
         self, records: Iterator[Record], source: int, processes: int
     ) -> Iterator[tuple[Record, Encoded]]:
         """Yields the records of a source with their encodings."""
-        encoder = Encoder(
-            tuple(source.template for source in self.sources),
-            self.tokenizer,
-            self.context_length,
-            self.clean.split,
-            self.train_on,
-            self.cut_prompts,
-            self.add_bos,
-            self.unpaired,
-            self.share_prompts,
-            tuple(source.control_tokens for source in self.sources),
-        )
+        encoder = Encoder(self.sources.all[source], self.tokenizer, self.rules)
         encoded_records = encode_all(encoder, records, processes)
-        if not self.unpaired:
+        if not self.rules.unpaired:
             return encoded_records
-        return with_mismatched(
-            encoded_records,
-            lambda record: self.is_held_out(source, record.id),
-            self.context_length,
-            self.cut_prompts,
-            self.share_prompts,
-        )
+
+        def is_held_out(record: Record) -> bool:
+            return self.sources.is_held_out(source, record.id)
+
+        return with_mismatched(encoded_records, is_held_out, self.rules)
 
     def finish_source(self, number: int, report: SourceReport) -> None:
         """Checks a source's report; notes its folder's unread files, and those of other splits.
@@ -271,7 +230,7 @@ class Job:
         Raises:
           UserError: no record can be used.
         """
-        source = self.sources[number]
+        source = self.sources.all[number]
         source_readers.check_usable(source, report)
         if unread := source.unread_files():
             report.notes.append(
@@ -279,7 +238,7 @@ class Job:
                 f"{', '.join(source_readers.FORMATS[source.format].suffixes)}, perhaps compressed, "
                 "are read unless a part of the path begins with a dot"
             )
-        others = source.other_splits() if number < self.train_sources else []
+        others = source.other_splits() if number < len(self.sources.train) else []
         if others:
             names = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
             report.notes.append(
@@ -289,7 +248,7 @@ class Job:
 
     def check_ids(self) -> None:
         """Raises UserError early for an array that would later be refused entirely."""
-        for source in self.sources:
+        for source in self.sources.all:
             _check_ids(source, self.tokenizer)
 
     def check_split(self, all_held_out: bool, report: Report) -> None:
@@ -297,8 +256,8 @@ class Job:
         if all_held_out:
             records = "the only record" if report.kept == 1 else f"all of {report.kept} records"
             raise UserError(
-                f"data.held_out_fraction: found {self.held_out_fraction}, which takes {records} "
-                "and leaves none to train on; a smaller one would work"
+                f"data.held_out_fraction: found {self.sources.held_out_fraction}, which takes "
+                f"{records} and leaves none to train on; a smaller one would work"
             )
 
 

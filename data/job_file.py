@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from data.clean import CleanConfig
+from data.encode import EncodingRules
 from data.errors import UserError
 from data.job import Job
 from data.printable import printable
-from data.sources import Source
+from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 from data.within import check_within, parse_json
 
@@ -51,9 +52,8 @@ def read_job(content: bytes, path: str) -> Job:
     """
     try:
         value = parse_json(content)
-        value["sources"] = [_source(source) for source in value["sources"]]
-        clean = value["clean"]
-        value["clean"] = CleanConfig(**{**clean, "languages": tuple(clean["languages"])})
+        value["sources"] = _sources(value["sources"])
+        value["rules"] = _rules(value["rules"])
         value["tokenizer"] = _tokenizer(value["tokenizer"])
         return Job(**value)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -65,8 +65,19 @@ def read_job(content: bytes, path: str) -> Job:
         ) from None
 
 
-def _source(value: dict[str, Any]) -> Source:
-    return Source(**{**value, "left_out": tuple(value["left_out"])})
+def _sources(value: dict[str, Any]) -> Sources:
+    train, held_out = (
+        tuple(Source(**{**source, "left_out": tuple(source["left_out"])}) for source in value[name])
+        for name in ("train", "held_out")
+    )
+    return Sources(**{**value, "train": train, "held_out": held_out})
+
+
+def _rules(value: dict[str, Any]) -> EncodingRules:
+    languages = tuple(value["clean"]["languages"])
+    return EncodingRules(
+        **{**value, "clean": CleanConfig(**{**value["clean"], "languages": languages})}
+    )
 
 
 def _tokenizer(value: dict[str, Any]) -> Tokenizer:
@@ -76,7 +87,7 @@ def _tokenizer(value: dict[str, Any]) -> Tokenizer:
             check_within(folder, path)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(base64.b64decode(content, validate=True))
-        tokenizer = Tokenizer.load(folder)
+        tokenizer = Tokenizer.load(folder, as_saved=True)
     return (
         tokenizer.with_text_tokens(value["text_tokens"])
         .with_template_date(datetime.fromisoformat(value["template_date"]))

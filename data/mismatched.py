@@ -11,7 +11,14 @@ from dataclasses import replace
 import numpy as np
 
 from data.conversation import Record
-from data.encode import CUT_PROMPT, Encoded, TokenDocument, prompt_cut, shared_tokens
+from data.encode import (
+    CUT_PROMPT,
+    Encoded,
+    EncodingRules,
+    TokenDocument,
+    prompt_cut,
+    shared_tokens,
+)
 
 LONG_TWICE = "longer than context_length with its prompt a second time, for the KL term"
 ALONE = "the only completion of its split, whose KL term needs one of another prompt"
@@ -21,19 +28,15 @@ CUT_COMPLETION = "the other record's completion for the KL term cut to fit conte
 def with_mismatched(
     encoded: Iterable[tuple[Record, Encoded]],
     is_held_out: Callable[[Record], bool],
-    length: int,
-    cut_prompts: bool,
-    share_prompts: bool,
+    rules: EncodingRules,
 ) -> Iterator[tuple[Record, Encoded]]:
     """Yields records with documents of a completion after its prompt, followed by the prompt again
     with the completion of the previous record in its split. The splits' first records come last.
 
     Args:
       encoded: records with a document per labelled completion, or why they are dropped.
-      length: the most tokens that a document may have.
-      cut_prompts: whether documents that are too long lose the beginning of the prompt, or are
-        dropped.
-      share_prompts: whether a row holds the prompt once.
+      is_held_out: whether a record is in the split held_out.
+      rules: what may be cut, and what a row holds once.
     """
     first: dict[bool, tuple[Record, Encoded]] = {}
     before: dict[bool, Sequence[TokenDocument]] = {}
@@ -43,7 +46,7 @@ def with_mismatched(
             continue
         split = is_held_out(record)
         if split in first:
-            yield record, _joined(found, before[split], length, cut_prompts, share_prompts)
+            yield record, _joined(found, before[split], rules)
         else:
             first[split] = (record, found)
         before[split] = found.documents
@@ -51,21 +54,14 @@ def with_mismatched(
         if before[split] is found.documents:
             yield record, Encoded([], drop_reason=ALONE)
         else:
-            yield record, _joined(found, before[split], length, cut_prompts, share_prompts)
+            yield record, _joined(found, before[split], rules)
 
 
-def _joined(
-    encoded: Encoded,
-    others: Sequence[TokenDocument],
-    length: int,
-    cut_prompts: bool,
-    share_prompts: bool,
-) -> Encoded:
+def _joined(encoded: Encoded, others: Sequence[TokenDocument], rules: EncodingRules) -> Encoded:
     """Returns a record's documents, each with one of the other record's completions."""
     notes, documents = set(encoded.changes), []
     for number, document in enumerate(encoded.documents):
-        other = others[number % len(others)]
-        joined = _with_completion(document, other, length, cut_prompts, share_prompts)
+        joined = _with_completion(document, others[number % len(others)], rules)
         if joined is None:
             return Encoded([], drop_reason=LONG_TWICE)
         documents.append(joined[0])
@@ -74,28 +70,24 @@ def _joined(
 
 
 def _with_completion(
-    document: TokenDocument,
-    other: TokenDocument,
-    length: int,
-    cut_prompts: bool,
-    share_prompts: bool,
+    document: TokenDocument, other: TokenDocument, rules: EncodingRules
 ) -> tuple[TokenDocument, set[str]] | None:
     """Returns a document followed by its prompt again with another document's completion, and what
     was cut. None if it does not fit."""
     notes = set()
     prompt, start = int(document.loss_mask.argmax()), int(other.loss_mask.argmax())
-    shared = shared_tokens(document, document) if share_prompts else 0
-    excess = len(document.tokens) + prompt + 1 - shared - length
+    shared = shared_tokens(document, document) if rules.share_prompts else 0
+    excess = len(document.tokens) + prompt + 1 - shared - rules.context_length
     if excess > 0:
         cut = prompt_cut(excess, shared)
-        if not cut_prompts or cut >= prompt:
+        if not rules.cut_prompts or cut >= prompt:
             return None
         document = document._replace(
             tokens=document.tokens[cut:], loss_mask=document.loss_mask[cut:]
         )
         prompt, shared = prompt - cut, max(shared - cut, 0)
         notes.add(CUT_PROMPT)
-    end = start + length - len(document.tokens) - prompt + shared
+    end = start + rules.context_length - len(document.tokens) - prompt + shared
     if end < len(other.tokens):
         notes.add(CUT_COMPLETION)
     parts = (document, document, other)

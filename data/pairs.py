@@ -20,7 +20,7 @@ from data.prepared import Documents
 
 
 class PairBatch(Batch):
-    """A batch with arrays for each row's P places for pairs; completion c of pair p is document 2 p
+    """A batch with arrays for each row's P slots for pairs; completion c of pair p is document 2 p
     + c + 1."""
 
     shared: NotRequired[Int32[np.ndarray, "*B L"]]
@@ -50,7 +50,7 @@ class PairLoader(Loader):
     """Loads pairs; see `Loader`. Its batches are of type `PairBatch`.
 
     Attributes:
-        places: P, the most pairs per row.
+        max_pairs: P, the most pairs per row.
         references: float32 [documents, 2], see `PairBatch.references`; None leaves the array out.
         labelled: whether the documents are labelled completions.
         shares: whether batches have `PairBatch.shared`.
@@ -72,7 +72,7 @@ class PairLoader(Loader):
           shares: whether batches say which prompts are shared, which documents that share any need.
         """
         super().__init__(documents, context_length, batch_size, seed)
-        self.places = context_length // int(documents.row_lengths.min())
+        self.max_pairs = context_length // int(documents.row_lengths.min())
         self.labelled = bool((documents.labels >= 0).all())
         self.shares = shares
 
@@ -105,13 +105,13 @@ class PairLoader(Loader):
         numbers = [piece.document for piece in pieces]
         if self.shares:
             row["shared"] = self._shared(row, numbers)
-        row["pairs"] = np.zeros(self.places, np.float32)
+        row["pairs"] = np.zeros(self.max_pairs, np.float32)
         row["pairs"][: len(numbers)] = 1
         if self.references is not None:
-            row["references"] = np.zeros((self.places, 2), np.float32)
+            row["references"] = np.zeros((self.max_pairs, 2), np.float32)
             row["references"][: len(numbers)] = self.references[numbers]
         if self.labelled:
-            row["labels"] = np.zeros(self.places, np.float32)
+            row["labels"] = np.zeros(self.max_pairs, np.float32)
             row["labels"][: len(numbers)] = self.documents.labels[numbers]
         return row
 
@@ -125,7 +125,7 @@ class PairLoader(Loader):
         return np.where(in_prompt, pair, np.where(behind_it, -pair, 0)).astype(np.int32)
 
     def row_pairs(self, number: int) -> Int64[np.ndarray, " n"]:
-        """Returns the documents of a row, counted over all epochs, in the order of its places."""
+        """Returns the documents of a row, counted over all epochs, in the order of its slots."""
         return np.array([piece.document for piece in self._pieces(number)], np.int64)
 
     def batch(

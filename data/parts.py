@@ -75,7 +75,7 @@ def build_in_parts(
     units = _scan(job, engine, work)
     if job.compared(units):
         near_duplicates.find(
-            job.compared(units), job.clean.near_duplicates, engine, work, partial(_sign, work)
+            job.compared(units), job.rules.clean.near_duplicates, engine, work, partial(_sign, work)
         )
     engine.run(units, partial(_make_part, work))
     parts = [_Part.read(work, unit) for unit in units]
@@ -105,7 +105,7 @@ def _scan(job: Job, engine: Engine, work: str) -> list[Unit]:
     if stored is not None:
         whole = set(stored)
     else:
-        scanned = [unit for unit in job.units() if job.sources[unit.source].has_turns]
+        scanned = [unit for unit in job.units() if job.sources.all[unit.source].has_turns]
         engine.run(
             scanned,
             partial(_digests, work),
@@ -122,7 +122,7 @@ def _scan(job: Job, engine: Engine, work: str) -> list[Unit]:
         }
         write_bytes(f"{work}/{_SCAN}", json.dumps(sorted(whole)).encode())
     units = [unit for unit in job.units() if unit.source not in whole or unit.first == 0]
-    return [job.whole(unit.source) if unit.source in whole else unit for unit in units]
+    return [job.all_files(unit.source) if unit.source in whole else unit for unit in units]
 
 
 def _digests(work: str, unit: Unit) -> Iterator[tuple[tuple[int, int], tuple[int, bytes]]]:
@@ -318,7 +318,7 @@ def _merged_report(job: Job, units: Sequence[Unit], parts: Sequence[_Part]) -> R
       UserError: the first problem that a single process would have met.
     """
     report = Report()
-    for number, source in enumerate(job.sources):
+    for number, source in enumerate(job.sources.all):
         source_report = report.add_source(str(source.path))
         for unit, part in zip(units, parts, strict=True):
             if unit.source == number:

@@ -24,15 +24,18 @@ from data.reasons import UNDESIRABLE, Drop
 EMPTY_TEXT = "empty text"
 NO_TEXT = "no `text`, nor `prompt` and `completion`"
 NO_TOKENS = "no list of integers in `tokens` or `input_ids`"
+PADDING = "padding cut off, by `attention_mask`"
+PACKED = "several packed documents in a record (the data before packing would work): "
 SHIFTED_LABELS = "`labels` that differ from the tokens (shifted by one?)"
 _MASKS = ("loss_mask", "labels")  # what is trained on; the first one given is read, otherwise:
 _TRL_MASKS = ("completion_mask", "assistant_masks")  # of which all are read, as in TRL
+_PACKING = ("attention_mask", "position_ids", "seq_lengths")  # where padding and documents are
 _TEXT_FIELDS = ("text", "prompt", "completion", *LABEL_FIELDS)
 _PART = 1 << 22  # tokens of an array in memory at a time
 IGNORED_LABEL = -100  # transformers' label for a token that is not trained on
 
 
-def parse_text(raw: object, source: int, number: int) -> tuple[Text, set[str]]:
+def parse_text(raw: object) -> tuple[Text, set[str]]:
     """Reads a text, or a prompt and its completion; also returns unread fields."""
     fields, written = _fields(raw, "text", _TEXT_FIELDS)
     text, prompt, read = fields.get("text"), "", {"text"}
@@ -53,7 +56,7 @@ def parse_text(raw: object, source: int, number: int) -> tuple[Text, set[str]]:
         raise Drop(EMPTY_TEXT)
     text = _unicode(text)
     record_id, unread = _record_id(raw, text.encode()), _unread(raw, read, written)
-    return Text(record_id, text, source, number, len(prompt)), unread
+    return Text(record_id, text, prompt=len(prompt)), unread
 
 
 def _found_instead(raw: object, fields: Mapping[str, Any], written: Mapping[str, Any]) -> str:
@@ -70,11 +73,11 @@ def _unicode(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def parse_tokens(raw: object, source: int, number: int) -> tuple[Tokens, set[str]]:
-    """Reads token ids with loss mask or labels; also returns unread fields."""
+def parse_tokens(raw: object) -> tuple[Tokens, set[str], set[str]]:
+    """Reads token ids with loss mask or labels; also returns the changes and unread fields."""
     if isinstance(raw, np.memmap):
-        return _parse_array(raw, source, number), set()
-    fields, written = _fields(raw, "tokens", (*TOKEN_FIELDS, *_MASKS, *_TRL_MASKS))
+        return _parse_array(raw), set(), set()
+    fields, written = _fields(raw, "tokens", (*TOKEN_FIELDS, *_MASKS, *_TRL_MASKS, *_PACKING))
     name = "tokens" if "tokens" in fields else "input_ids"
     tokens = _int32(fields.get(name))
     if tokens is None:
@@ -88,8 +91,12 @@ def parse_tokens(raw: object, source: int, number: int) -> tuple[Tokens, set[str
     mask = np.ones(len(tokens), bool)
     for field in masks:
         mask &= _mask(fields[field], field, tokens)
-    unread = _unread(raw, {name, *masks}, written)
-    return Tokens(_record_id(raw, tokens.tobytes()), tokens, mask, source, number), unread
+    kept = _without_padding(fields.get("attention_mask"), len(tokens))
+    changes = {PADDING} if kept != slice(0, len(tokens)) else set()
+    tokens, mask = tokens[kept], mask[kept]
+    packing = {"attention_mask", *_read_packing(fields, kept, len(tokens))}
+    unread = _unread(raw, {name, *masks, *packing}, written)
+    return Tokens(_record_id(raw, tokens.tobytes()), tokens, mask), changes, unread
 
 
 def _fields(raw: object, alone: str, known: Collection[str]) -> tuple[dict[str, Any], dict]:
@@ -117,16 +124,55 @@ def _mask(value: object, name: str, tokens: Int32[np.ndarray, " n"]) -> Bool[np.
     return mask
 
 
-def _parse_array(array: np.memmap, source: int, number: int) -> Tokens:
+def _without_padding(value: object, count: int) -> slice:
+    """Returns which of a record's tokens are not padding, by its attention_mask, if it has one."""
+    if value is None:
+        return slice(0, count)
+    mask = _int32(value, allow_bool=True)
+    if mask is None or len(mask) != count:
+        raise Drop("`attention_mask` that does not match the tokens")
+    if not np.isin(mask, (0, 1)).all():  # axolotl numbers the documents
+        raise Drop(f"{PACKED}`attention_mask`")
+    (places,) = mask.nonzero()
+    if not len(places):
+        raise Drop("`attention_mask` without a token")
+    kept = slice(int(places[0]), int(places[-1]) + 1)
+    if not mask[kept].all():
+        raise Drop("`attention_mask` with a gap between tokens")
+    return kept
+
+
+def _read_packing(fields: Mapping[str, Any], kept: slice, count: int) -> set[str]:
+    """Returns the fields that say that a record is one document, as read here; raises Drop if they
+    say that it is several, which would attend to each other.
+
+    Args:
+      fields: of the record.
+      kept: the tokens that are not padding.
+      count: their number.
+    """
+    read: set[str] = set()
+    if (positions := _int32(fields.get("position_ids"))) is not None:
+        if (positions[kept][1:] == 0).any():
+            raise Drop(f"{PACKED}`position_ids`")
+        if not np.array_equal(positions[kept], np.arange(count)):
+            raise Drop("`position_ids` other than 0, 1, 2, ...")
+        read.add("position_ids")
+    if (lengths := _int32(fields.get("seq_lengths"))) is not None:  # TRL's packed data have it
+        if len(lengths) > 1:
+            raise Drop(f"{PACKED}`seq_lengths`")
+        read.add("seq_lengths")
+    return read
+
+
+def _parse_array(array: np.memmap) -> Tokens:
     """Returns the tokens of an array that stays on disk, all in the loss."""
     if not _is_int32(array):
         raise Drop(NO_TOKENS)
     digest = hashlib.sha256()
     for start in range(0, len(array), _PART):
         digest.update(array[start : start + _PART].astype(np.int32).tobytes())
-    return Tokens(
-        digest.hexdigest()[:16], array, np.broadcast_to(np.True_, len(array)), source, number
-    )
+    return Tokens(digest.hexdigest()[:16], array, np.broadcast_to(np.True_, len(array)))
 
 
 def _unread(raw: object, read: set[str], written: Mapping[str, Any]) -> set[str]:

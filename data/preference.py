@@ -21,6 +21,7 @@ from data.fields import (
     LABEL_FIELDS,
     REJECTED,
     first_present,
+    has_value,
     is_desirable,
     names_in_capitals,
     renamed,
@@ -55,7 +56,7 @@ NOT_A_PROMPT = "a prompt that is no text or list of turns: "
 SAME = "the chosen completion equals the rejected one"
 OTHER_PROMPTS = "the completions answer different prompts"
 NO_PROMPT = "completions without a prompt"
-NO_LAST_ANSWER = "a conversation with a `label` that does not end with an answer"
+NO_LAST_ANSWER = "a conversation with a `{}` that does not end with an answer"
 NO_ANSWER = "the turns after the prompt do not begin with the assistant's"
 
 
@@ -85,9 +86,10 @@ class PreferenceReader:
             raise Drop(NOT_A_RECORD)
         as_written = renamed(raw, self.fields)
         written = names_in_capitals(as_written, _KNOWN)
-        record, changes = _with_written_turns(
-            renamed(as_written, {name: known for known, name in written.items()})
-        )
+        named = renamed(as_written, {name: known for known, name in written.items()})
+        unwrapped, unread = _with_unwrapped_prompt(named)
+        record, changes = _with_written_turns(unwrapped)
+        record = _with_chosen(record)
         chosen_name, rejected_name = (first_present(record, names) for names in (CHOSEN, REJECTED))
         if chosen_name is None or rejected_name is None:
             reading = self._read_labelled(record)
@@ -96,7 +98,7 @@ class PreferenceReader:
         read = {written.get(name, name) for name in reading.read}
         if own_id(record) is not None:
             read.add("id")
-        unread = unread_of(as_written, read, "record").union(reading.unread)
+        unread |= unread_of(as_written, read, "record") | reading.unread
         return reading.record, changes | reading.changes, unread
 
     def _read_pair(self, record: dict, names: tuple[str, str]) -> "_Reading":
@@ -140,7 +142,7 @@ class PreferenceReader:
         if desirable is None:
             raise Drop(NO_LABEL)
         turns, is_whole = _completion_turns(record[name], name)
-        prompt = _begun(turns) if is_whole else _read_prompt(record)
+        prompt = _begun(turns, "label") if is_whole else _read_prompt(record)
         if not prompt.turns:
             raise Drop(NO_PROMPT)
         completion = turns[len(prompt.turns) :] if is_whole else turns
@@ -198,6 +200,36 @@ class _Prompt(NamedTuple):
     """The turns of this field only."""
     changes: set[str]
     """What was changed in it."""
+
+
+def _with_unwrapped_prompt(record: dict) -> tuple[dict, set[str]]:
+    """Returns a record with the turns and tools of a prompt in OpenAI's form, an object with
+    `messages`, as its own, and the prompt's unread fields."""
+    for name in PROMPTS:
+        prompt = record.get(name)
+        if isinstance(prompt, dict) and isinstance(prompt.get("messages"), list):
+            read = {"messages"} if has_value(record.get("tools")) else {"messages", "tools"}
+            own = {"tools": prompt["tools"]} if "tools" in read & prompt.keys() else {}
+            return {**record, **own, name: prompt["messages"]}, unread_of(prompt, read, "prompt's")
+    return record, set()
+
+
+def _with_chosen(record: dict) -> dict:
+    """Returns a record with the last answer of its conversation as the chosen completion, if it has
+    just the rejected one, as ms-swift's.
+
+    Raises:
+      Drop: the conversation does not end with an answer.
+    """
+    lists = (name for name in shapes.TURN_LISTS if isinstance(record.get(name), list))
+    name = next(lists, None)
+    has_other = first_present(record, (*CHOSEN, *COMPLETIONS, *LABEL_FIELDS))
+    rejected = first_present(record, REJECTED)
+    if name is None or rejected is None or has_other:
+        return record
+    turns, _ = _completion_turns(record[name], name)
+    prompt = len(_begun(turns, rejected).turns)
+    return {**record, name: turns[:prompt], CHOSEN[0]: turns[prompt:]}
 
 
 def _with_written_turns(record: dict) -> tuple[dict, set[str]]:
@@ -261,15 +293,19 @@ def _completion_name(record: Mapping[str, Any]) -> str | None:
     return first_present(record, COMPLETIONS) or next(lists, None)
 
 
-def _begun(turns: Sequence[Any]) -> _Prompt:
+def _begun(turns: Sequence[Any], beside: str) -> _Prompt:
     """Returns a conversation up to its last answer, whose reasoning may be a turn of its own.
+
+    Args:
+      turns: the conversation.
+      beside: the field beside it that is about this answer.
 
     Raises:
       Drop: it does not end with an answer.
     """
     roles = [role_in(turn) for turn in turns]
     if roles[-1] != "assistant":
-        raise Drop(NO_LAST_ANSWER)
+        raise Drop(NO_LAST_ANSWER.format(beside))
     end = len(roles) - 1
     while end and roles[end - 1] == "thought":
         end -= 1

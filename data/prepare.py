@@ -1,13 +1,12 @@
 """Prepares data once: tokenizes sources into documents and writes them to a folder."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 from data import near_duplicates, paths, prepared
-from data.clean import CleanConfig
+from data.encode import EncodingRules
 from data.engine import PROCESSES, Engine
 from data.errors import UserError
 from data.folders import building
@@ -20,23 +19,16 @@ from data.record_store import write_records
 from data.report import Report, dropped_file
 from data.seen import SeenOnDisk
 from data.shard_cache import ShardCache
-from data.sources import Source
+from data.sources import Sources
 from data.tokenizer import Tokenizer
 
 
 def prepare(
-    sources: Sequence[Source],
+    sources: Sources,
     tokenizer: Tokenizer,
-    context_length: int,
+    rules: EncodingRules,
     folder: str | Path,
     *,
-    held_out_fraction: float = 0.0,
-    held_out_sources: Sequence[Source] = (),
-    clean: CleanConfig = CleanConfig(),
-    train_on: str = "all",
-    cut_prompts: bool = False,
-    unpaired: bool = False,
-    share_prompts: bool = False,
     progress: bool = True,
     key: str | None = None,
     engine: Engine = PROCESSES,
@@ -51,24 +43,12 @@ def prepare(
     are dropped. Several processes may prepare the same folder at the same time.
 
     Args:
-      sources: the sources to train on.
+      sources: the sources, and what is held out.
       tokenizer: the tokenizer.
-      context_length: how many tokens a document has at most.
+      rules: how records become documents.
       folder: parent of the prepared folders. If it is in a store (gs://, s3://), the prepared
         folder is made in the local cache and copied to the store; if the store has it already,
         shards are copied here when read.
-      held_out_fraction: the fraction of records, chosen by a hash of their ids, for the split
-        held_out.
-      held_out_sources: sources that belong to the split held_out entirely; numbered after
-        `sources`.
-      clean: the cleaning rules for conversations.
-      train_on: train on `all` assistant turns, or only on the `last` one.
-      cut_prompts: whether a preference pair that is too long loses the beginning of its
-        prompt, or is dropped.
-      unpaired: whether each completion of a preference is a separate document, with a label and
-        another record's completion after the same prompt, as KTO needs.
-      share_prompts: whether a row holds the prompt of two completions once, which affects what
-        fits.
       progress: whether to show a progress bar.
       key: the folder's name, if another process has prepared it: then no source is read.
       engine: what prepares the data; does not affect the result.
@@ -81,25 +61,11 @@ def prepare(
       UserError: a file cannot be read (see data.sources.read), a template does not fit, no document
         is left to train on; or there is no folder of the name `key`.
     """
-    _check(sources, context_length, held_out_fraction)
-    all_sources = [
-        replace(source, left_out=(str(folder),)) for source in (*sources, *held_out_sources)
-    ]
-    for source in all_sources:
+    sources = sources.leaving_out(str(folder))
+    for source in sources.all:
         template_text(source, tokenizer)  # so that wrong names fail before an hour of reading
         check_arrays(source)
-    job = Job(
-        sources=all_sources,
-        train_sources=len(sources),
-        tokenizer=tokenizer,
-        context_length=context_length,
-        held_out_fraction=held_out_fraction,
-        clean=clean,
-        train_on=train_on,
-        cut_prompts=cut_prompts,
-        unpaired=unpaired,
-        share_prompts=share_prompts,
-    )
+    job = Job(sources, tokenizer, rules)
     name = key or job.key()
     local, shared = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"
     stored = prepared.read_or_warn(local)
@@ -117,23 +83,7 @@ def prepare(
         if paths.is_remote(folder):
             paths.upload(local, shared, prepared.INDEX)
         stored = prepared.read(local)
-    return prepared.open_folder(local, stored, all_sources, context_length)
-
-
-def _check(sources: Sequence[Source], context_length: int, held_out_fraction: float) -> None:
-    """Raises UserError for arguments that leave nothing to train on."""
-    if not sources:
-        raise UserError("no data: data.sources is empty; --data.path FILE.json would work")
-    if context_length < 2:
-        raise UserError(
-            f"data.context_length: found {context_length}, which leaves no token to predict; 2 or "
-            "more would work"
-        )
-    if not 0.0 <= held_out_fraction < 1.0:
-        raise UserError(
-            f"data.held_out_fraction: found {held_out_fraction}; a number from 0 to less than 1 "
-            "would work"
-        )
+    return prepared.open_folder(local, stored, sources.all, rules.context_length)
 
 
 def _open_in_store(
@@ -158,7 +108,7 @@ def _open_in_store(
     if stored is None:
         return None
     cache = ShardCache(shared, stored.shards, cached, int(cache_gib * 2**30))
-    return prepared.open_folder(cached, stored, job.sources, job.context_length, cache)
+    return prepared.open_folder(cached, stored, job.sources.all, job.rules.context_length, cache)
 
 
 def _build_in_store(job: Job, shared: str, engine: Engine) -> None:
@@ -185,9 +135,9 @@ def _build(job: Job, folder: Path, progress: bool, engine: Engine) -> None:
 def _build_in_one_pass(job: Job, folder: Path, progress: bool) -> None:
     """Writes the documents while reading the sources, one after another."""
     index, report = NewIndex(folder), Report()
-    size = sum(file.size() for source in job.sources for file in source.files())
+    units = [job.all_files(number) for number in range(len(job.sources.all))]
+    size = sum(file.size() for unit in units for file in unit.files)
     work = str(folder / "near-duplicates")
-    units = [job.whole(number) for number in range(len(job.sources))]
     if job.compared(units):
         with ProgressBar("comparing records", size, "B", progress) as bar:
 
@@ -196,11 +146,11 @@ def _build_in_one_pass(job: Job, folder: Path, progress: bool) -> None:
                     return job.sign(unit, seen, work, bar.advance)
 
             near_duplicates.find(
-                job.compared(units), job.clean.near_duplicates, PROCESSES, work, sign
+                job.compared(units), job.rules.clean.near_duplicates, PROCESSES, work, sign
             )
 
     def documents() -> Iterator[dict]:
-        for number, source in enumerate(job.sources):
+        for number, source in enumerate(job.sources.all):
             source_report = report.add_source(str(source.path))
             with closing(SeenOnDisk(folder / "seen")) as seen:
                 yield from job.documents(

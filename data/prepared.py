@@ -296,7 +296,7 @@ def read_from_store(shared: str, local: Path) -> Stored | None:
 def open_folder(
     folder: Path,
     stored: Stored,
-    sources: list[Source],
+    sources: Sequence[Source],
     context_length: int,
     cache: ShardCache | None = None,
 ) -> Prepared:

@@ -20,12 +20,18 @@ LOST_COMMAS = (
     "turns that lost the commas between them, as in a CSV of pandas (JSON lines or Parquet would "
     "work)"
 )
+QUESTIONS = "questions without answers: `turns` next to `question_id`, as in MT-Bench"
 NOT_TEXT = "a question or answer that is not text: "
 EMPTY_RECORD = "empty record"
 BROKEN_ID = "an `id` with broken characters"
 BAD_TURN = "a turn without role or text"
 CONTENT_NOT_TEXT = "a turn whose content is not text: "
 BAD_PART = "a content part that is not text: "
+EMPTY_PART = "a content part without a text: it has "
+PARTLY_IN_LOSS = (
+    "a flag takes only a part of an answer out of the loss: `{}` (a flag of the whole turn, or "
+    "turns of their own, would work)"
+)
 BAD_HISTORY = "`history` is not a list of pairs"
 UNDESIRABLE = "an answer that its `label` calls bad (the format preference, with kto, is for these)"
 BAD_LOSS_MASK = "`loss_mask` does not match the turns"
@@ -60,9 +66,12 @@ EMPTY_SYSTEM = "empty system turn left out"
 MADE_IDS = "ids made for calls that had none, which some templates write"
 WHITE_SPACE = "white space at the ends of a turn removed"
 OUT_OF_LOSS = "turns left out of the loss by "
-OTHERS_FLAG = "a flag puts a turn that is not the assistant's into the loss: ignored"
+OTHERS_FLAG = (
+    "a flag puts a turn that is not the assistant's into the loss: only data.train_on: everything "
+    "does"
+)
 THOUGHT_FLAG = "a flag takes reasoning out of the loss, but not its answer: ignored"
-FRACTION = "`weight` between 0 and 1, or above: counted as 1"
+FRACTION = "`{}` between 0 and 1, or above: counted as 1"
 TABLE_NULLS = (
     "nulls of a table's unused keys left out of tools, calls, results or `chat_template_kwargs`"
 )

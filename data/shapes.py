@@ -28,6 +28,7 @@ from data.reasons import (
     NOT_TEXT,
     NOT_TURNS,
     OTHER_REPLIES,
+    QUESTIONS,
     SPLIT_TABLE,
     TABLE_NULLS,
     TREE_MESSAGE,
@@ -108,6 +109,7 @@ _OF_RECORDS = (
 )
 # Fields of a table as pandas' to_json(orient="split") writes it.
 _SPLIT_FORM = frozenset(("index", "columns", "data", "name", "dtype", "dtypes"))
+_READS = " (`format: {}` reads these)"
 CONTEXT = object()  # the key of a turn that is part of a prompt, so not trained on
 
 
@@ -162,15 +164,22 @@ def _other_format(record: dict) -> str:
     """Returns, for a message, the format that reads a record without a conversation, if one
     does."""
     fields = {str(name).lower(): value for name, value in record.items()}
-    if first_present(fields, CHOSEN) and first_present(fields, REJECTED):
-        name = "preference"
-    elif isinstance(fields.get("text"), str):
+    if hint := preference_hint(record):
+        return hint
+    if isinstance(fields.get("text"), str):
         name = "text"
     elif any(isinstance(fields.get(name), list) for name in TOKEN_FIELDS):
         name = "tokens"
     else:
         return ""
-    return f" (`format: {name}` reads these)"
+    return _READS.format(name)
+
+
+def preference_hint(record: dict) -> str:
+    """Returns, for a message, that the format for preferences reads a record, if it does."""
+    fields = {str(name).lower(): value for name, value in record.items()}
+    is_pair = first_present(fields, CHOSEN) and first_present(fields, REJECTED)
+    return _READS.format("preference") if is_pair else ""
 
 
 def _is_split_table(record: dict) -> bool:
@@ -244,6 +253,8 @@ def _text_list(record: dict) -> RawTurns | None:
         in_pairs = all(map(_is_text_pair, entries))
         texts = [text for pair in entries for text in pair] if in_pairs else entries
         if texts and all(isinstance(text, str) for text in texts):
+            if name == "turns" and has_value(record.get("question_id")):
+                raise Drop(QUESTIONS)
             return RawTurns(alternating(texts), {name})
     broken = next((name for name in _MOSTLY_TURNS if name in lists), None)  # or empty
     return None if broken is None else RawTurns(lists[broken], {broken})

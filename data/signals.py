@@ -3,7 +3,7 @@
 Python runs a signal handler only when the running call returns to the interpreter, which may take
 half an hour in a compiler; and without a handler the system ignores SIGTERM for PID 1, which is
 what a container's command is. Training has its own handlers while there is something to save; see
-`trainer.run.preemption`.
+`trainer.run.notices`.
 """
 
 from __future__ import annotations

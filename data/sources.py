@@ -1,9 +1,11 @@
 """The data sources of a recipe, and the readers of each format; `data.tables` reads tables."""
 
+import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -11,7 +13,7 @@ import numpy as np
 
 from data import hub, preference, source_files, tables
 from data.clean import CleanConfig, Cleaner
-from data.conversation import DEFAULT_TEMPLATE, Conversation, Order, Record
+from data.conversation import DEFAULT_TEMPLATE, Conversation, Order, Record, Text, Tokens
 from data.errors import UserError
 from data.fields import (
     RECORD_TARGETS,
@@ -30,6 +32,7 @@ from data.report import Report, SourceReport
 from data.seen import Seen
 from data.shapes import records_of
 from data.templates.alternation import order_of
+from data.tokenizer import Tokenizer
 from data.trees import Forest, is_row
 
 # Reasons to drop what is not a record.
@@ -153,6 +156,11 @@ class Source:
         """Whether its records consist of turns, rendered by a chat template."""
         return self.format in TURN_FORMATS
 
+    def adds_bos(self, tokenizer: Tokenizer) -> bool:
+        """Returns whether its texts begin with BOS."""
+        adds_bos = tokenizer.adds_bos if self.add_bos is None else self.add_bos
+        return self.format == "text" and adds_bos
+
     @property
     def would_work(self) -> str:
         """What would work, for messages about a file not in the source's format."""
@@ -190,6 +198,49 @@ class Source:
             hub.is_hub_dataset(self.path) or File(f"{self.path}/dataset_dict.json").exists()
         )
         return hub.other_splits([str(file) for file in self.files()]) if has_splits else []
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The sources of prepared data, and which of their records are held out."""
+
+    train: tuple[Source, ...]
+    """The sources to train on."""
+    held_out: tuple[Source, ...] = ()
+    """Sources that belong to the split held_out entirely."""
+    held_out_fraction: float = 0.0
+    """The fraction of records of `train`, chosen by a hash of their ids, for the split held_out."""
+
+    def __post_init__(self) -> None:
+        if not self.train:
+            raise UserError("no data: data.sources is empty; --data.path FILE.json would work")
+        if not 0.0 <= self.held_out_fraction < 1.0:
+            raise UserError(
+                f"data.held_out_fraction: found {self.held_out_fraction}; a number from 0 to less "
+                "than 1 would work"
+            )
+
+    @property
+    def all(self) -> tuple[Source, ...]:
+        """All sources, by number: those to train on, then the held-out ones."""
+        return (*self.train, *self.held_out)
+
+    def is_held_out(self, source: int, record_id: str) -> bool:
+        """Returns whether a record of a source belongs to the split held_out."""
+        if source >= len(self.train):
+            return True
+        number = int.from_bytes(
+            hashlib.sha256(f"held-out\0{record_id}".encode()).digest()[:8], "big"
+        )
+        return number < self.held_out_fraction * 2**64
+
+    def leaving_out(self, folder: str) -> "Sources":
+        """Returns the sources, of which no file in a folder is read."""
+        train, held_out = (
+            tuple(replace(source, left_out=(folder,)) for source in sources)
+            for sources in (self.train, self.held_out)
+        )
+        return replace(self, train=train, held_out=held_out)
 
 
 def read(
@@ -241,20 +292,18 @@ class FileReader:
         self, files: list[File], report: SourceReport, advance: Advance | None = None
     ) -> Iterator[Record]:
         """Yields the usable records of files, and counts every record in `report`."""
-        order = self.order or order_of(self.source.template)
-        parse = _parser(self.source, self.clean, order, report, self.seen)
-        forest = Forest(self.clean.replies == "all")
+        parser = _RecordParser(self, report)
         among_others = len(files) > 1 if self.among_others is None else self.among_others
         for file in files:
             report.file, report.line = str(file), 0
             raw_records = _raw_records(file, self.source, report, advance)
             if among_others:
-                raw_records = _without_metadata(raw_records, parse, report)
+                raw_records = _without_metadata(raw_records, parser, report)
             for raw in raw_records:
-                yield from _parsed_records(raw, parse, self.number, report, forest)
-        self.has_tree_rows = forest.has_rows
-        for tree in forest.trees(report):
-            yield from _parsed_records(tree, parse, self.number, report, forest)
+                yield from parser.records(raw)
+        self.has_tree_rows = parser.forest.has_rows
+        for tree in parser.forest.trees(report):
+            yield from parser.records(tree)
 
 
 def check_usable(source: Source, report: SourceReport) -> None:
@@ -270,81 +319,126 @@ def check_usable(source: Source, report: SourceReport) -> None:
         )
 
 
-Parse = Callable[[object, int, int], Record]
-"""(raw record, source number, record number) -> the record; raises Drop."""
+_Reader = Callable[[object], tuple[Record, Set[str], Set[str]]]
+"""A function from a raw record to the record, its changes and its unread fields; raises Drop."""
 
 
-def _parsed_records(
-    raw: object, parse: Parse, number: int, report: SourceReport, forest: Forest
-) -> Iterator[Record]:
-    """Yields a raw record's records: itself, those of its tree, or of a list within it.
+class _RecordParser:
+    """Makes records of a source's raw ones, in their order, and counts them in a report.
 
-    Counts drops.
+    Attributes:
+      forest: rows of message trees, whose records come after those of all files.
     """
-    for record in forest.records(raw):
-        yield from _parsed_record(record, parse, number, report, forest)
 
+    def __init__(self, reader: FileReader, report: SourceReport):
+        order = reader.order or order_of(reader.source.template)
+        self._new_reader = partial(_reader_of, reader.source, reader.clean, order)
+        self._read = self._new_reader(reader.seen)
+        self._number, self._report = reader.number, report
+        self.forest = Forest(reader.clean.replies == "all")
 
-def _parsed_record(
-    raw: object, parse: Parse, number: int, report: SourceReport, forest: Forest
-) -> Iterator[Record]:
-    if isinstance(raw, OnlyObject):
-        name = records_of(raw)
-        if name and any(_is_record(entry, parse) for entry in raw[name]):
-            yield from _inner_records(raw, name, parse, number, report, forest)
+    def records(self, raw: object) -> Iterator[Record]:
+        """Yields a raw record's records: itself, those of its tree, or of a list within it.
+
+        Counts drops.
+        """
+        for record in self.forest.records(raw):
+            yield from self._records(record)
+
+    def _records(self, raw: object) -> Iterator[Record]:
+        report = self._report
+        if isinstance(raw, OnlyObject):
+            name = records_of(raw)
+            if name and any(self.accepts(entry) for entry in raw[name]):
+                yield from self._inner_records(raw, name)
+                return
+        try:
+            record, changes, unread = self._read(raw)
+        except Drop as drop:
+            if str(drop) == TREE_MESSAGE and isinstance(raw, dict) and is_row(raw):
+                self.forest.add(raw, report)
+                return
+            name = self.wrapped_list(raw) if str(drop).startswith(_NO_RECORD) else None
+            if name is None or not isinstance(raw, dict):
+                report.drop(str(drop), None if isinstance(raw, np.ndarray) else raw)
+                return
+            yield from self._inner_records(raw, name)
             return
-    try:
-        record = parse(raw, number, report.records + 1)
-    except Drop as drop:
-        if str(drop) == TREE_MESSAGE and isinstance(raw, dict) and is_row(raw):
-            forest.add(raw, report)
-            return
-        name = _wrapped_list(raw, parse) if str(drop).startswith(_NO_RECORD) else None
-        if name is None or not isinstance(raw, dict):
-            report.drop(str(drop), None if isinstance(raw, np.ndarray) else raw)
-            return
-        yield from _inner_records(raw, name, parse, number, report, forest)
-        return
-    report.keep()
-    yield replace(record, file=report.file, line=report.line)
+        report.count_kept(changes, unread)
+        report.keep()
+        yield replace(
+            record,
+            source=self._number,
+            record=report.records,
+            file=report.file,
+            line=report.line,
+        )
+
+    def _inner_records(self, raw: dict, name: str) -> Iterator[Record]:
+        """Yields the records in a field of an object, and notes which fields are not read."""
+        report, others = self._report, sorted(raw.keys() - {name})
+        report.notes.append(
+            f"{report.file}: the records are the list in its field `{printable(name)}`"
+            + (f"; not read: {shown_fields(dict.fromkeys(others))}" if others else "")
+        )
+        for report.line, inner in enumerate(raw[name], 1):
+            yield from self.records(inner)
+
+    def wrapped_list(self, raw: object) -> str | None:
+        """Returns the field with the list of records in an object such as {"data": [...]}; None
+        for others."""
+        if not isinstance(raw, dict):
+            return None
+        lists = [
+            name
+            for name, value in raw.items()
+            if isinstance(value, list) and value and isinstance(value[0], dict)
+        ]
+        return lists[0] if len(lists) == 1 and self.accepts(raw[lists[0]][0]) else None
+
+    def accepts(self, raw: object) -> bool:
+        """Returns whether a value is meant as a record, even a faulty one; nothing is counted or
+        remembered."""
+        try:
+            self._new_reader(set())(raw)
+        except Drop as drop:
+            return not str(drop).startswith(_NO_RECORD)
+        return True
 
 
-def _inner_records(
-    raw: dict, name: str, parse: Parse, number: int, report: SourceReport, forest: Forest
-) -> Iterator[Record]:
-    """Yields the records in a field of an object, and notes which fields are not read."""
-    others = sorted(raw.keys() - {name})
-    report.notes.append(
-        f"{report.file}: the records are the list in its field `{printable(name)}`"
-        + (f"; not read: {shown_fields(dict.fromkeys(others))}" if others else "")
+def _reader_of(source: Source, clean: CleanConfig, order: Order, seen: Seen) -> _Reader:
+    """Returns a function that reads a source's raw records; `seen` receives their hashes."""
+    if source.format == "preference":
+        return PreferenceReader(clean, order, source.fields, seen).read
+    if source.format == "sharegpt":
+        return partial(_read_conversation, Cleaner(clean, order, source.fields, seen))
+    return partial(_read_plain, source)
+
+
+def _read_conversation(
+    cleaner: Cleaner, raw: object
+) -> tuple[Conversation, set[str], frozenset[str]]:
+    cleaned = cleaner.clean(raw)
+    conversation = Conversation(
+        cleaned.id,
+        cleaned.messages,
+        tools=cleaned.tools,
+        template_kwargs=cleaned.template_kwargs,
     )
-    for report.line, inner in enumerate(raw[name], 1):
-        yield from _parsed_records(inner, parse, number, report, forest)
+    return conversation, cleaned.changes, cleaned.unread
 
 
-def _wrapped_list(raw: object, parse: Parse) -> str | None:
-    """Returns the field with the list of records in an object such as {"data": [...]}, or None."""
-    if not isinstance(raw, dict):
-        return None
-    lists = [
-        name
-        for name, value in raw.items()
-        if isinstance(value, list) and value and isinstance(value[0], dict)
-    ]
-    return lists[0] if len(lists) == 1 and _is_record(raw[lists[0]][0], parse) else None
-
-
-def _is_record(raw: object, parse: Parse) -> bool:
-    """Returns whether an object is meant as a record, even a faulty one."""
-    try:
-        parse(raw, -1, 0)
-    except Drop as drop:
-        return not str(drop).startswith(_NO_RECORD)
-    return True
+def _read_plain(source: Source, raw: object) -> tuple[Text | Tokens, set[str], set[str]]:
+    if source.fields and isinstance(raw, dict):
+        raw = renamed(raw, source.fields)
+    if source.format == "tokens":
+        return parse_tokens(raw)
+    text, unread = parse_text(raw)
+    return text, set(), unread
 
 
 def _without_metadata(
-    raw_records: Iterator[object], parse: Parse, report: SourceReport
+    raw_records: Iterator[object], parser: _RecordParser, report: SourceReport
 ) -> Iterator[object]:
     """Yields the records of one file among others, unless it is a single object that is not a
     record."""
@@ -353,7 +447,7 @@ def _without_metadata(
     first += itertools.islice(raw_records, 1)
     line, report.line = report.line, line
     alone = first[0] if len(first) == 1 else None
-    if isinstance(alone, dict) and not _is_record(alone, parse) and not _wrapped_list(alone, parse):
+    if isinstance(alone, dict) and not (parser.accepts(alone) or parser.wrapped_list(alone)):
         report.notes.append(
             f"{report.file}: skipped: it holds a single object that is not a record, with "
             f"{shown_fields(alone)}"
@@ -410,56 +504,3 @@ def _read_text(file: File, source: Source) -> str:
         raise UserError(
             f"{file}: byte {error.start} is not UTF-8 text; {source.would_work}"
         ) from None
-
-
-def _parser(
-    source: Source, clean: CleanConfig, order: Order, report: SourceReport, seen: Seen
-) -> Parse:
-    """Returns a parser of a source's records, which counts changes and unread fields.
-
-    With a source number below 0 it only tests whether records are valid: nothing is counted or
-    remembered.
-    """
-    if source.format == "preference":
-        reader = PreferenceReader(clean, order, source.fields, seen)
-
-        def parse_preference(raw: object, number: int, record_number: int) -> Record:
-            if number < 0:
-                return PreferenceReader(clean, order, source.fields).read(raw)[0]
-            pair, changes, unread = reader.read(raw)
-            report.count_kept(changes, unread)
-            return replace(pair, source=number, record=record_number)
-
-        return parse_preference
-    if source.format != "sharegpt":
-        parse = parse_text if source.format == "text" else parse_tokens
-
-        def parse_fields(raw: object, number: int, record_number: int) -> Record:
-            record, unread = parse(_with_names(raw, source.fields), number, record_number)
-            if number >= 0:
-                report.count_kept(unread=unread)
-            return record
-
-        return parse_fields
-    cleaner = Cleaner(clean, order, source.fields, seen)
-
-    def parse_conversation(raw: object, number: int, record_number: int) -> Conversation:
-        if number < 0:
-            cleaned = Cleaner(clean, order, source.fields).clean(raw)
-        else:
-            cleaned = cleaner.clean(raw)
-            report.count_kept(cleaned.changes, cleaned.unread)
-        return Conversation(
-            cleaned.id,
-            cleaned.messages,
-            number,
-            record_number,
-            cleaned.tools,
-            template_kwargs=cleaned.template_kwargs,
-        )
-
-    return parse_conversation
-
-
-def _with_names(raw: object, names: Mapping[str, str]) -> object:
-    return renamed(raw, names) if names and isinstance(raw, dict) else raw

@@ -19,6 +19,7 @@ from data.added_tokens import CONFIG, LISTED, OLDER_CONFIG, parse_object
 from data.converted_tokenizer import BPE_FILES, WOULD_WORK, from_bpe_files, from_sentencepiece
 from data.errors import UserError, first_line
 from data.huggingface_engine import HuggingFace
+from data.rebuilt_tokenizer import rebuilt
 from data.spans import ControlToken, Spans
 from data.within import check_within, check_writable, file_within, is_text
 
@@ -161,13 +162,15 @@ class Tokenizer:
             self.controls[text] = dataclasses.replace(self.controls[text], special=True)
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
+    def load(cls, path: str | Path, as_saved: bool = False) -> "Tokenizer":
         """Reads a tokenizer from a folder or a file.
 
         Args:
           path: a folder with a tokenizer.json, or otherwise one sentencepiece .model file, or
             vocab.json and merges.txt, which transformers converts; or a single file of the first
             two kinds.
+          as_saved: whether `save` wrote the folder, so that its tokenizer.json gives the ids that
+            were trained; otherwise it gives those of transformers, see `data.rebuilt_tokenizer`.
 
         Raises:
           UserError: there is no tokenizer at `path`, or it cannot be read.
@@ -201,8 +204,12 @@ class Tokenizer:
             raise UserError(f"{path}: no such file or folder; {WOULD_WORK}")
         if "tokenizer.json" not in files:
             files |= from_sentencepiece(path, files)
+            as_saved = True
         try:
             engine = HuggingFace(files)
+            if not as_saved and (changed := rebuilt(path, files)):
+                files |= changed
+                engine = HuggingFace(files)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
         except Exception as error:  # the library raises bare Exceptions
@@ -318,6 +325,8 @@ class Tokenizer:
         }
         if beside:
             digest.update(json.dumps(beside, sort_keys=True).encode())
+        if self._engine.punctuation:
+            digest.update(json.dumps(self._engine.punctuation).encode())
         return digest.hexdigest()
 
     def save(self, directory: str | Path, chat_template: str | None = None) -> None:

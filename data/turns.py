@@ -7,15 +7,17 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from data.content_parts import Parts, read_parts
 from data.conversation import ROLES, Message, Order
 from data.fields import (
     IN_LOSS,
-    NOT_IN_LOSS,
     REASONING_FIELDS,
     ROLE_FIELDS,
     TEXT_FIELDS,
+    WEIGHTS,
     first_present,
     has_value,
+    loss_flags,
     shown_fields,
     unread_of,
     yes_or_no,
@@ -24,7 +26,6 @@ from data.printable import printable
 from data.reasons import (
     ARGUMENTS,
     BAD_LOSS_MASK,
-    BAD_PART,
     BAD_TURN,
     CALL_OF_ANOTHER,
     CONTENT_NOT_TEXT,
@@ -46,6 +47,7 @@ from data.reasons import (
     OPENING_ANSWER,
     OTHERS_FLAG,
     OUT_OF_LOSS,
+    PARTLY_IN_LOSS,
     RESULT_AS_TEXT,
     TABLE_NULLS,
     THOUGHT_ALONE,
@@ -69,8 +71,7 @@ from data.tool_calls import (
 from data.turn_lists import as_list
 
 _JSON_TYPES = (dict, list, int, float)  # of a tool's result, besides texts and null
-_FLAGS = frozenset((*IN_LOSS, *NOT_IN_LOSS))
-_TEXT_PARTS, _THOUGHT_PARTS = (None, "text", "input_text", "output_text"), ("thinking", "reasoning")
+_OF_RANGES = ("train_detail", "training_detail")  # axolotl's flags of ranges of a text
 _WRITTEN = frozenset(("role", "content", "tool_calls", "tool_call_id", "name"))
 _USUAL_FIELDS = 2  # a role and a text
 
@@ -165,7 +166,7 @@ def _with_loss_mask(
     result = list(read)
     for number, flag in zip(masked, flags, strict=True):
         role, message = read[number]
-        if not flag and role in ("assistant", "thought"):
+        if not flag:
             result[number] = role, replace(message, train=False)
         if not flag and role == "assistant":
             findings.changes.add(f"{OUT_OF_LOSS}`loss_mask`")
@@ -186,59 +187,112 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
     if not isinstance(turn, dict):
         raise Drop(f"{BAD_TURN}: it is a {type(turn).__name__}")
     role_field, text_field = first_present(turn, ROLE_FIELDS), first_present(turn, TEXT_FIELDS)
-    raw_role, content = turn.get(role_field), turn.get(text_field)
+    raw_role = turn.get(role_field)
     if not isinstance(raw_role, str):
         raise Drop(_bad_turn(turn, role_field))
     role = role_of(raw_role)
     calls, call_fields = _calls(turn, findings)
-    thoughts: list[str] = []
-    if isinstance(content, dict) and role != "tool":
-        content = [content]
-    if isinstance(content, list):
-        content = _joined(content, role, thoughts, findings)
-    if role == "tool" and not isinstance(content, str):
-        content = _result(content, turn, role_field, findings)
-    reasoning_fields: list[str] = []
-    if role == "assistant" and (thoughts or len(turn) > _USUAL_FIELDS):
-        reasoning_fields = _add_reasoning(turn, thoughts)
-    if content is None and (calls or thoughts):
-        content = ""
-        findings.changes.add(NO_CONTENT)
-    if content is not None and not isinstance(content, str):
-        raise Drop(f"{CONTENT_NOT_TEXT}`{text_field}` ({type(content).__name__})")
-    if content is None:
-        raise Drop(_bad_turn(turn, role_field))
+    parts = _parts(turn.get(text_field), role, findings)
+    content, thoughts, reasoning_fields = _content(
+        turn, role, role_field, text_field, parts, bool(calls), findings
+    )
     if role is None:
         raise Drop(UNKNOWN_ROLE + (printable(raw_role.strip())[:60] or "(empty)"))
     if raw_role.strip().lower() == "developer":
         findings.changes.add(DEVELOPER)
     if not calls and is_call_role(raw_role):
         calls, content = _calls_in_text(content, thoughts, findings), ""
+    for call in parts.calls if parts else ():
+        calls += _calls_in_text(call, thoughts, findings)
     if calls and role != "assistant":
         raise Drop(CALL_OF_ANOTHER)
-    content = _unicode(content, findings)
-    stripped = content.strip()
-    if len(stripped) != len(content):
-        findings.changes.add(WHITE_SPACE)
-    reasoning = _unicode("\n\n".join(thoughts), findings) if thoughts else None
-    read = {role_field, text_field, *call_fields, CONTEXT, *reasoning_fields}
     train, call_id, name = True, None, None
     if len(turn) > _USUAL_FIELDS:
-        train = _trained(turn, role, read, findings)
-        if role == "tool":
-            call_id, name = (_text_field(turn, field, read) for field in ("tool_call_id", "name"))
-        findings.unread |= unread_of(turn, read, "turn")
+        read = {role_field, text_field, *call_fields, CONTEXT, *reasoning_fields}
+        train, call_id, name = _further_fields(turn, role, read, findings)
+    train = train and _parts_are_trained(
+        turn, role, parts, bool(call_fields or reasoning_fields), findings
+    )
     return role, Message(
         "assistant" if role == "thought" else role,
-        stripped,
+        _stripped(content, findings),
         train,
         calls,
         call_id,
         name,
-        reasoning=reasoning,
+        reasoning=_unicode("\n\n".join(thoughts), findings) if thoughts else None,
         reasoning_field=(reasoning_fields or REASONING_FIELDS)[0],
         fields=_written_fields(turn, reasoning_fields),
     )
+
+
+def _parts(content: object, role: str | None, findings: Findings) -> Parts | None:
+    """Returns the parts of a content; None if it is a text, or a tool's result of another kind."""
+    if isinstance(content, dict) and role != "tool":
+        content = [content]
+    parts = read_parts(content, role) if isinstance(content, list) else None
+    if parts:
+        findings.unread |= parts.unread
+        if len(parts.texts) > 1:
+            findings.changes.add(JOINED_PARTS)
+    return parts
+
+
+def _content(
+    turn: dict,
+    role: str | None,
+    role_field: str | None,
+    text_field: str | None,
+    parts: Parts | None,
+    has_calls: bool,
+    findings: Findings,
+) -> tuple[str, list[str], list[str]]:
+    """Returns a turn's content as text, its reasoning, and the fields with its reasoning.
+
+    Raises:
+      Drop: it has no content, or one that is neither text nor a tool's result.
+    """
+    content, thoughts = turn.get(text_field), list[str]()
+    if parts:
+        content, thoughts = "".join(parts.texts), [*parts.thoughts]
+    if role == "tool" and not isinstance(content, str):
+        content = _result(content, turn, role_field, findings)
+    reasoning_fields: list[str] = []
+    if role == "assistant" and (thoughts or len(turn) > _USUAL_FIELDS):
+        reasoning_fields = _add_reasoning(turn, thoughts)
+    if content is None and (has_calls or thoughts):
+        content = ""
+        findings.changes.add(NO_CONTENT)
+    if content is None:
+        raise Drop(_bad_turn(turn, role_field))
+    if not isinstance(content, str):
+        raise Drop(f"{CONTENT_NOT_TEXT}`{text_field}` ({type(content).__name__})")
+    return content, thoughts, reasoning_fields
+
+
+def _stripped(content: str, findings: Findings) -> str:
+    """Returns a text without white space around it, and without lone surrogates."""
+    content = _unicode(content, findings)
+    stripped = content.strip()
+    if len(stripped) != len(content):
+        findings.changes.add(WHITE_SPACE)
+    return stripped
+
+
+def _further_fields(
+    turn: dict, role: str, read: set, findings: Findings
+) -> tuple[bool, str | None, str | None]:
+    """Reads a turn's other fields, adds them to `read`, and notes those that nothing has read.
+
+    Returns:
+      Whether no flag excludes it from the loss; of a tool's result, its call's id and the tool's
+      name.
+    """
+    train, call_id, name = _trained(turn, role, read, findings), None, None
+    if role == "tool":
+        call_id, name = (_text_field(turn, field, read) for field in ("tool_call_id", "name"))
+    findings.unread |= unread_of(turn, read, "turn")
+    return train, call_id, name
 
 
 def _written_fields(turn: dict, reasoning_fields: list[str]) -> tuple[str, ...]:
@@ -323,41 +377,6 @@ def _without_unused(value: Any, findings: Findings) -> Any:
     return value
 
 
-def _joined(parts: list, role: str | None, thoughts: list[str], findings: Findings) -> object:
-    """Joins the parts of a content; texts of an assistant's reasoning are appended to `thoughts`.
-
-    Returns:
-      The text; for a tool's turn with non-text parts, the parts unchanged.
-    """
-    texts = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(part, str):
-            texts.append(part)
-        elif kind in _THOUGHT_PARTS and role == "assistant":
-            name = first_present(part, (*_THOUGHT_PARTS, "text"))
-            if name is None or not isinstance(part[name], str):
-                raise Drop(f"{BAD_PART}{kind}")
-            thoughts.append(part[name])
-            findings.unread |= unread_of(part, {"type", name}, "content part's")
-        elif kind in _TEXT_PARTS and isinstance(part, dict) and isinstance(part.get("text"), str):
-            read = {"type", "text"}
-            # Gemini's parts say whether they are reasoning.
-            is_thought = yes_or_no(part.get("thought")) if role == "assistant" else None
-            if is_thought is not None:
-                read.add("thought")
-            (thoughts if is_thought else texts).append(part["text"])
-            findings.unread |= unread_of(part, read, "content part's")
-        elif role == "tool":
-            return parts
-        else:
-            shown = kind if isinstance(kind, str) else type(part).__name__
-            raise Drop(BAD_PART + printable(shown)[:60])
-    if len(texts) > 1:
-        findings.changes.add(JOINED_PARTS)
-    return "".join(texts)
-
-
 def _add_reasoning(turn: dict, thoughts: list[str]) -> list[str]:
     """Appends an answer's reasoning to `thoughts`; returns all fields it was in.
 
@@ -389,21 +408,50 @@ def _trained(turn: dict, role: str, read: set, findings: Findings) -> bool:
     A prompt's answers are excluded without a flag; its reasoning follows the answer after it.
     """
     trained = CONTEXT not in turn or role == "thought"
-    for name in _FLAGS & turn.keys():
-        value = yes_or_no(turn[name])
-        if value is None:
-            continue  # None, or something reported as unread
+    for name, in_loss in loss_flags(turn).items():
         read.add(name)
-        if name == "weight" and turn[name] not in (0, 1) and value:
-            findings.changes.add(FRACTION)
-        in_loss = value if name in IN_LOSS else not value
+        if name in WEIGHTS and in_loss and turn[name] not in (0, 1):
+            findings.changes.add(FRACTION.format(name))
         if role in ("assistant", "thought") and not in_loss:
             if role == "assistant":  # reasoning follows the answer after it
                 findings.changes.add(f"{OUT_OF_LOSS}`{name}`")
             trained = False
-        elif role not in ("assistant", "thought") and in_loss and name in IN_LOSS:
+        elif not in_loss:  # counts with train_on: everything
+            trained = False
+        elif role not in ("assistant", "thought") and name in IN_LOSS:
             findings.changes.add(OTHERS_FLAG)
     return trained
+
+
+def _parts_are_trained(
+    turn: dict, role: str, parts: Parts | None, says_more: bool, findings: Findings
+) -> bool:
+    """Returns whether no flags exclude all parts of a turn's content from the loss.
+
+    Args:
+      says_more: whether the turn has calls or reasoning besides its content.
+
+    Raises:
+      Drop: flags exclude a part of what the assistant writes.
+    """
+    if role not in ("assistant", "thought"):
+        if parts and any(flags[name] for flags in parts.flags for name in flags if name in IN_LOSS):
+            findings.changes.add(OTHERS_FLAG)
+        return not (parts and parts.excluding)
+    detail = first_present(turn, _OF_RANGES)
+    if detail is not None and _excludes_range(turn[detail]):
+        raise Drop(PARTLY_IN_LOSS.format(detail))
+    if parts is None or not (excluding := sorted(parts.excluding)):
+        return True
+    if parts.is_partly_excluded or says_more:
+        raise Drop(PARTLY_IN_LOSS.format(excluding[0]))
+    findings.changes |= {f"{OUT_OF_LOSS}`{name}`" for name in excluding}
+    return False
+
+
+def _excludes_range(detail: object) -> bool:
+    ranges = detail if isinstance(detail, list) else []
+    return any(isinstance(each, dict) and yes_or_no(each.get("train")) is False for each in ranges)
 
 
 def _text_field(fields: dict, name: str, read: set) -> str | None:
@@ -519,7 +567,10 @@ def _with_opening_as_context(messages: list[Message], changes: set[str]) -> list
     )
     if first is None:
         raise Drop(NO_HUMAN)
-    opening = [replace(message, train=False) for message in messages[:first]]
+    opening = [
+        replace(message, train=message.train and message.role != "assistant")
+        for message in messages[:first]
+    ]
     if any(message.role == "assistant" for message in opening):
         changes.add(OPENING_ANSWER)
     return opening + messages[first:]

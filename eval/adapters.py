@@ -1,4 +1,4 @@
-"""Flags for adapters in evaluations: several on one base, in turn, and its quantization."""
+"""Options for adapters in evaluations: several on one base, in turn, and its quantization."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from model.adapter import Quantization
 from trainer.arguments import Joined, NoDownload, store_path
 
 
-def add_flags(parser: argparse.ArgumentParser, several: bool) -> None:
+def add_options(parser: argparse.ArgumentParser, several: bool) -> None:
     """Adds --quantize, and --adapter, with several folders if the command supports that."""
     also = (
         "; several are evaluated in turn, each into its own folder in --output" if several else ""

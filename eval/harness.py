@@ -59,7 +59,8 @@ class Options:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
     parser = parser_of(Options)
-    runner.add_flags(parser, new_tokens=None, continues=False)
+    runner.add_evaluation_options(parser, journaled=False)
+    runner.add_generation_options(parser)
     return runner.parse(parser, argv)
 
 
@@ -449,13 +450,13 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
         "results": rows,
     }
     (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    own = {
+    theirs = {
         name: results[name]
         for name in ("results", "versions", "n-shot", "n-samples", "configs")
         if name in results
     }
     (folder / "lm_eval.json").write_text(
-        json.dumps(own, indent=2, default=str) + "\n", encoding="utf-8"
+        json.dumps(theirs, indent=2, default=str) + "\n", encoding="utf-8"
     )
     for row in rows:
         interval = "" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}, "

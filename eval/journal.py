@@ -34,9 +34,9 @@ class Journal:
         self.path = path
         self.answers: dict[str, Answer] = {}
         content = read_bytes(path, path.parent) if os.path.lexists(path) else b""
-        whole, offset = _whole_lines(content)
-        if whole:
-            self.answers = _answers(path, whole, about)
+        rows, offset = _whole_lines(content)
+        if rows:
+            self.answers = _answers(path, rows, about)
         elif not json.dumps(about).encode().startswith(content):
             raise UserError(
                 f"{path}: not an evaluation's answers, so it is not overwritten; "
@@ -45,7 +45,7 @@ class Journal:
         self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 - open as long as the evaluation
         self._file.truncate(offset)
         self._file.seek(offset)
-        if not whole:
+        if not rows:
             self._write(about)
 
     def add(self, key: str, answer: Answer) -> None:

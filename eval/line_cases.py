@@ -201,10 +201,10 @@ def generate(
         + (", never trained on" if reserved else "")
         + (f", worded as {wording.name}" if wording else "")
     )
-    own = dataclasses.replace(
+    ours = dataclasses.replace(
         OWN_LINES, tail=OWN_LINES.tail + (" " if key_style == "adjective_noun" else "")
     )
-    wording = wording or (SHORT if short else own)
+    wording = wording or (SHORT if short else ours)
     rng = np.random.default_rng([seed, lines, KEY_STYLES.index(key_style)])
     cases: list[LineCase] = []
     records = -(-count // questions)

@@ -69,7 +69,8 @@ class Options:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
     parser = parser_of(Options)
-    runner.add_flags(parser)
+    runner.add_evaluation_options(parser)
+    runner.add_generation_options(parser, max_new_tokens=100)
     return runner.parse(parser, argv)
 
 

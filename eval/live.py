@@ -214,10 +214,12 @@ def evaluations_of(config: RunConfig) -> list[Evaluation]:
     return [*(LiveEvaluation(test, config) for test in tests_of(config)), *samples]
 
 
-def measured_names(config: RunConfig, objective: Objective, builder: StepBuilder) -> list[str]:
-    """Prepares the recipe's evaluations and samples; returns the names of what they measure."""
-    names: list[str] = []
+def measured_names(config: RunConfig, objective: Objective, builder: StepBuilder) -> dict[str, int]:
+    """Prepares the recipe's evaluations and samples; returns the names of what they measure, and
+    the steps between measurements."""
+    names: dict[str, int] = {}
     for evaluation in evaluations_of(config):
         evaluation.prepare(objective, builder)
-        names += evaluation.metrics if isinstance(evaluation, LiveEvaluation) else []
+        if isinstance(evaluation, LiveEvaluation):
+            names |= dict.fromkeys(evaluation.metrics, evaluation.every)
     return names

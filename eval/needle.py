@@ -135,7 +135,8 @@ class Options:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
     parser = parser_of(Options)
-    runner.add_flags(parser, new_tokens=None)
+    runner.add_evaluation_options(parser)
+    runner.add_generation_options(parser)
     args = runner.parse(parser, argv)
     if not all(0 <= depth <= 1 for depth in args.depths):
         parser.error(f"argument --depths: found {args.depths}; each needs to be from 0 to 1")

@@ -23,7 +23,7 @@ from data.outputs import output_file
 from eval.compare import Difference, Group, differences
 from eval.compare import scores_of as case_scores
 from eval.page import STYLE, chart, table, text
-from eval.report_input import Evaluation, Run, Score, read_run, scores_by_run
+from eval.report_input import EvaluationResults, Run, Score, read_run, scores_by_run
 from trainer import arguments, entry
 from trainer.checkpoint.fetch import run_copy
 from trainer.reporting.rows import is_number
@@ -229,7 +229,7 @@ def _labelled(pairs: list[Pair]) -> list[tuple[str, Difference]]:
     ]
 
 
-def _case_scores(evaluation: Evaluation) -> dict:
+def _case_scores(evaluation: EvaluationResults) -> dict:
     try:
         return case_scores(evaluation.samples)
     except (KeyError, TypeError):  # cases of another kind, such as episodes

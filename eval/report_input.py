@@ -88,7 +88,7 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
+class EvaluationResults:
     """One results.json, and the cases next to it."""
 
     path: Path
@@ -110,7 +110,7 @@ class Run:
     folder: Path
     config: dict[str, Any]
     logs: dict[str, list[dict[str, Any]]]
-    evaluations: list[Evaluation]
+    evaluations: list[EvaluationResults]
     curves: dict[str, list[dict[str, Any]]]
 
     @property
@@ -124,7 +124,7 @@ class Run:
         run_dir = str(self.config.get("run_dir") or "")
         return run_dir if in_bucket(run_dir) else str(self.folder)
 
-    def folder_of(self, evaluation: Evaluation) -> str:
+    def folder_of(self, evaluation: EvaluationResults) -> str:
         """Returns an evaluation's folder, relative to the run's folder if it is inside."""
         folder = evaluation.path.parent
         return str(
@@ -184,7 +184,7 @@ def _is_curve(rows: Any) -> bool:
     )
 
 
-def _check_model(evaluation: Evaluation, run: Path) -> None:
+def _check_model(evaluation: EvaluationResults, run: Path) -> None:
     """Refuses an evaluation of a model other than the run's, or warns within the run's folder.
 
     Raises:
@@ -261,7 +261,7 @@ def _json(path: Path, folder: Path) -> dict[str, Any]:
     return content
 
 
-def _evaluation(path: Path, folder: Path) -> Evaluation | None:
+def _evaluation(path: Path, folder: Path) -> EvaluationResults | None:
     """Returns the evaluation of a results.json, or None for one of another kind.
 
     Raises:
@@ -281,7 +281,7 @@ def _evaluation(path: Path, folder: Path) -> Evaluation | None:
         ) from None
 
 
-def _evaluation_of(path: Path, folder: Path, content: dict[str, Any]) -> Evaluation | None:
+def _evaluation_of(path: Path, folder: Path, content: dict[str, Any]) -> EvaluationResults | None:
     if "results" in content and "evaluation" in content:
         scores = [
             Score(
@@ -337,7 +337,7 @@ def _evaluation_of(path: Path, folder: Path, content: dict[str, Any]) -> Evaluat
         raise TypeError("about is not a table")
     if not isinstance(about.get("command", []), list):
         raise TypeError("command is not a list")
-    return Evaluation(path, scores, about, rows)
+    return EvaluationResults(path, scores, about, rows)
 
 
 def scores_by_run(runs: Sequence[Run]) -> list[list[Score]]:

@@ -301,7 +301,8 @@ class Options:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
     parser = parser_of(Options)
-    runner.add_flags(parser, new_tokens=None)
+    runner.add_evaluation_options(parser)
+    runner.add_generation_options(parser)
     return runner.parse(parser, argv)
 
 

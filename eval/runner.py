@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class EvaluationOptions:
     """The options that all evaluations share."""
 
     checkpoint: StorePath = option("checkpoint, run folder, Hugging Face folder or org/name")
@@ -50,8 +50,8 @@ class Evaluation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asking:
-    """The options shared by question-answering commands."""
+class GenerationOptions:
+    """The options shared by commands that generate answers."""
 
     template: str | None = option(
         "chat template of the question (default: the model's; plain text if it has none)",
@@ -82,32 +82,35 @@ class Asking:
     )
 
 
-def add_flags(
-    parser: argparse.ArgumentParser,
-    new_tokens: int | None = 100,
-    evaluation: bool = True,
-    continues: bool = True,
-) -> None:
-    """Adds the flags shared by question-answering commands.
+def add_evaluation_options(parser: argparse.ArgumentParser, journaled: bool = True) -> None:
+    """Adds the options that all evaluations share.
 
     Args:
-      new_tokens: default of --max-new-tokens; None for a test that sets the length of its answers.
-      evaluation: also add those shared by evaluations.
-      continues: whether answers are kept in a journal; the help for --output then says so.
+      journaled: whether answers are kept in a journal; the help for --output then says so.
     """
-    if evaluation:
-        add_options(parser, Evaluation)
-        more = "; repeat the command to continue an interrupted evaluation" if continues else ""
-        parser.add_argument("--output", required=True, help=f"folder for the results{more}")
-    adapters.add_flags(parser, several=evaluation)
-    if new_tokens is not None:
+    add_options(parser, EvaluationOptions)
+    more = "; repeat the command to continue an interrupted evaluation" if journaled else ""
+    parser.add_argument("--output", required=True, help=f"folder for the results{more}")
+    adapters.add_options(parser, several=True)
+
+
+def add_generation_options(
+    parser: argparse.ArgumentParser, max_new_tokens: int | None = None
+) -> None:
+    """Adds the options shared by commands that generate answers.
+
+    Args:
+      max_new_tokens: default of --max-new-tokens; without it there is no such option, since the
+        command sets the length of its answers.
+    """
+    if max_new_tokens is not None:
         parser.add_argument(
             "--max-new-tokens",
             type=arguments.tokens,
-            default=new_tokens,
-            help=f"maximum tokens per answer (default {new_tokens})",
+            default=max_new_tokens,
+            help=f"maximum tokens per answer (default {max_new_tokens})",
         )
-    add_options(parser, Asking)
+    add_options(parser, GenerationOptions)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -361,7 +364,7 @@ def _reads(config: TransformerConfig, tokenizer: Tokenizer) -> str:
 
 
 def open_respondent(args: argparse.Namespace) -> LoadedModel:
-    """Opens the model that the flags of `add_flags` describe, on their mesh."""
+    """Opens the model that the options of `add_generation_options` describe, on their mesh."""
     # Imported here, so that wrong options are reported at once.
     from model.decode import Sampling
     from trainer.config.schema import MeshConfig

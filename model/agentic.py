@@ -22,15 +22,15 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from .config import TransformerConfig
-from .declarations import EndsFactory
 from .frozen import array
 from .linear import product
 from .loss import LocalLosses, LossSums, global_sums
 from .memory.chunked import chunked, chunked_total
 from .norms import RMSNorm, scaled_norm
+from .parameter_declarations import EndsFactory
 from .projection import param
 from .transformer import TOKENS, Batch, Transformer
-from .weights import Shards
+from .weight_gathering import Shards
 
 
 class Kind(enum.IntEnum):
@@ -125,7 +125,7 @@ class AgenticTransformer(Transformer):
     def local_embed(self, params: Shards, batch: Batch) -> Float[Array, "B T E"]:
         """Returns the first layer's input: each token times its kind's matrix, plus that kind's
         bias."""
-        weights = self.weights.whole(params, ("embed_inputs.weight", "embed_inputs.bias"))
+        weights = self.weights.gather_named(params, ("embed_inputs.weight", "embed_inputs.bias"))
         with jax.named_scope("embed"):
             return chunked(
                 functools.partial(_embed, self.dtype),
@@ -143,7 +143,7 @@ class AgenticTransformer(Transformer):
         return jnp.take_along_axis(actions, best[..., None, None], 2)[:, :, 0]
 
     def _head_weights(self, params: Shards) -> dict[str, jax.Array]:
-        weights = self.weights.whole(
+        weights = self.weights.gather_named(
             params, ("norm.weight", "action_head.weight", "action_head.bias")
         )
         return {name: array(weight) for name, weight in weights.items()}

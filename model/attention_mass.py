@@ -21,7 +21,7 @@ from .attention.schedules import in_any_layout
 from .dropout import TokenInfo
 from .layer import Heads, ShardedLayer
 from .transformer import EVERY_TOKEN, Batch, Transformer
-from .weights import Shards
+from .weight_gathering import Shards
 
 
 def attention_mass(
@@ -58,7 +58,9 @@ def attention_mass(
         shares = []
         for number in range(model.config.num_hidden_layers):
             layer = layers[number % len(layers)]
-            weights = model.weights.layer({name: array[number] for name, array in shards.items()})
+            weights = model.weights.gather_layer(
+                {name: array[number] for name, array in shards.items()}
+            )
             q, k, v = layer.project(weights, x, info)
             share = _shares(layer, weights, q, k, coords, group, groups)
             shares.append(jnp.einsum("btg,bt->g", share, asked.astype(jnp.float32)))

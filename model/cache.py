@@ -23,16 +23,16 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from .attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, merge
+from .attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords
 from .attention.kernels.reference import ReferenceKernel
 from .attention.layout import permutation
 from .attention.names import BATCH_AXES
-from .attention.partial import per_row, with_sinks
+from .attention.partial import merge, per_row, with_sinks
 from .attention.schedules import in_any_layout
 from .dropout import TokenInfo
 from .memory.period import scan_periods
 from .transformer import TOKENS, Batch, Transformer
-from .weights import Shards
+from .weight_gathering import Shards
 
 ROWS = PartitionSpec(BATCH_AXES)
 # Bytes of a layer's keys that `extend` reads at once, and of its values. They are copied out of the
@@ -88,7 +88,8 @@ class Cache(NamedTuple):
     Attributes:
       k, v: in the compute dtype, with RoPE applied; H counts the key heads of all tensor ranks. A
         head's tokens are contiguous, so that a product with one query reads them in order.
-      index: int32, of each slot's token in its row; segment_ids: int32, 0 if the slot is empty.
+      index: int32, of each slot's token in its row.
+      segment_ids: int32, 0 if the slot is empty.
     """
 
     k: Float[Array, "N B H C D"]
@@ -101,7 +102,8 @@ class _LayerCache(NamedTuple):
     """A layer's slots on this device, including the new tokens.
 
     Attributes:
-      k, v: of all layers; layer: this one's number, from 0.
+      k, v: of all layers.
+      layer: this one's number, from 0.
       coords: of the slots, [B, C].
       before: the same without the new tokens.
       used: number of slots up to the last token of any row.
@@ -369,7 +371,7 @@ class CachedModel:
         def run_layer(layer, carry, of_layer):
             x, k, v = carry
             shards, number = of_layer
-            weights = model.weights.layer(shards)
+            weights = model.weights.gather_layer(shards)
             q, new_k, new_v = layer.project(weights, x, info)
             k, v = (write_heads(old, new, number) for old, new in ((k, new_k), (v, new_v)))
             attended = attend(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from .adapter import FEED_FORWARD, ROUTER, AdapterConfig
-from .config_checks import LAYER_TYPES, require_consistent, require_fitting_adapter, require_sizes
+from .config_checks import SLIDING, require_consistent, require_fitting_adapter, require_sizes
 from .families import FAMILIES, Family, causal_fields, family_of, find_preset
 from .rope_config import RopeConfig
 
@@ -46,9 +46,9 @@ class TransformerConfig:
         "full_attention" have no window.
       partial_rotary_factor: the fraction of a head's channels that RoPE rotates, the first ones.
       no_rope_layers: 1 for a layer with RoPE, 0 for one without; None for RoPE in all layers.
-      embedding_multiplier: multiplies the embeddings; residual_multiplier: multiplies each branch
-        before it is added to the residual stream; attention_multiplier: multiplies the scores, None
-        for head_dim ** -0.5.
+      embedding_multiplier: multiplies the embeddings.
+      residual_multiplier: multiplies each branch before it is added to the residual stream.
+      attention_multiplier: multiplies the scores; None for head_dim ** -0.5.
       query_pre_attn_scalar: multiplies the scores by query_pre_attn_scalar ** -0.5; None for
         `attention_multiplier`.
       logits_scaling: divides the logits.
@@ -218,7 +218,7 @@ class TransformerConfig:
         local = LayerKind(self.local_rope or self.rope, self.sliding_window)
         kinds = [
             local
-            if self.layer_types and self.layer_types[i] == LAYER_TYPES[0]
+            if self.layer_types and self.layer_types[i] == SLIDING
             else LayerKind(self.rope, None)
             for i in range(self.num_hidden_layers)
         ]

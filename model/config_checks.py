@@ -7,16 +7,17 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from .adapter import FEED_FORWARD, ROUTER
-from .checks import MOST, is_int, require_int, require_number
 from .families import FAMILIES
 from .families.family import BY_FAMILY, NEUTRAL
+from .number_checks import MOST, is_int, require_int, require_number
 from .rope_config import PER_CHANNEL, RopeConfig
 
 if TYPE_CHECKING:
     from .config import TransformerConfig
 
 MOST_LAYERS = 10_000
-LAYER_TYPES = ("sliding_attention", "full_attention")
+SLIDING = "sliding_attention"
+LAYER_TYPES = (SLIDING, "full_attention")
 
 
 def require_sizes(config: TransformerConfig) -> None:
@@ -134,10 +135,9 @@ def _require_layers(config: TransformerConfig) -> None:
                 raise ValueError(
                     f"{name}: found {value!r}; supported are {', '.join(map(str, values))}"
                 )
-    if config.sliding_window is None and LAYER_TYPES[0] in (config.layer_types or ()):
+    if config.sliding_window is None and SLIDING in (config.layer_types or ()):
         raise ValueError(
-            f"sliding_window: found null with {LAYER_TYPES[0]!r} in layer_types; needs a "
-            "number of tokens"
+            f"sliding_window: found null with {SLIDING!r} in layer_types; needs a number of tokens"
         )
 
 

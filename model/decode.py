@@ -24,7 +24,7 @@ from .attention.layout import inverse, permutation
 from .attention.names import BATCH_AXES
 from .cache import ROWS, SPECS, Cache, CachedModel
 from .language_model import TOKENS, LanguageModel
-from .weights import Shards
+from .weight_gathering import Shards
 
 # Chunks at a prompt's end are halved, but never below this many tokens per rank.
 SMALLEST_CHUNK = 16
@@ -85,8 +85,8 @@ class Scores(NamedTuple):
     """How likely the tokens of a text are.
 
     Attributes:
-      log_likelihoods: of each token given those before it, in nats; is_greedy: whether it is the
-        likeliest one.
+      log_likelihoods: of each token given those before it, in nats.
+      is_greedy: whether it is the likeliest one.
     """
 
     log_likelihoods: list[float]
@@ -99,7 +99,8 @@ class Generator:
 
     Attributes:
       model: computes on its mesh; `rows` is a multiple of data x fsdp.
-      new_tokens: most tokens of a continuation; stop_ids: ids that end it.
+      new_tokens: most tokens of a continuation.
+      stop_ids: ids that end it.
       chunk: tokens that a prefill step computes at once, over all devices of the sequence axis.
       prefilled: prompt tokens computed so far, not counting those already cached.
       answered: prompts continued so far.

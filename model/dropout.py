@@ -28,8 +28,9 @@ class TokenInfo(NamedTuple):
     coordinates.
 
     Attributes:
-      positions: RoPE's. dropout: each token's number for the masks, from `token_keys`; None outside
-        training and without dropout.
+      positions: RoPE's.
+      dropout: each token's number for the masks, from `token_keys`; None outside training and
+        without dropout.
       real: whether a token is not padding; None if no layer needs it.
     """
 

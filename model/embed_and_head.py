@@ -31,7 +31,8 @@ class EmbedAndHead:
     """Maps token ids to hidden states, and hidden states to logits and losses.
 
     Attributes:
-      config: the model's sizes without padding; dtype: the compute dtype.
+      config: the model's sizes without padding.
+      dtype: the compute dtype.
       loss_chunk: tokens whose logits exist at a time; 0 computes all at once.
     """
 
@@ -64,7 +65,7 @@ class EmbedAndHead:
                 ids = ids - self.parallel.rank() * local_size
             is_local = (ids >= 0) & (ids < local_size)
             embedded = jnp.where(is_local[..., None], rows(table, jnp.where(is_local, ids, 0)), 0.0)
-            return self.parallel.combine(
+            return self.parallel.reduce_output(
                 (embedded * self.config.embedding_scale).astype(self.dtype), "vocab"
             )
 

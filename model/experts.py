@@ -43,9 +43,9 @@ class Routes(NamedTuple):
 
 
 def route(
-    logits: Float[Array, "T E"],
+    logits: Float[Array, "T X"],
     config: TransformerConfig,
-    correction: Float[Array, " E"] | None = None,
+    correction: Float[Array, " X"] | None = None,
 ) -> Routes:
     """Returns each token's experts, those with the highest scores; ties go to the first.
 
@@ -67,7 +67,7 @@ def route(
     return Routes(experts, config.routed_scaling_factor * weights)
 
 
-def router_sums(logits: Float[Array, "T E"], routes: Routes, real: Bool[Array, " T"]) -> Auxiliary:
+def router_sums(logits: Float[Array, "T X"], routes: Routes, real: Bool[Array, " T"]) -> Auxiliary:
     """Returns a router's sums over tokens that are not padding, float32.
 
     They are, per expert, its tokens and its probabilities; and over all experts the squares of the
@@ -181,7 +181,7 @@ class ExpertProjection(nnx.Module):
 
 
 def _named(grouped: Float[Array, "M N"]) -> Float[Array, "M N"]:
-    """Returns a grouped product under the name by which `memory.remat` recognizes it, since it is
+    """Returns a grouped product under the name by which `runners.remat` recognizes it, since it is
     not a dot."""
     return checkpoint_name(grouped, "expert_product")
 
@@ -245,14 +245,14 @@ class Experts(nnx.Module):
         # Other experts' rows come last.
         experts = jnp.where((experts >= 0) & (experts < count), experts, count)
         order = jnp.argsort(experts, stable=True)
-        places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
+        inverse_order = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
         sizes = jnp.bincount(experts, length=count + 1)[:count]
-        rows = _sorted_rows(x, order, places)
+        rows = _sorted_rows(x, order, inverse_order)
         by_row = experts[order]
         gated = self.gated(self.gate_proj(rows, sizes, by_row), self.up_proj(rows, sizes, by_row))
         # Each tensor rank's summand has its share of the biases.
         shares = parallel.tensor if parallel.mlp else 1
-        outputs = _reordered(self.down_proj(gated, sizes, by_row, shares), places, order)
+        outputs = _reordered(self.down_proj(gated, sizes, by_row, shares), inverse_order, order)
         outputs = outputs.reshape(*routes.experts.shape, -1).astype(jnp.float32)
         return jnp.einsum("tke,tk->te", outputs, routes.weights).astype(x.dtype)
 
@@ -281,7 +281,7 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[Float[Array, "B T E"], Auxiliary]:
         """Returns the mixture of normalized hidden states, summed over the tensor ranks, and the
         router's sums over this device's tokens, as in `router_sums`."""
-        x = parallel.whole(x)
+        x = parallel.all_gather_tokens(x)
         tokens = x.reshape(-1, x.shape[-1])
         logits = self.gate(tokens)
         routes = route(logits, self.config, self.gate.correction)
@@ -291,7 +291,7 @@ class MixtureOfExperts(nnx.Module):
         # Decoding trains nothing and needs no sums.
         real = info.real
         sums = {} if real is None else router_sums(logits, routes, real.reshape(-1))
-        return parallel.combine(y, "mlp"), sums
+        return parallel.reduce_output(y, "mlp"), sums
 
     def _shared(self, x: Float[Array, "B T E"], parallel: TensorParallel) -> Float[Array, "B T E"]:
         """Returns this tensor rank's summand of the shared expert's output."""
@@ -304,28 +304,29 @@ class MixtureOfExperts(nnx.Module):
 
 @jax.custom_vjp
 def _sorted_rows(
-    x: Float[Array, "T E"], order: Int[Array, " M"], places: Int[Array, " M"]
+    x: Float[Array, "T E"], order: Int[Array, " M"], inverse_order: Int[Array, " M"]
 ) -> Float[Array, "M E"]:
     """Returns the token of each assignment, sorted.
 
     Its gradient is a sum over a token's assignments in float32, without a scatter.
 
     Args:
-      order: the sorted assignments, numbered token by token; places: its inverse.
+      order: the sorted assignments, numbered token by token.
+      inverse_order: its inverse.
     """
     return x[order // (len(order) // len(x))]
 
 
 def _sorted_rows_backward(residuals, dy):
-    places, like = residuals
-    by_token = dy[places].reshape(len(like), -1, dy.shape[-1])
+    inverse_order, like = residuals
+    by_token = dy[inverse_order].reshape(len(like), -1, dy.shape[-1])
     return by_token.sum(1, dtype=jnp.float32).astype(like.dtype), None, None
 
 
 _sorted_rows.defvjp(
-    lambda x, order, places: (
-        _sorted_rows(x, order, places),
-        (places, jnp.zeros((len(x), 0), x.dtype)),
+    lambda x, order, inverse_order: (
+        _sorted_rows(x, order, inverse_order),
+        (inverse_order, jnp.zeros((len(x), 0), x.dtype)),
     ),
     _sorted_rows_backward,
 )
@@ -333,15 +334,15 @@ _sorted_rows.defvjp(
 
 @jax.custom_vjp
 def _reordered(
-    x: Float[Array, "M E"], order: Int[Array, " M"], inverse: Int[Array, " M"]
+    x: Float[Array, "M E"], order: Int[Array, " M"], inverse_order: Int[Array, " M"]
 ) -> Float[Array, "M E"]:
     """Returns x[order]; the gradient uses the inverse order, not a scatter."""
     return x[order]
 
 
 _reordered.defvjp(
-    lambda x, order, inverse: (x[order], inverse),
-    lambda inverse, dy: (dy[inverse], None, None),
+    lambda x, order, inverse_order: (x[order], inverse_order),
+    lambda inverse_order, dy: (dy[inverse_order], None, None),
 )
 
 
@@ -350,7 +351,8 @@ class RouterTotals(NamedTuple):
 
     Attributes:
       tokens: the tokens that each expert of each layer got, without gradient.
-      real: the number of non-padding tokens; weight: the sum of the tokens' loss weights.
+      real: the number of non-padding tokens.
+      weight: the sum of the tokens' loss weights.
     """
 
     tokens: Float[Array, "N X"]

@@ -46,8 +46,8 @@ class FeedForward(nnx.Module):
     ) -> tuple[Float[Array, "B T E"], Auxiliary]:
         """Returns the feed-forward of normalized hidden states, summed over the tensor ranks, and
         no auxiliary sums."""
-        down = self.summand(parallel.whole(x), parallel, info.dropout)
-        return self.down_proj.add_bias(parallel.combine(down, "mlp")), {}
+        down = self.summand(parallel.all_gather_tokens(x), parallel, info.dropout)
+        return self.down_proj.add_bias(parallel.reduce_output(down, "mlp")), {}
 
     def summand(
         self, x: Float[Array, "B T E"], parallel: TensorParallel, dropout: DropoutKeys = None

@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from .attention.names import BATCH_AXES
-from .declarations import EndsFactory
 from .embed_and_head import EmbedAndHead
 from .loss import LocalLosses, LossSums, global_sums
 from .modules import TokenEnds
+from .parameter_declarations import EndsFactory
 from .transformer import TOKENS, Batch, Transformer
-from .weights import Shards
+from .weight_gathering import Shards
 
 __all__ = ["TOKENS", "Batch", "LanguageModel"]
 
@@ -41,18 +41,21 @@ class LanguageModel(Transformer):
     def local_embed(self, params: Shards, batch: Batch) -> Float[Array, "B T E"]:
         """Returns the first layer's input."""
         ends = self.embed_and_head
-        return ends.embed(self.weights.whole(params, ends.embedding_names), batch["tokens"])
+        return ends.embed(self.weights.gather_named(params, ends.embedding_names), batch["tokens"])
 
     def local_logits(self, params: Shards, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Returns float32 logits of the whole vocabulary, from the last layer's output."""
         ends = self.embed_and_head
-        return ends.logits(self.weights.whole(params, ends.head_names), x)
+        return ends.logits(self.weights.gather_named(params, ends.head_names), x)
 
     def local_losses(self, params: Shards, batch: Batch) -> LocalLosses:
         """Returns the losses of this device's tokens."""
         ends, (x, sums) = self.embed_and_head, self.local_layers(params, batch)
         total, losses = ends.losses(
-            self.weights.whole(params, ends.head_names), x, batch["targets"], batch["loss_weights"]
+            self.weights.gather_named(params, ends.head_names),
+            x,
+            batch["targets"],
+            batch["loss_weights"],
         )
         return LocalLosses(
             total, losses, self.auxiliary_losses(sums, batch), self.measures(sums, batch)
@@ -97,7 +100,7 @@ class LanguageModel(Transformer):
         def local(params, batch):
             ends, (x, _) = self.embed_and_head, self.local_layers(params, batch)
             losses = ends.token_losses(
-                self.weights.whole(params, ends.head_names), x, batch["targets"]
+                self.weights.gather_named(params, ends.head_names), x, batch["targets"]
             )
 
             def by_document(values: Float[Array, "B T"]) -> Float[Array, "B D"]:

@@ -1,7 +1,7 @@
 """One decoder layer as plain code: norm, projections, RoPE; attention; output projection, norm,
 feed-forward.
 
-`model.memory` scans, rematerializes and splits it.
+`model.runners` scans, rematerializes and splits it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from jaxtyping import Array, Float
 
 from .attention import AttentionOp, Keys, Queries, TokenCoords, attend
 from .config import TransformerConfig
-from .declarations import bind, read_by
 from .dropout import TokenInfo
 from .feedforward import Auxiliary
 from .frozen import array
 from .memory.chunked import chunked_with_sums, passed_through
 from .memory.options import MemoryConfig
 from .modules import Tokens
+from .parameter_declarations import bind, read_by
 from .rope_config import RopeConfig
 from .sharding import TensorParallel
 from .stages import KEYS_VALUES, OUTPUT, QUERIES
@@ -60,9 +60,10 @@ class ShardedLayer:
     Weights are whole (of this tensor rank), named as within the layer, and float32 by type.
 
     Attributes:
-      config: the model's sizes without padding; length: tokens in a whole row, for RoPE.
-      attention: attention over all shards of the sequence, and rope: the rotary embedding, of this
-        layer's kind.
+      config: the model's sizes without padding.
+      attention: attention over all shards of the sequence, of this layer's kind.
+      rope: the rotary embedding of this layer's kind, or None.
+      length: tokens in a whole row, for RoPE.
     """
 
     config: TransformerConfig
@@ -126,7 +127,7 @@ class ShardedLayer:
         def project(weights, x, info):
             layer = bind(self.config, weights)
             with jax.named_scope("input_norm"):
-                x = self.parallel.whole(layer.mixer_input(x))
+                x = self.parallel.all_gather_tokens(layer.mixer_input(x))
             tokens = Tokens(info, self.rope, self.length, self.parallel)
             with jax.named_scope("qkv_projection"):
                 return read(layer.mixer, x, tokens)

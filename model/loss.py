@@ -44,7 +44,8 @@ class LossSums(NamedTuple):
     loss in nats.
 
     Attributes:
-      total: the sum of weighted losses, float32; weight: the sum of their weights.
+      total: the sum of weighted losses, float32.
+      weight: the sum of their weights.
       by_source: both for each source.
       auxiliary: losses that layers add to the total, on its scale, by name; {} in dense models.
       measures: sums of other quantities by name, without gradient; reported divided by the weight.

@@ -30,8 +30,9 @@ class Tokens(NamedTuple):
     """Inputs of projections besides hidden states.
 
     Attributes:
-      info: the tokens', within the layer. rope: the layer's rotary embedding, or None; length: of
-        the whole row, see `model.rope`.
+      info: the tokens', within the layer.
+      rope: the layer's rotary embedding, or None.
+      length: of the whole row, see `model.rope`.
     """
 
     info: TokenInfo
@@ -140,7 +141,7 @@ class SelfAttention(nnx.Module):
         """Returns the output projection, summed over the tensor ranks; `dropout` as in
         `Projection`."""
         return self.o_proj.add_bias(
-            parallel.combine(self.o_proj(attended, parallel, dropout), "heads")
+            parallel.reduce_output(self.o_proj(attended, parallel, dropout), "heads")
         )
 
 

@@ -20,10 +20,10 @@ from jaxtyping import Array, Float
 
 from .adapter import AdapterConfig
 from .config import TransformerConfig
-from .declarations import declare
 from .families import FAMILIES
 from .families.family import WITH_EXPERTS
 from .frozen import FrozenWeight, Plain
+from .parameter_declarations import declare
 from .sharding import HIDDEN, Sharding, TensorParallel
 
 # The logical axes that may be padded.

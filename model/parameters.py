@@ -18,7 +18,9 @@ from jaxtyping import Array, Float, Shaped
 
 from .adapter import MAGNITUDE
 from .config import TransformerConfig
-from .declarations import (
+from .modules import LAYER_MODULES
+from .padding import pad, sizes_in_memory, whole_heads
+from .parameter_declarations import (
     LAYERS,
     EndsFactory,
     bind,
@@ -26,10 +28,8 @@ from .declarations import (
     declare_layer,
     flat,
     module_of,
-    own_shapes,
+    unpadded_shapes,
 )
-from .modules import LAYER_MODULES
-from .padding import pad, sizes_in_memory, whole_heads
 from .quantized_weights import quantized, weight_of
 from .sharding import (
     STORAGE_AXES,
@@ -39,7 +39,7 @@ from .sharding import (
     storage_spec,
     without_storage,
 )
-from .weights import WeightGatherer
+from .weight_gathering import WeightGatherer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +97,9 @@ class ModelParameters(abc.ABC):
         return tuple(sorted({weight_of(name) for name in self.parameters} - set(self.parameters)))
 
     @functools.cached_property
-    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+    def unpadded_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter without padding."""
-        return own_shapes(self.config, self.ends)
+        return unpadded_shapes(self.config, self.ends)
 
     @functools.cached_property
     def specs(self) -> dict[str, PartitionSpec]:
@@ -167,9 +167,9 @@ class ModelParameters(abc.ABC):
 
     def _with_padding(self, name: str, drawn: Float[Array, ...]) -> Float[Array, ...]:
         """Returns a parameter in its dtype, with this model's padding instead of another's."""
-        own, parameter = tuple(map(slice, self.own_shapes[name])), self.parameters[name]
+        unpadded, parameter = tuple(map(slice, self.unpadded_shapes[name])), self.parameters[name]
         padded = jax.jit(
-            lambda x: pad(x[own], parameter.shape).astype(parameter.dtype),
+            lambda x: pad(x[unpadded], parameter.shape).astype(parameter.dtype),
             out_shardings=self.shardings[name],
         )
         return padded(drawn)
@@ -210,7 +210,7 @@ class ModelParameters(abc.ABC):
 
         def local(shards):
             def of_layer(layer_shards):
-                layer = bind(self.config, self.weights.layer(layer_shards))
+                layer = bind(self.config, self.weights.gather_layer(layer_shards))
                 return [
                     whole_heads(
                         module_of(layer, name.removeprefix(LAYERS)).norms(

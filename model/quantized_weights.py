@@ -142,7 +142,7 @@ def is_quantized(name: str) -> bool:
     and parts of quantized weights are not.
 
     Args:
-      name: as `model.declarations.declare` or `declare_layer` names it.
+      name: as `model.parameter_declarations.declare` or `declare_layer` names it.
     """
     return name.endswith("_proj.weight")
 
@@ -306,7 +306,7 @@ def _dequantize_absmax(
 def quantized(
     stored: Mapping[str, Any],
     kind: str,
-    own_shapes: Mapping[str, tuple[int, ...]],
+    unpadded_shapes: Mapping[str, tuple[int, ...]],
     parameters: Mapping[str, Parameter],
     shardings: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
@@ -318,17 +318,19 @@ def quantized(
     Args:
       stored: the weights by name, stacked [N, ...]: arrays, or arrays on disk that are read when
         sliced; padded or not. If they have a method `quantized(layer)`, its result is used.
-      own_shapes: the weights', without padding.
+      unpadded_shapes: the weights', without padding.
       parameters, shardings: of all parameters in memory, by name.
     """
     arrays: dict[str, jax.Array] = {}
-    for name, own in own_shapes.items():
-        layers = [quantize_layer(name, stored[name], i, own[1:], kind) for i in range(own[0])]
+    for name, (count, *unpadded) in unpadded_shapes.items():
+        layers = [
+            quantize_layer(name, stored[name], i, tuple(unpadded), kind) for i in range(count)
+        ]
         for part in QUANTIZED_PARTS[kind]:
             full = f"{name}.{part}"
             shape, dtype = parameters[full].shape, parameters[full].dtype
             fill = NF4_ZEROS if (part, kind) == ("codes", "nf4") else 0
-            values = [_own_layout(name, layer, part, own[1:]) for layer in layers]
+            values = [_own_layout(name, layer, part, tuple(unpadded)) for layer in layers]
             arrays[full] = jax.make_array_from_callback(
                 shape, shardings[full], _reader(values, shape, dtype, fill)
             )

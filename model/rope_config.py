@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .checks import as_float, require_number
+from .number_checks import as_float, require_number
 
 # The numbers each RoPE rule needs, and optional ones with defaults, by Hugging Face's names.
 _REQUIRED: dict[str, tuple[str, ...]] = {

@@ -68,13 +68,14 @@ HIDDEN = tuple(axis for axis, rule in RULES.items() if rule.storage == 0)
 class Parameter:
     """A parameter's shape, the logical names of its axes, and its dtype in storage.
 
-    frozen: whether it has no gradient in any run of the model; `trainable` may freeze others.
-    granularity: along each axis, how many elements stay on one device; () for 1 along all.
-    stages: of a layer, those that read it (`stages.STAGES`).
-    constant: whether no run trains it; it is frozen, and keeps its dtype everywhere.
-    inputs: how many of a matrix's axes, after those of layers and experts, are a product's inputs;
-        0 for a table of rows; None for vectors.
-    hf_name: of Hugging Face's tensors, with {i} for the layer.
+    Attributes:
+      frozen: whether it has no gradient in any run of the model; `trainable` may freeze others.
+      constant: whether no run trains it; it is frozen, and keeps its dtype everywhere.
+      granularity: along each axis, how many elements stay on one device; () for 1 along all.
+      stages: of a layer, those that read it (`stages.STAGES`).
+      inputs: how many of a matrix's axes, after those of layers and experts, are a product's
+        inputs; 0 for a table of rows; None for vectors.
+      hf_name: of Hugging Face's tensors, with {i} for the layer.
     """
 
     shape: tuple[int, ...]
@@ -161,14 +162,14 @@ class TensorParallel:
             return self.key_heads // self.tensor
         return 1 if self.heads else self.key_heads
 
-    def combine(self, x: Float[Array, "B T E"], axis: str) -> Float[Array, "B T E"]:
+    def reduce_output(self, x: Float[Array, "B T E"], axis: str) -> Float[Array, "B T E"]:
         """Returns hidden states from the ranks' summands of a product over the split logical
         `axis`; with `split_tokens` only this rank's T / tensor tokens."""
         if self.split_tokens:
             return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
         return self.sum(x, axis)
 
-    def whole(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+    def all_gather_tokens(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         """Returns the hidden states of all ranks' tokens, from this rank's if `split_tokens` splits
         them."""
         return lax.all_gather(x, "tensor", axis=1, tiled=True) if self.split_tokens else x

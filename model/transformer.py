@@ -26,11 +26,11 @@ from .experts import RouterTotals, router_losses, router_measures
 from .feedforward import Auxiliary
 from .layer import LayerOutput, ShardedLayer
 from .memory.options import MemoryConfig, check_combination
-from .memory.runners import layer_runner
 from .norms import QK_NORMS
 from .parameters import ModelParameters
+from .runners.choice import layer_runner
 from .sharding import TensorParallel
-from .weights import Shards
+from .weight_gathering import Shards
 
 # How arrays [B, L, ...] of a batch are split.
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
@@ -185,7 +185,7 @@ class Transformer(ModelParameters):
         )
         x = self.local_embed(params, batch)
         output = runner.run(self.weights.of_layers(params), x, info, self.local_coords(batch))
-        return output._replace(hidden=self.parallel.whole(output.hidden))
+        return output._replace(hidden=self.parallel.all_gather_tokens(output.hidden))
 
     def auxiliary_losses(self, sums: Auxiliary, batch: Batch) -> dict[str, Float[Array, ""]]:
         """Returns this device's summands of auxiliary losses from the layers' auxiliary sums, by

@@ -7,82 +7,40 @@ along with counts of the data.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from model.adapter import Quantization
 from model.attention.names import MESH_AXES
+from trainer.config.fields import AUTO
 from trainer.config.mesh import dcn_text
 
 from .costs.hardware import Hardware
 from .costs.measured import highest_mfu, kind, slowest
 from .machines import device_count, several_of
-from .memory_estimate import MemoryEstimate, estimate_memory
+from .memory_estimate import MemoryEstimate
 from .plan import Job
-from .search import meshes, policies
+from .search import best_job
 
 MOST_CONTEXT = 1 << 30
 MORE = (2, 4, 8, 16, 32, 64)  # times a machine's devices, tried for a job that does not fit
 RANK = 16  # rank of proposed adapters, as in the shipped recipes
+FITS = {"yes": "fits", "perhaps": "may fit"}
 
 
-def choose(job: Job) -> Job | None:
-    """Returns the job with the fastest mesh and memory policy that fit; None if none fits.
-
-    The schedule stays. On each mesh the first policy that fits is the fastest. Candidates that
-    certainly fit precede those that may fit; then the high end of the cost model's range decides.
-    """
-    best: tuple[tuple[bool, float], Job] | None = None
-    for candidate in _first_fitting(job):
-        rank = estimate_memory(candidate).fits != "yes", seconds_of(candidate)
-        if best is None or rank < best[0]:
-            best = rank, candidate
-    return best[1] if best else None
-
-
-def longest(job: Job, choose_mesh: bool = True) -> Job | None:
-    """Returns the job at the longest context that fits, by doubling; None if none does.
+def longest(job: Job, free: Collection[str] = AUTO) -> Job | None:
+    """Returns the best job at the longest context that fits, by doubling; None if none does.
 
     Args:
-      choose_mesh: whether to try every mesh; otherwise only memory policies on the job's mesh.
+      free: the sections to choose, as for `best_job`.
     """
-    best = None
+    found = None
     while job.context <= MOST_CONTEXT:
-        if choose_mesh:
-            chosen = choose(job)
-            candidates = [] if chosen is None else [chosen]
-        else:
-            candidates = policies(job)
-        fitting = next(
-            (candidate for candidate in candidates if estimate_memory(candidate).fits == "yes"),
-            None,
-        )
-        if fitting is None:
-            return best
-        best, job = fitting, job.changed(data={"context_length": 2 * job.context})
-    return best
-
-
-def _first_fitting(job: Job) -> Iterator[Job]:
-    """Yields for each mesh the first policy that fits, else the first that may fit."""
-    for mesh in meshes(job):
-        candidates = [
-            (candidate, estimate_memory(candidate).fits)
-            for candidate in policies(job.changed(mesh=mesh))
-        ]
-        fitting = [
-            candidate
-            for wanted in ("yes", "perhaps")
-            for candidate, fits in candidates
-            if fits == wanted
-        ]
-        yield from fitting[:1]
-
-
-def seconds_of(job: Job) -> float:
-    """Returns the high end of the job's time range; 0 if the cost model estimates none."""
-    seconds = _time_range(job)
-    return seconds.high if seconds else 0.0
+        best = best_job(job, free)
+        if best.fits != "yes":
+            break
+        found, job = best.job, job.changed(data={"context_length": 2 * job.context})
+    return found
 
 
 def _time_range(job: Job):
@@ -102,11 +60,13 @@ def heading(job: Job) -> str:
 
 
 def settings(job: Job) -> str:
-    """Returns the job's mesh, schedule and memory policy in one line."""
+    """Returns the job's mesh, schedule, memory policy and accumulation in one line."""
     schedule = "" if job.run.mesh.sequence == 1 else f", schedule {job.run.attention.schedule}"
     adapter = f", {_adapters(job)} of rank {job.run.adapter.rank}" if job.run.adapter.rank else ""
     dcn = f", dcn {dcn_text(job.run.mesh.dcn)}" if job.run.mesh.dcn else ""
-    return f"mesh {job.axes}{dcn}{schedule}, remat {job.policy}{adapter}"
+    parts = job.run.train.accumulation
+    in_parts = "" if parts == 1 else f", batches in {parts} parts"
+    return f"mesh {job.axes}{dcn}{schedule}, remat {job.policy}{adapter}{in_parts}"
 
 
 def _adapters(job: Job) -> str:
@@ -115,8 +75,8 @@ def _adapters(job: Job) -> str:
 
 
 def flags(job: Job) -> str:
-    """Returns the scripts.plan flags for the job's mesh, schedule and memory policy."""
-    mesh, memory = job.run.mesh, job.run.memory
+    """Returns the scripts.plan flags for the job's mesh, memory policy and accumulation."""
+    mesh, memory, parts = job.run.mesh, job.run.memory, job.run.train.accumulation
     axes = [f"{axis}={getattr(mesh, axis)}" for axis in MESH_AXES if getattr(mesh, axis) > 1]
     axes += [f"dcn.{axis}={factor}" for axis, factor in mesh.dcn.items()]
     words = [f"--mesh {','.join(axes) or 'sequence=1'}", f"--remat {memory.remat}"]
@@ -130,7 +90,8 @@ def flags(job: Job) -> str:
             words.append(
                 f"--{field.name.replace('_', '-')}" + ("" if value is True else f" {value}")
             )
-    return " ".join(words + ["--attention-groups 0"] * job.group_per_key_head)
+    words += ["--attention-groups 0"] * job.group_per_key_head
+    return " ".join(words + [f"--accumulation {parts}"] * (parts > 1))
 
 
 def memory_lines(memory: MemoryEstimate) -> list[str]:
@@ -268,22 +229,21 @@ def advice(job: Job) -> Iterator[str]:
     """Yields changes that would make a job fit: mesh, policy, shorter rows, more devices."""
     if job.device_gib is None:
         return
-    candidate = choose(job)
-    if candidate is not None:
-        fits = "fits" if estimate_memory(candidate).fits == "yes" else "may fit"
-        yield f"{fits} here with {settings(candidate)}: {flags(candidate)}"
+    best = best_job(job)
+    if best.job is not None:
+        yield f"{FITS[best.fits]} here with {settings(best.job)}: {flags(best.job)}"
         return
     yield from _adapter_advice(job)
-    shorter = _first(
-        job.changed(data={"context_length": job.context >> power})
-        for power in range(1, 12)
-        if job.context % (1 << power) == 0
-    )
-    if shorter is not None:
-        yield (
-            f"rows of {shorter.context:,} tokens fit here, with {settings(shorter)}: --context "
-            f"{shorter.context} {flags(shorter)}"
-        )
+    for power in range(1, 12):
+        if job.context % (1 << power):
+            break
+        shorter = best_job(job.changed(data={"context_length": job.context >> power}))
+        if shorter.job is not None and shorter.fits == "yes":
+            yield (
+                f"rows of {shorter.job.context:,} tokens fit here, with {settings(shorter.job)}: "
+                f"--context {shorter.job.context} {flags(shorter.job)}"
+            )
+            break
     for times in MORE:
         if enough(job, times):
             count = device_count(job.topology) * times
@@ -303,25 +263,17 @@ def _adapter_advice(job: Job) -> Iterator[str]:
     for flag, quantize in tries.items():
         changed_job = job.changed(adapter=adapter.with_rank(rank, quantize))
         try:
-            candidate = choose(changed_job)
+            best = best_job(changed_job)
         except ValueError:  # a rank or code blocks impossible for this model
             continue
-        if candidate is not None:
-            fits = "fits" if estimate_memory(candidate).fits == "yes" else "may fit"
-            yield f"{_adapters(candidate)} {fits}: --{flag} {rank} {flags(candidate)}"
-        if candidate is not None and fits == "fits":
+        if best.job is not None:
+            kind = _adapters(best.job)
+            yield f"{kind} {FITS[best.fits]}: --{flag} {rank} {flags(best.job)}"
+        if best.fits == "yes":
             return
-
-
-def _first(jobs: Iterable[Job]) -> Job | None:
-    """Returns the first non-empty result of `choose` over the jobs."""
-    chosen = (choose(job) for job in jobs)
-    return next(
-        (job for job in chosen if job is not None and estimate_memory(job).fits == "yes"), None
-    )
 
 
 def enough(job: Job, times: int) -> bool:
     """Returns whether the job certainly fits on some mesh of this many times its machine."""
     larger = dataclasses.replace(job, topology=several_of(job.topology, times))
-    return any(estimate_memory(candidate).fits == "yes" for candidate in _first_fitting(larger))
+    return best_job(larger).fits == "yes"

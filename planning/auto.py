@@ -18,8 +18,7 @@ from typing import Any
 import jax
 
 from data.errors import UserError
-from model.memory.options import MemoryConfig, check_combination
-from model.sharding import TensorParallel
+from model.memory.options import MemoryConfig
 from trainer.config.checks import check
 from trainer.config.fields import AUTO
 from trainer.config.schema import MeshConfig, RunConfig
@@ -35,7 +34,7 @@ from .machines import ANY_GPU, device_count, host_gib
 from .memory_estimate import estimate_memory
 from .plan import Job, across_slices
 from .positions import stretched, without_earlier_answer
-from .search import meshes, no_mesh, policies
+from .search import best_job, choices, no_mesh, refusal
 
 HOST_SHARE = 0.9  # share of a host's memory that a run may fill, as in the launchers' flags
 PINNED_GIB = 64.0  # GiB a process may pin by default with JAX on GPUs
@@ -130,12 +129,12 @@ def plan_on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
         host_gib=machine.host_gib,
         own_device_gib=machine.device_gib,
     )
-    best, tried = _best(job)
-    if best is None:
-        raise _refusal(job, machine)
-    run = dataclasses.replace(best.run, memory=best.memory)
+    best = best_job(job, config.auto)
+    if best.job is None:
+        raise _nothing_fits(job, machine)
+    run = dataclasses.replace(best.job.run, memory=best.job.memory)
     run = dataclasses.replace(run, mesh=across_slices(run.mesh, machine.topology))
-    reason = _reason(best, machine, tried)
+    reason = _reason(best.job, machine, best.tried)
     return check(dataclasses.replace(run, planned=reason)), reason
 
 
@@ -151,16 +150,12 @@ def spread(config: RunConfig, devices: int) -> RunConfig:
     if "mesh" not in config.auto:
         return config
     model = choose_model(config.model, config.adapter.path, weights=False).config
-    job = Job(
-        dataclasses.replace(config, auto=("mesh",)),
-        dataclasses.replace(model, adapter=None),
-        f"{ANY_GPU}:{devices}",
-        config.name,
-    )
-    allowed = next(filter(_is_allowed, _candidates(job)), None)
-    if allowed is None:
+    model = dataclasses.replace(model, adapter=None)
+    job = Job(config, model, f"{ANY_GPU}:{devices}", config.name)
+    accepted = next((each for each in choices(job, ("mesh",)) if refusal(each) is None), None)
+    if accepted is None:
         raise UserError(no_mesh(job, f"{devices} devices"))
-    return dataclasses.replace(config, mesh=allowed.run.mesh)
+    return dataclasses.replace(config, mesh=accepted.run.mesh)
 
 
 def machine_of(devices: Sequence[jax.Device]) -> Machine:
@@ -213,90 +208,30 @@ def _tpu_topology(devices: Sequence[Any]) -> str:
     return f"{slices}x{generation}:{shape}" if slices > 1 else f"{generation}:{shape}"
 
 
-def _best(job: Job) -> tuple[Job | None, int]:
-    """Returns the fastest job that fits, and how many were tried.
-
-    The fewest parts of a batch win, then certain fits; failing those, the first possible fit.
-    """
-    perhaps, tried = None, 0
-    rows, least = job.batch, job.run.train.accumulation
-    for parts in (n for n in range(least, rows + 1) if rows % n == n % least == 0):
-        fitting: dict[str, Job] = {}  # each mesh's first is its fastest
-        for candidate in _candidates(job.changed(train={"accumulation": parts})):
-            tried += 1
-            fits = estimate_memory(candidate).fits
-            if fits == "no" or not _is_allowed(candidate):
-                continue
-            if fits == "yes":
-                fitting.setdefault(candidate.axes, candidate)
-            elif perhaps is None:
-                perhaps = candidate
-        if fitting:
-            return min(fitting.values(), key=answer.seconds_of), tried
-    return perhaps, tried
-
-
-def _candidates(job: Job) -> Iterator[Job]:
-    """Yields the meshes and memory options to choose from, those that keep most first; some may be
-    refused."""
-    given = job.run.mesh
-    chosen = meshes(job) if "mesh" in job.run.auto else [given]
-    for mesh in chosen:
-        on_mesh = job.changed(mesh=dataclasses.replace(mesh, simulate=given.simulate))
-        if mesh.devices != device_count(job.topology):
-            continue
-        yield from policies(on_mesh) if "memory" in job.run.auto else [on_mesh]
-
-
-def _is_allowed(job: Job) -> bool:
-    """Returns whether the job passes the run's checks."""
-    return _reason_against(job) is None
-
-
-def _reason_against(job: Job) -> str | None:
-    """Returns why the run's checks refuse the job; None if they do not."""
-    run, model = job.run, job.model
-    try:
-        check(dataclasses.replace(run, memory=job.memory))
-        check_combination(
-            job.memory,
-            layers=model.num_hidden_layers,
-            period=len(model.layer_kinds),
-            key_heads=TensorParallel.of(model, run.mesh.tensor).local_key_heads,
-            sequence=run.mesh.sequence,
-            sequence_parallel=run.mesh.sequence_parallel,
-            schedule=run.attention.schedule,
-        )
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 def _reason(job: Job, machine: Machine, tried: int) -> str:
     """Returns a line with the answer, and one with its reason."""
-    memory, parts = estimate_memory(job), job.run.train.accumulation
+    memory = estimate_memory(job)
     limit = "" if memory.device_gib is None else f" of {memory.device_gib:.3g}"
-    parts_text = "" if parts == 1 else f", batches in {parts} parts"
     certain = "" if memory.fits == "yes" else "; it may not fit, which only the compiler can tell"
     return (
-        f"planned for {machine.named}: {answer.settings(job)}{parts_text}\n"
+        f"planned for {machine.named}: {answer.settings(job)}\n"
         f"  about {memory.total:.2g}{limit} GiB on each, the fastest of {tried} estimated{certain}"
     )
 
 
-def _refusal(job: Job, machine: Machine) -> UserError:
+def _nothing_fits(job: Job, machine: Machine) -> UserError:
     """Returns the error, of one line, that nothing fits, and what would fit; or what else is in the
     way of every mesh and memory option."""
-    smallest = _candidates(_in_most_parts(job))
+    free = job.run.auto
+    smallest = [(each, refusal(each)) for each in choices(_in_most_parts(job), free)]
     least = min(
-        (estimate_memory(candidate) for candidate in smallest if _is_allowed(candidate)),
+        (estimate_memory(each) for each, reason in smallest if reason is None),
         key=lambda memory: memory.low,
         default=None,
     )
-    if least is None and "mesh" not in job.run.auto:
-        reasons = map(_reason_against, _candidates(_in_most_parts(job)))
+    if least is None and "mesh" not in free:
         no_option = f"{job.name}: no memory options suit {job.axes}"
-        return UserError(next(filter(None, reasons), no_option))
+        return UserError(next((reason for _, reason in smallest if reason), no_option))
     if least is None:
         return UserError(no_mesh(job, machine.named))
     needs = f"{least.low:.3g} GiB of {job.device_gib or 0:.3g}"
@@ -330,18 +265,15 @@ def _what_would(job: Job) -> Iterator[str]:
                 yield f"--data.context_length {length} would fit"
                 break
     for times in answer.MORE:
-        if any(answer.enough(either, times) for either in (job, _in_most_parts(job))):
+        if answer.enough(job, times):
             yield f"{times * device_count(job.topology)} such devices would be enough"
             break
 
 
 def _fits(job: Job) -> bool:
-    """Returns whether the job certainly fits with each row as a separate part."""
+    """Returns whether the planner would find a job that certainly fits."""
     try:
-        return any(
-            estimate_memory(candidate).fits == "yes" and _is_allowed(candidate)
-            for candidate in _candidates(_in_most_parts(job))
-        )
+        return best_job(job, job.run.auto).fits == "yes"
     except ValueError:  # such as a rank impossible for this model
         return False
 

@@ -27,13 +27,12 @@ from trainer.devices import GPU_MEMORY_SHARE
 from trainer.evaluation import held_out_names
 from trainer.mesh import abstract_mesh
 from trainer.objective import Objective
-from trainer.preference import PreferenceObjective
+from trainer.objectives import objective_class
 from trainer.reporting.boards import import_wandb
 from trainer.run.opening import check_run
 from trainer.stages import stages_of
 from trainer.step import StepBuilder
 from trainer.text import TextObjective
-from trainer.trajectories import TrajectoryObjective
 
 from . import answer
 from .auto import NothingFits, machine_named, planned_for_machine, planned_run
@@ -47,12 +46,13 @@ from .plan import Job, check_dcn
 LONG_SECONDS = 3600.0
 ADVISED_MINUTES = 30
 
-Prepare = Callable[[RunConfig, Objective, StepBuilder], list[str]]
-"""Prepares a run's evaluations; returns the names of their metrics besides held-out losses."""
+Prepare = Callable[[RunConfig, Objective, StepBuilder], dict[str, int]]
+"""Prepares a run's evaluations; returns the names of their metrics besides held-out losses, and the
+steps between measurements."""
 
 
-def _no_evaluations(*_: Any) -> list[str]:
-    return []
+def _no_evaluations(*_: Any) -> dict[str, int]:
+    return {}
 
 
 def dry_run(
@@ -154,11 +154,10 @@ def _report_stage(
     return _report(_opened(continued, prepare), target)
 
 
-def _report(objective: TextObjective | TrajectoryObjective, target: _Target) -> bool:
+def _report(objective: Objective, target: _Target) -> bool:
     """Prints what one run would do; returns whether it fits or may fit."""
     topology, named = target.topology, target.named
     config = objective.config
-    config = dataclasses.replace(config, train=config.train.for_epochs(objective.rows_per_epoch))
     if config.train.epochs is not None:  # now that its steps are known
         check_run(config)
     if isinstance(objective, TextObjective):
@@ -206,27 +205,23 @@ def _report(objective: TextObjective | TrajectoryObjective, target: _Target) -> 
     return memory.fits != "no"
 
 
-def _opened(config: RunConfig, prepare: Prepare) -> TextObjective | TrajectoryObjective:
+def _opened(config: RunConfig, prepare: Prepare) -> Objective:
     """Returns the run's objective as training opens it, without devices; its loss is traced once.
 
     Raises:
       UserError, ValueError: as training refuses the model, the data or the options.
     """
-    kind: type[TextObjective] | type[TrajectoryObjective] = TextObjective
-    if config.trajectories.path:
-        kind = TrajectoryObjective
-    elif config.preference.loss is not None:
-        kind = PreferenceObjective
-    objective = kind(config, abstract_mesh(config.mesh))
+    objective = objective_class(config)(config, abstract_mesh(config.mesh))
     batch = objective.abstract_batch()
     builder = StepBuilder.of(
         objective.config, objective.model, objective.loss, batch, objective.totals
     )
     sums = builder.trace_evaluate().out_info
     measured = prepare(objective.config, objective, builder)
-    if config.checkpoint.best:
-        names = held_out_names(objective, sums) + measured
-        BestCheckpoint(config.checkpoint).require(names)
+    held_out = dict.fromkeys(held_out_names(objective, sums), config.train.evaluate_every)
+    best, steps = BestCheckpoint(config.checkpoint), objective.config.train.steps
+    if warning := best.require({**held_out, **measured}, steps):
+        print(f"warning: {warning}")
     return objective
 
 

@@ -3,8 +3,9 @@
 Parameters, moments and what the layers keep are known (`planning.parts`). The rest of the step's
 peak (gradients, a layer's gathered weights and activations, logits) is estimated as multiples of
 each kind of array. The multiples were fitted by least squares to the compiled plans of text models
-in docs/plans, and rounded. The range covers the worst of those plans;
-tests/planning/test_memory_estimate.py compares them.
+in docs/plans, and rounded. The range covers the worst of those plans.
+tests/planning/test_memory_estimate.py compares them, and counts the plans of each model family that
+a range of the others covers.
 """
 
 from __future__ import annotations

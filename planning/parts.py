@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from model.config import TransformerConfig
-from model.declarations import declare
+from model.parameter_declarations import declare
 from model.quantized_weights import weight_of
 from model.sharding import Parameter
 from trainer.config.schema import MemoryConfig, RunConfig

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import math
 import os
@@ -18,28 +17,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from data.folders import scratch_folder
-from data.trajectories.tasks import get_task
-from model.agentic import AgenticTransformer, TrajectorySizes
 from model.attention.kernels import Kernel
 from model.attention.names import MESH_AXES
 from model.attention.schedules import Schedule, get_schedule
 from model.config import TransformerConfig
-from model.language_model import LanguageModel
 from model.sharding import TensorParallel
-from trainer.build import build_agentic, build_language_model, layer_masks, shares_prompts
+from model.transformer import Transformer
+from trainer.build import layer_masks
 from trainer.config.checks import check
 from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.schema import MemoryConfig, MeshConfig, ModelConfig, RunConfig
 from trainer.devices import GPU_MEMORY_SHARE
 from trainer.mesh import make_mesh, require_dcn
-from trainer.objective import AbstractBatch
-from trainer.preference import preference_batch, preference_loss, preference_totals
+from trainer.objectives import objective_class
 from trainer.step import StepBuilder
-from trainer.text import text_batch
-from trainer.trajectories import trajectory_batch
 
 from . import costs
 from .compiled import dump, memory
@@ -278,12 +271,8 @@ class Job:
             costs.Sizes.of(self.model),
             hardware,
             self.context,
-            self.batch,
-            mesh.data,
-            mesh.fsdp,
-            mesh.tensor,
-            mesh.sequence,
-            mesh.expert,
+            batch=self.batch,
+            **{axis: getattr(mesh, axis) for axis in MESH_AXES},
             schedule=attention.schedule if mesh.sequence > 1 else "local",
             layout=attention.layout,
             remat=self.run.memory.remat,
@@ -339,48 +328,6 @@ class DoesNotFit(Exception):
         self.needs_gib, self.has_gib = needs_gib, has_gib
 
 
-def compile_step(
-    model: TransformerConfig,
-    devices: Sequence[jax.Device],
-    context: int,
-    *,
-    batch: int = 1,
-    mesh: MeshConfig | None = None,
-    schedule: str | dict | Schedule | None = None,
-    kernel: Kernel | None = None,
-    recipe: RunConfig = DEFAULT_RECIPE,
-    flags: dict[str, str | bool] | None = None,
-    **memory: Any,
-) -> jax.stages.Compiled:
-    """Compiles the training step of a model on these devices, by a recipe with some changes.
-
-    Args:
-      context: tokens in a row; batch: rows.
-      mesh: None puts all devices on the sequence axis.
-      schedule: instead of the recipe's; kernel, flags: as for `compile_run`.
-      memory: options that replace the recipe's section `memory`.
-
-    Raises:
-      DoesNotFit, UserError, ValueError: as `compile_run`.
-    """
-    run = changed(
-        recipe,
-        data={"context_length": context},
-        train={"batch_size": batch},
-        memory=memory,
-        mesh=mesh or MeshConfig(sequence=len(devices)),
-    )
-    if isinstance(schedule, (str, dict)):
-        return compile_run(
-            changed(run, attention={"schedule": schedule}),
-            model,
-            devices,
-            kernel=kernel,
-            flags=flags,
-        )
-    return compile_run(run, model, devices, schedule=schedule, kernel=kernel, flags=flags)
-
-
 def compile_run(
     run: RunConfig,
     model: TransformerConfig,
@@ -402,53 +349,22 @@ def compile_run(
     """
     check(run, "plan")
     mesh = make_mesh(run.mesh, devices, schedule or run.attention.schedule)
-    transformer, batch = model_and_batch(run, model, mesh)
+    objective = objective_class(run)
+    transformer, batch = objective.abstract_model_and_batch(run, model, mesh)
+    assert isinstance(transformer, Transformer)  # with a schedule and a kernel
     if schedule is not None:
         schedule = get_schedule(schedule, run.mesh.sequence, run.attention.layout)
         transformer = dataclasses.replace(transformer, schedule=schedule)
     if kernel is not None:
         transformer = dataclasses.replace(transformer, kernel=kernel)
-    builder = step_builder(run, transformer, batch)
+    loss, totals = objective.loss_and_totals(run, transformer)
+    builder = StepBuilder.of(run, transformer, loss, batch, totals)
     try:
         return builder.lower_train().compile(compiler_options=flags)
     except jax.errors.JaxRuntimeError as error:
         if error.error_code_string != "RESOURCE_EXHAUSTED":
             raise
         raise DoesNotFit(*refused_gib(str(error))) from None
-
-
-def step_builder(
-    run: RunConfig, model: LanguageModel | AgenticTransformer, batch: AbstractBatch
-) -> StepBuilder:
-    """Returns the builder of the step that the run would execute."""
-    if run.preference.loss is None:
-        return StepBuilder.of(run, model, model.loss, batch)
-    assert isinstance(model, LanguageModel)
-    loss = functools.partial(preference_loss, model, run.preference)
-    totals = functools.partial(preference_totals, model, run.preference)
-    return StepBuilder.of(run, model, loss, batch, totals)
-
-
-def model_and_batch(
-    run: RunConfig, model: TransformerConfig, mesh: Mesh
-) -> tuple[LanguageModel | AgenticTransformer, AbstractBatch]:
-    """Returns the model that the run trains, of text or of trajectories, and a batch's shapes.
-
-    With preferences each row has one pair: only the data determine how many fit, and a pair takes
-    just a few numbers.
-    """
-    rows, length = run.train.batch_size, run.data.context_length
-    if run.preference.loss is not None:
-        shares = shares_prompts(run, model)
-        return (
-            build_language_model(run, model, mesh),
-            preference_batch(rows, length, mesh, 1, run.preference, shares),
-        )
-    if not run.trajectories.path:
-        return build_language_model(run, model, mesh), text_batch(rows, length, mesh)
-    task = get_task(run.trajectories.task)
-    sizes = TrajectorySizes(task.observation_size, task.action_size, run.trajectories.components)
-    return build_agentic(run, model, mesh, sizes), trajectory_batch(rows, length, mesh, sizes)
 
 
 def plan(job: Job) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from model.adapter import AdapterConfig
 from model.attention.names import MESH_AXES
 from model.config import ADJUSTABLE, POSITIONS
 from model.lengths import extended, trained_length
+from trainer.config.fields import AUTO
 from trainer.config.load import (
     ADAPTERS_LEARNING_RATE,
     EPOCHS,
@@ -93,7 +94,7 @@ def recipe_of(
         for field in dataclasses.fields(MemoryConfig)
         if field.name == "remat" or getattr(job.memory, field.name) != field.default
     }
-    recipe = {"config_version": VERSION, **base}
+    recipe = {"config_version": VERSION, **_without_auto(base)}
     recipe["mesh"] = mesh or {"sequence": 1}
     recipe["attention"] = {
         **base.get("attention", {}),
@@ -106,11 +107,7 @@ def recipe_of(
     # Episodes are drawn endlessly, and their models train from scratch.
     if "trajectories" in base:
         recipe["data"] = {**base.get("data", {}), "context_length": job.context}
-        recipe["train"] = {
-            "steps": default.train.steps,
-            **base.get("train", {}),
-            "batch_size": job.batch,
-        }
+        recipe["train"] = {"steps": default.train.steps, **_train(job, base)}
         return recipe
     recipe["data"] = {
         "template": template or run.data.template,
@@ -120,13 +117,29 @@ def recipe_of(
     if template:
         recipe["data"]["template"] = template
     length = {} if {"steps", "epochs"} & base.get("train", {}).keys() else {"epochs": EPOCHS}
-    recipe["train"] = {**length, **base.get("train", {}), "batch_size": job.batch}
+    recipe["train"] = {**length, **_train(job, base)}
     recipe["optimizer"] = _optimizer(job, base.get("optimizer", {}))
     model = {**base.get("model", {}), **({"path": model_path} if model_path else {})}
     from_scratch = names_model({"model": model}) and not model.get("path")
     if not from_scratch and (positions := _positions(job, model.get("overrides", {}))):
         model["overrides"] = {**model.get("overrides", {}), **positions}
     return {**recipe, "model": model} if model else recipe
+
+
+def _without_auto(base: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a recipe that no longer leaves mesh and memory to the planner."""
+    auto = [section for section in base.get("auto") or () if section not in AUTO]
+    kept = {name: value for name, value in base.items() if name not in ("auto", "planned")}
+    return {**kept, **({"auto": auto} if auto else {})}
+
+
+def _train(job: Job, base: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the base's section `train` with the job's batch and its parts."""
+    train, parts = dict(base.get("train", {})), job.run.train.accumulation
+    if train.get("epochs") is not None:
+        train.pop("steps", None)  # a run's record has both
+    accumulation = {"accumulation": parts} if parts > 1 or "accumulation" in train else {}
+    return {**train, "batch_size": job.batch, **accumulation}
 
 
 def _adapter(adapter: AdapterConfig) -> dict[str, Any]:

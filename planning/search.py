@@ -1,6 +1,7 @@
 """Searches for a job's fastest mesh, schedule and policy that fit, and its longest context.
 
-The cost model orders the candidates; the compiler decides what fits.
+The cost model orders the candidates. `best_job` goes by the estimates alone, for train.py and
+`scripts.plan` alike; in `search` the compiler decides what fits.
 """
 
 from __future__ import annotations
@@ -8,15 +9,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Literal, NamedTuple
 
-from model.memory.options import MemoryConfig
+from model.memory.options import MemoryConfig, check_combination
 from model.memory.policies import PREFETCH_POLICIES
+from model.sharding import TensorParallel
+from trainer.config.checks import check
+from trainer.config.fields import AUTO
 from trainer.config.schema import MeshConfig
 
 from . import plan as planning
 from .machines import device_count
+from .memory_estimate import estimate_memory
 from .parts import host_parts_gib, parts_gib
 from .plan import DoesNotFit, Job, across_slices
 
@@ -64,13 +69,101 @@ def policies(job: Job) -> list[Job]:
     return jobs
 
 
+class Best(NamedTuple):
+    """The best job of many.
+
+    Attributes:
+      job: the job; None if none fits.
+      fits: as in `MemoryEstimate`; "no" without a job.
+      tried: how many jobs were estimated.
+    """
+
+    job: Job | None
+    fits: Literal["yes", "perhaps", "no"]
+    tried: int
+
+
+def best_job(job: Job, free: Collection[str] = AUTO) -> Best:
+    """Returns the fastest job that fits, by the estimates, of those that train.py accepts.
+
+    Jobs that certainly fit precede those that may fit; then the fewest parts of a batch win
+    (`train.accumulation`, from the job's on), then the high end of the time range. On each mesh the
+    first policy that fits is the fastest. The schedule stays.
+
+    Args:
+      free: the sections to choose, of `mesh` and `memory`; the others stay the job's.
+    """
+    perhaps, tried = None, 0
+    for in_parts in _accumulations(job):
+        fitting: dict[str, dict[str, Job]] = {"yes": {}, "perhaps": {}}
+        for candidate in choices(in_parts, free):
+            tried += 1
+            fits = estimate_memory(candidate).fits
+            if fits != "no" and candidate.axes not in fitting[fits] and refusal(candidate) is None:
+                fitting[fits][candidate.axes] = candidate
+        if fitting["yes"]:
+            return Best(min(fitting["yes"].values(), key=_seconds), "yes", tried)
+        perhaps = perhaps or min(fitting["perhaps"].values(), key=_seconds, default=None)
+    return Best(perhaps, "perhaps" if perhaps else "no", tried)
+
+
+def choices(job: Job, free: Collection[str] = AUTO) -> Iterator[Job]:
+    """Yields the job with each mesh and memory policy to choose from, on each mesh the fastest
+    first; train.py may refuse some.
+
+    Args:
+      free: as for `best_job`.
+    """
+    given = job.run.mesh
+    for mesh in meshes(job) if "mesh" in free else [given]:
+        if mesh.devices == device_count(job.topology):
+            on_mesh = job.changed(mesh=dataclasses.replace(mesh, simulate=given.simulate))
+            yield from policies(on_mesh) if "memory" in free else [on_mesh]
+
+
+def _accumulations(job: Job) -> Iterator[Job]:
+    """Yields the job with the batch in its number of parts, then in each larger possible one."""
+    rows, least = job.batch, job.run.train.accumulation
+    for parts in range(least, rows + 1):
+        if rows % parts == parts % least == 0:
+            yield job.changed(train={"accumulation": parts})
+
+
+def refusal(job: Job) -> str | None:
+    """Returns why train.py would refuse the job's configuration; None if it would not."""
+    run, model = job.run, job.model
+    try:
+        check(dataclasses.replace(run, memory=job.memory))
+        check_combination(
+            job.memory,
+            layers=model.num_hidden_layers,
+            period=len(model.layer_kinds),
+            key_heads=TensorParallel.of(model, run.mesh.tensor).local_key_heads,
+            sequence=run.mesh.sequence,
+            sequence_parallel=run.mesh.sequence_parallel,
+            schedule=run.attention.schedule,
+        )
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _seconds(job: Job) -> float:
+    """Returns the high end of the job's time range; 0 if the cost model estimates none."""
+    try:
+        seconds = job.time_range()
+    except ValueError:
+        return 0.0
+    return seconds.high if seconds else 0.0
+
+
 def candidates(job: Job) -> list[Job]:
     """The job on every mesh, with every schedule and memory policy, the fastest first.
 
     The high end of the cost model's range decides.
 
-    Candidates whose parameters, moments and kept activations alone are too large are left out, as
-    are those without a rule in the cost model.
+    Candidates that train.py refuses are left out, as are those whose parameters, moments and kept
+    activations alone are too large, and those without a rule in the cost model.
     """
     ranked = []
     for mesh, schedule in itertools.product(meshes(job), SCHEDULES):
@@ -90,13 +183,11 @@ def candidates(job: Job) -> list[Job]:
             rank = float(f"{seconds.high:.2g}") if seconds else 0, number
             # The cost model assumes that weights arrive during compute; prefetching, which achieves
             # that, goes first.
-            if (
-                schedule == "ring"
-                and mesh.sequence > 1
-                and candidate.run.memory.remat in PREFETCH_POLICIES
-            ):
-                ranked.append((rank, candidate.changed(memory={"prefetch": True})))
-            ranked.append((rank, candidate))
+            prefetches = candidate.run.memory.remat in PREFETCH_POLICIES
+            variants = [candidate]
+            if schedule == "ring" and mesh.sequence > 1 and prefetches:
+                variants.insert(0, candidate.changed(memory={"prefetch": True}))
+            ranked += [(rank, variant) for variant in variants if refusal(variant) is None]
     return [candidate for _, candidate in sorted(ranked, key=lambda pair: pair[0])]
 
 

@@ -2,4 +2,4 @@
 
 from data import errors
 
-errors.install_ctrl_c_hook()
+errors.install_signal_hooks()

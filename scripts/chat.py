@@ -20,7 +20,7 @@ from data.conversation import Message
 from data.errors import UserError
 from data.printable import printable
 from data.within import read_text
-from eval import runner
+from eval import adapters, runner
 from trainer import entry
 from trainer.options import FreeText, StorePath, Tokens, option, parser_of
 
@@ -53,7 +53,8 @@ class Options:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the command's options, including those shared by question-answering commands."""
     parser = parser_of(Options)
-    runner.add_flags(parser, new_tokens=256, evaluation=False)
+    adapters.add_options(parser, several=False)
+    runner.add_generation_options(parser, max_new_tokens=256)
     return runner.parse(parser, argv)
 
 

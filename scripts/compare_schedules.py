@@ -142,7 +142,7 @@ def _on_hardware(args: argparse.Namespace) -> Any:
         Sizes.of(model),
         HARDWARE[args.hardware],
         args.context,
-        args.batch or 1,
+        batch=args.batch or 1,
         **axes,
         remat=args.remat or TrainingStep.remat,
         masks=layer_masks(DEFAULT_RECIPE, model),

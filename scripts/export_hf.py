@@ -194,15 +194,38 @@ def work(arguments: Options) -> None:
     """See Options."""
     # Imported here, so that --help is fast and Ctrl-C ends with one line.
     from data.outputs import new_folder
+    from trainer.checkpoint.manifest import reading
+    from trainer.checkpoint.readers import find_checkpoint
+
+    out = new_folder(arguments.hf_dir)  # before the slow verification of all checksums
+    checkpoint = find_checkpoint(arguments.checkpoint, ["model", "assets"])
+    with reading(checkpoint):
+        config, base = _write(arguments, checkpoint, out)
+    _warn_of_unnamed(checkpoint, base)
+    _verify(out, config, arguments.verify)
+    averaged = ", averaged weights" if arguments.average else ""
+    print(
+        f"{arguments.hf_dir}: from {checkpoint}{averaged}; its README.md is a model card; "
+        "fill in the licence"
+    )
+
+
+def _write(
+    arguments: Options, checkpoint: Path, out: Path
+) -> tuple[TransformerConfig | None, str | None]:
+    """Writes the folder `out`.
+
+    Returns:
+      The configuration of a whole model, None for adapters; and the base's path or name, if known.
+    """
     from model.config import TransformerConfig
-    from trainer.checkpoint.readers import find_checkpoint, stored_average, stored_parameters
+    from trainer.checkpoint.manifest import require_present
+    from trainer.checkpoint.readers import stored_average, stored_parameters
     from trainer.huggingface import adapter_config, peft
     from trainer.huggingface.card import write_card
     from trainer.huggingface.hub_models import hub_name
     from trainer.huggingface.write import write_hf
 
-    out = new_folder(arguments.hf_dir)  # before the slow verification of all checksums
-    checkpoint = find_checkpoint(arguments.checkpoint, ["model", "assets"])
     params = stored_parameters(checkpoint, verified=True)
     assets = checkpoint / "assets"
     config = TransformerConfig.from_hf(assets)
@@ -220,21 +243,16 @@ def work(arguments: Options) -> None:
 
     def finish(folder: Path) -> None:
         write_card(checkpoint, config, folder, library=library, base=base)
+        require_present(checkpoint)  # files that had vanished were left out
 
     if library == "peft":
         peft.write_adapter(params, config, base, out, finish, assets)
         _warn_of_base(config, arguments.base or named, out)
-    else:
-        with contextlib.ExitStack() as stack:
-            whole = _merged(params, config, checkpoint, arguments, stack) if is_adapter else params
-            write_hf(whole, config, assets, out, finish=finish, stacked=arguments.fuse_experts)
-    _warn_of_unnamed(checkpoint, base)
-    _verify(out, config if library == "transformers" else None, arguments.verify)
-    averaged = ", averaged weights" if arguments.average else ""
-    print(
-        f"{arguments.hf_dir}: from {checkpoint}{averaged}; its README.md is a model card; "
-        "fill in the licence"
-    )
+        return None, base
+    with contextlib.ExitStack() as stack:
+        whole = _merged(params, config, checkpoint, arguments, stack) if is_adapter else params
+        write_hf(whole, config, assets, out, finish=finish, stacked=arguments.fuse_experts)
+    return config, base
 
 
 def _with_adapter(config: TransformerConfig, assets: Path) -> tuple[TransformerConfig, str]:

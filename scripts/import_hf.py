@@ -36,7 +36,7 @@ def work(arguments: Options) -> None:
     from data.folders import scratch_folder
     from data.outputs import checkpoint_path, new_folder
     from model.config import TransformerConfig
-    from model.declarations import own_shapes
+    from model.parameter_declarations import unpadded_shapes
     from trainer.checkpoint.store import save_checkpoint
     from trainer.huggingface.assets import copy_assets, write_config
     from trainer.huggingface.folder import folder_config
@@ -55,7 +55,7 @@ def work(arguments: Options) -> None:
             write_config(config, scratch)
         params = read_hf(source, config, cpu)
         save_checkpoint(
-            arguments.checkpoint, model=params, assets=scratch, shapes=own_shapes(config)
+            arguments.checkpoint, model=params, assets=scratch, shapes=unpadded_shapes(config)
         )
     count = sum(value.size for value in params.values())
     print(f"{arguments.checkpoint}: {count:,} parameters from {source}")

@@ -125,7 +125,7 @@ def work(args: "Options") -> None:
     from trainer.text import prepare_text
     from trainer.text_checks import data_warnings
 
-    recipe = load(with_recipe_named(args.flags), own=vars(args).keys() - {"flags"})
+    recipe = load(with_recipe_named(args.flags), command_flags=vars(args).keys() - {"flags"})
     config = choose_stage(recipe, args.stage)
     source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     prepared = prepare_text(config, source.config, tokenizer)

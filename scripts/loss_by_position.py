@@ -206,7 +206,7 @@ def _objective(checkpoint: str, args: Options) -> "TextObjective":
     from trainer.text import TextObjective
 
     config = configuration.load(
-        [*args.words, "--model.path", checkpoint], own=vars(args).keys() - {"words"}
+        [*args.words, "--model.path", checkpoint], command_flags=vars(args).keys() - {"words"}
     )
     config = choose_stage(config, args.stage)
     if config.mesh.simulate:

@@ -11,8 +11,9 @@
 The answer is an estimate, and takes seconds. With --compile the machine's real compiler compiles
 train.py's step and reports memory and communication. --config plans a recipe; other options take
 precedence. Without a recipe, mesh, schedule or memory option, the planner chooses the combination
-with the fastest estimate that fits. --best makes it choose in any case. --search doubles the
-context until nothing fits. --compare prints every schedule and layout.
+with the fastest estimate that fits, as train.py does; with a recipe, what it leaves to the planner
+(mesh: auto). --best makes it choose in any case. --search doubles the context until nothing fits.
+--compare prints every schedule and layout.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from typing import TYPE_CHECKING, Any
 from data.outputs import PICTURE, PICTURE_METADATA, output_file, output_files
 from data.within import read_text
 from scripts.compare_schedules import compare
-from scripts.plan_options import chooses, jobs_of, parser
+from scripts.plan_options import free_sections, jobs_of, parser
 from trainer import entry
 from trainer.config.yaml_text import MAX_BYTES, parse
 
 if TYPE_CHECKING:
+    from planning.memory_estimate import MemoryEstimate
     from planning.plan import DoesNotFit, Job
 
 PLAN = b'"topology"'  # in every JSON file that this command writes
@@ -155,41 +157,12 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
     Args:
       suffix: appended to the output file's stem, for a recipe with stages.
     """
-    from planning import answer
-    from planning.machines import device_count
     from planning.memory_estimate import estimate_memory
-    from planning.plan import changed, check_dcn
-    from trainer.build import build_language_model, run_notes
-    from trainer.mesh import abstract_mesh
 
-    mesh, devices = job.run.mesh, device_count(job.topology)
-    if mesh.devices != devices and not args.best:
-        raise ValueError(
-            f"mesh: {mesh.product} devices, but {job.topology} has {devices}; pass --mesh, or "
-            "--best"
-        )
-    if args.search and not args.compile:
-        job = answer.longest(job, choose_mesh=chooses(args)) or job
-    elif chooses(args):
-        job = answer.choose(job) or job
-    # Refuses jobs that training would refuse.
-    check_dcn(job.run.mesh, job.topology)
-    whole = changed(job.run, memory=job.memory)
-    build_language_model(whole, job.model, abstract_mesh(job.run.mesh))
+    job = chosen_job(job, args)
     memory = estimate_memory(job)
     times = {"tokens": args.tokens, "price": args.price_per_device_hour}
-    print(answer.heading(job), answer.settings(job), *run_notes(job.run, job.model), "", sep="\n")
-    print(
-        *answer.memory_lines(memory),
-        "",
-        *answer.time_lines(job, **times),
-        "",
-        answer.verdict(memory),
-        sep="\n",
-    )
-    if memory.fits == "no":
-        print(*(f"  {line}" for line in answer.advice(job)), sep="\n")
-    print(flush=True)
+    print_answer(job, memory, times)
     if args.compile:
         compiled = compile_job(job, args, suffix)
         if compiled is not None and args.write:
@@ -199,22 +172,74 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
         write(job, args)
     print("this is an estimate; --compile uses the machine's compiler")
     if args.output:
-        _write_json(
-            _with_suffix(args.output, suffix),
-            {
-                "model": job.name,
-                "topology": job.topology,
-                "context": job.context,
-                "batch": job.batch,
-                "fits": memory.fits,
-                "settings": answer.settings(job),
-                "estimated_gib": memory.total,
-                "estimated_parts_gib": memory.parts,
-                "estimated_host_gib": memory.on_host,
-                **answer.time_figures(job, **times),
-            },
-        )
+        _write_json(_with_suffix(args.output, suffix), answer_as_json(job, memory, times))
     return int(memory.fits == "no")
+
+
+def chosen_job(job: Job, args: argparse.Namespace) -> Job:
+    """Returns the job with what the planner chooses for it, as `train.py` would; the job itself if
+    nothing fits or nothing is to be chosen.
+
+    Raises:
+      UserError, ValueError: training would refuse the job.
+    """
+    from planning import answer
+    from planning.machines import device_count
+    from planning.plan import changed, check_dcn
+    from planning.search import best_job
+    from trainer.build import build_language_model
+    from trainer.mesh import abstract_mesh
+
+    free = free_sections(args, job)
+    mesh, devices = job.run.mesh, device_count(job.topology)
+    if mesh.devices != devices and "mesh" not in free:
+        raise ValueError(
+            f"mesh: {mesh.product} devices, but {job.topology} has {devices}; pass --mesh, or "
+            "--best"
+        )
+    if args.search and not args.compile:
+        job = answer.longest(job, {*free, "memory"}) or job
+    elif free:
+        job = best_job(job, free).job or job
+    check_dcn(job.run.mesh, job.topology)
+    run = changed(job.run, memory=job.memory)
+    build_language_model(run, job.model, abstract_mesh(job.run.mesh))
+    return job
+
+
+def print_answer(job: Job, memory: MemoryEstimate, times: Mapping[str, Any]) -> None:
+    """Prints the job, its memory and time, whether it fits, and if not, what would.
+
+    Args:
+      times: the options of `answer.time_figures`.
+    """
+    from planning import answer
+    from trainer.build import run_notes
+
+    print(answer.heading(job), answer.settings(job), *run_notes(job.run, job.model), "", sep="\n")
+    lines = (*answer.memory_lines(memory), "", *answer.time_lines(job, **times), "")
+    print(*lines, answer.verdict(memory), sep="\n")
+    if memory.fits == "no":
+        print(*(f"  {line}" for line in answer.advice(job)), sep="\n")
+    print(flush=True)
+
+
+def answer_as_json(job: Job, memory: MemoryEstimate, times: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what `print_answer` prints, for --output."""
+    from planning import answer
+
+    return {
+        "model": job.name,
+        "topology": job.topology,
+        "context": job.context,
+        "batch": job.batch,
+        "fits": memory.fits,
+        "settings": answer.settings(job),
+        "estimated_gib": memory.total,
+        "estimated_parts_gib": memory.parts,
+        "estimated_host_gib": memory.on_host,
+        **answer.time_figures(job, **times),
+    }
 
 
 def write(job: Job, args: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from model.memory.policies import POLICIES
 from planning.machines import EXAMPLES, gpu_gib, is_gpu, topology_of
 from planning.memory_options import MEMORY_OPTIONS
 from trainer import arguments
+from trainer.config.fields import AUTO
 from trainer.config.schema import AttentionConfig
 from trainer.config.yaml_text import MAX_BYTES, parse
 from trainer.options import (
@@ -75,6 +76,11 @@ class Options:
         "mesh, such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1", None
     )
     batch: AtLeastOne | None = option("rows per step (default 1)", None)
+    accumulation: AtLeastOne | None = option(
+        "parts of a batch, computed one after another (default 1); the planner chooses more if "
+        "nothing else fits",
+        None,
+    )
     schedule: Annotated[Any, partial(parse, source="--schedule")] | None = option(
         "schedule, as in a recipe's attention.schedule (default ring)", None
     )
@@ -205,7 +211,7 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     model = _model(args, recipe)
     if not recipe.stages:
         return [_job(args, recipe, model)]
-    for name in ("context", "batch", "write"):
+    for name in ("context", "batch", "accumulation", "write"):
         if getattr(args, name):
             raise UserError(f"--{name}: each of the recipe's stages sets it; leave it out")
     if not recipe.model.path and not recipe.model.preset and not recipe.model.overrides:
@@ -244,15 +250,22 @@ def _job(
     group_per_key_head = memory.get("attention_groups") == 0
     if group_per_key_head:
         del memory["attention_groups"]
-    own_mesh = dataclasses.replace(recipe.mesh, simulate=0) if args.config else None
-    mesh = own_mesh if staged and own_mesh else _mesh(args) or own_mesh
+    named = _mesh(args)
+    # An option takes its section back from the planner.
+    given = {"mesh": named, "memory": memory or group_per_key_head}
+    auto = tuple(section for section in recipe.auto if not given.get(section))
+    has_mesh = args.config and "mesh" not in auto
+    own_mesh = dataclasses.replace(recipe.mesh, simulate=0) if has_mesh else None
+    mesh = own_mesh if staged and own_mesh else named or own_mesh
+    counts = {"batch_size": args.batch, "accumulation": args.accumulation}
     run = changed(
         recipe,
+        auto=auto,
         **({} if mesh is None else {"mesh": mesh}),
         memory=memory,
         adapter=_adapter(args, recipe.adapter),
         data={} if args.context is None else {"context_length": args.context},
-        train={} if args.batch is None else {"batch_size": args.batch},
+        train={name: count for name, count in counts.items() if count is not None},
         attention={
             name: getattr(args, name)
             for name in ("schedule", "layout")
@@ -320,10 +333,16 @@ def _mesh(args: argparse.Namespace) -> MeshConfig | None:
     return mesh_of(",".join([*axes, *([args.mesh] if args.mesh else [])]))
 
 
-def chooses(args: argparse.Namespace) -> bool:
-    """Whether the planner chooses mesh and policy: with --best, or if no option sets them."""
+def free_sections(args: argparse.Namespace, job: Job) -> tuple[str, ...]:
+    """Returns the sections that the planner chooses, as for `best_job`.
+
+    They are mesh and memory with --best, or if no option sets them; with a recipe, those that it
+    leaves to the planner.
+    """
     names = ("config", "mesh", "schedule", "layout", *MESH_AXES, *MEMORY_OPTIONS)
-    return args.best or all(getattr(args, name) is None for name in names)
+    if args.best or all(getattr(args, name) is None for name in names):
+        return AUTO
+    return tuple(section for section in job.run.auto if section in AUTO)
 
 
 def _recipe(args: argparse.Namespace) -> RunConfig:

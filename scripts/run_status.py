@@ -156,7 +156,7 @@ def _without_times(run: str) -> Status:
     """Returns the status of a run in a bucket, read by TensorStore, which reports no times."""
     from trainer.checkpoint.commit import CHECKPOINTS, located, steps_in
     from trainer.run.bucket import Bucket
-    from trainer.run.mirror import logs_and_others
+    from trainer.run.logs import logs_and_others
 
     bucket = Bucket(run)
     logs, _ = logs_and_others(bucket.read_all("metrics.jsonl/"))

@@ -1,10 +1,42 @@
-"""Facts about compiled texts that only tests need, in addition to planning.compiled."""
+"""Compiled steps, and facts about their texts, that only tests need, in addition to planning."""
 
 import math
 import re
 from collections.abc import Iterator
 
 from planning.compiled.text import Instruction, Module, parse
+from planning.plan import DEFAULT_RECIPE, changed, compile_run
+from trainer.config.schema import MeshConfig
+
+
+def compile_step(
+    model,
+    devices,
+    context,
+    *,
+    batch=1,
+    mesh=None,
+    recipe=DEFAULT_RECIPE,
+    kernel=None,
+    flags=None,
+    **memory,
+):
+    """Compiles the training step of a model on these devices, by a recipe with some changes.
+
+    Args:
+      context: tokens in a row; batch: rows.
+      mesh: None puts all devices on the sequence axis.
+      kernel, flags: as for `compile_run`.
+      memory: options that replace the recipe's section `memory`.
+    """
+    run = changed(
+        recipe,
+        data={"context_length": context},
+        train={"batch_size": batch},
+        memory=memory,
+        mesh=mesh or MeshConfig(sequence=len(devices)),
+    )
+    return compile_run(run, model, devices, kernel=kernel, flags=flags)
 
 
 def arrays_with(text: str, size: int) -> set[str]:

@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from data import prepared
+from data.encode import EncodingRules
 from data.prepare import prepare
 from data.report import Report
-from data.sources import Source, read
+from data.sources import Source, Sources, read
 from data.tokenizer import Tokenizer
 from data.trajectories import builder
 from eval import compare, line_cases, needle, report_input, ruler
@@ -160,9 +161,13 @@ def valid_folders(tmp_path_factory):
     answers = root / "answers"
     answers.mkdir()
     Journal(answers / "answers.jsonl", {"model": "m"}).close()
-    sources = [Source(str(root / "conversations.json"))]
+    sources = Sources((Source(str(root / "conversations.json")),))
     made_data = prepare(
-        sources, Tokenizer.load(small_model.TOKENIZER), 128, root / "p", progress=False
+        sources,
+        Tokenizer.load(small_model.TOKENIZER),
+        EncodingRules(128),
+        root / "p",
+        progress=False,
     )
     episodes = root / "episodes"
     made.folder_of(episodes / "data")

@@ -93,6 +93,15 @@ def test_a_run_whose_base_is_gone_is_evaluated_as_far_as_its_rows(tmp_path):
     assert parsed(train.next_commands(config, 1))["eval.needle"].tokens == [4096]
 
 
+def test_the_best_checkpoint_is_exported_and_evaluated(tmp_path):
+    """As by transformers with load_best_model_at_end."""
+    flags = ["--run_dir", str(tmp_path / "run"), "--checkpoint.best", "accuracy"]
+    config = load(["--config", "configs/quickstart.yaml", *flags])
+    export, evaluation, page = parsed(train.next_commands(config, 1)).values()
+    assert export.checkpoint == evaluation.checkpoint == f"{tmp_path}/run/best"
+    assert page.runs == [str(tmp_path / "run")] and export.hf_dir == tmp_path / "run" / "exported"
+
+
 def test_a_run_on_trajectories_is_played_and_reported(repository):
     recipe = next(
         path

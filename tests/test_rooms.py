@@ -3,6 +3,7 @@ mirror the tree."""
 
 import ast
 import functools
+import re
 import subprocess
 from pathlib import Path
 
@@ -23,46 +24,15 @@ MAY_IMPORT = {
     "train": {"eval", "planning", "trainer", "data", "model", "model.attention"},
 }
 # The internal layers of the package `model`, lowest first: a module imports from its own layer and
-# those below.
-LAYERS = (
-    ("checks", "adapter", "rope_config", "families"),
-    ("config", "config_checks", "lengths"),
-    (
-        "codecs",
-        "dropout",
-        "frozen",
-        "grouped",
-        "linear",
-        "loss",
-        "quantized_weights",
-        "rope",
-        "sharding",
-        "stages",
-    ),
-    (
-        "memory.chunked",
-        "memory.options",
-        "memory.period",
-        "memory.policies",
-    ),  # needed to run a decoder layer in pieces
-    (
-        "norms",
-        "projection",
-        "feedforward",
-        "experts",
-        "modules",
-        "declarations",
-        "padding",
-        "weights",
-        "embed_and_head",
-        "parameters",
-    ),
-    ("layer",),
-    ("memory",),  # the runners
-    ("transformer",),
-    ("agentic", "attention_mass", "cache", "language_model"),
-    ("decode",),
-)
+# those below. They are the rows of ARCHITECTURE.md's table of modules.
+LAYERS = [
+    re.findall(r"`(\w+)`", row)
+    for row in re.findall(
+        r"^\| (`\w+`(?:, `\w+`)*) \| [^`|]+ \|$",
+        (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+]
 # Third-party module -> the only files of ours that import it, so that its changes affect one place.
 ONE_HOME = {
     "tensorflow_datasets": {"data/record_store.py"},
@@ -156,16 +126,19 @@ def test_libraries_that_change_often_have_one_home(module):
 
 
 def layer_of(module: str) -> int:
-    """Returns the layer of the package `model` that a module, or a name in it, belongs to, by the
-    longest entry of LAYERS."""
-    entries = [
-        (len(entry), number)
-        for number, layer in enumerate(LAYERS)
-        for entry in layer
-        if f"{module}.".startswith(f"model.{entry}.")
-    ]
-    assert entries, f"{module} is in no layer"
-    return max(entries)[1]
+    """Returns the layer of the package `model` that a module, or a name in it, belongs to."""
+    layers = [number for number, layer in enumerate(LAYERS) if module.split(".")[1] in layer]
+    assert len(layers) == 1, f"ARCHITECTURE.md lists {module} in the layers {layers}"
+    return layers[0]
+
+
+def test_every_module_of_the_model_is_in_a_layer():
+    modules = {
+        module.split(".")[1]
+        for path in tracked("model/*.py")
+        if (module := module_of(path)) != "model" and package_of(module) == "model"
+    }
+    assert sorted(name for layer in LAYERS for name in layer) == sorted(modules)
 
 
 def test_imports_inside_the_model_point_down_only():

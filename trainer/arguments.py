@@ -136,15 +136,22 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]
         """Like argparse's; raises SystemExit(2) after one line about unknown arguments."""
         known = self._known_options()
-        words = [self._dashed(word, known) for word in (sys.argv[1:] if args is None else args)]
+        words = list(sys.argv[1:] if args is None else args)
         # A misspelt flag is named before the required one it may replace.
         for word in words[: words.index("--")] if "--" in words else words:
-            if re.match("--[a-z]", word) and word.partition("=")[0] not in known:
+            flag = self._dashed(word, known).partition("=")[0]
+            if re.match("--[a-z]", flag) and flag not in known:
                 self._refuse(word)
         parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
             self._refuse(unknown[0])
         return parsed
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        """Like argparse's; options may be written with - or _."""
+        known = self._known_options()
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._dashed(word, known) for word in words], namespace)
 
     @staticmethod
     def _dashed(word: str, known: set[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from data.errors import UserError
@@ -21,6 +21,7 @@ class BestCheckpoint:
       step, value: the best measurement; None before the first.
       waited: measurements since the best.
       is_measured: whether some evaluation measures the metric.
+      before: the step and value of the best before.
     """
 
     config: CheckpointConfig
@@ -28,6 +29,7 @@ class BestCheckpoint:
     value: float | None = None
     waited: int = 0
     is_measured: bool = False
+    before: tuple[int | None, float | None] = dataclasses.field(default=(None, None), compare=False)
 
     @classmethod
     def restored(cls, config: CheckpointConfig, data: Mapping[str, Any]) -> BestCheckpoint:
@@ -73,6 +75,12 @@ class BestCheckpoint:
         """Whether the metric has not been measured yet, as after resuming with another metric."""
         return self.config.best is not None and not self.is_measured
 
+    def would_end(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether a step's metrics exhaust the patience; changes nothing."""
+        after = dataclasses.replace(self)
+        after.update(step, metrics)
+        return after.exhausted
+
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Takes a step's metrics; returns whether they contain a new best, which a non-finite value
         never is."""
@@ -86,23 +94,48 @@ class BestCheckpoint:
         ):
             self.waited += 1
             return False
+        self.before = self.step, self.value
         self.step, self.value, self.waited = step, value, 0
         return True
 
-    def require(self, measured: Iterable[str]) -> None:
-        """Refuses a metric that no evaluation measures.
+    def forget(self, step: int) -> None:
+        """Returns to the best before, if `step`, whose checkpoint could not be saved, is the
+        best."""
+        if self.step == step:
+            self.step, self.value = self.before
+
+    def require(self, measured: Mapping[str, int], steps: int) -> str | None:
+        """Refuses a metric that no evaluation measures, or that cannot end the run early.
 
         Args:
-          measured: the names of all evaluations' metrics.
+          measured: the names of all evaluations' metrics, and the steps between measurements.
+          steps: of the run.
+
+        Returns:
+          A warning if the best is always the last step; or None.
 
         Raises:
-          UserError: lists the available metrics.
+          UserError: lists the available metrics, or names the field that measures more often.
         """
-        names = sorted(measured)
-        if self.config.best is not None and self.config.best not in names:
-            raise UserError(
-                f"checkpoint.best: found {self.config.best!r}, which no evaluation measures; "
-                "available: "
-                f"{', '.join(names) or 'none, without held-out data and evaluations'}"
-            )
+        name, patience = self.config.best, self.config.patience
         self.is_measured = True
+        if name is None:
+            return None
+        if name not in measured:
+            raise UserError(
+                f"checkpoint.best: found {name!r}, which no evaluation measures; available: "
+                f"{', '.join(sorted(measured)) or 'none, without held-out data and evaluations'}"
+            )
+        if 0 < measured[name] < steps:
+            return None
+        rarely = f"{name} is measured only before the first and after the last step"
+        is_loss = name.startswith("held_out_")
+        more = "--train.evaluate_every 100" if is_loss else "`every: 100` in its evaluation's entry"
+        if patience and not measured[name]:
+            raise UserError(
+                f"checkpoint.patience: found {patience}, but {rarely}; {more} would work"
+            )
+        return (
+            f"checkpoint.best: {rarely}, so the last step is the best and the run never ends "
+            f"early; {more} would measure it every 100 steps"
+        )

@@ -15,7 +15,7 @@ import numpy as np
 from model.adapter import FEED_FORWARD
 from model.attention import Mask
 from model.config import TransformerConfig
-from model.declarations import LAYERS, declare
+from model.parameter_declarations import LAYERS, declare
 
 
 def visible_pairs(lengths: np.ndarray, mask: Mask = Mask()) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def host_bytes(
-    cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+    cgroups: Path = Path("/sys/fs/cgroup"), joined: Path = Path("/proc/self/cgroup")
 ) -> int:
     """Returns the bytes of host memory, or of this process's smallest control group.
 
@@ -15,11 +15,11 @@ def host_bytes(
 
     Args:
       cgroups: where control groups are mounted, of version 2 or 1.
-      own: this process's control groups.
+      joined: lists this process's control groups.
     """
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     try:
-        lines = own.read_text(encoding="utf-8").splitlines()
+        lines = joined.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     for line in lines:
@@ -34,9 +34,9 @@ def host_bytes(
         folder = root / group.lstrip("/")
         # Enclosing groups limit a group's memory too. Inside a container its group may be mounted
         # as the root.
-        for place in dict.fromkeys([folder, *folder.parents, root]):
-            if place.is_relative_to(root):
-                limits.append(_limit(place / name))
+        for enclosing in dict.fromkeys([folder, *folder.parents, root]):
+            if enclosing.is_relative_to(root):
+                limits.append(_limit(enclosing / name))
     return min(limit for limit in limits if limit)
 
 

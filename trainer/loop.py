@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -12,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,26 +21,24 @@ from data.errors import UserError
 from data.folders import named_errors
 from model.quantized_weights import weight_of
 
-from .checkpoint.local_tier import LocalTier
-from .checkpoint.store import CheckpointStore
 from .config.checks import peak_warning
-from .config.load import resolved
 from .config.schema import RunConfig
 from .evaluation import Evaluation
 from .mesh import make_mesh, start_devices
 from .objective import AUXILIARY, BY_SOURCE, DeviceBatch, HostBatch, Objective
 from .reporting.boards import import_wandb
 from .reporting.meter import Meter
-from .reporting.metrics_log import MetricsLog
+from .reporting.metrics_log import LogStart, MetricsLog
 from .reporting.profiling import Profiler
+from .resources import Resources, open_resources
 from .run.cluster import barrier, first_then_others, require_same
 from .run.directory import RunDirectory
 from .run.identity import shared_fields
 from .run.logs import replace_file
+from .run.notices import notices
 from .run.opening import check_run, open_run
-from .run.preemption import Interrupted, Preempted, interruptible, notices
+from .run.preemption import Interrupted, Preempted, interruptible
 from .run.versions import require_same_code, versions
-from .run.watchdog import Watchdog
 from .saves import Saves
 from .state import TrainingState
 from .step import StepBuilder, StepMetrics
@@ -67,17 +65,37 @@ def train(
       UserError, ValueError: a problem that the user can fix, in one line.
       Preempted: SIGTERM or Ctrl-C ended training; its last step is saved.
     """
+    config, objective = _open_inputs(config, make_objective)
+    with open_resources(config, objective.model.mesh) as resources:
+        training = _Training(config, objective, evaluations, resources)
+        training.compile()
+        # The folder is claimed only now: if the data, the model or the step is rejected, another
+        # attempt may still use it.
+        with named_errors(config.folder):
+            run = training.claim_folder()
+            return training.run(run, stage_follows)
+
+
+def _open_inputs(
+    config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objective]
+) -> tuple[RunConfig, Objective]:
+    """Starts the devices, opens the model and the data, and compares the processes.
+
+    Returns:
+      The configuration with its number of steps, and the objective.
+
+    Raises:
+      UserError, ValueError: see `train`.
+    """
     start_devices(config)
     require_same_code()
     _check_profiled(config.logging.profile_processes)
     if config.logging.wandb:
         import_wandb()  # reports a missing package now, not after an hour of preparing data
     mesh = make_mesh(config.mesh, schedule=config.attention.schedule)
-    folder = check_run(
-        config, jax.process_index() == 0, steps_known=config.train.epochs is None
-    ).folder
+    check_run(config, jax.process_index() == 0, steps_known=config.train.epochs is None)
     objective = make_objective(config, mesh)
-    config = dataclasses.replace(config, train=config.train.for_epochs(objective.rows_per_epoch))
+    config = dataclasses.replace(config, train=objective.config.train)  # with its steps
     if config.train.epochs is not None:  # before compiling: the run there may have another length
         check_run(config, jax.process_index() == 0)
     if jax.process_index() == 0 and (warning := peak_warning(config)):
@@ -90,33 +108,7 @@ def train(
             **shared_fields(config),
         }
     )
-    # The lock is released last: closing the store waits for a save to finish.
-    with (
-        contextlib.ExitStack() as lock,
-        CheckpointStore(config.location, keep=config.checkpoint.keep) as store,
-        contextlib.closing(Watchdog(config.distributed)) as watchdog,
-        contextlib.ExitStack() as resources,
-    ):
-        local = None
-        if config.checkpoint.local:
-            local = LocalTier(config.checkpoint.local, config.folder, config.location, mesh)
-            resources.callback(local.close)
-        training = _Training(config, objective, evaluations, store, watchdog, local)
-        training.compile()
-
-        def open_and_lock(message: str | None) -> RunDirectory:
-            return open_run(config, process_zero=message is None, lock=lock)
-
-        # The folder is claimed only now: if the data, the model or the step is rejected, another
-        # attempt may still use it.
-        with named_errors(folder):
-            run = first_then_others(open_and_lock, lambda run: "")
-            store.before = run.before_checkpoint
-            training.catch_up()
-            if local is not None:
-                local.before = run.before_checkpoint
-                local.claim()
-            return training.run(run, stage_follows)
+    return config, objective
 
 
 def _check_profiled(processes: Sequence[int]) -> None:
@@ -128,6 +120,19 @@ def _check_profiled(processes: Sequence[int]) -> None:
         )
 
 
+class _Session(NamedTuple):
+    """What is open while a start takes steps.
+
+    Attributes:
+      get_notice: returns the signal that asks the run to end, see `run.notices`.
+    """
+
+    log: MetricsLog
+    profiler: Profiler
+    saves: Saves
+    get_notice: Callable[[], signal.Signals | None]
+
+
 class _Training:
     """Advances a run's state: compiles, takes steps, logs, evaluates and saves."""
 
@@ -136,12 +141,11 @@ class _Training:
         config: RunConfig,
         objective: Objective,
         evaluations: Sequence[Evaluation],
-        store: CheckpointStore,
-        watchdog: Watchdog,
-        local: LocalTier | None,
+        resources: Resources,
     ) -> None:
         self.config, self.objective, self.evaluations = config, objective, evaluations
-        self.store, self.watchdog, self.local = store, watchdog, local
+        self.resources, self.watchdog = resources, resources.watchdog
+        self.store, self.local = resources.store, resources.local
         self.builder = StepBuilder.of(
             config, objective.model, objective.loss, objective.abstract_batch(), objective.totals
         )
@@ -153,7 +157,7 @@ class _Training:
             frozen={weight_of(name) for name in model.parameters} - set(self.builder.trainable),
         )
         self.compiled_step: jax.stages.Compiled | None = None
-        self.state = TrainingState(config, objective, self.builder, store, local)
+        self.state = TrainingState(config, objective, self.builder, self.store, self.local)
 
     def compile(self) -> None:
         """Compiles the step and prepares evaluations, unless already done or no steps remain."""
@@ -172,10 +176,21 @@ class _Training:
                 evaluation.prepare(self.objective, self.builder)
             barrier("compiled")
 
-    def catch_up(self) -> None:
-        """Restores again if another process trained this run before this one took the lock."""
+    def claim_folder(self) -> RunDirectory:
+        """Locks the run's folder and writes the configuration there; restores again if another
+        process trained this run before this one took the lock."""
+
+        def open_and_lock(message: str | None) -> RunDirectory:
+            return open_run(self.config, process_zero=message is None, lock=self.resources.lock)
+
+        run = first_then_others(open_and_lock, lambda run: "")
+        self.store.before = run.before_checkpoint
         if self.state.catch_up():
             self.compile()
+        if self.local is not None:
+            self.local.before = run.before_checkpoint
+            self.local.claim()
+        return run
 
     def run(self, run: RunDirectory, stage_follows: bool) -> Path:
         """Trains to the last step and returns its checkpoint's folder.
@@ -196,30 +211,30 @@ class _Training:
                 self.objective.write_assets(run.assets)
                 replace_file(run.versions, (json.dumps(versions(), indent=1) + "\n").encode())
             self._evaluate_before_training(log)  # notices are not caught: nothing to save yet
-            saves = Saves(self.state, self.store, self.local, self.watchdog, run.assets)
+            saves = Saves(self.state, self.resources, run.assets)
             with notices(saves.no_time_to_finish) as get_notice:
-                self._train(saves, log, profiler, get_notice, stage_follows)
+                self._train(_Session(log, profiler, saves, get_notice), stage_follows)
         return self.store.path(self.state.step)
 
-    def _train(
-        self,
-        saves: Saves,
-        log: MetricsLog,
-        profiler: Profiler,
-        get_notice: Callable[[], signal.Signals | None],
-        stage_follows: bool,
-    ) -> None:
+    def _train(self, session: _Session, stage_follows: bool) -> None:
         """Takes the remaining steps, evaluating and saving when due."""
-        state, best, notice = self.state, self.state.best, None
+        best, notice = self.state.best, None
         if not best.exhausted:
-            for _ in self._steps(profiler, log):
-                notice = get_notice()
-                self._after_step(saves, log, notice, get_notice)
+            for _ in self._steps(session):
+                notice = session.get_notice()
+                self._after_step(session, notice)
                 if best.exhausted:
                     break
+        self._finish(session)
+        if stage_follows and (notice := notice or session.get_notice()):
+            raise Preempted(notice, self.store.path(self.state.step))
+
+    def _finish(self, session: _Session) -> None:
+        """Waits for the last saves, and says where the last and the best checkpoint are."""
+        state, best, log = self.state, self.state.best, session.log
         if best.exhausted:
             log.say(f"stopped at step {state.step}: {best.why}")
-        saves.wait()
+        session.saves.wait()
         if self.local is not None:
             self.local.finish()
         state.finite.require_trained(state.step)
@@ -229,8 +244,6 @@ class _Training:
                 f"best: {self.store.path(best.step)} ({self.config.checkpoint.best} "
                 f"{best.value:.6g})"
             )
-        if stage_follows and (notice := notice or get_notice()):
-            raise Preempted(notice, self.store.path(state.step))
 
     @property
     def _profiled_steps(self) -> tuple[int, ...]:
@@ -252,36 +265,24 @@ class _Training:
             self._evaluate(self._due_evaluations() or self.evaluations, log)
 
     def _open_log(self, run: RunDirectory) -> MetricsLog:
-        logging, wandb = self.config.logging, None
-        if logging.wandb:
-            wandb = {
-                "project": logging.wandb,
-                "name": self.config.name,
-                "config": resolved(self.config),
-            }
         return MetricsLog(
             run,
-            steps=self.config.train.steps,
-            start_step=self.state.step,
-            evaluated=self.state.evaluated,
+            self.config,
+            LogStart(self.state.step, self.state.evaluated, self.state.logged),
             evaluations=[evaluation.name for evaluation in self.evaluations],
-            tensorboard=logging.tensorboard,
             loss_name=self.objective.loss_name,
-            logged=self.state.logged,
-            console=logging.console,
             write=jax.process_index() == 0,
-            wandb=wandb,
         )
 
-    def _steps(self, profiler: Profiler, log: MetricsLog) -> Iterator[None]:
+    def _steps(self, session: _Session) -> Iterator[None]:
         """Trains to the last step; yields after each step."""
         batches = self.objective.batches(self.state.step)
         self.state.start_clock()
         self.meter.start()
         batch: DeviceBatch | None = self._next_batch(batches)
         while batch is not None:
-            with profiler.step(self.state.step + 1):
-                batch = self._train_step(batch, batches, log)
+            with session.profiler.step(self.state.step + 1):
+                batch = self._train_step(batch, batches, session.log)
             yield
 
     def _next_batch(
@@ -341,18 +342,13 @@ class _Training:
         # A mean over nothing is NaN.
         return named | {name: x for name, x in measures.items() if not math.isnan(x)}
 
-    def _after_step(
-        self,
-        saves: Saves,
-        log: MetricsLog,
-        notice: signal.Signals | None,
-        get_notice: Callable[[], signal.Signals | None],
-    ) -> None:
+    def _after_step(self, session: _Session, notice: signal.Signals | None) -> None:
         """Evaluates and saves if due; on a preemption notice, saves at once.
 
         Raises:
           Preempted: there is a notice and steps remain.
         """
+        log, saves = session.log, session.saves
         due, logged = self._due_evaluations(), log.logged
         save_is_due = saves.due()
         self.state.evaluated = not due
@@ -360,7 +356,7 @@ class _Training:
         try:
             if notice and steps_remain:
                 raise Interrupted(notice)
-            interrupt = get_notice if steps_remain else lambda: None
+            interrupt = session.get_notice if steps_remain else lambda: None
             with self.meter.paused(), interruptible(interrupt):
                 is_best = self._evaluate(due, log)
                 saves.save_locally(log)
@@ -379,23 +375,36 @@ class _Training:
         return [evaluation for evaluation in self.evaluations if self.state.due(evaluation.every)]
 
     def _evaluate(self, evaluations: Sequence[Evaluation], log: MetricsLog) -> bool:
-        """Runs the evaluations; returns whether `checkpoint.best` has a new best."""
-        state, measured = self.state, dict[str, float]()
+        """Runs the evaluations, and then all others if these end the run early; returns whether
+        `checkpoint.best` has a new best."""
+        state, best = self.state, self.state.best
+        measured, every = dict[str, float](), dict[str, int]()
         for evaluation in evaluations:
-            with self.watchdog.phase(
-                f"evaluating {evaluation.name}", self.config.distributed.evaluate_minutes
-            ):
-                metrics = evaluation.run(state.params, state.step)
-            if metrics:
-                log.evaluation(evaluation.name, {"step": state.step, **metrics})
-            measured.update(
-                {name: value for name, value in metrics.items() if not isinstance(value, str)}
-            )
-        state.evaluated = True
+            metrics = self._measure(evaluation, log)
+            measured |= metrics
+            every |= dict.fromkeys(metrics, evaluation.every)
         loss_name = f"held_out_{self.objective.loss_name}"
         if state.step > 0 and not math.isfinite(loss := measured.get(loss_name, 0.0)):
             state.require_finite()
             raise state.finite.unsound(state.step, f"{loss_name} is {loss}")
-        if state.best.to_be_checked:
-            state.best.require(measured)  # the first call runs all evaluations
-        return state.step > 0 and state.best.update(state.step, measured)
+        if state.step > 0 and best.would_end(state.step, measured):
+            # Before the best is updated: if it is interrupted, the next start does all of this.
+            for evaluation in self.evaluations:
+                if evaluation not in evaluations:
+                    self._measure(evaluation, log)
+        state.evaluated = True
+        if best.to_be_checked:  # the first call runs all evaluations
+            warning = best.require(every, self.config.train.steps)
+            if warning and jax.process_index() == 0:
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
+        return state.step > 0 and best.update(state.step, measured)
+
+    def _measure(self, evaluation: Evaluation, log: MetricsLog) -> dict[str, float]:
+        """Runs an evaluation; returns its metrics without answers."""
+        with self.watchdog.phase(
+            f"evaluating {evaluation.name}", self.config.distributed.evaluate_minutes
+        ):
+            metrics = evaluation.run(self.state.params, self.state.step)
+        if metrics:
+            log.evaluation(evaluation.name, {"step": self.state.step, **metrics})
+        return {name: value for name, value in metrics.items() if not isinstance(value, str)}

@@ -12,8 +12,8 @@ from data.sources import TURN_FORMATS
 from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
 from data.within import file_within, read_json
-from model.checks import MOST, is_int
 from model.config import POSITIONS, TransformerConfig
+from model.number_checks import MOST, is_int
 
 from .adapted_source import AdaptedSource, AdapterSource, CheckpointAdapter, PeftAdapter
 from .checkpoint.commit import MANIFEST

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
@@ -18,6 +18,9 @@ from model.experts import RouterTotals
 from model.loss import LossSums
 from model.sharding import OnHost, Parameter
 
+if TYPE_CHECKING:
+    from .config.schema import RunConfig
+
 Params = dict[str, jax.Array]
 """Parameters by name: trained ones in float32; frozen ones in the compute dtype, or as codes."""
 LossParams = dict[str, jax.Array | OnHost]
@@ -28,6 +31,10 @@ DeviceBatch = dict[str, jax.Array]
 """A global batch, by array name, sharded over the mesh."""
 AbstractBatch = Mapping[str, jax.ShapeDtypeStruct]
 """Shapes, dtypes and shardings of a global batch, by array name."""
+Loss = Callable[[LossParams, DeviceBatch], LossSums]
+"""See `Objective.loss`."""
+Totals = Callable[[LossParams, DeviceBatch], dict[str, Any]]
+"""See `Objective.totals`."""
 BY_SOURCE = "loss_by_source/"
 """Prefix of metrics with one source's loss; the source's name follows."""
 AUXILIARY = "auxiliary_loss/"
@@ -42,7 +49,7 @@ class TrainableModel(Protocol):
         """Shape and logical axes of every parameter in memory; `layers.*` are stacked layers."""
 
     @property
-    def own_shapes(self) -> Mapping[str, tuple[int, ...]]:
+    def unpadded_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every parameter without the padding of `parameters`."""
 
     @property
@@ -76,6 +83,7 @@ class Objective(abc.ABC):
     every array counts the batch's rows; gradient accumulation splits the batch along it.
 
     Attributes:
+      config: the run's configuration, with steps for its epochs.
       model: the model, whose parameters are trained.
       loss_name: the loss's name in metrics, with its unit, such as loss_nats_per_target.
       weight_name: the name in metrics of the weight sum that divides the loss, such as
@@ -88,6 +96,7 @@ class Objective(abc.ABC):
       fingerprint: a text that changes whenever any batch would.
     """
 
+    config: RunConfig
     model: TrainableModel
     loss_name: str
     weight_name: str
@@ -97,6 +106,31 @@ class Objective(abc.ABC):
     rows_per_epoch: int | None = None
     fingerprint: str
     warnings: list[str]
+
+    @abc.abstractmethod
+    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+        """Opens the model and the data.
+
+        Args:
+          mesh: without devices in a dry run.
+        """
+
+    @classmethod
+    def abstract_model_and_batch(
+        cls, config: RunConfig, shape: TransformerConfig, mesh: Mesh
+    ) -> tuple[TrainableModel, AbstractBatch]:
+        """Returns the model that a run trains and its batch's shapes, for plans: without a model's
+        files and without data.
+
+        Args:
+          shape: the transformer's.
+        """
+        raise NotImplementedError(f"{cls.__name__} cannot be planned")
+
+    @classmethod
+    def loss_and_totals(cls, config: RunConfig, model: Any) -> tuple[Loss, Totals | None]:
+        """Returns `loss` and `totals` for a model of `abstract_model_and_batch`; None for {}."""
+        raise NotImplementedError(f"{cls.__name__} cannot be planned")
 
     @property
     @abc.abstractmethod

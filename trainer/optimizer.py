@@ -54,7 +54,7 @@ def make_optimizer(
     config: OptimizerConfig,
     steps: int,
     parameters: Mapping[str, Parameter],
-    own_shapes: Mapping[str, tuple[int, ...]],
+    unpadded_shapes: Mapping[str, tuple[int, ...]],
 ) -> optax.GradientTransformation:
     """Returns clipping, then the optimizer, then an optional average of the weights.
 
@@ -63,10 +63,10 @@ def make_optimizer(
 
     Args:
       parameters: all that may be trained, by name.
-      own_shapes: their shapes without the padding that a mesh may add in memory, which must not
-        change a step.
+      unpadded_shapes: their shapes without the padding that a mesh may add in memory, which must
+        not change a step.
     """
-    model = _Declared(parameters, own_shapes)
+    model = _Declared(parameters, unpadded_shapes)
     optimizer = _optimizer(config, lambda step: learning_rate(config, steps, step), model)
     if config.moment_dtype == "8bit":
         optimizer = _with_moments_in_8_bits(optimizer, parameters)
@@ -116,7 +116,7 @@ class _Declared(NamedTuple):
     """What an optimizer needs to know about parameters; see `make_optimizer`."""
 
     parameters: Mapping[str, Parameter]
-    own_shapes: Mapping[str, tuple[int, ...]]
+    unpadded_shapes: Mapping[str, tuple[int, ...]]
 
     def matrices(self, params: Iterable[str]) -> dict[str, bool]:
         """Returns which parameters are matrices, or stacks of them."""
@@ -124,7 +124,7 @@ class _Declared(NamedTuple):
 
     def sizes(self, name: str) -> tuple[int, ...]:
         """Returns the numbers of inputs and outputs of a matrix, without padding."""
-        return _matrix_shape(self.parameters[name], self.own_shapes[name])[-2:]
+        return _matrix_shape(self.parameters[name], self.unpadded_shapes[name])[-2:]
 
 
 def _optimizer(
@@ -168,7 +168,7 @@ def _adafactor(
 
         def clip(name, x):
             stacked = model.parameters[name].stacked
-            size = math.prod(model.own_shapes[name][stacked:])
+            size = math.prod(model.unpadded_shapes[name][stacked:])
             squares = jnp.sum(jnp.square(x), tuple(range(stacked, x.ndim)), keepdims=True)
             return x / jnp.maximum(1.0, jnp.sqrt(squares / size))
 
@@ -199,7 +199,7 @@ def _scale_by_factored_rms(model: _Declared) -> optax.GradientTransformation:
 
     def means_over(name, x) -> tuple[int, int] | None:
         """Returns the axes over which a matrix's row and column are means, the longer one first."""
-        if not _is_factored(model.parameters[name], model.own_shapes[name]):
+        if not _is_factored(model.parameters[name], model.unpadded_shapes[name]):
             return None
         return (-2, -1) if x.shape[-2] > x.shape[-1] else (-1, -2)
 
@@ -404,7 +404,7 @@ class EightBitMoments(NamedTuple):
     moments: Any
     """The optimizer's state, with codes for the large moments."""
     scales: dict[str, dict[str, Float[Array, ...]]]
-    """The codes' scales: place in the state -> parameter -> array."""
+    """The codes' scales: key in the state -> parameter -> array."""
 
 
 def _with_moments_in_8_bits(
@@ -412,8 +412,8 @@ def _with_moments_in_8_bits(
 ) -> optax.GradientTransformation:
     """Stores the matrices' moments in 8 bits between steps and computes with them in float32."""
 
-    def place(path) -> tuple[str, str]:
-        """Returns where a moment is in the state, and its parameter's name."""
+    def state_key(path) -> tuple[str, str]:
+        """Returns a moment's key in the state, and its parameter's name."""
         return jax.tree_util.keystr(path[:-1], simple=True, separator="."), path[-1].key
 
     def is_signed(path) -> bool:
@@ -425,9 +425,9 @@ def _with_moments_in_8_bits(
         def encode(path, x):
             if not (_is_moment(path, x) and _takes_8_bits(parameters[path[-1].key], x.shape)):
                 return x
-            within, name = place(path)
-            random = rounding.random_bits(x.shape, steps, f"{name} {within}")
-            codes, scales[within][name] = rounding.encode(x, random, is_signed(path))
+            key, name = state_key(path)
+            random = rounding.random_bits(x.shape, steps, f"{name} {key}")
+            codes, scales[key][name] = rounding.encode(x, random, is_signed(path))
             return codes
 
         moments = jax.tree_util.tree_map_with_path(encode, state)
@@ -436,8 +436,8 @@ def _with_moments_in_8_bits(
     def decode(state, path, x):
         if x.dtype != jnp.uint8:
             return x
-        within, name = place(path)
-        return rounding.decode(x, state.scales[within][name], is_signed(path))
+        key, name = state_key(path)
+        return rounding.decode(x, state.scales[key][name], is_signed(path))
 
     def init(params):
         # Moments begin at zero, hence codes and scales too; computing them would make the compiler

@@ -26,15 +26,16 @@ from data.prepared import Documents
 from data.tokenizer import Tokenizer
 from model.adapter import AdapterConfig
 from model.attention.names import BATCH_AXES
+from model.config import TransformerConfig
 from model.language_model import LanguageModel
 from model.loss import LossSums, SourceSums
 
 from .build import build_language_model, shares_prompts
 from .config.preference import PreferenceConfig
-from .config.schema import ModelConfig
+from .config.schema import ModelConfig, RunConfig
 from .mesh import LocalPart, is_abstract
 from .model_source import choose_model, for_templates
-from .objective import DeviceBatch, HostBatch, LossParams
+from .objective import DeviceBatch, HostBatch, Loss, LossParams, Totals
 from .preference_loss import Pairs, labelled_losses, mismatched_kl, pair_losses
 from .reference import LogLikelihoods, reference_log_likelihoods
 from .source_kinds import ModelSource
@@ -47,12 +48,12 @@ KL_TOTALS = "kl_totals"
 
 
 def preference_batch(
-    rows: int, length: int, mesh: Mesh, places: int, config: PreferenceConfig, shares: bool
+    rows: int, length: int, mesh: Mesh, max_pairs: int, config: PreferenceConfig, shares: bool
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes, dtypes and shardings of a `data.pairs.PairBatch`.
 
     Args:
-      places: P, the most pairs in a row.
+      max_pairs: P, the most pairs in a row.
       shares: whether prompts are shared.
     """
     sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
@@ -60,14 +61,16 @@ def preference_batch(
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *shape), jnp.float32, sharding=sharding)
 
-    references = {"references": array(places, 2)} if config.needs_reference else {}
-    labels = {"labels": array(places), "label_shares": array(places, 2)} if config.labelled else {}
+    references = {"references": array(max_pairs, 2)} if config.needs_reference else {}
+    labels = (
+        {"labels": array(max_pairs), "label_shares": array(max_pairs, 2)} if config.labelled else {}
+    )
     text = text_batch(rows, length, mesh)
     return {
         **text,
         **({"shared": text["segment_ids"]} if shares else {}),
-        "pairs": array(places),
-        "chosen_shares": array(places),
+        "pairs": array(max_pairs),
+        "chosen_shares": array(max_pairs),
         **references,
         **labels,
     }
@@ -189,10 +192,10 @@ class PreferenceObjective(TextObjective):
         self.sources = ()
         super()._open_data()
         loaders = [x for x in (self.loader, self._held_out_loader) if isinstance(x, PairLoader)]
-        # Both splits have the same places, since they share a compiled program.
-        places = max(loader.places for loader in loaders)
+        # Both splits have as many slots for pairs, since they share a compiled program.
+        max_pairs = max(loader.max_pairs for loader in loaders)
         for loader in loaders:
-            loader.places = places
+            loader.max_pairs = max_pairs
         options = self.config.preference
         if options.share_prompts and not self.loader.shares:
             note = "preference.share_prompts: the model has a window, so prompts are computed twice"
@@ -205,6 +208,25 @@ class PreferenceObjective(TextObjective):
             load = functools.cache(self._log_likelihoods)
             for loader in loaders:
                 loader.references = self._references(loader.documents, load)
+
+    @classmethod
+    def abstract_model_and_batch(
+        cls, config: RunConfig, shape: TransformerConfig, mesh: Mesh
+    ) -> tuple[LanguageModel, dict[str, jax.ShapeDtypeStruct]]:
+        """See `Objective`. Each row has one pair: only the data determine how many fit, and a pair
+        takes just a few numbers."""
+        rows, length = config.train.batch_size, config.data.context_length
+        shares = shares_prompts(config, shape)
+        batch = preference_batch(rows, length, mesh, 1, config.preference, shares)
+        return build_language_model(config, shape, mesh), batch
+
+    @classmethod
+    def loss_and_totals(cls, config: RunConfig, model: LanguageModel) -> tuple[Loss, Totals | None]:
+        """See `Objective`."""
+        return (
+            functools.partial(preference_loss, model, config.preference),
+            functools.partial(preference_totals, model, config.preference),
+        )
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -295,13 +317,13 @@ class PreferenceObjective(TextObjective):
         reference."""
         model, source = self._reference
         params = source.read(model, self.config.model.seed)
-        places = self.loader.places
+        max_pairs = self.loader.max_pairs
         if self.config.memory.parameters_on_host:
             shardings = {name: in_host_memory(x) for name, x in model.shardings.items()}
             params = {name: jax.device_put(x, shardings[name]) for name, x in params.items()}
         replicated = NamedSharding(self.mesh, PartitionSpec())
         compiled = jax.jit(
-            lambda params, batch: model.document_sums(params, batch, 2 * places)[0],
+            lambda params, batch: model.document_sums(params, batch, 2 * max_pairs)[0],
             out_shardings=replicated,
         )
 
@@ -340,8 +362,8 @@ class PreferenceObjective(TextObjective):
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """See `preference_batch`."""
         rows, length = self.config.train.batch_size, self.config.data.context_length
-        places, shares = self.loader.places, self.loader.shares
-        return preference_batch(rows, length, self.mesh, places, self.config.preference, shares)
+        max_pairs, shares = self.loader.max_pairs, self.loader.shares
+        return preference_batch(rows, length, self.mesh, max_pairs, self.config.preference, shares)
 
     def _permuted(self, batch: Batch) -> HostBatch:
         tokens, pairs = _split(cast(HostBatch, batch))

@@ -19,7 +19,7 @@ class Pairs(NamedTuple):
 
     Attributes:
       log_likelihoods: the model's; references: the reference's.
-      tokens: targets of each completion, 0 in places without a pair.
+      tokens: targets of each completion, 0 in slots without a pair.
     """
 
     log_likelihoods: Float[Array, "B P 2"]
@@ -28,14 +28,14 @@ class Pairs(NamedTuple):
 
     @property
     def means(self) -> Float[Array, "B P 2"]:
-        """The mean log-likelihood of a completion's tokens; in places without a pair that of some
+        """The mean log-likelihood of a completion's tokens; in slots without a pair that of some
         likelihood below 1, so that all numbers are finite."""
         tokens = jnp.maximum(self.tokens, 1.0)
         return jnp.where(self.tokens > 0, self.log_likelihoods / tokens, -1.0)
 
 
 class PairLosses(NamedTuple):
-    """Each pair's loss and rewards; finite but meaningless in places without a pair."""
+    """Each pair's loss and rewards; finite but meaningless in slots without a pair."""
 
     loss: Float[Array, "B P"]
     rewards: Float[Array, "B P C"]

@@ -93,8 +93,8 @@ def _pairs_of_steps(loader: PairLoader) -> list[list[np.ndarray]]:
 
 def _fill(values: np.ndarray, pairs: list[np.ndarray], computed: np.ndarray, name: str) -> None:
     """Writes a step's log-likelihoods to their pairs. Raises UserError unless they are finite."""
-    for numbers, places in zip(pairs, computed.reshape(len(pairs), -1, 2), strict=True):
-        values[numbers] = places[: len(numbers)]
+    for numbers, slots in zip(pairs, computed.reshape(len(pairs), -1, 2), strict=True):
+        values[numbers] = slots[: len(numbers)]
         if not np.isfinite(values[numbers]).all():
             raise UserError(
                 f"{name}: gives a completion a non-finite log-likelihood, so it cannot be the "

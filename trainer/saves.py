@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from data.errors import first_line
+
 from .checkpoint.clock import SaveClock
-from .checkpoint.local_tier import LocalTier
-from .checkpoint.store import CheckpointStore
+from .checkpoint.saving import SaveError
 from .reporting.metrics_log import MetricsLog
-from .run.watchdog import Watchdog
+from .resources import Resources
 from .state import TrainingState
 
 LONG_WAIT = 1.0  # seconds of waiting for the previous save after which the log says so
@@ -25,17 +26,13 @@ class Saves:
       assets: folder of the files that each checkpoint gets too, such as the tokenizer's.
     """
 
-    def __init__(
-        self,
-        state: TrainingState,
-        store: CheckpointStore,
-        local: LocalTier | None,
-        watchdog: Watchdog,
-        assets: Path,
-    ) -> None:
-        self.state, self.store, self.local, self.watchdog = state, store, local, watchdog
-        self.config, self.assets = state.config.checkpoint, assets
+    def __init__(self, state: TrainingState, resources: Resources, assets: Path) -> None:
+        self.state, self.config, self.assets = state, state.config.checkpoint, assets
+        self.store, self.local = resources.store, resources.local
+        self.watchdog = resources.watchdog
         self.clock = SaveClock(self.config.minutes)
+        self._step = 0  # of the last save
+        self._failed = False  # the save before the last one
 
     def due(self) -> bool:
         """Returns whether to save now. Every process calls this after every step."""
@@ -49,9 +46,11 @@ class Saves:
 
         Raises:
           UserError: a parameter is not finite.
+          SaveError: the previous save failed; see `_end_previous`.
         """
         self.state.require_finite()
-        self._wait(log, self.store.wait, "checkpoint", "every or a faster store")
+        self._wait(log, lambda: self._end_previous(log), "checkpoint", "every or a faster store")
+        self._step = self.state.step
         self.store.protected = self.state.best.step
         self.clock.saved()
         self.store.save(
@@ -60,8 +59,22 @@ class Saves:
             optimizer=self.state.optimizer_state,
             data=self.state.saved_data(log.logged if logged is None else logged),
             assets=self.assets,
-            shapes=self.state.objective.model.own_shapes,
+            shapes=self.state.objective.model.unpadded_shapes,
         )
+
+    def _end_previous(self, log: MetricsLog) -> None:
+        """Waits for the previous save. If it failed for a reason that may have passed, this one
+        takes its place, unless the one before failed too."""
+        try:
+            self.store.wait()
+        except SaveError as error:
+            if self._failed or not error.may_pass:
+                raise
+            self._failed = True
+            self.state.best.forget(self._step)
+            log.say(f"step {self.state.step}: {first_line(error)}; saving this step instead")
+        else:
+            self._failed = False
 
     def save_locally(self, log: MetricsLog) -> None:
         """Starts to save a local checkpoint, if one is due; the last step has no need of one.

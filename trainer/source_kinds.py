@@ -19,7 +19,7 @@ from model.config import TransformerConfig
 from model.language_model import LanguageModel
 from model.sharding import Parameter
 
-from .checkpoint.manifest import fingerprint
+from .checkpoint.manifest import fingerprint, reading
 from .checkpoint.readers import restore_model, stored_parameters
 from .huggingface.assets import (
     copy_assets,
@@ -99,8 +99,9 @@ class ModelSource(abc.ABC):
         )
 
     def tokenizer(self) -> Tokenizer:
-        """Loads the model's tokenizer."""
-        return Tokenizer.load(self.tokenizer_path)
+        """Loads the model's tokenizer; a checkpoint's is the one that was trained with."""
+        as_saved = (self.tokenizer_path / "run.yaml").is_file()
+        return Tokenizer.load(self.tokenizer_path, as_saved)
 
     def write_assets(
         self, assets: Path, tokenizer: Tokenizer, chat_template: str | None, resolved: str
@@ -221,6 +222,7 @@ class CheckpointSource(StoredSource):
         return tokenizer.with_template_kwargs(trained_template_kwargs(assets))
 
     def stored(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
+        stack.enter_context(reading(self.folder))
         return stored_parameters(self.folder, verified=self.verified)
 
     def _read_stored(self, model: LanguageModel, base: Mapping[str, Parameter]) -> Params:

@@ -169,8 +169,8 @@ class TrainingState:
         self.say(self.local.describe(*abstract, self.config.checkpoint.local_every))
         if restored is None:
             return False
-        place = f"local checkpoint, {self.local.folder}"
-        self._resume_from(restored.model, restored.optimizer, restored.data, place)
+        path = f"local checkpoint, {self.local.folder}"
+        self._resume_from(restored.model, restored.optimizer, restored.data, path)
         return True
 
     def _resume_from(self, model: Params, optimizer: Any, data: dict[str, Any], path: str) -> None:

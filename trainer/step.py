@@ -28,7 +28,15 @@ from model.sharding import OnHost, mesh_axes_of
 from model.transformer import ROUTER_TOTALS
 
 from .config.schema import OptimizerConfig, RunConfig, TrainConfig
-from .objective import AbstractBatch, DeviceBatch, LossParams, Params, TrainableModel
+from .objective import (
+    AbstractBatch,
+    DeviceBatch,
+    Loss,
+    LossParams,
+    Params,
+    Totals,
+    TrainableModel,
+)
 from .optimizer import (
     abstract_state,
     apply_updates,
@@ -58,10 +66,6 @@ class StepMetrics(NamedTuple):
     """Other quantities of the objective, by name, divided by the same weight."""
 
 
-Totals = Callable[[LossParams, DeviceBatch], dict[str, Any]]
-"""See `Objective.totals`."""
-
-
 @dataclasses.dataclass(frozen=True)
 class StepBuilder:
     """Builds the compiled steps of a model and a loss.
@@ -82,7 +86,7 @@ class StepBuilder:
     """
 
     model: TrainableModel
-    loss: Callable[[LossParams, DeviceBatch], LossSums]
+    loss: Loss
     abstract_batch: AbstractBatch
     optimizer_config: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     train_config: TrainConfig = dataclasses.field(default_factory=TrainConfig)
@@ -96,7 +100,7 @@ class StepBuilder:
         cls,
         config: RunConfig,
         model: TrainableModel,
-        loss: Callable[..., LossSums],
+        loss: Loss,
         abstract_batch: AbstractBatch,
         totals: Totals | None = None,
     ) -> StepBuilder:
@@ -126,7 +130,9 @@ class StepBuilder:
 
     def _make_optimizer(self, config: OptimizerConfig) -> optax.GradientTransformation:
         model = self.model
-        return make_optimizer(config, self.train_config.steps, model.parameters, model.own_shapes)
+        return make_optimizer(
+            config, self.train_config.steps, model.parameters, model.unpadded_shapes
+        )
 
     @functools.cached_property
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -230,8 +236,8 @@ class StepBuilder:
         """Returns the traced evaluation step; needs no devices, and raises most option errors."""
 
         def evaluate(params, batch):
-            whole = self._whole_batch(params, batch) | self._router_totals(params, batch)
-            return self._over_parts(lambda part: self.loss(params, {**part, **whole}), batch)
+            totals = self._batch_totals(params, batch) | self._router_totals(params, batch)
+            return self._over_parts(lambda part: self.loss(params, {**part, **totals}), batch)
 
         return jax.jit(evaluate).trace(self.abstract_params, self.abstract_batch)
 
@@ -257,9 +263,9 @@ class StepBuilder:
         if adapter is not None and adapter.dropout_rate:
             batch = {**batch, "dropout": token_keys(self.seed, step, batch["index"])}
         params: LossParams = {**trainable, **frozen}
-        whole = self._whole_batch(params, batch) | self._router_totals(params, batch)
+        totals = self._batch_totals(params, batch) | self._router_totals(params, batch)
         sums, gradient = self._over_parts(
-            lambda part: self._sums_and_gradient(trainable, frozen, {**part, **whole}), batch
+            lambda part: self._sums_and_gradient(trainable, frozen, {**part, **totals}), batch
         )
         loss, auxiliary, measures, gradient = jax.tree.map(
             lambda x: x / jnp.maximum(sums.weight, 1e-9),
@@ -279,7 +285,7 @@ class StepBuilder:
             updated = self._update(trainable, optimizer_state, gradient, finite, step)
         return *updated, metrics
 
-    def _whole_batch(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
+    def _batch_totals(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
         """Returns what a part's loss needs from the whole batch, by a forward pass over all
         parts."""
         if self.train_config.accumulation == 1 or self.totals is None:
@@ -287,7 +293,7 @@ class StepBuilder:
         return self._over_parts(functools.partial(self.totals, params), batch)
 
     def _router_totals(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
-        """Like `_whole_batch`, for router losses, which are not sums over parts."""
+        """Like `_batch_totals`, for router losses, which are not sums over parts."""
         if self.train_config.accumulation == 1 or not self.model.config.has_router_losses:
             return {}
         count = functools.partial(self.model.router_totals, params)

@@ -16,12 +16,13 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from data.batch import Batch, dtypes, permute
+from data.encode import EncodingRules
 from data.engine import PROCESSES, Engine
 from data.errors import UserError
 from data.loader import Loader
 from data.prepare import prepare
 from data.prepared import Prepared
-from data.sources import Source
+from data.sources import Source, Sources
 from data.synthetic import source as synthetic
 from data.templates import jinja_template
 from data.tokenizer import Tokenizer
@@ -38,7 +39,7 @@ from .config.schema import RunConfig
 from .huggingface import adapter_config
 from .mesh import LocalPart, batch_sharding, is_abstract, local_order, local_part, place_batch
 from .model_source import chat_templates, choose_model, for_templates
-from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
+from .objective import DeviceBatch, HostBatch, Loss, LossParams, Objective, Params, Totals
 from .run.cluster import first_then_others
 from .run.directory import RunDirectory
 from .text_checks import (
@@ -91,7 +92,7 @@ def prepare_text(
             return source.path
         return str(synthetic.write(source.path, data.context_length, count, tokenizer.fingerprint))
 
-    sources = [
+    sources = tuple(
         Source(
             path=path_of(source),
             format=source.format,
@@ -102,24 +103,25 @@ def prepare_text(
             control_tokens=source.control_tokens,
         )
         for source in data.sources
-    ]
-    held_out = (
-        [dataclasses.replace(sources[0], path=data.held_out_path, weight=1.0)]
-        if data.held_out_path
-        else []
     )
-    return prepare(
-        sources,
-        tokenizer,
+    held_out = (
+        (dataclasses.replace(sources[0], path=data.held_out_path, weight=1.0),)
+        if data.held_out_path
+        else ()
+    )
+    rules = EncodingRules(
         data.context_length,
-        data.prepared,
-        held_out_sources=held_out,
         clean=data.clean,
         train_on=data.train_on,
         cut_prompts=config.preference.long_pairs == "cut_prompt",
         unpaired=config.preference.labelled,
         share_prompts=shares_prompts(config, model),
-        held_out_fraction=0.0 if held_out else data.held_out_fraction,
+    )
+    return prepare(
+        Sources(sources, held_out, 0.0 if held_out else data.held_out_fraction),
+        tokenizer,
+        rules,
+        data.prepared,
         progress=progress and sys.stderr.isatty(),
         key=key,
         engine=engine,
@@ -222,6 +224,19 @@ class TextObjective(Objective):
             self.config, self.source.config.with_length(data.context_length), self.mesh
         )
 
+    @classmethod
+    def abstract_model_and_batch(
+        cls, config: RunConfig, shape: TransformerConfig, mesh: Mesh
+    ) -> tuple[LanguageModel, dict[str, jax.ShapeDtypeStruct]]:
+        """See `Objective`."""
+        batch = text_batch(config.train.batch_size, config.data.context_length, mesh)
+        return build_language_model(config, shape, mesh), batch
+
+    @classmethod
+    def loss_and_totals(cls, config: RunConfig, model: LanguageModel) -> tuple[Loss, Totals | None]:
+        """See `Objective`."""
+        return model.loss, None
+
     @functools.cached_property
     def origin(self) -> str:
         """See `Objective`."""
@@ -249,6 +264,10 @@ class TextObjective(Objective):
         if prints and not RunDirectory(self.config.folder).config.exists():
             print(self.prepared.report.summary(), flush=True)
         self.loader = self._load("train")
+        self.tokens_per_batch, self.rows_per_epoch = rows * data.context_length, len(self.loader)
+        self.config = dataclasses.replace(
+            self.config, train=self.config.train.for_epochs(self.rows_per_epoch)
+        )
         self.warnings = data_warnings(self.source, self.config, self.prepared, self.loader)
         for warning in self.warnings if prints else ():
             print(f"warning: {warning}", file=sys.stderr, flush=True)
@@ -261,10 +280,6 @@ class TextObjective(Objective):
         self.fingerprint = self.loader.fingerprint
         self._held_out_loader = self._load("held_out") if len(self.prepared.held_out) else None
         self.has_held_out = self._held_out_loader is not None
-        self.tokens_per_batch, self.rows_per_epoch = rows * data.context_length, len(self.loader)
-        self.config = dataclasses.replace(
-            self.config, train=self.config.train.for_epochs(self.rows_per_epoch)
-        )
 
     @functools.cached_property
     def part(self) -> LocalPart:
@@ -297,8 +312,8 @@ class TextObjective(Objective):
             data.context_length,
             self.config.train.batch_size,
             data.seed,
-            split,
-            bool(self.sources),
+            split=split,
+            with_sources=bool(self.sources),
         )
 
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:

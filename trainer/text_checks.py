@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 from collections.abc import Iterator
 
 import numpy as np
 
+from data.clean import CleanConfig
 from data.errors import UserError
 from data.loader import Loader
 from data.prepared import Documents, Prepared
+from data.sources import TURN_FORMATS
 from model.adapter import AdapterConfig
 from model.config import TransformerConfig
 from model.lengths import extended, trained_length
 
 from .adapted_source import AdaptedSource, CheckpointAdapter, PeftAdapter
+from .config.data import DataConfig
 from .config.schema import ModelConfig, RunConfig
 from .huggingface import adapter_config
 from .source_kinds import ModelSource
@@ -44,6 +48,7 @@ def data_warnings(
         _padding_warning(loader, longest),
         _repetition_warning(config, loader),
         _held_out_warning(config, prepared),
+        _unused_warning(config.data),
         *_adapter_warnings(source, config),
         *_untrained_warnings(config, prepared),
     )
@@ -73,7 +78,7 @@ def _repetition_warning(config: RunConfig, loader: Loader) -> str | None:
             f"each step repeats {'it' if rows == 1 else 'them'} {batch / rows:.3g} times; use a "
             "smaller batch, shorter rows or more data"
         )
-    train = config.train.for_epochs(rows)
+    train = config.train
     epochs = train.steps * batch / rows
     number, weight = _heaviest_source(loader.documents)
     times = epochs * weight
@@ -112,6 +117,28 @@ def _held_out_warning(config: RunConfig, prepared: Prepared) -> str | None:
     return (
         f"no held-out loss: a share of {data.held_out_fraction:g} picks none of {documents}; raise "
         "data.held_out_fraction or set data.held_out_path"
+    )
+
+
+def _unused_warning(data: DataConfig) -> str | None:
+    """Returns a warning about fields that only conversations have a use for, if there are none."""
+    if any(source.format in TURN_FORMATS for source in data.sources):
+        return None
+    names = ["train_on", "chat_template_kwargs"]
+    names += [f"clean.{each.name}" for each in dataclasses.fields(CleanConfig)]
+    names.remove("clean.near_duplicates")  # of texts too
+    default = DataConfig()
+    given = [
+        f"data.{name}"
+        for name in names
+        if operator.attrgetter(name)(data) != operator.attrgetter(name)(default)
+    ]
+    if not given:
+        return None
+    formats = sorted({source.format for source in data.sources})
+    return (
+        f"{', '.join(given)}: without effect, since no source has conversations; found format "
+        f"{' and '.join(formats)}"
     )
 
 

@@ -34,7 +34,7 @@ from .config import load as configuration
 from .config.schema import RunConfig
 from .mesh import LocalPart, batch_sharding, is_abstract, local_part, place_batch
 from .model_source import scratch_config
-from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
+from .objective import DeviceBatch, HostBatch, Loss, LossParams, Objective, Params, Totals
 from .run.cluster import first_then_others
 
 ASSET = "trajectories.json"
@@ -58,6 +58,12 @@ def trajectory_batch(
         "loss_weights": array(np.float32),
         **integers,
     }
+
+
+def _sizes(options: TrajectoryConfig) -> TrajectorySizes:
+    """Returns the sizes of the task's states and actions."""
+    task = get_task(options.task)
+    return TrajectorySizes(task.observation_size, task.action_size, options.components)
 
 
 def trajectory_model(config: RunConfig) -> TransformerConfig:
@@ -123,10 +129,10 @@ class Contexts:
         """Returns the episodes of a row, all different."""
         count = self.config.in_context
         if self.divide:
-            time, place = divmod(row_number, self.rows)
+            time, part = divmod(row_number, self.rows)
             order = np.random.default_rng((self.seed, time)).permutation(self.episodes)
             # The last row is filled up with episodes of the first one.
-            drawn = order.take(range(place * count, (place + 1) * count), mode="wrap")
+            drawn = order.take(range(part * count, (part + 1) * count), mode="wrap")
         else:
             generator = np.random.default_rng((self.seed, row_number))
             drawn = generator.choice(self.episodes, count, replace=False)
@@ -182,15 +188,16 @@ class TrajectoryObjective(Objective):
           UserError, ValueError: the model or the data cannot be used; one line that says what would
             work.
         """
+        # There are no epochs: rows are drawn endlessly.
+        config = dataclasses.replace(config, train=config.train.for_epochs(self.rows_per_epoch))
         self.config, self.mesh = config, mesh
         options = config.trajectories
         path = options.path
         assert path is not None
-        task = get_task(options.task)
         self.loss_name = (
             "squared_error_per_action" if options.components == 1 else "nats_per_action"
         )
-        self.sizes = TrajectorySizes(task.observation_size, task.action_size, options.components)
+        self.sizes = _sizes(options)
         self.model = build_agentic(config, trajectory_model(config), mesh, self.sizes)
         show = config.logging.console
         self.prepared = first_then_others(
@@ -219,6 +226,22 @@ class TrajectoryObjective(Objective):
             config.data.held_out_fraction,
         ]
         self.fingerprint = hashlib.sha256("\n".join(map(str, texts)).encode()).hexdigest()[:16]
+
+    @classmethod
+    def abstract_model_and_batch(
+        cls, config: RunConfig, shape: TransformerConfig, mesh: Mesh
+    ) -> tuple[AgenticTransformer, dict[str, jax.ShapeDtypeStruct]]:
+        """See `Objective`."""
+        sizes = _sizes(config.trajectories)
+        batch = trajectory_batch(config.train.batch_size, config.data.context_length, mesh, sizes)
+        return build_agentic(config, shape, mesh, sizes), batch
+
+    @classmethod
+    def loss_and_totals(
+        cls, config: RunConfig, model: AgenticTransformer
+    ) -> tuple[Loss, Totals | None]:
+        """See `Objective`."""
+        return model.loss, None
 
     @functools.cached_property
     def origin(self) -> str:

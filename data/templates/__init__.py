@@ -14,7 +14,7 @@ from data.errors import UserError, nearest
 from data.templates.built_in import BUILT_IN, CONTROLS, NAMES
 from data.templates.encoder import Segment, encode, find_controls
 from data.templates.errors import TemplateError
-from data.templates.loss import trained_ranges
+from data.templates.loss import everything_but_excluded, trained_ranges
 from data.templates.notes import notes_of
 from data.templates.rendering import Rendered, Template
 from data.templates.runs import cut
@@ -109,6 +109,7 @@ def encode_conversation(
     add_generation_prompt: bool = False,
     tools: Sequence[dict[str, Any]] = (),
     template_kwargs: Mapping[str, Any] = {},
+    train_on_everything: bool = False,
 ) -> Encoding:
     """Returns the ids of a conversation in segments with and without loss, and what was left out.
 
@@ -126,6 +127,8 @@ def encode_conversation(
       add_generation_prompt: whether the heading of an assistant's turn follows the conversation.
       tools: descriptions of tools for the template.
       template_kwargs: variables for the template, overriding the tokenizer's `template_kwargs`.
+      train_on_everything: whether the loss covers the template's text and all turns, as by default
+        in TRL, but those whose `train` is False.
 
     Raises:
       TemplateError: the conversation does not fit the template, such as one with unsupported tool
@@ -139,9 +142,10 @@ def encode_conversation(
         notes |= {ARGUMENTS_AS_TEXT}
     notes |= {UNREAD_VARIABLE + name for name in program.unread_variables(template_kwargs)}
     controls, typed = find_controls(rendered, tokenizer, _generated(messages))
-    trained = trained_ranges(rendered, controls, messages, program, tokenizer, tools)
-    segments = encode(rendered, controls, trained, tokenizer)
-    return Encoding(segments, notes | {TYPED + token for token in typed})
+    ranges_of = everything_but_excluded if train_on_everything else trained_ranges
+    trained = ranges_of(rendered, controls, messages, program, tokenizer, tools)
+    segments = encode(rendered, controls, trained.ranges, tokenizer)
+    return Encoding(segments, notes | trained.notes | {TYPED + token for token in typed})
 
 
 class Unfinished(NamedTuple):

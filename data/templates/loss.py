@@ -16,8 +16,20 @@ from data.templates.rendering import Rendered, Template
 from data.tokenizer import Tokenizer
 
 MAX_CALL_TURNS = 1_000  # most turns of a conversation with calls, which is rendered again for each
+# Notes, as the report counts them.
+NO_END = "no token that ends an answer is in the loss: the template writes none"
+GUESSED = "the beginning of an answer guessed: the template's generation prompt is not before it"
 
 Range = tuple[int, int]
+
+
+class Trained(NamedTuple):
+    """What is trained on."""
+
+    ranges: list[Range]
+    """Ranges of the text, in order."""
+    notes: frozenset[str] = frozenset()
+    """What is uncertain or missing, as the report counts it."""
 
 
 class _Part(NamedTuple):
@@ -45,8 +57,8 @@ def trained_ranges(
     template: Template,
     tokenizer: Tokenizer,
     tools: Sequence[dict[str, Any]] = (),
-) -> list[Range]:
-    """Returns the ranges of the text that are trained on, in order.
+) -> Trained:
+    """Returns the ranges of the text that are trained on.
 
     With {% generation %} blocks in the template these are the blocks. Otherwise they are everything
     the assistant has to write in its turns: from the end of the generation prompt to the token that
@@ -55,24 +67,57 @@ def trained_ranges(
     answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
     trained = {number for number in answers if messages[number].train}
     if not trained:
-        return []
+        return Trained([])
     turns = _turns(rendered)
     if rendered.generated is not None:
-        return [
-            block
-            for block in rendered.generated
-            if _block_is_trained(block, turns, answers, trained)
-        ]
+        return Trained(
+            [
+                block
+                for block in rendered.generated
+                if _block_is_trained(block, turns, answers, trained)
+            ]
+        )
     finder = _Borders(rendered, controls, messages, template, tokenizer, tools)
     ranges: list[Range] = []
-    for number in answers:
-        if number not in trained:
-            continue
-        for part in turns.get(number, [])[:1]:
-            ranges.append((finder.start_of(number, part), finder.end_of(number, part)))
-        for part in turns.get(number, [])[1:]:
-            ranges.append((part.start, finder.usual_end_of(part)))
-    return sorted(ranges)
+    is_ended = False
+    for number in sorted(trained & turns.keys()):
+        first, *others = turns[number]
+        ranges.append((finder.start_of(number, first), finder.end_of(number, first)))
+        ranges += [(part.start, finder.usual_end_of(part)) for part in others]
+        is_ended |= ranges[-1][1] > turns[number][-1].end
+    if ranges and not is_ended:
+        finder.notes.add(NO_END)
+    return Trained(sorted(ranges), frozenset(finder.notes))
+
+
+def everything_but_excluded(
+    rendered: Rendered,
+    controls: Sequence[Control],
+    messages: Sequence[Message],
+    template: Template,
+    tokenizer: Tokenizer,
+    tools: Sequence[dict[str, Any]] = (),
+) -> Trained:
+    """Returns the ranges of the text that are not of turns whose `train` is False.
+
+    Of an assistant's such turn, what `trained_ranges` would include is left out; of others' their
+    own text.
+    """
+    excluded = {number for number, message in enumerate(messages) if not message.train}
+    opposite = [replace(message, train=not message.train) for message in messages]
+    left_out = trained_ranges(rendered, controls, opposite, template, tokenizer, tools).ranges
+    for number, parts in _turns(rendered).items() if excluded else ():
+        if number in excluded and messages[number].role != "assistant":
+            left_out = [*left_out, *((part.start, part.end) for part in parts)]
+    ranges: list[Range] = []
+    at = 0
+    for start, end in sorted(left_out):
+        if start > at:
+            ranges.append((at, start))
+        at = max(at, end)
+    if at < len(rendered.text):
+        ranges.append((at, len(rendered.text)))
+    return Trained(ranges)
 
 
 def _block_is_trained(
@@ -143,6 +188,8 @@ class _Borders:
         self._template = template
         self._tokenizer = tokenizer
         self._tools = tools
+        self.notes: set[str] = set()
+        """What is uncertain, as the report counts it."""
         self._before: Sequence[Message] = ()
         self._prompt: Rendered | None = None
         """The template's text before the first answer, with the generation prompt."""
@@ -177,17 +224,21 @@ class _Borders:
             self._prompt_before(number)
         if gap == self._prompt_tail:
             return turn.start
-        if self._heading is None:
-            self._heading = self._find_heading()
-        length = self._heading.length_in(gap)
+        length = self._heading_before(number).length_in(gap)
         if length is not None:
             return turn.previous_end + length
+        start = None
         if self._messages[number - 1].role == "tool":
-            return self._start_after_result(number, turn)
-        return turn.start
+            start = self._start_after_result(number, turn)
+        if start is None:
+            if gap.strip():  # more than a separator
+                self.notes.add(GUESSED)
+            start = self._start_as_of_text(number, turn)
+        return start
 
-    def _start_after_result(self, number: int, turn: _Part) -> int:
-        """Returns where the generation prompt after a tool's result ends, which may be empty.
+    def _start_after_result(self, number: int, turn: _Part) -> int | None:
+        """Returns where the generation prompt after a tool's result ends, which may be empty; None
+        if it is not known.
 
         Apertus' template writes a prompt there that the turn itself lacks, since the assistant's
         turn goes on after a result; it begins after what ends the result.
@@ -199,9 +250,43 @@ class _Borders:
             except TemplateError:
                 continue
             tail = _tail(prompt)
-            if gap.startswith(tail) and (tail or self._text.startswith(prompt.text)):
-                return turn.previous_end + len(tail)
-        return turn.start
+            known = tail.rstrip() or tail  # other white space may follow a heading
+            if gap.startswith(known) and (tail or self._text.startswith(prompt.text)):
+                return turn.previous_end + _common_length(gap, tail)
+        return None
+
+    def _start_as_of_text(self, number: int, turn: _Part) -> int:
+        """Returns where a turn begins, given that its heading is what the generation prompt would
+        write too, or what would precede an answer of text alone: the rest opens a call, or
+        reasoning."""
+        message, before = self._messages[number], self._messages[:number]
+        if not message.tool_calls and message.reasoning is None:
+            return turn.start
+        starts = []
+        for messages, with_prompt in (
+            (before, True),
+            ([*before, Message("assistant", "a")], False),
+        ):
+            try:
+                rendered = self._template.render(messages, self._tools, with_prompt)
+            except TemplateError:
+                continue
+            if with_prompt:
+                starts.append(self._end_of_common(turn, _tail(rendered)))
+            elif parts := _turns(rendered).get(number):
+                heading = rendered.text[parts[0].previous_end : parts[0].start]
+                starts.append(self._end_of_common(turn, heading))
+        return max(starts, default=turn.start)
+
+    def _end_of_common(self, turn: _Part, heading: str) -> int:
+        """Returns where what precedes a turn ceases to equal a heading, outside control tokens."""
+        gap = self._text[turn.previous_end : turn.start]
+        end = turn.previous_end + _common_length(gap, heading)
+        following = self._first_after(end)
+        for control in self._controls[max(following - 1, 0) : following]:
+            if control.token_end > end:  # both begin with other control tokens
+                return control.token_start
+        return end
 
     def _prompt_before(self, number: int) -> None:
         """Renders what precedes a turn, with the generation prompt."""
@@ -214,6 +299,21 @@ class _Borders:
         except TemplateError:  # the template accepts complete conversations only
             self._heading = _Heading("")
 
+    def _heading_before(self, number: int) -> "_Heading":
+        """Returns the template's generation prompt, given the number of an answer."""
+        if self._prompt is None and self._heading is None:
+            self._prompt_before(number)
+        if self._heading is None:
+            self._heading = self._find_heading()
+        return self._heading
+
+    def _opening_before(self, number: int) -> int | None:
+        """Returns the id of the control token that opens turns: a user's, or if the template
+        refuses conversations that show it, that of the answer with this number."""
+        if self._opening is not None:
+            return self._opening
+        return self._heading_before(number).opening
+
     def _find_heading(self) -> "_Heading":
         """Returns the generation prompt that `_prompt_before` rendered."""
         before, prompt = self._before, self._prompt
@@ -225,7 +325,7 @@ class _Borders:
         heading = prompt.text[_common_length(prompt.text, without) :]
         if heading:
             controls = find_controls(_plain(heading), self._tokenizer).controls
-            return _Heading(heading, [control.end for control in controls])
+            return _Heading(heading, controls)
         # The template has no generation prompt: the text before any answer is not the assistant's.
         tail = self._prompt_tail
         try:
@@ -243,7 +343,7 @@ class _Borders:
             return self._end_of_call(number, turn)
         if (end := self.usual_end_of(turn)) > turn.end:
             return end
-        return self._end_of_stop(turn.end, turn)
+        return self._end_of_stop(turn.end, number, turn)
 
     def _end_of_call(self, number: int, turn: _Part) -> int:
         """Returns the end of the token that ends a call, or else of the call's text."""
@@ -256,13 +356,13 @@ class _Borders:
         for control in self._controls[self._first_after(turn.end) :]:
             if control.token_end > text_end:
                 break
-            if control.id == self._opening:
+            if control.id == self._opening_before(number):
                 end = min(end, control.token_start)
                 break
             end = control.token_end
             if control.id == self._tokenizer.eos_id:  # nothing is generated after it
                 break
-        return self._end_of_stop(end, turn) if self._around.has_no_end else end
+        return self._end_of_stop(end, number, turn) if self._around.has_no_end else end
 
     def _after_call(self, number: int, turn: _Part) -> str:
         """Returns what the template writes after a call, whatever turn follows it."""
@@ -300,20 +400,24 @@ class _Borders:
         """Returns the number of the first control token at or after a place of the text."""
         return bisect_left(self._controls, place, key=attrgetter("token_start"))
 
-    def _end_of_stop(self, end: int, turn: _Part) -> int:
+    def _end_of_stop(self, end: int, number: int, turn: _Part) -> int:
         """Returns the end of the control token after an answer with which a model stops.
 
         Args:
           end: where the answer's text ends, which is returned if there is none.
+          number: the answer's number.
           turn: the answer.
         """
-        number = self._first_after(end)
-        if number == len(self._controls):
+        following = self._messages[number + 1 : number + 2]
+        if self._around.has_no_end and following and following[0].role not in ("user", "tool"):
+            return end  # a model stops at the headings of those who answer it
+        first = self._first_after(end)
+        if first == len(self._controls):
             return end
-        control = self._controls[number]
+        control = self._controls[first]
         if control.start >= turn.next_start or self._text[end : control.start].strip():
             return end
-        return end if self._opens_next_turn(number, turn) else control.token_end
+        return end if self._opens_next_turn(first, turn) else control.token_end
 
     def _opens_next_turn(self, number: int, turn: _Part) -> bool:
         """Returns whether the control token after an answer begins the next turn's heading.
@@ -431,20 +535,29 @@ def _before_system(template: Template, roles: Sequence[str]) -> str:
 class _Heading:
     """A template's text before the assistant's part of a turn."""
 
-    def __init__(self, text: str, ends: Sequence[int] = (), tail: str = "", usual: str = ""):
+    def __init__(
+        self, text: str, controls: Sequence[Control] = (), tail: str = "", usual: str = ""
+    ):
         """Args:
-        text: the generation prompt, or "". ends: where control tokens in it end. tail: without a
+        text: the generation prompt, or "". controls: the control tokens in it. tail: without a
         generation prompt, what is written between the text of the turn before and the answer's
         heading. usual: without a generation prompt, the heading of an answer.
         """
-        self._text, self._ends, self._tail, self._usual = text, ends, tail, usual
+        self.opening = controls[0].id if controls else None
+        # After a result, a template may leave out the prompt's first line end.
+        blank = len(text) - len(text.lstrip()) if text.strip() else 0
+        self._text, self._ends = text[blank:], [control.end - blank for control in controls]
+        self._tail, self._usual = tail, usual
 
     def length_in(self, gap: str) -> int | None:
         """Returns where the heading ends in the text before a turn; None if absent."""
         if not self._text:
             if not self._tail or not gap.startswith(self._tail):
                 return None
-            return len(self._tail) + _common_length(gap[len(self._tail) :], self._usual)
+            rest = gap[len(self._tail) :]
+            common = _common_length(rest, self._usual)
+            is_other = bool(rest and self._usual) and not common
+            return None if is_other else len(self._tail) + common
         place = gap.rfind(self._text)
         if place >= 0:
             return place + len(self._text)

@@ -12,45 +12,38 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
+    from .blocks import Keys, Queries
     from .coords import Mask, TokenCoords, document_starts
     from .kernels import get_kernel
-    from .op import AttentionOp, attend, attention, name_for_remat, sink_gradient
-    from .options import AttentionConfig
-    from .partial import AttentionPartial, merge, with_sinks
-    from .schedules import Payload, get_schedule
+    from .layout import inverse, permutation
+    from .op import AttentionOp, attend, attention
+    from .partial import AttentionPartial
+    from .schedules import get_schedule
 
 __all__ = [
-    "AttentionConfig",
     "AttentionOp",
     "AttentionPartial",
-    "BackwardInputs",
-    "Gradients",
     "Keys",
     "Mask",
-    "Payload",
     "Queries",
-    "StackedKeys",
     "TokenCoords",
     "attend",
     "attention",
     "document_starts",
     "get_kernel",
     "get_schedule",
-    "merge",
-    "name_for_remat",
-    "sink_gradient",
-    "with_sinks",
+    "inverse",
+    "permutation",
 ]
 
 _MODULES = {
-    "blocks": ("BackwardInputs", "Gradients", "Keys", "Queries", "StackedKeys"),
+    "blocks": ("Keys", "Queries"),
     "coords": ("Mask", "TokenCoords", "document_starts"),
     "kernels": ("get_kernel",),
-    "op": ("AttentionOp", "attend", "attention", "name_for_remat", "sink_gradient"),
-    "options": ("AttentionConfig",),
-    "partial": ("AttentionPartial", "merge", "with_sinks"),
-    "schedules": ("Payload", "get_schedule"),
+    "layout": ("inverse", "permutation"),
+    "op": ("AttentionOp", "attend", "attention"),
+    "partial": ("AttentionPartial",),
+    "schedules": ("get_schedule",),
 }
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Whether a backward pass adds in an order of its own, so that it gives the same bits each time.
+# repeatable: sums in a fixed order, the same bits each time.
 BACKWARDS = ("repeatable", "any_order")
 # Devices of compute capability 9.0, the only one with wgmma.
 HOPPER = (
@@ -24,8 +24,10 @@ class Request(NamedTuple):
     Attributes:
       platform: the target of lowering: "tpu", "cuda", or "default" for any other.
       device: JAX's name of the kind of device.
-      dtype: of the operands; head_dim: size of a head; tokens: queries in the block.
-      softcap: the bound of the scores; window, global_tokens: the mask's.
+      dtype: of the operands.
+      head_dim: size of a head.
+      softcap: the bound of the scores.
+      window, global_tokens: the mask's.
       tiled: whether tile sizes are given.
       jax: JAX's version, since some versions' compilers make a kernel slow.
     """
@@ -34,7 +36,6 @@ class Request(NamedTuple):
     device: str = ""
     dtype: str = ""
     head_dim: int = 0
-    tokens: int = 0
     softcap: float | None = None
     window: int | None = None
     global_tokens: int = 0
@@ -47,8 +48,11 @@ class Limits:
     """What a kernel does not serve; by default it serves everything.
 
     Attributes:
-      softcap, window, global_tokens: whether it serves them. head_dim: the largest head size.
-      dtypes: of the operands. devices: parts of their names; devices_name: their common name.
+      softcap, window, global_tokens: whether it serves them.
+      head_dim: the largest head size.
+      dtypes: of the operands.
+      devices: parts of their names.
+      devices_name: their common name.
       own_tiles: why options cannot set its tiles.
       any_order: the largest head size for which its backward pass makes fewer products if the
         order of its sums may vary; 0: it has one order in any case.
@@ -137,21 +141,16 @@ KERNELS = ("auto", *LIMITS)
 
 class Order(NamedTuple):
     """The kernels that `auto` tries, fastest first, on a platform (or on some of its devices, if
-    named), for blocks of `least_tokens` or more and masks with or without a window (None: both)."""
+    named)."""
 
     kernels: tuple[str, ...]
     platform: str
     devices: tuple[str, ...] = ("",)
-    least_tokens: int = 0
-    windowed: bool | None = None
 
     def covers(self, request: Request) -> bool:
         """Whether the order applies to a request."""
-        return (
-            self.platform == request.platform
-            and any(name in request.device for name in self.devices)
-            and request.tokens >= self.least_tokens
-            and self.windowed in (None, request.window is not None)
+        return self.platform == request.platform and any(
+            name in request.device for name in self.devices
         )
 
 
@@ -210,29 +209,3 @@ def require_order(kernel: str, backward: str, field: str = "backward") -> None:
             f"{field} is 'any_order', but the kernel {kernel!r} has one order; leave "
             f"'repeatable', or take the kernel auto or {' or '.join(free)}"
         )
-
-
-def table() -> list[str]:
-    """Returns what `auto` selects, as lines of a Markdown table."""
-    requests = {
-        "bfloat16": Request(dtype="bfloat16"),
-        "float32": Request(dtype="float32"),
-        "soft-capped scores": Request(dtype="bfloat16", softcap=50.0),
-        "global tokens": Request(dtype="bfloat16", global_tokens=1),
-        "head sizes above 256": Request(dtype="bfloat16", head_dim=257),
-        "tile sizes set": Request(dtype="bfloat16", tiled=True),
-    }
-    devices = {
-        "TPU": ("tpu", "TPU v5p"),
-        "Hopper GPU": ("cuda", "NVIDIA H100"),
-        "other NVIDIA GPU": ("cuda", "NVIDIA A100"),
-        "CPU, other": ("default", "cpu"),
-    }
-    lines = [f"| device | {' | '.join(requests)} |", "|---" * (len(requests) + 1) + "|"]
-    for title, (platform, device) in devices.items():
-        names = (
-            select("auto", request._replace(platform=platform, device=device)).name
-            for request in requests.values()
-        )
-        lines.append(f"| {title} | {' | '.join(f'`{name}`' for name in names)} |")
-    return lines

@@ -15,12 +15,21 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
+from .arguments import (
+    check_arrays,
+    check_options,
+    check_same_tokens,
+    check_shards,
+    checked_coords,
+    checked_layout,
+    mesh_axes,
+    one_document,
+)
 from .blocks import BackwardInputs, Gradients, Keys, Queries
-from .coords import Mask, TokenCoords, check_starts
+from .coords import Mask, check_starts
 from .kernels import Kernel, get_kernel
 from .kernels.shared import SharedBeginningsKernel
-from .layout import check_length
-from .names import BATCH_AXES, MESH_AXES
+from .names import BATCH_AXES
 from .partial import AttentionPartial, with_sinks
 from .schedules import Context, Payload, Ranks, Schedule, get_schedule
 
@@ -65,7 +74,8 @@ class AttentionOp:
         Args:
           head_dim: size of a head; the scale is head_dim ** -0.5 unless given.
           schedule: a name, a mapping or a Schedule, see `get_schedule`.
-          axis, size: the mesh axis of the sequence and its number of devices.
+          axis: the mesh axis of the sequence.
+          size: its number of devices.
           layout: the layout of the arrays, if known, see `get_schedule`.
 
         Raises:
@@ -249,11 +259,14 @@ def attention(
     q: Float[Array, "B L Hq D"],
     k: Float[Array, "B Lk Hkv D"],
     v: Float[Array, "B Lk Hkv D"],
-    coords: Sequence[Any],
+    coords: Sequence[Any] | None = None,
     *,
-    kv_coords: Sequence[Any] | None = None,
     mesh: Mesh,
-    layout: str = "striped",
+    batch_axes: str | Sequence[str] = BATCH_AXES,
+    head_axis: str | None = "tensor",
+    sequence_axis: str | None = "sequence",
+    kv_coords: Sequence[Any] | None = None,
+    layout: str | None = None,
     schedule: str | Mapping[str, Any] | Schedule = "ring",
     kernel: str | Kernel = "auto",
     mask: Mask = Mask(),
@@ -264,53 +277,56 @@ def attention(
     """Exact attention of global arrays on a mesh, already permuted for `layout`.
 
     Args:
-      q: [B, L, Hq, D]; k, v: [B, Lk, Hkv, D], Hq a multiple of Hkv.
+      q: [B, L, Hq, D]; Hq is a multiple of Hkv.
+      k, v: [B, Lk, Hkv, D].
       coords: TokenCoords (or a pair; a third, `start`, for global tokens) of int32 [B, L], permuted
-        like the tokens; `kv_coords` the same for k and v, if they differ.
-      mesh: any of the axes data, fsdp, expert (batch), tensor (heads), sequence (length); a missing
-        one has size 1, others are refused, since their devices would all compute the same.
-      layout: the arrays' actual layout. Another one gives wrong results: with `contiguous`, `ring`
-        and `balanced` skip ranks with nothing visible (with global tokens, `ring` assumes that each
-        document is a run of tokens).
-      schedule: a name, or a schedule with options. kernel: a name, or a Kernel.
-      mask: see `Mask`; scale: multiplies the scores, D ** -0.5 unless given.
+        like the tokens. None: each row is one document without padding.
+      mesh: every one of its axes is named in one of the next three arguments, since devices along
+        another axis would all compute the same.
+      batch_axes, head_axis, sequence_axis: the axes over which B, the heads and the length are
+        split. One that the mesh lacks counts as 1.
+      kv_coords: the coordinates of k and v, if they differ from those of q.
+      layout: the arrays' actual layout, `striped` if not given; without `coords` and with several
+        devices along the sequence it must be given. Another one gives wrong results: without
+        `coords` it determines the order of the tokens; with `contiguous`, `ring` and `balanced`
+        skip ranks with nothing visible (with global tokens, `ring` assumes that each document is a
+        run of tokens).
+      schedule: a name, a mapping with options, or a Schedule.
+      kernel: a name, or a Kernel.
+      mask: see `Mask`.
+      scale: multiplies the scores, D ** -0.5 unless given.
       sinks: a score per head that joins the softmax denominators; lse counts it.
 
     Returns:
       out like q, in q's dtype; with return_lse also lse, float32 [B, Hq, L].
 
     Raises:
-      ValueError: sizes do not fit each other or the mesh; the message names sizes that do.
+      ValueError: sizes do not fit each other or the mesh (the message names sizes that do), or an
+        argument is not of its kind.
     """
-    coords = TokenCoords(*coords)
-    own_coords = kv_coords is None
-    kv_coords = coords if kv_coords is None else TokenCoords(*kv_coords)
-    _check_mesh(mesh)
-    _check_shapes(q, k, v)
-    if sinks is not None and (sinks.shape, sinks.dtype) != (q.shape[2:3], jnp.float32):
-        raise ValueError(
-            f"sinks: found {sinks.dtype} {sinks.shape}; needs float32 ({q.shape[2]},), one for "
-            "each head"
-        )
-    _check_coords("coords", coords, q.shape[:2])
-    _check_coords("kv_coords", kv_coords, k.shape[:2])
-    size = mesh.shape.get("sequence", 1)
-    batch = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
-    _check_shards(q, k, mesh, size, batch, layout)
-    heads = "tensor" if "tensor" in mesh.shape else None
-    sequence = "sequence" if "sequence" in mesh.shape else None
-    tokens = PartitionSpec(batch, sequence)
-    vectors = PartitionSpec(batch, sequence, heads)
-    kernel = get_kernel(kernel) if isinstance(kernel, str) else kernel
+    axes = mesh_axes(mesh, batch_axes, head_axis, sequence_axis)
+    size = mesh.shape[axes.sequence] if axes.sequence else 1
+    check_arrays(q, k, v, sinks)
+    check_options(mask, scale, kernel)
+    layout = checked_layout(layout, coords is None and size > 1)
+    check_shards(q, k, mesh, axes, size, layout)
+    if coords is None:
+        check_same_tokens(q, k, kv_coords)
+        coords = one_document(q.shape[:2], size, layout, mask)
+    known_layout = layout if kv_coords is None else ""
+    coords = checked_coords("coords", coords, q.shape[:2])
+    kv_coords = checked_coords("kv_coords", coords if kv_coords is None else kv_coords, k.shape[:2])
+    tokens = PartitionSpec(axes.batch, axes.sequence)
+    vectors = PartitionSpec(axes.batch, axes.sequence, axes.heads)
     op = AttentionOp.create(
         q.shape[-1],
         schedule=schedule,
-        kernel=kernel,
-        axis="sequence",
+        kernel=get_kernel(kernel) if isinstance(kernel, str) else kernel,
+        axis=axes.sequence or "",
         size=size,
         mask=mask,
         scale=scale,
-        layout=layout if own_coords else "",
+        layout=known_layout,
     )
 
     def local(q, k, v, q_coords, kv_coords, sinks):
@@ -319,67 +335,8 @@ def attention(
     out, lse = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(vectors, vectors, vectors, tokens, tokens, PartitionSpec(heads)),
-        out_specs=(vectors, PartitionSpec(batch, heads, sequence)),
+        in_specs=(vectors, vectors, vectors, tokens, tokens, PartitionSpec(axes.heads)),
+        out_specs=(vectors, PartitionSpec(axes.batch, axes.heads, axes.sequence)),
         check_vma=False,
     )(q, k, v, coords, kv_coords, sinks)
     return (out, lse) if return_lse else out
-
-
-def _check_mesh(mesh: Mesh) -> None:
-    """Refuses axes over which attention splits nothing."""
-    unknown = [axis for axis in mesh.shape if axis not in MESH_AXES]
-    if unknown:
-        raise ValueError(
-            f"mesh: found the axis {unknown[0]!r}; attention knows {', '.join(MESH_AXES)}"
-        )
-
-
-def _check_coords(name: str, coords: TokenCoords, shape: tuple[int, ...]) -> None:
-    """Refuses coordinates that are not integers of the tokens' shape [B, L]."""
-    for field, values in zip(coords._fields, coords, strict=True):
-        if values is None:
-            continue
-        if jnp.shape(values) != tuple(shape):
-            raise ValueError(
-                f"{name}.{field}: found shape {jnp.shape(values)}; needs [B, L] = {tuple(shape)}, "
-                "one per token of each row"
-            )
-        if not jnp.issubdtype(jnp.result_type(values), jnp.integer):
-            raise ValueError(
-                f"{name}.{field}: found dtype {jnp.result_type(values)}; needs integers, such as "
-                "int32"
-            )
-
-
-def _check_shapes(q, k, v):
-    """Refuses shapes that do not fit each other."""
-    if k.shape != v.shape:
-        raise ValueError(f"k and v: found shapes {k.shape} and {v.shape}; they must be equal")
-    for axis, name in ((0, "B, the rows"), (3, "D, the size of a head")):
-        if q.shape[axis] != k.shape[axis]:
-            raise ValueError(
-                f"q and k: found shapes {q.shape} and {k.shape}; {name}, must be equal"
-            )
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"heads: {q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads"
-        )
-
-
-def _check_shards(q, k, mesh, size, batch, layout):
-    """Refuses sizes that the mesh cannot shard, naming sizes it can."""
-    for name, length in (("q", q.shape[1]), ("k", k.shape[1])):
-        check_length(length, size, layout, f"length of {name}")
-    rows = math.prod(mesh.shape[axis] for axis in batch)
-    if q.shape[0] % rows:
-        raise ValueError(
-            f"batch: {q.shape[0]} rows are not divisible by {' x '.join(batch)} = {rows}; use a "
-            f"multiple of {rows}"
-        )
-    tensor = mesh.shape.get("tensor", 1)
-    if k.shape[2] % tensor:
-        raise ValueError(
-            f"heads: {k.shape[2]} key/value heads are not divisible by tensor = {tensor}; its "
-            "devices would compute the same"
-        )

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..adapter import ATTENTION, FEED_FORWARD, ROUTER
-from ..checks import require_int
+from ..number_checks import require_int
 from ..rope_config import ROPE_RULES
 
 # Fields of config.json that name a computation, with the values that disable it. A family that
@@ -117,6 +117,10 @@ _OBJECTS = ("rope_parameters", "rope_scaling", "quantization_config")
 _LISTS = {"layer_types": str, "no_rope_layers": int}
 # A refusal's advice, if there is more to say than the neutral value.
 _INSTEAD = {
+    "attention_dropout": (
+        "only 0 is supported (it acts in training alone: set it to 0 to evaluate, chat, or train "
+        "without it)"
+    ),
     "pretraining_tp": (
         "only 1 is supported (the weights are the same: set it to 1 to accept another order of "
         "summation)"

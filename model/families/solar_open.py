@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..checks import require_int
+from ..number_checks import require_int
 from .family import STACKED, WITH_EXPERTS, Family
 
 _SHARED = {

@@ -1,1 +1,2 @@
-"""What is kept between forward and backward, and in which pieces a layer runs."""
+"""The options of how layers run and what is kept between forward and backward, and the loops over
+chunks of tokens and over layers that runners are made of."""

@@ -40,8 +40,8 @@ class Network:
     receive from the same devices of the other slices, each its own share.
 
     Nodes (boxes of GPUs): within its node a rank is connected to all others. Between nodes,
-    permutes and collectives
-    differ: a pair of ranks uses one network card, a collective spreads over all cards of a node.
+    permutes and collectives differ: a pair of ranks uses one network card, a collective spreads
+    over all cards of a node.
 
     Attributes:
       link: bandwidth of a link to a neighbour (torus), or of a rank within its node.

@@ -7,7 +7,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from trainer.flops import (
     training_flops,
     visible_pairs,
 )
+from trainer.mesh import ORDER
 
 from .hardware import Hardware
 from .kernel_rates import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, TWO_BACKWARD_KERNELS
@@ -34,7 +35,6 @@ from .rounds import Round, rounds
 OPTIMIZER_BYTES = 28
 # Adding a part's float32 gradient to the sum reads two numbers of each weight, and writes one.
 ADDED_GRADIENT_BYTES = 12
-AXES = ("data", "fsdp", "expert", "sequence", "tensor")  # from the outermost, as `make_mesh` has
 
 
 def _forwards(policy: RematPolicy) -> tuple[int, int]:
@@ -56,7 +56,7 @@ FORWARD_SUMS, BACKWARD_SUMS, EVERY_K_SUMS = 2, 3, 2
 OUTER_SUMS = 2  # the embedding's result and the gradient of the head's input
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
     """The sizes of a transformer that the cost model needs; set by hand for non-LLaMA models.
 
@@ -86,18 +86,18 @@ class Sizes:
         """The sizes of a LLaMA."""
         of_expert, chosen = 3 * config.hidden_size * config.expert_width, config.num_experts_per_tok
         return cls(
-            config.num_hidden_layers,
-            layer_weights(config),
-            head_weights(config),
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.hidden_size,
-            stored_layer_weights(config),
-            (chosen or 0) * of_expert,
-            config.num_experts * of_expert,
-            config.num_experts,
-            chosen or 1,
+            layers=config.num_hidden_layers,
+            weights=layer_weights(config),
+            head_weights=head_weights(config),
+            query_heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            hidden=config.hidden_size,
+            stored=stored_layer_weights(config),
+            routed=(chosen or 0) * of_expert,
+            experts=config.num_experts * of_expert,
+            expert_count=config.num_experts,
+            chosen=chosen or 1,
         )
 
     @property
@@ -124,8 +124,8 @@ class Sizes:
 class TrainingStep:
     """One training step of a model on a mesh.
 
-    Devices are ordered by AXES: ranks of `tensor` are neighbours. Factors of `dcn` are outside of
-    all axes.
+    Devices are ordered by `trainer.mesh.ORDER`: ranks of `tensor` are neighbours. Factors of `dcn`
+    are outside of all axes.
 
     Attributes:
       length: tokens in a row.
@@ -155,6 +155,7 @@ class TrainingStep:
     sizes: Sizes
     hardware: Hardware
     length: int
+    _: dataclasses.KW_ONLY
     batch: int = 1
     data: int = 1
     fsdp: int = 1
@@ -217,6 +218,17 @@ class TrainingStep:
         return self.rows * self.length // self.sequence
 
     @property
+    def weight_gradients(self) -> int:
+        """How many products with each weight give its gradient, each of which is scattered."""
+        return 0 if self.frozen else 1
+
+    @property
+    def trained_shard(self) -> float:
+        """The trained parameters that a device holds."""
+        shards = self.tensor * self.fsdp * self.expert * self.sequence
+        return 0 if self.frozen else self.sizes.parameters / shards
+
+    @property
     def network(self) -> Network:
         """The hardware's network between this mesh's devices."""
         slices = math.prod(self.dcn.values())
@@ -225,9 +237,9 @@ class TrainingStep:
     def lines(self, *axes: str) -> Lines:
         """The devices along these axes together, the last one's fastest, as one line for each
         place on the other axes."""
-        sizes = tuple(getattr(self, axis) for axis in AXES)
-        outer = tuple(self.dcn.get(axis, 1) for axis in AXES)
-        return _lines(sizes, outer, tuple(AXES.index(axis) for axis in axes))
+        sizes = tuple(getattr(self, axis) for axis in ORDER)
+        outer = tuple(self.dcn.get(axis, 1) for axis in ORDER)
+        return _lines(sizes, outer, tuple(ORDER.index(axis) for axis in axes))
 
     @property
     def seconds_at_peak(self) -> float:
@@ -329,75 +341,47 @@ def estimate(job: TrainingStep) -> Estimate:
     Raises:
       ValueError: the cost model has no rule for the schedule on this mesh.
     """
-    hardware, sizes = job.hardware, job.sizes
-    attentions = [(_attention(job, mask), share) for mask, share in job.mask_shares]
-    (forward_rounds, backward_rounds), _ = attentions[0]
-    forward, backward = (
-        _total(_total(passes[number]) * share for passes, share in attentions)
-        for number in range(2)
-    )
-    work, attention_forwards = REMAT[job.remat]
-
-    # Without weight gradients a backward pass is one product, not two.
-    between = _between_products(job)
-    matrices = functools.partial(_matrices, job)
-    saved = int(job.frozen)
-    scatters = int(not job.frozen)
-    of_layers = functools.partial(
-        matrices,
-        sizes.weights,
-        stored=sizes.stored or sizes.weights,
-        weight_bytes=job.weight_bytes,
-        routed=sizes.routed,
-        experts=sizes.experts,
-    )
-    # In the backward pass tokens are gathered again, with their sums' gradients.
-    exchange, exchange_backward = (_exchange(job, gathers, scatters=1) for gathers in (1, 2))
-    sums = BACKWARD_SUMS + EVERY_K_SUMS * POLICIES[job.remat].every_k
-    layer_forward = (
-        of_layers(1, FORWARD_SUMS, gathers=1)
-        + between
-        + _dequantization(job, 1)
-        + forward
-        + exchange
-    )
-    layer_backward = (
-        of_layers(work - 1 - saved, sums, gathers=1, scatters=scatters)
-        + between * (work - 1)
-        + _dequantization(job, work - 2)
-        + forward * (attention_forwards - 1)
-        + backward
-        + exchange_backward
-    )
-    # Every policy computes the head's gradient with its loss, so its forward pass runs once.
-    head = matrices(sizes.head_weights, 3 - saved, OUTER_SUMS, gathers=2, scatters=scatters)
-    shard = (
-        0 if job.frozen else sizes.parameters / (job.tensor * job.fsdp * job.expert * job.sequence)
-    )
-    parts = job.accumulation
-    moved = OPTIMIZER_BYTES + (ADDED_GRADIENT_BYTES * parts if parts > 1 else 0)
-    update = moved * shard / hardware.memory_bandwidth
+    attention = _attention(job)
+    layer_forward, layer_backward = _layer(job, attention)
+    layers = job.sizes.layers
     of_a_part = (
-        layer_forward * (sizes.layers * (1 + job.extra_forwards))
-        + layer_backward * sizes.layers
-        + head
-        + Phase(_all_reduce(job, 4 * shard, "data"), 0.0)  # after a part's backward pass
+        layer_forward * (layers * (1 + job.extra_forwards))
+        + layer_backward * layers
+        + _head(job)
+        + _gradient_sum(job)
     )
-    step = of_a_part * parts + Phase(update, update)
+    step = of_a_part * job.accumulation + _update(job)
     return Estimate(
-        forward_rounds,
-        backward_rounds,
-        forward,
-        backward,
-        layer_forward,
-        layer_backward,
-        step,
-        job.seconds_at_peak / step.seconds,
-        job.batch * job.length / step.seconds,
+        **attention._asdict(),
+        layer_forward=layer_forward,
+        layer_backward=layer_backward,
+        step=step,
+        mfu=job.seconds_at_peak / step.seconds,
+        tokens_per_second=job.batch * job.length / step.seconds,
     )
 
 
-def _attention(job: TrainingStep, mask: Mask) -> list[tuple[Phase, ...]]:
+class _Attention(NamedTuple):
+    """The attention of one layer; see `Estimate`."""
+
+    forward_rounds: tuple[Phase, ...]
+    backward_rounds: tuple[Phase, ...]
+    attention_forward: Phase
+    attention_backward: Phase
+
+
+def _attention(job: TrainingStep) -> _Attention:
+    """Attention: the rounds of the mask with most work, and the average over all layers."""
+    rounds = [(_rounds(job, mask), share) for mask, share in job.mask_shares]
+    forward, backward = (
+        _total(_total(passes[direction]) * share for passes, share in rounds)
+        for direction in range(2)
+    )
+    (forward_rounds, backward_rounds), _ = rounds[0]
+    return _Attention(forward_rounds, backward_rounds, forward, backward)
+
+
+def _rounds(job: TrainingStep, mask: Mask) -> list[tuple[Phase, ...]]:
     """The forward and the backward rounds of the attention of one layer with this mask."""
     hardware, head_dim = job.hardware, job.sizes.head_dim
     _, tile_flops = job.tiles()
@@ -412,6 +396,59 @@ def _attention(job: TrainingStep, mask: Mask) -> list[tuple[Phase, ...]]:
             strict=True,
         )
     ]
+
+
+def _layer(job: TrainingStep, attention: _Attention) -> tuple[Phase, Phase]:
+    """A layer's forward and backward pass over a part of the batch."""
+    sizes, between = job.sizes, _between_products(job)
+    work, attention_forwards = REMAT[job.remat]
+    matrices = Matrices(
+        weights=sizes.weights,
+        stored=sizes.stored or sizes.weights,
+        routed=sizes.routed,
+        experts=sizes.experts,
+        weight_bytes=job.weight_bytes,
+    )
+    sums = BACKWARD_SUMS + EVERY_K_SUMS * POLICIES[job.remat].every_k
+    scatters = job.weight_gradients
+    forward = (
+        _matrices(job, matrices, 1, FORWARD_SUMS, gathers=1)
+        + between
+        + _dequantization(job, 1)
+        + attention.attention_forward
+        + _exchange(job, gathers=1, scatters=1)
+    )
+    backward = (
+        _matrices(job, matrices, work - 2 + scatters, sums, gathers=1, scatters=scatters)
+        + between * (work - 1)
+        + _dequantization(job, work - 2)
+        + attention.attention_forward * (attention_forwards - 1)
+        + attention.attention_backward
+        # Tokens are gathered again, with their sums' gradients.
+        + _exchange(job, gathers=2, scatters=1)
+    )
+    return forward, backward
+
+
+def _head(job: TrainingStep) -> Phase:
+    """The head of a part of the batch, forward and backward: every policy computes its gradient
+    with the loss, so its forward pass runs once."""
+    matrices = Matrices(weights=job.sizes.head_weights, stored=job.sizes.head_weights)
+    scatters = job.weight_gradients
+    return _matrices(job, matrices, 2 + scatters, OUTER_SUMS, gathers=2, scatters=scatters)
+
+
+def _gradient_sum(job: TrainingStep) -> Phase:
+    """The sum of a part's gradients over `data`, after its backward pass."""
+    return Phase(_all_reduce(job, 4 * job.trained_shard, "data"), 0.0)
+
+
+def _update(job: TrainingStep) -> Phase:
+    """The optimizer's update and the sums of the parts' gradients, bound by memory."""
+    parts = job.accumulation
+    moved = OPTIMIZER_BYTES + (ADDED_GRADIENT_BYTES * parts if parts > 1 else 0)
+    seconds = moved * job.trained_shard / job.hardware.memory_bandwidth
+    return Phase(seconds, seconds)
 
 
 def _total(phases: Iterable[Phase]) -> Phase:
@@ -446,43 +483,53 @@ def _dequantization(job: TrainingStep, passes: int) -> Phase:
     return Phase(seconds, seconds)
 
 
+class Matrices(NamedTuple):
+    """Matrices that tokens pass through.
+
+    Attributes:
+      weights: the parameters that a token passes through.
+      stored: all parameters, idle experts included.
+      routed: of `weights`, those of a token's experts, whose work `TrainingStep.imbalance` makes
+        uneven.
+      experts: of `stored`, those of all experts, which are not gathered over `expert`.
+      weight_bytes: per parameter, as gathered.
+    """
+
+    weights: int
+    stored: int
+    routed: int = 0
+    experts: int = 0
+    weight_bytes: float = 2.0
+
+
 def _matrices(
     job: TrainingStep,
-    weights: int,
-    forwards: float,
+    matrices: Matrices,
+    passes: int,
     sums: int,
-    gathers: int = 0,
+    *,
+    gathers: int,
     scatters: int = 0,
-    weight_bytes: float = 2,
-    stored: int = 0,
-    routed: int = 0,
-    experts: int = 0,
 ) -> Phase:
-    """Position-wise work: `forwards` passes through matrices of `weights` parameters.
-
-    Their transfers run under it.
+    """Position-wise work: passes through matrices, with their transfers under it.
 
     Args:
-      forwards: forward passes; a backward pass counts as two.
+      passes: matrix products with each weight; a backward pass has two, one if frozen.
       sums: of hidden states over the tensor axis.
       gathers, scatters: how often the parameters are gathered, and their gradients reduce-scattered
         (float32).
-      weight_bytes: per element as gathered.
-      stored: the gathered parameters, if more than `weights`.
-      routed: of `weights`, those whose work `job.imbalance` makes uneven; experts: of `stored`,
-        those not gathered over `expert`.
     """
     hardware = job.hardware
-    busiest = weights + (job.imbalance - 1) * routed
-    compute = forwards * 2 * busiest / job.tensor * job.tokens / (hardware.peak * hardware.matmul)
+    busiest = matrices.weights + (job.imbalance - 1) * matrices.routed
+    compute = passes * 2 * busiest / job.tensor * job.tokens / (hardware.peak * hardware.matmul)
     transfer = 0.0
     shards = job.tensor * job.fsdp * job.expert * job.sequence
     for parameters, axes in (
-        ((stored or weights) - experts, ("fsdp", "expert", "sequence")),
-        (experts, ("fsdp", "sequence")),
+        (matrices.stored - matrices.experts, ("fsdp", "expert", "sequence")),
+        (matrices.experts, ("fsdp", "sequence")),
     ):
         share = parameters / shards
-        transfer += gathers * _collective(job, GATHER, weight_bytes * share, *axes)
+        transfer += gathers * _collective(job, GATHER, matrices.weight_bytes * share, *axes)
         transfer += scatters * _collective(job, SCATTER, 4 * share, *axes)
     # Tensor parallelism sums the outputs of attention and feed-forward over its axis; nothing hides
     # these sums.

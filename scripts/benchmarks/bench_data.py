@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from data.clean import SETS, CleanConfig
+from data.encode import EncodingRules
 from data.errors import UserError
 from data.loader import Loader
 from data.outputs import output_files
@@ -38,7 +39,7 @@ from data.prepared import counts
 from data.printable import printable
 from data.records import read_records
 from data.report import Report, SourceReport
-from data.sources import Source, read
+from data.sources import Source, Sources, read
 from data.tokenizer import Tokenizer
 from scripts.benchmarks.commands import write_json
 from scripts.benchmarks.results import ROOT
@@ -131,9 +132,13 @@ def count_first_not_human(path: Path) -> int:
 def pack(path: Path, tokenizer: Tokenizer, context_length: int, folder: Path) -> dict:
     """Returns the counts after tokenizing the dump and packing it into rows of `context_length`."""
     start = time.perf_counter()
-    sources = [Source(str(path), template="tokenizer")]
+    sources = Sources((Source(str(path), template="tokenizer"),))
     prepared = prepare(
-        sources, tokenizer, context_length, folder, clean=SCRAPED, progress=sys.stderr.isatty()
+        sources,
+        tokenizer,
+        EncodingRules(context_length, clean=SCRAPED),
+        folder,
+        progress=sys.stderr.isatty(),
     )
     seconds, loader = time.perf_counter() - start, Loader(prepared, context_length, 1, seed=0)
     repaired = {

@@ -27,12 +27,13 @@ from typing import Any
 
 import numpy as np
 
+from data.encode import EncodingRules
 from data.engine import PROCESSES, Engine
 from data.errors import UserError
 from data.outputs import output_files
 from data.prepare import prepare
 from data.prepared import INDEX
-from data.sources import Source
+from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 from scripts.benchmarks.bench_data import peak_mib
 from scripts.benchmarks.commands import in_own_process, read_json, write_json
@@ -140,9 +141,9 @@ def _prepared(engine: Engine, sources: Path, tokenizer: Path, target: Path) -> d
     MiB, counts, and a hash of all files written."""
     started, load_before = time.monotonic(), os.getloadavg()[0]
     made = prepare(
-        [Source(str(sources), template="tokenizer")],
+        Sources((Source(str(sources), template="tokenizer"),)),
         Tokenizer.load(tokenizer),
-        CONTEXT_LENGTH,
+        EncodingRules(CONTEXT_LENGTH),
         target,
         progress=False,
         engine=engine,

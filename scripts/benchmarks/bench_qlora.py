@@ -148,7 +148,7 @@ def _params(model, folder: Path) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from model.declarations import LAYERS
+    from model.parameter_declarations import LAYERS
     from trainer.huggingface.peft import read_adapter
     from trainer.huggingface.read import read_hf, stored_hf
 

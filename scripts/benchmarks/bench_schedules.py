@@ -21,26 +21,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.outputs import output_file
-from model.attention import (
-    BackwardInputs,
-    Keys,
-    Mask,
-    Queries,
-    TokenCoords,
-    get_kernel,
-    get_schedule,
-)
+from model.attention import Keys, Mask, Queries, TokenCoords, get_kernel, get_schedule
+from model.attention.blocks import BackwardInputs
 from model.attention.schedules import Context, Ranks, plan
 from model.config import TransformerConfig
 from planning.compiled.overlap import crossings
 from planning.compiled.transfers import received, transfers
-from planning.plan import compile_step
+from planning.plan import Job, compile_run
 from planning.topology import topology_devices
 from scripts.benchmarks import balance_time
 from scripts.benchmarks.balance import measure
 from scripts.benchmarks.commands import write_json
 from trainer import arguments, entry
-from trainer.config.schema import MeshConfig
 from trainer.options import Tokens, add_options, option
 from trainer.xla_flags import FLAGS
 
@@ -91,7 +83,8 @@ def compile_pass(
     """
     rows = len(devices) // size
     mesh = Mesh(np.array(devices).reshape(rows, size), ("fsdp", "sequence"))
-    tiled = get_kernel(kernel, query_tile=tile, key_tile=tile)
+    tiles = {} if kernel == "reference" else {"query_tile": tile, "key_tile": tile}
+    tiled = get_kernel(kernel, **tiles)
     context = Context(Ranks("sequence", size), mask, block.head_dim**-0.5)
     tokens, statistics = PartitionSpec("fsdp", "sequence"), PartitionSpec("fsdp", None, "sequence")
 
@@ -240,13 +233,11 @@ def small_step(topology: str, tokens: int = 2048, schedule="ring") -> str:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    mesh = MeshConfig(sequence=len(devices))
     permutes: dict[str, str | bool] = {
         flag.name: flag.value for flag in FLAGS["tpu"] if flag.name.endswith("collective_permutes")
     }
-    step = compile_step(
-        config, devices, tokens * len(devices), mesh=mesh, schedule=schedule, flags=permutes
-    )
+    run = Job.of(config, topology, tokens * len(devices)).run
+    step = compile_run(run, config, devices, schedule=schedule, flags=permutes)
     return step.as_text() or ""
 
 

@@ -124,14 +124,8 @@ def compile_ours(mesh, direction: str) -> None:
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from model.attention import (
-        AttentionPartial,
-        BackwardInputs,
-        Mask,
-        Queries,
-        StackedKeys,
-        TokenCoords,
-    )
+    from model.attention import AttentionPartial, Mask, Queries, TokenCoords
+    from model.attention.blocks import BackwardInputs, StackedKeys
     from model.attention.kernels import get_kernel
 
     def shape(*dims, dtype=jnp.float32):

@@ -28,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from data.outputs import output_files
-from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, get_kernel
+from model.attention import Keys, Mask, Queries, TokenCoords, get_kernel
+from model.attention.blocks import BackwardInputs
 from model.attention.kernels import Kernel
 from model.attention.layout import permutation
 from scripts.benchmarks.commands import write_json

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 
 from data.errors import UserError
 from data.outputs import output_files
-from model.attention import BackwardInputs, Mask, TokenCoords
+from model.attention import Mask, TokenCoords
+from model.attention.blocks import BackwardInputs
 from model.attention.choice import HOPPER
 from model.attention.kernels import mosaic_backward, mosaic_forward, mosaic_one_pass
 from model.attention.kernels.intervals import intervals

@@ -131,7 +131,8 @@ def compile_mosaic(mesh, case: Case) -> None:
     import jax
     import jax.numpy as jnp
 
-    from model.attention import AttentionPartial, BackwardInputs
+    from model.attention import AttentionPartial
+    from model.attention.blocks import BackwardInputs
     from model.attention.kernels import mosaic_backward, mosaic_forward, mosaic_one_pass
     from model.attention.kernels.intervals import Intervals
 
@@ -158,7 +159,8 @@ def compile_triton(mesh, case: Case) -> None:
     import jax
     import jax.numpy as jnp
 
-    from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, get_kernel
+    from model.attention import Keys, Mask, Queries, TokenCoords, get_kernel
+    from model.attention.blocks import BackwardInputs
 
     kernel, options = get_kernel("gpu"), {"mask": Mask(), "scale": case.head_dim**-0.5}
     q = _shape(mesh, 1, TOKENS, HEADS, case.head_dim, dtype=jnp.bfloat16)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import posixpath
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,8 @@ from scripts.benchmarks.results import ROOT, Result, changed, load_all
 from trainer.options import command, option
 
 PAGE = ROOT / "BENCHMARKS.md"
-OLD = " (old)"  # marks a headline whose measured program has changed
+# Begins the line that says which headlines' programs have changed.
+AGE = "Programs unchanged since the measurement, when this page was written: "
 # Where results and rows are placed, and the text around them.
 PAGES: dict[str, Any] = tomllib.loads(
     Path(__file__).with_name("pages.toml").read_text(encoding="utf-8")
@@ -37,11 +39,10 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines) + "\n"
 
 
-def links(results: Mapping[str, Result], folder: str = "") -> str:
-    """Returns a page's link definitions: `[NAME]` for results, `[NAME note]` for notes.
+def links(text: str, results: Mapping[str, Result], folder: str = "") -> str:
+    """Returns the link definitions of a text: `[NAME]` for results, `[NAME note]` for notes.
 
     Args:
-      results: the results that the page names.
       folder: the page's folder, relative to the repository's root.
     """
     notes = sorted({result.note for result in results.values()} - {""})
@@ -51,6 +52,7 @@ def links(results: Mapping[str, Result], folder: str = "") -> str:
     return "".join(
         f"[{name}]: {posixpath.relpath(target, folder or '.')}\n"
         for name, target in targets.items()
+        if f"[{name}]" in text
     )
 
 
@@ -92,18 +94,29 @@ def step_times(results: Mapping[str, Result]) -> str:
     )
 
 
-def headlines(results: Mapping[str, Result], mark_old: bool = True) -> str:
-    """Returns the table of headlines with machine and date; stale ones are marked if `mark_old`."""
+def headlines(results: Mapping[str, Result]) -> str:
+    """Returns the table of headlines with machine, date and commit."""
     rows = []
     for question, reference in PAGES["headlines"]:
         name, row_id = reference.split(".")
         result = results[name]
         row = result.rows[row_id]
-        date = row.get("date", result.date) + (OLD if mark_old and changed(result) else "")
+        when = f"{row.get('date', result.date)}, {row.get('commit', result.commit)}"
         rows.append(
-            (question, row["found"], row["goal"], verdict(row), machine(result), date, f"[{name}]")
+            (question, row["found"], row["goal"], verdict(row), machine(result), when, f"[{name}]")
         )
-    return table(("figure", "measured", "goal", "verdict", "machine", "date", "source"), rows)
+    columns = ("figure", "measured", "goal", "verdict", "machine", "date, commit", "source")
+    return table(columns, rows)
+
+
+def age(results: Mapping[str, Result]) -> str:
+    """Returns the line that says which headlines' programs have not changed since their commit."""
+    names = dict.fromkeys(reference.split(".")[0] for _, reference in PAGES["headlines"])
+    fresh = [f"[{name}]" for name in names if not changed(results[name])]
+    return (
+        f"{AGE}{', '.join(fresh) or 'none'}. What has changed of the others: "
+        "`python -m scripts.benchmarks --stale`.\n"
+    )
 
 
 def machine(result: Result) -> str:
@@ -142,21 +155,32 @@ def with_verdict(
 
 
 def goals_missed(results: Mapping[str, Result]) -> str:
-    """Returns the section of rows that missed their goal."""
-    rows = [
-        (
-            row["what"],
-            row["goal"],
-            row["found"],
-            machine(results[name]),
-            ", ".join(filter(None, (f"[{name}]", note(results[name])))),
-        )
-        for name, _, row in with_verdict("short", results)
-    ]
-    return (
-        "## Goals missed\n\n"
-        + table(("what", "goal", "measured", "machine", "source"), rows)
-        + "\nKnown limits without figures: [docs/notes/limits.md](docs/notes/limits.md)\n"
+    """Returns the section of rows that missed their goal and are no headlines, by theme."""
+    shown = {reference for _, reference in PAGES["headlines"]}
+    missed = [entry for entry in with_verdict("short", results) if ".".join(entry[:2]) not in shown]
+    parts = []
+    for about in PAGES["themes"].values():
+        names = [name for names in about["sections"].values() for name in names]
+        rows = [
+            (
+                row["what"],
+                row["goal"],
+                row["found"],
+                machine(results[name]),
+                ", ".join(filter(None, (f"[{name}]", note(results[name])))),
+            )
+            for name, _, row in missed
+            if name in names
+        ]
+        if rows:
+            columns = ("what", "goal", "measured", "machine", "source")
+            parts.append(f"### {about['title']}\n\n{table(columns, rows)}")
+    return "\n".join(
+        [
+            "## Other goals missed\n",
+            *parts,
+            "Known limits without figures: [docs/notes/limits.md](docs/notes/limits.md)\n",
+        ]
     )
 
 
@@ -208,10 +232,11 @@ def theme(name: str, results: Mapping[str, Result]) -> str:
     own = {result: results[result] for names in sections.values() for result in names}
     parts = [PAGES["theme"].format(title=about["title"]), *filter(None, [about.get("terms")])]
     parts += [section(heading, names, results) for heading, names in sections.items()]
-    return "\n".join([*parts, provenance(own), links(own, "docs/benchmarks")])
+    text = "\n".join([*parts, provenance(own)])
+    return f"{text}\n{links(text, own, 'docs/benchmarks')}"
 
 
-def headline_page(results: Mapping[str, Result], mark_old: bool) -> str:
+def headline_page(results: Mapping[str, Result], with_age: bool) -> str:
     """Returns BENCHMARKS.md; KeyError if pages.toml names a missing row."""
     themes = "".join(
         f"- [{about['title']}](docs/benchmarks/{name}.md): {'; '.join(about['sections'])}\n"
@@ -219,27 +244,24 @@ def headline_page(results: Mapping[str, Result], mark_old: bool) -> str:
     )
     parts = [
         PAGES["introduction"],
-        "## Headlines\n\n" + headlines(results, mark_old),
+        "## Headlines\n\n" + headlines(results),
+        *([age(results)] if with_age else []),
         step_times(results),
         goals_missed(results),
         not_measured(results),
         "## By theme\n\n" + themes,
     ]
     text = "\n".join(parts)
-    return (
-        text
-        + "\n"
-        + links({name: result for name, result in results.items() if f"[{name}]" in text})
-    )
+    return f"{text}\n{links(text, results)}"
 
 
-def render(results: Mapping[str, Result], mark_old: bool = True) -> dict[Path, str]:
-    """Returns all pages' texts by path; marking OLD headlines takes seconds."""
+def render(results: Mapping[str, Result], with_age: bool = True) -> dict[Path, str]:
+    """Returns all pages' texts by path; the line of `age` takes seconds."""
     pages = {
         PAGE.parent / "docs" / "benchmarks" / f"{name}.md": theme(name, results)
         for name in PAGES["themes"]
     }
-    return {PAGE: headline_page(results, mark_old), **pages}
+    return {PAGE: headline_page(results, with_age), **pages}
 
 
 def write() -> None:
@@ -261,10 +283,10 @@ def work(args: Options) -> int:
     if not args.check:
         write()
         return 0
-    # The marks of old headlines are left as last written, so that a changed program needs no new
-    # page.
-    for path, text in render(load_all(), mark_old=False).items():
-        if not path.exists() or path.read_text(encoding="utf-8").replace(f"{OLD} |", " |") != text:
+    # The line of `age` is left as last written, so that a changed program needs no new page.
+    for path, text in render(load_all(), with_age=False).items():
+        written = path.read_text(encoding="utf-8") if path.exists() else ""
+        if re.sub(f"^{AGE}.*\n\n", "", written, flags=re.MULTILINE) != text:
             print(
                 f"{path.name} is out of date with docs/results: run python -m "
                 "scripts.benchmarks.page",

@@ -30,7 +30,8 @@ from scripts.benchmarks import freshness
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "results"
-VERDICTS = ("held", "short", "no goal", "not measured")
+# "superseded": measured again, under the same conditions, by a later result.
+VERDICTS = ("held", "short", "no goal", "not measured", "superseded")
 PACKAGES = (
     "jax",
     "jaxlib",

@@ -109,6 +109,21 @@ def test_tokens_named_beside_a_tokenizer_have_transformers_ids(tmp_path, files):
     assert again.convert_tokens_to_ids([*added, "<|new|>"]) == [*added.values(), len(theirs)]
 
 
+def test_added_tokens_of_punctuation_alone_are_text(tmp_path):
+    """As in Yi 1.5, whose full stop otherwise becomes a byte."""
+    from transformers import AutoTokenizer
+
+    tokens = listed(i1024="..", i1025="```", i1026="---", i1027="<b>")
+    for token in tokens["added_tokens_decoder"].values():
+        token["special"] = False
+    folder = folder_of(tmp_path / "in", tokens)
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    text = "a. b...\n```c```\n--- -----x"
+    assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+    assert {1024, 1025, 1026} <= {*ours.encode(text)} and ours.typed(text) == set()
+    assert ours.controls["<b>"].id == 1027 and 1027 not in ours.encode("<b>")
+
+
 @pytest.mark.parametrize(
     "files",
     [
@@ -153,7 +168,12 @@ def test_only_changed_ids_are_prepared_anew(tmp_path):
         {"config": {"eos_token": "Ġthe"}},  # in the vocabulary, and always a control token
         {"older": {"pad_token": "<pad>"}, "ids": {"</s>": 2}},
     )
-    other = ({"config": listed(i1024="<|tool|>")}, {"config": {"extra_special_tokens": ["Ġthe"]}})
+    mark = {"1024": {"content": "++", **_FLAGS, "special": False}}
+    other = (
+        {"config": listed(i1024="<|tool|>")},
+        {"config": {"extra_special_tokens": ["Ġthe"]}},
+        {"config": {"added_tokens_decoder": mark}},
+    )
     for number, files in enumerate((*same, *other)):
         folder = folder_of(tmp_path / str(number), **files)
         assert (Tokenizer.load(folder).fingerprint == of_files(folder)) == (files in same)

@@ -8,6 +8,7 @@ import resource
 import signal
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from pyarrow import parquet
 
 from data import paths, record_store
 from data.clean import SETS, CleanConfig
+from data.encode import EncodingRules
+from data.engine import PROCESSES
 from data.errors import UserError
 from data.prepare import prepare
 from data.report import SourceReport
-from data.sources import Source
+from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 from scripts.prepare import main
 
@@ -30,7 +33,7 @@ from data.beam import Beam
 
 LENGTH = 64
 FIXTURES = Path(__file__).parents[2] / "data/fixtures"
-CLEAN = CleanConfig(**SETS["scraped"])
+RULES = EncodingRules(LENGTH, clean=CleanConfig(**SETS["scraped"]))
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +58,11 @@ def _contents(folder):
     }
 
 
-def _both(tmp_path, sources, tokenizer, length=LENGTH, clean=CLEAN, **options):
+def _both(tmp_path, sources, tokenizer, rules=RULES):
     """Returns the data that one process and Beam prepare."""
     results = [
-        prepare(sources, tokenizer, length, tmp_path / name, clean=clean, progress=False, **more)
-        for name, more in (("one", options), ("beam", {**options, "engine": Beam()}))
+        prepare(sources, tokenizer, rules, tmp_path / name, progress=False, engine=engine)
+        for name, engine in (("one", PROCESSES), ("beam", Beam()))
     ]
     assert not list((tmp_path / "beam").glob(".*")), "the workers' folder is left behind"
     assert [prepared.folder.name for prepared in results[:1]] == [results[1].folder.name]
@@ -95,23 +98,24 @@ def sources(tmp_path):
             json.dumps({"tokens": [1, 2, 3 + n], "labels": [-100, 2, 3 + n]}) for n in range(3)
         )
     )
-    return [
-        Source(str(folders["chats"]), template="vicuna_v1.1", weight=0.5),
-        Source(str(folders["trees"]), template="vicuna_v1.1"),
-        Source(str(FIXTURES / "dirty.json"), template="vicuna_v1.1"),
-        Source(str(folders["texts"]), "text"),
-        Source(str(folders["ids"]), "tokens"),
-    ]
+    return Sources(
+        (
+            Source(str(folders["chats"]), template="vicuna_v1.1", weight=0.5),
+            Source(str(folders["trees"]), template="vicuna_v1.1"),
+            Source(str(FIXTURES / "dirty.json"), template="vicuna_v1.1"),
+            Source(str(folders["texts"]), "text"),
+            Source(str(folders["ids"]), "tokens"),
+        )
+    )
 
 
 def test_beam_writes_the_files_of_one_process_for_every_shape(
     sources, tokenizer, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(record_store, "RECORDS_IN_A_FILE", 7)  # shards begin and end within parts
-    held_out = [Source(str(FIXTURES / "dirty.json"), template="vicuna_v1.1")]
-    one, beam = _both(
-        tmp_path, sources, tokenizer, held_out_fraction=0.2, held_out_sources=held_out
-    )
+    held_out = (Source(str(FIXTURES / "dirty.json"), template="vicuna_v1.1"),)
+    sources = replace(sources, held_out=held_out, held_out_fraction=0.2)
+    one, beam = _both(tmp_path, sources, tokenizer)
     contents = _contents(one.folder)
     assert contents == _contents(beam.folder)
     assert sum("array_record" in name for name in contents) > 5
@@ -136,8 +140,8 @@ def test_near_duplicates_match_one_process_across_files_and_shapes(sources, toke
             (folder / f"{3 - number}-near.{'jsonl' if name == 'chats' else 'txt'}").write_text(
                 content
             )
-    near = CleanConfig(**SETS["scraped"], near_duplicates=0.8)
-    one, beam = _both(tmp_path, sources, tokenizer, clean=near)
+    near = replace(RULES, clean=replace(RULES.clean, near_duplicates=0.8))
+    one, beam = _both(tmp_path, sources, tokenizer, near)
     contents = _contents(one.folder)
     assert contents == _contents(beam.folder)
     assert [source.dropped["near duplicate"] for source in one.report.sources] == [3, 0, 1, 3, 0]
@@ -155,17 +159,17 @@ def test_workers_write_to_a_store_that_fails_every_fifth_request(
     monkeypatch.setattr(record_store, "RECORDS_IN_A_FILE", 7)
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
     store, results = tmp_path / "store", []
-    one = prepare(sources, tokenizer, LENGTH, tmp_path / "one", clean=CLEAN, progress=False)
+    one = prepare(sources, tokenizer, RULES, tmp_path / "one", progress=False)
     failed = _failing_store(store, monkeypatch)
-    options = {"clean": CLEAN, "progress": False, "engine": Beam()}
+    in_store = partial(prepare, sources, tokenizer, RULES, f"file://{store}")
     write = record_store.write_metadata
     monkeypatch.setattr(record_store, "write_metadata", _raising)
     with pytest.raises(RuntimeError, match="killed"):  # after all shards were written
-        prepare(sources, tokenizer, LENGTH, f"file://{store}", **options)
+        in_store(progress=False, engine=Beam())
     monkeypatch.setattr(record_store, "write_metadata", write)
     assert list(store.glob("*/documents/*")) and not list(store.glob("*/index.npz"))
     for _ in range(2):
-        results.append(prepare(sources, tokenizer, LENGTH, f"file://{store}", **options))
+        results.append(in_store(progress=False, engine=Beam()))
     assert _contents(store / one.folder.name) == _contents(one.folder)
     assert [path.name for path in store.iterdir()] == [one.folder.name], "workers' folder left"
     assert len(failed) > 20 and results[1].train[0].tokens.tolist() == one.train[0].tokens.tolist()
@@ -206,7 +210,8 @@ def test_unpaired_preferences_borrow_from_the_previous_record_across_files(token
         ]
         (folder / f"{file}.jsonl").write_text("\n".join(map(json.dumps, records)))
     source = Source(str(folder), "preference", template="vicuna_v1.1")
-    one, beam = _both(tmp_path, [source], tokenizer, 512, unpaired=True)
+    rules = replace(RULES, context_length=512, unpaired=True)
+    one, beam = _both(tmp_path, Sources((source,)), tokenizer, rules)
     assert len(one.train) == 9 and _contents(one.folder) == _contents(beam.folder)
 
 
@@ -218,16 +223,17 @@ def test_beam_refuses_with_the_message_of_one_process(tokenizer, tmp_path):
     broken.write_bytes(b"\xff\xfe\x00")
     unusable.write_text(json.dumps([_chat("a", "")]))
     for path in (folder, unusable):
-        messages = []
-        for name, options in (("one", {}), ("beam", {"engine": Beam()})):
+        sources, messages = Sources((Source(str(path), template="vicuna_v1.1"),)), []
+        for engine in (PROCESSES, Beam()):
+            target = tmp_path / type(engine).__name__
             with pytest.raises(UserError) as error:
                 prepare(
-                    [Source(str(path), template="vicuna_v1.1")],
+                    sources,
                     tokenizer,
-                    LENGTH,
-                    tmp_path / name,
+                    EncodingRules(LENGTH),
+                    target,
                     progress=False,
-                    **options,
+                    engine=engine,
                 )
             messages.append(str(error.value))
         assert messages[0] == messages[1] and "\n" not in messages[0]
@@ -243,13 +249,13 @@ def test_rerunning_after_a_failure_keeps_finished_work(sources, tokenizer, tmp_p
         return write(path, serialized)
 
     monkeypatch.setattr(record_store, "RECORDS_IN_A_FILE", 7)
-    one = prepare(sources, tokenizer, LENGTH, tmp_path / "one", clean=CLEAN, progress=False)
+    one = prepare(sources, tokenizer, RULES, tmp_path / "one", progress=False)
     monkeypatch.setattr(record_store, "write_shard", write_few)
-    options = {"clean": CLEAN, "progress": False, "engine": Beam()}
+    by_beam = partial(prepare, sources, tokenizer, RULES, tmp_path / "beam")
     for _ in range(2):
         with pytest.raises(UserError, match=r"direct runner failed: .*the machine is gone"):
-            prepare(sources, tokenizer, LENGTH, tmp_path / "beam", **options)
-    beam = prepare(sources, tokenizer, LENGTH, tmp_path / "beam", **options)
+            by_beam(progress=False, engine=Beam())
+    beam = by_beam(progress=False, engine=Beam())
     assert _contents(one.folder) == _contents(beam.folder)
     parts = 3 + 1 + 1 + 3 + 2 + 1  # files per source; a source of tree rows is one part
     shards = sum("array_record" in name for name in _contents(one.folder))
@@ -264,18 +270,19 @@ def test_a_workers_limit_on_file_sizes_is_named_and_the_same_command_continues(t
         chats = [_chat(f"{file} {number}?", f"{number} " * 40) for number in range(600)]
         (folder / f"{file}.jsonl").write_text("\n".join(map(json.dumps, chats)))
     one, beam = (tmp_path / name for name in ("one", "beam"))
-    source = [Source(str(folder), template="vicuna_v1.1")]
-    expected = prepare(source, tokenizer, LENGTH, one, progress=False)
+    sources = Sources((Source(str(folder), template="vicuna_v1.1"),))
+    expected = prepare(sources, tokenizer, EncodingRules(LENGTH), one, progress=False)
+    by_beam = partial(prepare, sources, tokenizer, EncodingRules(LENGTH), beam)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, before[1]))  # the job itself fits
     try:
         with pytest.raises(UserError, match=r"File too large while a part was .*ulimit") as error:
-            prepare(source, tokenizer, LENGTH, beam, progress=False, engine=Beam())
+            by_beam(progress=False, engine=Beam())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert str(error.value).startswith(tempfile.gettempdir()) and "\n" not in str(error.value)
     assert not [path for path in _contents(beam) if "/parts/" in path or path[0] != "."]
-    again = prepare(source, tokenizer, LENGTH, beam, progress=False, engine=Beam())
+    again = by_beam(progress=False, engine=Beam())
     assert _contents(again.folder) == _contents(expected.folder)
 
 
@@ -294,7 +301,7 @@ def test_beam_reads_a_cached_data_set_of_the_hub(tokenizer, tmp_path, monkeypatc
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     source = Source("hf://datasets/me/chats", template="vicuna_v1.1")
-    one, beam = _both(tmp_path, [source], tokenizer)
+    one, beam = _both(tmp_path, Sources((source,)), tokenizer)
     assert one.report.kept == 9 and one.report.sources[0].dropped["duplicate"] == 3
     assert _contents(one.folder) == _contents(beam.folder)
 
@@ -302,9 +309,9 @@ def test_beam_reads_a_cached_data_set_of_the_hub(tokenizer, tmp_path, monkeypatc
 def test_two_dask_workers_write_the_files_of_one_process(sources, tokenizer, tmp_path, monkeypatch):
     distributed = pytest.importorskip("distributed")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    near = CleanConfig(**SETS["scraped"], near_duplicates=0.8)
-    options = {"clean": near, "progress": False, "held_out_fraction": 0.2}
-    one = prepare(sources, tokenizer, LENGTH, tmp_path / "one", **options)
+    near = replace(RULES, clean=replace(RULES.clean, near_duplicates=0.8))
+    sources = replace(sources, held_out_fraction=0.2)
+    one = prepare(sources, tokenizer, near, tmp_path / "one", progress=False)
     with (
         distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, dashboard_address=None
@@ -312,7 +319,8 @@ def test_two_dask_workers_write_the_files_of_one_process(sources, tokenizer, tmp
         distributed.Client(cluster) as client,
     ):
         engine = Beam("dask", (f"--dask_client_address={client.scheduler.address}",))
-        prepared = prepare(sources, tokenizer, LENGTH, tmp_path / "dask", engine=engine, **options)
+        dask = tmp_path / "dask"
+        prepared = prepare(sources, tokenizer, near, dask, progress=False, engine=engine)
         assert _contents(prepared.folder) == _contents(one.folder)
         engine.run([*range(8)], partial(_note_process, tmp_path))
         assert len(list(tmp_path.glob("process-*"))) == 2, "only one worker works"

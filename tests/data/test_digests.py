@@ -15,9 +15,10 @@ import pytest
 
 from data import digests, paths
 from data.digests import file_digest, file_digests
+from data.encode import EncodingRules
 from data.paths import File
 from data.prepare import prepare
-from data.sources import Source
+from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 
@@ -78,7 +79,11 @@ def test_a_later_start_reads_nothing_of_the_source(tmp_path, monkeypatch, format
     def start():
         before = read_by_this_process()
         made = prepare(
-            [Source(str(folder), format)], tokenizer, 4096, tmp_path / "prepared", progress=False
+            Sources((Source(str(folder), format),)),
+            tokenizer,
+            EncodingRules(4096),
+            tmp_path / "prepared",
+            progress=False,
         )
         return made.folder, read_by_this_process() - before
 

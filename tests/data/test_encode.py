@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from data.clean import CleanConfig
 from data.conversation import Conversation, Labelled, Message, Preference, Text, Tokens
@@ -23,12 +25,14 @@ from data.encode import (
     NOT_PAIRED,
     TYPED_IN_TEXT,
     Encoder,
+    EncodingRules,
     encode_all,
 )
 from data.prepare import prepare
 from data.reasons import SPLIT
 from data.report import Report
-from data.sources import Source, read
+from data.sources import Source, Sources, read
+from data.templates.loss import NO_END
 from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 
@@ -36,7 +40,8 @@ from tests.conftest import REPOSITORY
 INTERRUPTED = """
 import os, signal, sys, time
 from data.conversation import Text
-from data.encode import BATCH, Encoder, encode_all
+from data.encode import BATCH, Encoder, EncodingRules, encode_all
+from data.sources import Source
 from data.tokenizer import Tokenizer
 from trainer import entry
 
@@ -46,7 +51,8 @@ def records():
     os.killpg(0, signal.SIGINT)
     time.sleep(60)
 
-encoder = Encoder(("",), Tokenizer.load("data/fixtures/tiny_tokenizer"), 64)
+tokenizer = Tokenizer.load("data/fixtures/tiny_tokenizer")
+encoder = Encoder(Source("", "text"), tokenizer, EncodingRules(64))
 sys.exit(entry.run(lambda: list(encode_all(encoder, records(), processes=2))))
 """
 
@@ -57,6 +63,11 @@ TINY = "data/fixtures/tiny_tokenizer"
 @pytest.fixture
 def tiny():
     return Tokenizer.load("data/fixtures/tiny_tokenizer")
+
+
+def encoder_of(tokenizer, context_length, **rules):
+    """Returns an encoder of a source with the tokenizer's own template."""
+    return Encoder(Source(""), tokenizer, EncodingRules(context_length, **rules))
 
 
 def test_ctrl_c_while_several_processes_tokenize_prints_one_line(repository):
@@ -76,10 +87,12 @@ def test_ctrl_c_while_several_processes_tokenize_prints_one_line(repository):
 def test_worker_processes_end_with_their_parent(tmp_path):
     """A killed process cannot stop its own workers."""
     code = (
-        "import itertools, os; from data.conversation import Text; from data.encode import Encoder, encode_all\n"
-        "from data.tokenizer import Tokenizer\n"
+        "import itertools, os; from data.conversation import Text\n"
+        "from data.encode import Encoder, EncodingRules, encode_all\n"
+        "from data.sources import Source; from data.tokenizer import Tokenizer\n"
         "if __name__ == '__main__':\n"
-        "    encoder = Encoder((), Tokenizer.load('data/fixtures/tiny_tokenizer'), 64)\n"
+        "    tokenizer = Tokenizer.load('data/fixtures/tiny_tokenizer')\n"
+        "    encoder = Encoder(Source('', 'text'), tokenizer, EncodingRules(64))\n"
         "    for number, _ in enumerate(encode_all(encoder, itertools.repeat(Text('a', 'text')), 2)):\n"
         "        if number == 1000: print('at work', flush=True)\n"
     )
@@ -111,7 +124,7 @@ def test_a_text_is_encoded_and_its_prompt_is_not_trained_on(repository):
     tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
     spans = tokenizer.encode_spans("Hello there, you")
     ids = [tokenizer.bos_id, *spans.ids, tokenizer.eos_id]
-    encoder = Encoder(("plain",), tokenizer, 64, add_bos=(True,))
+    encoder = Encoder(Source("", "text", add_bos=True), tokenizer, EncodingRules(64))
     for prompt, mask in (
         (0, [1] * len(ids)),
         (5, [0, *(int(end > 5) for _, end in spans.offsets), 1]),
@@ -131,20 +144,27 @@ def test_control_tokens_in_a_text_are_plain_text_or_those_of_transformers(tmp_pa
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     prompt = "<s><|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
     text = prompt + "Four.<|im_end|>\n"
-    encoder = Encoder(("", ""), tokenizer, 64, add_bos=(True, True), control_tokens=(False, True))
-    plain = encoder.encode(Text("a", text))
+    as_text, as_controls = (
+        Encoder(
+            Source("", "text", add_bos=True, control_tokens=control_tokens),
+            tokenizer,
+            EncodingRules(64),
+        )
+        for control_tokens in (False, True)
+    )
+    plain = as_text.encode(Text("a", text))
     assert plain.changes == {TYPED_IN_TEXT + token for token in ("<s>", *marks)}
     (document,) = plain.documents
     controls = {control.id for control in tokenizer.controls.values()}
     assert controls.isdisjoint(document.tokens[1:-1]) and document.loss_mask.all()
     for written, end in ((text, [tokenizer.eos_id]), (text + "</s>", []), (text + "</s>\n", [])):
-        rendered = encoder.encode(Text("a", written, source=1, prompt=len(prompt)))
+        rendered = as_controls.encode(Text("a", written, prompt=len(prompt)))
         ids = theirs(written, add_special_tokens=False)["input_ids"] + end
         (document,) = rendered.documents
         assert not rendered.changes and document.tokens.tolist() == ids
         first = len(theirs(prompt, add_special_tokens=False)["input_ids"])
         assert document.loss_mask.tolist() == [0] * first + [1] * (len(ids) - first)
-    assert encoder.encode(Text("a", "Hello", source=1)).documents[0].tokens.tolist() == [
+    assert as_controls.encode(Text("a", "Hello")).documents[0].tokens.tolist() == [
         tokenizer.bos_id,
         *tokenizer.encode("Hello"),
         tokenizer.eos_id,
@@ -158,7 +178,7 @@ def test_prepared_texts_differ_by_their_sources_control_tokens(tmp_path):
     counts = []
     for control_tokens in (False, True):
         source = Source(str(path), format="text", control_tokens=control_tokens)
-        prepared = prepare([source], tokenizer, 64, tmp_path / "prepared", held_out_fraction=0)
+        prepared = prepare(Sources((source,)), tokenizer, EncodingRules(64), tmp_path / "prepared")
         counts.append((prepared.train[0].tokens == tokenizer.bos_id).sum())
     assert counts == [int(tokenizer.adds_bos), 1]
 
@@ -178,7 +198,7 @@ def test_a_records_template_variables_override_the_recipes(tmp_path):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ mood }}{% endfor %}"
     report = Report()
     talks = read(Source(path), report, clean=CleanConfig(duplicates=False))
-    encoder = Encoder(("tokenizer",), tokenizer, 64)
+    encoder = encoder_of(tokenizer, 64)
     texts = [
         tokenizer.decode(encoder.encode(talk).documents[0].tokens, skip_special=False)
         for talk in talks
@@ -198,7 +218,7 @@ def pieces(encoded):
 
 def test_token_ids_are_cut_at_context_length_and_pieces_without_a_target_dropped(tiny):
     """A document's first token is not a target, so a piece of one token has none."""
-    encoder = Encoder(("plain",), tiny, 4)
+    encoder = encoder_of(tiny, 4)
     assert pieces(encoder.encode(tokens([5, 6, 7, 8]))) == [([5, 6, 7, 8], [1] * 4)]
     assert not encoder.encode(tokens([5, 6, 7, 8])).changes
     cut = encoder.encode(tokens([5, 6, 7, 8, 9, 5, 6, 7, 8]))
@@ -214,7 +234,7 @@ def test_token_ids_are_cut_at_context_length_and_pieces_without_a_target_dropped
 def test_ids_outside_the_vocabulary_are_dropped(tiny, on_disk, tmp_path):
     for wrong, reason in ((-1, FOREIGN_ID), (tiny.vocab_size, FOREIGN_ID), (0, None)):
         ids = np.asarray([5, wrong, tiny.vocab_size - 1], np.int32)
-        encoded = Encoder(("plain",), tiny, 8).encode(on_disk_or_not(ids, on_disk, tmp_path))
+        encoded = encoder_of(tiny, 8).encode(on_disk_or_not(ids, on_disk, tmp_path))
         assert encoded.drop_reason == reason and len(encoded.documents) == (reason is None)
 
 
@@ -228,7 +248,7 @@ def on_disk_or_not(ids, on_disk, folder):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 10])
 def test_an_array_on_disk_is_cut_like_one_in_memory(tiny, tmp_path, count):
-    encoder, ids = Encoder(("plain",), tiny, 4), np.arange(5, 5 + count, dtype=np.uint16)
+    encoder, ids = encoder_of(tiny, 4), np.arange(5, 5 + count, dtype=np.uint16)
     mapped = encoder.encode(on_disk_or_not(ids, True, tmp_path))
     in_memory = encoder.encode(tokens(ids))
     assert pieces(mapped) == pieces(in_memory)
@@ -258,23 +278,61 @@ def text_of(tokenizer, document):
 
 def test_a_long_conversation_is_split_between_exchanges_or_cut(letters):
     talk_of_two = Conversation("a", talk("QQQ", "AAA", "BBB", "CCC"))
-    (whole,) = Encoder(("tokenizer",), letters, 99).encode(talk_of_two).documents
+    (whole,) = encoder_of(letters, 99).encode(talk_of_two).documents
     length = len(whole.tokens)
-    split = Encoder(("tokenizer",), letters, length - 1).encode(talk_of_two)
+    split = encoder_of(letters, length - 1).encode(talk_of_two)
     assert [text_of(letters, d).strip() for d in split.documents] == ["QQQAAA", "BBBCCC"]
-    assert split.changes == {SPLIT}
-    cut = Encoder(("tokenizer",), letters, length - 1, split=False).encode(talk_of_two)
-    assert len(cut.documents[0].tokens) == length - 1 and cut.changes == {CUT}
-    assert not Encoder(("tokenizer",), letters, length).encode(talk_of_two).changes
+    assert split.changes == {SPLIT, NO_END}
+    cut = encoder_of(letters, length - 1, clean=CleanConfig(split=False)).encode(talk_of_two)
+    assert len(cut.documents[0].tokens) == length - 1 and cut.changes == {CUT, NO_END}
+    assert encoder_of(letters, length).encode(talk_of_two).changes == {NO_END}
 
 
 def test_train_on_last_trains_only_the_last_answer(letters):
     conversation = Conversation("a", talk("Q", "A", "B", "C"))
     for train_on, trained in (("all", "AC"), ("last", "C")):
-        encoder = Encoder(("tokenizer",), letters, 99, train_on=train_on)
+        encoder = encoder_of(letters, 99, train_on=train_on)
         (document,) = encoder.encode(conversation).documents
         ids = document.tokens[document.loss_mask.astype(bool)]
         assert "".join(letters.decode(ids).split()) == trained
+
+
+# A template that marks what the assistant writes; here the marks make no difference.
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}\n{% endfor %}"
+)
+
+
+def test_train_on_everything_gives_the_labels_of_trl(tiny):
+    """Its SFTConfig has assistant_only_loss=False by default: the collator copies the ids."""
+    theirs = transformers.AutoTokenizer.from_pretrained(TINY)
+    collator = DataCollatorForLanguageModeling(pad_token_id=theirs.pad_token_id)
+    turns = [("system", "Be brief."), ("user", "Hello there."), ("assistant", "Hi!")]
+    turns += [("user", "Who are you?"), ("assistant", "A model.")]
+    talks = [{"role": role, "content": content} for role, content in turns]
+    conversation = Conversation("a", tuple(Message(*turn) for turn in turns))
+    for template in (tiny.chat_template, MARKED):
+        theirs.chat_template = tiny.chat_template = template
+        ids = theirs.apply_chat_template(talks, return_dict=True)["input_ids"]
+        (labels,) = collator([{"input_ids": ids}])["labels"].tolist()
+        (document,) = encoder_of(tiny, 999, train_on="everything").encode(conversation).documents
+        assert document.tokens.tolist() == labels and document.loss_mask.all()
+
+
+def test_train_on_everything_leaves_out_turns_that_a_flag_excludes(letters):
+    """What remains besides the excluded answer is all that the answers-only loss leaves out."""
+    turns = talk("QQ", "AA", "BB", "CC")
+    turns = (turns[0], replace(turns[1], train=False), replace(turns[2], train=False), turns[3])
+    (document,) = (
+        encoder_of(letters, 99, train_on="everything").encode(Conversation("a", turns)).documents
+    )
+    trained = letters.decode(document.tokens[document.loss_mask.astype(bool)])
+    assert "".join(trained.split()) == "QQCC"
+    answers = [replace(turn, train=turn.role == "assistant" and not turn.train) for turn in turns]
+    (excluded,) = encoder_of(letters, 99).encode(Conversation("a", tuple(answers))).documents
+    both = document.loss_mask & excluded.loss_mask
+    assert not both.any() and excluded.loss_mask.any()
 
 
 def pair(chosen, rejected, prompt="PROMPT"):
@@ -285,7 +343,7 @@ def pair(chosen, rejected, prompt="PROMPT"):
 
 
 def test_a_pair_is_one_document_with_the_chosen_completion_first(letters):
-    encoded = Encoder(("tokenizer",), letters, 99).encode(pair("YES", "NO"))
+    encoded = encoder_of(letters, 99).encode(pair("YES", "NO"))
     (document,) = encoded.documents
     ids = document.tokens
     first, second = ids[: document.chosen], ids[document.chosen :]
@@ -298,12 +356,12 @@ def test_a_pair_is_one_document_with_the_chosen_completion_first(letters):
 
 def test_a_pair_that_is_too_long_is_dropped_or_loses_the_start_of_its_prompt(letters):
     """At least one token of the prompt stays: it predicts the completion's first."""
-    (whole,) = Encoder(("tokenizer",), letters, 99).encode(pair("YES", "NO")).documents
+    (whole,) = encoder_of(letters, 99).encode(pair("YES", "NO")).documents
     length = len(whole.tokens)
     prompt = int(whole.loss_mask.argmax())
-    fits = Encoder(("tokenizer",), letters, length).encode(pair("YES", "NO"))
-    assert len(fits.documents) == 1 and not fits.changes
-    too_long = Encoder(("tokenizer",), letters, length - 1).encode(pair("YES", "NO"))
+    fits = encoder_of(letters, length).encode(pair("YES", "NO"))
+    assert len(fits.documents) == 1 and fits.changes == {NO_END}
+    too_long = encoder_of(letters, length - 1).encode(pair("YES", "NO"))
     assert not too_long.documents and too_long.drop_reason == LONG_PAIR
     for context, cut in (
         (length - 1, 1),
@@ -312,22 +370,20 @@ def test_a_pair_that_is_too_long_is_dropped_or_loses_the_start_of_its_prompt(let
         (length - 2 * (prompt - 1), prompt - 1),
         (length - 2 * prompt + 1, None),
     ):
-        encoded = Encoder(("tokenizer",), letters, context, cut_prompts=True).encode(
-            pair("YES", "NO")
-        )
+        encoded = encoder_of(letters, context, cut_prompts=True).encode(pair("YES", "NO"))
         if cut is None:
             assert encoded.drop_reason == LONG_PAIR
             continue
         (document,) = encoded.documents
         kept = np.delete(whole.tokens, [*range(cut), *range(whole.chosen, whole.chosen + cut)])
-        assert document.tokens.tolist() == kept.tolist() and encoded.changes == {CUT_PROMPT}
+        assert document.tokens.tolist() == kept.tolist() and encoded.changes == {CUT_PROMPT, NO_END}
         assert document.chosen == whole.chosen - cut and document.loss_mask.sum() == (
             whole.loss_mask.sum()
         )
 
 
 def test_unpaired_losses_get_one_document_per_labelled_completion(letters):
-    encoder = Encoder(("tokenizer",), letters, 99, unpaired=True)
+    encoder = encoder_of(letters, 99, unpaired=True)
     documents = encoder.encode(pair("YES", "NO")).documents
     assert [(text_of(letters, d).strip(), d.label, d.chosen) for d in documents] == [
         ("PROMPTYES", 1, 0),
@@ -337,7 +393,7 @@ def test_unpaired_losses_get_one_document_per_labelled_completion(letters):
     for record, label in ((liked, 1), (replace(liked, desirable=False), 0)):
         (document,) = encoder.encode(record).documents
         assert document.label == label
-    refused = Encoder(("tokenizer",), letters, 99).encode(liked)
+    refused = encoder_of(letters, 99).encode(liked)
     assert not refused.documents and refused.drop_reason == NOT_PAIRED
 
 
@@ -345,13 +401,13 @@ def test_a_completion_that_the_template_omits_has_no_target(letters):
     letters.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    encoded = Encoder(("tokenizer",), letters, 99).encode(pair("YES", "NO"))
+    encoded = encoder_of(letters, 99).encode(pair("YES", "NO"))
     assert not encoded.documents and encoded.drop_reason
 
 
 def test_several_processes_encode_in_order_like_one_process(tiny):
     records = [Text(str(i), f"text {i} " * (1 + i % 5)) for i in range(5 * BATCH + 3)]
-    encoder = Encoder(("plain",), tiny, 16)
+    encoder = Encoder(Source("", "text"), tiny, EncodingRules(16))
     one, two = (list(encode_all(encoder, iter(records), processes)) for processes in (1, 2))
     assert [record for record, _ in two] == records
     assert [pieces(encoded) for _, encoded in two] == [pieces(encoded) for _, encoded in one]
@@ -361,14 +417,14 @@ def test_several_processes_encode_in_order_like_one_process(tiny):
 def test_content_that_a_template_omits_is_reported(letters):
     """Reasoning, which the letters' template does not write, in whole and split conversations and
     in pairs."""
-    left_out = {"reasoning left out: the template cannot write it"}
+    left_out = {"reasoning left out: the template cannot write it", NO_END}
     turns = talk("QQQ", "AAA", "BBB", "CCC")
     thought = (*turns[:3], replace(turns[3], reasoning="Why."))
     for context, expected in ((99, left_out), (8, left_out | {SPLIT})):
-        encoder = Encoder(("tokenizer",), letters, context)
+        encoder = encoder_of(letters, context)
         assert encoder.encode(Conversation("a", thought)).changes == expected
     conversation = Conversation("a", (turns[0], replace(turns[1], reasoning="Why.")))
     plain = Conversation("a", (turns[0], replace(turns[1], content="NO")))
     for chosen, rejected in ((conversation, plain), (plain, conversation)):
         pair = Preference("a", chosen, rejected)
-        assert Encoder(("tokenizer",), letters, 99).encode(pair).changes == left_out
+        assert encoder_of(letters, 99).encode(pair).changes == left_out

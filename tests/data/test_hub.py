@@ -12,10 +12,11 @@ import pytest
 
 from data import hub as data_hub
 from data import source_files
+from data.encode import EncodingRules
 from data.errors import UserError
 from data.prepare import prepare
 from data.report import Report
-from data.sources import Source, read
+from data.sources import Source, Sources, read
 from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 from tests.data.loopback import HubHandler
@@ -199,11 +200,10 @@ def test_the_report_warns_of_evaluation_splits(hub, monkeypatch, tmp_path):
         (own / name).write_bytes(FILES["train.jsonl"])
     source = Source("hf://datasets/me/chats")
     prepared = prepare(
-        [source, Source(str(own))],
+        Sources((source, Source(str(own))), held_out=(source,)),
         Tokenizer.load(REPOSITORY / "data/fixtures/tiny_tokenizer"),
-        64,
+        EncodingRules(64),
         tmp_path / "prepared",
-        held_out_sources=[source],
         progress=False,
     )
     names = ", ".join(f"test-{number}.jsonl" for number in range(5))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data import index
 from data.errors import UserError
-from data.index import NewIndex, StoredIndex, check_count
+from data.index import IndexEntry, NewIndex, StoredIndex, check_count
 
 NAMES = ["length", "trained", "source", "held_out", "chosen", "chosen_trained", "label", "shared"]
 ROW = st.tuples(*[st.integers(-(2**31), 2**31 - 1)] * len(NAMES))
@@ -24,10 +24,10 @@ def test_an_index_is_the_file_that_numpy_writes(rows, more, block):
         folder = Path(scratch)
         part, whole = NewIndex(folder), NewIndex(folder)
         for number, row in enumerate(more):
-            assert part.add(*row) == number
+            assert part.add(IndexEntry(*row)) == number
         part.write(folder / "part.npz")
         for row in rows:
-            whole.add(*row)
+            whole.add(IndexEntry(*row))
         whole.extend(folder / "part.npz")
         whole.write(folder / "whole.npz", '{"a file": 1}')
         table = np.array(rows + more, np.int32).reshape(-1, len(NAMES))

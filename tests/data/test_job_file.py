@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from data.clean import CleanConfig
+from data.encode import EncodingRules
 from data.errors import UserError
 from data.job import Job
 from data.job_file import job_bytes, read_job
-from data.sources import Source
+from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 
 TOKENIZER = Path(__file__).parents[2] / "data/fixtures/tiny_tokenizer"
@@ -28,7 +29,7 @@ def job() -> Job:
         .with_template_date(datetime(2026, 2, 3))
         .with_template_kwargs({"enable_thinking": False, "depth": [1, {"a": None}]})
     )
-    sources = [
+    chats, books = (
         Source(
             "gs://bucket/chats",
             template="chatml",
@@ -37,20 +38,16 @@ def job() -> Job:
             left_out=("gs://bucket/chats/prepared",),
         ),
         Source("/books", format="text", add_bos=True, control_tokens=True),
-    ]
-    clean = CleanConfig(html="always", near_duplicates=0.8, languages=("en", "de"))
-    return Job(
-        sources=sources,
-        train_sources=1,
-        tokenizer=tokenizer,
-        context_length=4096,
-        held_out_fraction=0.25,
-        clean=clean,
+    )
+    rules = EncodingRules(
+        4096,
+        clean=CleanConfig(html="always", near_duplicates=0.8, languages=("en", "de")),
         train_on="last",
         cut_prompts=True,
         unpaired=True,
         share_prompts=True,
     )
+    return Job(Sources((chats,), (books,), held_out_fraction=0.25), tokenizer, rules)
 
 
 def test_a_job_is_read_as_it_was_written(job):
@@ -72,8 +69,9 @@ def _changed(job: Job, **changes) -> bytes:
     "changes",
     [
         {"sources": None},
-        {"clean": {"languages": []}, "unknown": 1},
-        {"clean": {"html": "never"}},
+        {"sources": {"train": []}},
+        {"unknown": 1},
+        {"rules": {"context_length": 64, "clean": {"html": "never"}}},
         {"tokenizer": []},
         {"tokenizer": {"files": {"tokenizer.json": "%"}}},
     ],

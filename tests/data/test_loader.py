@@ -7,6 +7,7 @@ import pickle
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime
 
 import numpy as np
@@ -15,19 +16,19 @@ import pytest
 from data import packing
 from data.batch import permute
 from data.clean import CleanConfig
-from data.encode import Encoder
+from data.encode import Encoder, EncodingRules
 from data.errors import UserError
 from data.loader import Loader
 from data.prepare import prepare
 from data.report import Report
-from data.sources import Source, read
+from data.sources import Source, Sources, read
 from data.templates import render
 from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 
 FIXTURES = REPOSITORY / "data/fixtures"
 LENGTH = 64  # shorter than most conversations, so that documents are cut
-OPTIONS = {"held_out_fraction": 0.2, "clean": CleanConfig(split=False), "progress": False}
+RULES = EncodingRules(LENGTH, clean=CleanConfig(split=False))
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +44,18 @@ def small(tmp_path_factory):
     return path
 
 
+def _prepared(source, tokenizer, folder, length=LENGTH):
+    return prepare(Sources((source,)), tokenizer, EncodingRules(length), folder, progress=False)
+
+
+def _with_a_fifth_held_out(path, **options):
+    return Sources((Source(str(path), **options),), held_out_fraction=0.2)
+
+
 @pytest.fixture(scope="module")
 def prepared(small, tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
-    return prepare([Source(str(small))], tokenizer, LENGTH, folder, **OPTIONS)
+    return prepare(_with_a_fifth_held_out(small), tokenizer, RULES, folder, progress=False)
 
 
 def test_documents_match_rendered_conversations_and_splits_are_disjoint(prepared, small, tokenizer):
@@ -157,13 +166,8 @@ def test_one_epoch_of_held_out_counts_each_target_once(prepared):
 
 def test_a_sources_weight_does_not_affect_evaluation(prepared, small, tokenizer):
     for weight in (0.01, 2.5):
-        weighted = prepare(
-            [Source(str(small), weight=weight)],
-            tokenizer,
-            LENGTH,
-            prepared.folder.parent,
-            **OPTIONS,
-        )
+        sources = _with_a_fifth_held_out(small, weight=weight)
+        weighted = prepare(sources, tokenizer, RULES, prepared.folder.parent, progress=False)
         batches = Loader(weighted, LENGTH, 5, seed=0, split="held_out").epoch_batches()
         assert (
             sum(batch["loss_weights"].sum() for batch in batches) == prepared.held_out.trained.sum()
@@ -178,7 +182,9 @@ def test_a_prepared_folder_is_reused_for_equal_content_and_not_after_any_change(
     stamp = (prepared.folder / "index.npz").stat().st_mtime_ns
     moved = tmp_path / "elsewhere.json"
     shutil.copy(small, moved)
-    same = prepare([Source(str(moved), weight=2.0)], tokenizer, LENGTH, folder, **OPTIONS)
+    same = prepare(
+        _with_a_fifth_held_out(moved, weight=2.0), tokenizer, RULES, folder, progress=False
+    )
     assert (
         same.folder == prepared.folder and (same.folder / "index.npz").stat().st_mtime_ns == stamp
     )
@@ -186,15 +192,15 @@ def test_a_prepared_folder_is_reused_for_equal_content_and_not_after_any_change(
         same.report.sources[0].path == str(moved) and same.report.kept == prepared.report.kept == 60
     )
     moved.write_text(moved.read_text().replace("Tell me", "Say"))
+    sources = _with_a_fifth_held_out(small)
     changed = [
-        prepare([Source(str(moved))], tokenizer, LENGTH, folder, **OPTIONS),
-        prepare([Source(str(small))], tokenizer, LENGTH + 1, folder, **OPTIONS),
-        prepare(
-            [Source(str(small))], tokenizer, LENGTH, folder, **{**OPTIONS, "held_out_fraction": 0.0}
-        ),
-        prepare(
-            [Source(str(small))], tokenizer, LENGTH, folder, **{**OPTIONS, "clean": CleanConfig()}
-        ),
+        prepare(other_sources, tokenizer, rules, folder, progress=False)
+        for other_sources, rules in (
+            (_with_a_fifth_held_out(moved), RULES),
+            (sources, replace(RULES, context_length=LENGTH + 1)),
+            (replace(sources, held_out_fraction=0.0), RULES),
+            (sources, replace(RULES, clean=CleanConfig())),
+        )
     ]
     assert len({prepared.folder, *(c.folder for c in changed)}) == 5
     assert not list(folder.glob(".*")), "an incomplete folder is left"
@@ -209,11 +215,11 @@ def test_the_date_affects_the_folder_only_if_the_template_writes_it(small, token
         template = "tokenizer" if name == "writes it" else "vicuna_v1.1"
         folders[name] = {
             prepare(
-                [Source(str(small), template=template)],
+                _with_a_fifth_held_out(small, template=template),
                 dated.with_template_date(date),
-                LENGTH,
+                RULES,
                 tmp_path / "prepared",
-                **OPTIONS,
+                progress=False,
             ).folder
             for date in (datetime(2024, 3, 4), datetime(2025, 3, 4))
         }
@@ -221,20 +227,26 @@ def test_the_date_affects_the_folder_only_if_the_template_writes_it(small, token
 
 
 def test_data_prepared_by_another_process_open_without_their_sources(prepared, tokenizer, tmp_path):
-    missing, folder = [Source(str(tmp_path / "gone.json"))], prepared.folder
-    opened = prepare(missing, tokenizer, LENGTH, folder.parent, **OPTIONS, key=folder.name)
+    missing, folder = _with_a_fifth_held_out(tmp_path / "gone.json"), prepared.folder
+    opened = prepare(missing, tokenizer, RULES, folder.parent, key=folder.name)
     assert opened.folder == folder and opened.train.fingerprint == prepared.train.fingerprint
     np.testing.assert_array_equal(opened.train[3].tokens, prepared.train[3].tokens)
     with pytest.raises(UserError, match=rf"{tmp_path}/{folder.name}: not found on this machine"):
-        prepare(missing, tokenizer, LENGTH, tmp_path, **OPTIONS, key=folder.name)
+        prepare(missing, tokenizer, RULES, tmp_path, key=folder.name)
 
 
 def test_held_out_sources_are_separate_and_epochs_have_their_own_lengths(
     small, tokenizer, tmp_path
 ):
-    sources = [Source(str(small)), Source(str(FIXTURES / "dirty.json"), weight=0.5)]
-    held_out = [Source(str(FIXTURES / "conversations_held_out.json"))]
-    made = prepare(sources, tokenizer, 512, tmp_path, held_out_sources=held_out, progress=False)
+    sources = (Source(str(small)), Source(str(FIXTURES / "dirty.json"), weight=0.5))
+    held_out = (Source(str(FIXTURES / "conversations_held_out.json")),)
+    made = prepare(
+        Sources(sources, held_out),
+        tokenizer,
+        EncodingRules(512),
+        tmp_path,
+        progress=False,
+    )
     assert (
         set(made.held_out.sources) == {2}
         and set(made.train.sources) == {0, 1}
@@ -253,9 +265,7 @@ def test_held_out_sources_are_separate_and_epochs_have_their_own_lengths(
 def test_concurrent_threads_get_the_same_rows_and_compute_each_plan_once(
     small, tokenizer, tmp_path, weight, monkeypatch
 ):
-    prepared = prepare(
-        [Source(str(small), weight=weight)], tokenizer, LENGTH, tmp_path, progress=False
-    )
+    prepared = _prepared(Source(str(small), weight=weight), tokenizer, tmp_path)
     plans = [
         packing.plan(prepared.train.lengths, LENGTH, 0, epoch, prepared.train.weights)
         for epoch in range(3)
@@ -294,7 +304,7 @@ def test_long_conversations_are_split_between_exchanges(tokenizer, tmp_path):
     path.write_text(
         json.dumps([{"conversations": [{"from": "system", "value": "Be brief."}, *turns]}])
     )
-    prepared = prepare([Source(str(path))], tokenizer, 128, tmp_path / "prepared", progress=False)
+    prepared = _prepared(Source(str(path)), tokenizer, tmp_path / "prepared", 128)
     texts = [tokenizer.decode(document.tokens) for document in _documents(prepared.train)]
     assert len(texts) >= 3 and all(text.startswith("Be brief. USER: Question") for text in texts)
     assert (
@@ -308,7 +318,11 @@ def test_long_conversations_are_split_between_exchanges(tokenizer, tmp_path):
         "white space at the ends of a turn removed": 1,
     }
     last = prepare(
-        [Source(str(path))], tokenizer, 128, tmp_path / "prepared", train_on="last", progress=False
+        Sources((Source(str(path)),)),
+        tokenizer,
+        EncodingRules(128, train_on="last"),
+        tmp_path / "prepared",
+        progress=False,
     )
     [document] = _documents(last.train)
     trained = tokenizer.decode(document.tokens[document.loss_mask])
@@ -329,7 +343,13 @@ def test_texts_and_tokens_are_prepared(small, tokenizer, tmp_path):
         Source(str(tmp_path / "book.txt"), "text"),
         Source(str(tmp_path / "ready.json"), "tokens"),
     ]
-    prepared = prepare(sources, tokenizer, LENGTH, tmp_path / "prepared", progress=False)
+    prepared = prepare(
+        Sources(tuple(sources)),
+        tokenizer,
+        EncodingRules(LENGTH),
+        tmp_path / "prepared",
+        progress=False,
+    )
     documents = _documents(prepared.train)
     ids = np.concatenate([document.tokens for document in documents if document.source == 1])
     assert ids.tolist() == [*tokenizer.encode(book), tokenizer.eos_id]
@@ -361,7 +381,7 @@ def test_one_process_is_started_per_usable_core(small, tokenizer, tmp_path, monk
     )
     os.sched_setaffinity(0, {min(cores)})
     try:
-        prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, progress=False)
+        _prepared(Source(str(small)), tokenizer, tmp_path)
     finally:
         os.sched_setaffinity(0, cores)
     assert started == [1]
@@ -373,7 +393,7 @@ def test_several_processes_write_the_same_data_as_one(small, name, tmp_path, mon
     thought = [{"from": "human", "value": "?</s>"}, {"from": "gpt", "value": "<think> Hm."}]
     (tmp_path / "thought.json").write_text(json.dumps([{"conversations": thought}]))
     paths = (small, FIXTURES / "dirty.json", tmp_path / "thought.json")
-    sources = [Source(str(path), template="vicuna_v1.1") for path in paths]
+    sources = Sources(tuple(Source(str(path), template="vicuna_v1.1") for path in paths))
     made = {}
     for min_bytes in (1 << 30, 1):
         monkeypatch.setattr("data.job.WORTH_PROCESSES", min_bytes)
@@ -381,7 +401,11 @@ def test_several_processes_write_the_same_data_as_one(small, name, tmp_path, mon
             Tokenizer.load(FIXTURES / name).with_controls(["<think>"]).with_text_tokens(["<think>"])
         )
         made[min_bytes] = prepare(
-            sources, tokenizer, LENGTH, tmp_path / str(min_bytes), progress=False
+            sources,
+            tokenizer,
+            EncodingRules(LENGTH),
+            tmp_path / str(min_bytes),
+            progress=False,
         )
     single, several = made.values()
     assert [
@@ -410,7 +434,7 @@ def test_the_same_bytes_under_another_kind_of_name_are_prepared_again(tokenizer,
     for name in ("rows.csv", "rows.tsv", "rows.txt", "README.md"):
         (tmp_path / name).write_text(rows)
         source = Source(str(tmp_path / name), "text")
-        prepared = prepare([source], tokenizer, LENGTH, tmp_path / "made", held_out_fraction=0)
+        prepared = _prepared(source, tokenizer, tmp_path / "made")
         folders.add(prepared.folder)
     assert len(folders) == 4
 
@@ -423,7 +447,13 @@ def test_weights_mix_sources_and_the_mix_resumes(small, tokenizer, tmp_path):
         Source(str(small), weight=0.5),
         Source(str(tmp_path / "book.txt"), "text", weight=3.0),
     ]
-    prepared = prepare(sources, tokenizer, LENGTH, tmp_path / "prepared", progress=False)
+    prepared = prepare(
+        Sources(tuple(sources)),
+        tokenizer,
+        EncodingRules(LENGTH),
+        tmp_path / "prepared",
+        progress=False,
+    )
     loader = Loader(prepared, LENGTH, 4, seed=1)
     visits, epochs = np.zeros(2), 40
     for epoch in range(epochs):
@@ -435,9 +465,9 @@ def test_weights_mix_sources_and_the_mix_resumes(small, tokenizer, tmp_path):
         batch = next(resumed)
         assert all((batch[name] == array).all() for name, array in loader.batch(step).items())
     other = prepare(
-        [sources[0], Source(sources[1].path, "text", weight=2.0)],
+        Sources((sources[0], Source(sources[1].path, "text", weight=2.0))),
         tokenizer,
-        LENGTH,
+        EncodingRules(LENGTH),
         tmp_path / "prepared",
         progress=False,
     )
@@ -452,7 +482,7 @@ def test_only_fractional_weights_depend_on_their_rules(small, tokenizer, tmp_pat
 
     def fingerprint(weight):
         source = Source(str(small), weight=weight)
-        prepared = prepare([source], tokenizer, LENGTH, tmp_path, progress=False)
+        prepared = _prepared(source, tokenizer, tmp_path)
         return Loader(prepared, LENGTH, 4, seed=1).fingerprint
 
     before = [fingerprint(weight) for weight in (1.0, 3.0, 2.5)]
@@ -462,9 +492,7 @@ def test_only_fractional_weights_depend_on_their_rules(small, tokenizer, tmp_pat
 
 
 def test_weights_that_leave_no_document_are_refused_by_field(small, tokenizer, tmp_path):
-    prepared = prepare(
-        [Source(str(small), weight=1e-9)], tokenizer, LENGTH, tmp_path, progress=False
-    )
+    prepared = _prepared(Source(str(small), weight=1e-9), tokenizer, tmp_path)
     message = r"^data\.sources: their weights, 1e-09 to 1e-09, leave no document in 100 epochs; larger ones would work$"
     with pytest.raises(UserError, match=message):
         Loader(prepared, LENGTH, 4, seed=1).locate(0)
@@ -472,16 +500,16 @@ def test_weights_that_leave_no_document_are_refused_by_field(small, tokenizer, t
 
 def test_sources_without_documents_are_refused(small, tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"data\.sources is empty"):
-        prepare([], tokenizer, 64, tmp_path)
+        prepare(Sources(()), tokenizer, EncodingRules(64), tmp_path)
     with pytest.raises(UserError, match="no such file"):
-        prepare([Source(str(tmp_path / "none.json"))], tokenizer, 64, tmp_path)
+        _prepared(Source(str(tmp_path / "none.json")), tokenizer, tmp_path, 64)
     bad = tmp_path / "bad.json"
     bad.write_text('[{"conversations": [{"from": "gpt", "value": "alone"}]}]')
     with pytest.raises(UserError, match="1 x no human turn"):
-        prepare([Source(str(bad))], tokenizer, 64, tmp_path / "out", progress=False)
+        _prepared(Source(str(bad)), tokenizer, tmp_path / "out", 64)
     with pytest.raises(UserError, match="no document"):
         Loader(
-            prepare([Source(str(small))], tokenizer, 64, tmp_path, progress=False),
+            _prepared(Source(str(small)), tokenizer, tmp_path, 64),
             64,
             1,
             0,
@@ -516,11 +544,10 @@ def test_an_invalid_option_is_refused_by_field(
     (tmp_path / "book.txt").write_text("Once upon a time there was a word. " * 4)
     with pytest.raises(UserError, match=f"^{words}"):
         prepare(
-            [Source(str(tmp_path / "book.txt"), "text")],
+            Sources((Source(str(tmp_path / "book.txt"), "text"),), held_out_fraction=fraction),
             tokenizer,
-            context_length,
+            EncodingRules(context_length),
             tmp_path / "prepared",
-            held_out_fraction=fraction,
             progress=False,
         )
 
@@ -573,7 +600,7 @@ def test_damaged_prepared_data_are_named_and_prepared_again(
 ):
     folder = shutil.copytree(prepared.folder, tmp_path / prepared.folder.name)
     _damage(folder / name, kind)
-    again = prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, **OPTIONS)
+    again = prepare(_with_a_fifth_held_out(small), tokenizer, RULES, tmp_path, progress=False)
     warned = capfd.readouterr().err
     if (name, kind) == ("index.npz", "removed"):  # like a folder that is not complete
         assert not warned
@@ -600,7 +627,8 @@ def test_documents_damaged_after_the_start_are_named(
     content = bytearray(path.read_bytes())
     content[len(content) // 4 : len(content) // 2] = bytes(len(content) // 2 - len(content) // 4)
     path.write_bytes(content)
-    train = prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, **OPTIONS).train
+    sources = _with_a_fifth_held_out(small)
+    train = prepare(sources, tokenizer, RULES, tmp_path, progress=False).train
     with pytest.raises(
         UserError,
         match=rf"^{folder}: a document cannot be read \(.*\); if this folder is deleted, the same",
@@ -618,13 +646,7 @@ def test_an_array_of_tokens_is_streamed_and_an_invalid_one_refused_early(tokeniz
         np.save(tmp_path / f"{name}.npy", array)
     (tmp_path / "short.json").write_text(json.dumps([{"tokens": numbers[:201].tolist()}]))
     short, same = (
-        prepare(
-            [Source(str(tmp_path / name), "tokens")],
-            tokenizer,
-            50,
-            tmp_path / "prepared",
-            progress=False,
-        )
+        _prepared(Source(str(tmp_path / name), "tokens"), tokenizer, tmp_path / "prepared", 50)
         for name in ("short.npy", "short.json")
     )
     assert [document.tokens.tolist() for document in _documents(short.train)] == [
@@ -632,9 +654,10 @@ def test_an_array_of_tokens_is_streamed_and_an_invalid_one_refused_early(tokeniz
     ]
     assert short.train[0].record_id == same.train[0].record_id and len(short.train) == 4
     assert short.report.repaired == same.report.repaired == {"longer than context_length, cut": 1}
-    encoder = Encoder(("plain",), tokenizer, 1000)
+    source = Source(str(tmp_path / "long.npy"), "tokens")
+    encoder = Encoder(source, tokenizer, EncodingRules(1000))
     tracemalloc.start()
-    [record] = read(Source(str(tmp_path / "long.npy"), "tokens"), Report())
+    [record] = read(source, Report())
     documents = encoder.encode(record).documents
     assert (
         sum(len(document.tokens) for document in documents) == len(numbers)
@@ -648,13 +671,7 @@ def test_an_array_of_tokens_is_streamed_and_an_invalid_one_refused_early(tokeniz
     ):
         np.save(tmp_path / "bad.npy", bad)
         with pytest.raises(UserError, match=words):
-            prepare(
-                [Source(str(tmp_path / "bad.npy"), "tokens")],
-                tokenizer,
-                50,
-                tmp_path / "none",
-                progress=False,
-            )
+            _prepared(Source(str(tmp_path / "bad.npy"), "tokens"), tokenizer, tmp_path / "none", 50)
     assert not (tmp_path / "none").exists()
 
 
@@ -662,10 +679,8 @@ def test_prepared_data_inside_the_source_folder_are_not_read(small, tokenizer, t
     folder = tmp_path / "data"
     folder.mkdir()
     shutil.copy(small, folder / "a.json")
-    first = prepare([Source(str(folder))], tokenizer, LENGTH, folder / "prepared", progress=False)
-    again = prepare([Source(str(folder))], tokenizer, LENGTH, folder / "prepared", progress=False)
-    elsewhere = prepare(
-        [Source(str(folder))], tokenizer, LENGTH, tmp_path / "other", progress=False
-    )
+    first = _prepared(Source(str(folder)), tokenizer, folder / "prepared")
+    again = _prepared(Source(str(folder)), tokenizer, folder / "prepared")
+    elsewhere = _prepared(Source(str(folder)), tokenizer, tmp_path / "other")
     assert first.folder == again.folder and first.folder.name == elsewhere.folder.name
     assert first.report.records == 60 and not first.report.notes

@@ -11,12 +11,13 @@ import pytest
 from data import minhash, near_duplicates
 from data.clean import CleanConfig
 from data.conversation import Text
+from data.encode import EncodingRules
 from data.engine import PROCESSES
 from data.errors import UserError
 from data.job import Unit
 from data.paths import File
 from data.prepare import prepare
-from data.sources import Source
+from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 from tests.data.test_fixtures import FIXTURES
 
@@ -46,16 +47,10 @@ def tokenizer():
     return Tokenizer.load(FIXTURES / "tiny_tokenizer")
 
 
-def _prepare(path, tokenizer, folder, threshold=0.8, **options):
-    return prepare(
-        [Source(str(path), options.pop("format", "sharegpt"), template="vicuna_v1.1")],
-        tokenizer,
-        512,
-        folder,
-        clean=CleanConfig(near_duplicates=threshold),
-        progress=False,
-        **options,
-    )
+def _prepare(path, tokenizer, folder, format="sharegpt", **rules):
+    sources = Sources((Source(str(path), format, template="vicuna_v1.1"),))
+    rules = EncodingRules(512, clean=CleanConfig(near_duplicates=0.8), **rules)
+    return prepare(sources, tokenizer, rules, folder, progress=False)
 
 
 def test_recall_on_planted_pairs():

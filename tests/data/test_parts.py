@@ -8,9 +8,10 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.encode import EncodingRules
 from data.engine import Processes
 from data.prepare import prepare
-from data.sources import Source
+from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(Path(__file__).parents[2] / "data/fixtures/tiny_tokenizer")
@@ -22,9 +23,9 @@ class InParts(Processes):
     in_parts = True
 
 
-def _prepared(folder: Path, sources: list[Source], engine: Processes):
+def _prepared(folder: Path, sources: Sources, engine: Processes):
     target = folder / type(engine).__name__
-    return prepare(sources, TOKENIZER, 64, target, progress=False, engine=engine)
+    return prepare(sources, TOKENIZER, EncodingRules(64), target, progress=False, engine=engine)
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -56,7 +57,10 @@ def test_a_conversation_is_kept_in_the_first_file_of_its_source_that_has_it(numb
                 )
                 (folder / f"{source}/{file}.jsonl").write_text("\n".join(lines))
             sources.append(Source(str(folder / f"{source}"), template="vicuna_v1.1"))
-        one, parts = (_prepared(folder, sources, engine) for engine in (Processes(), InParts()))
+        one, parts = (
+            _prepared(folder, Sources(tuple(sources)), engine)
+            for engine in (Processes(), InParts())
+        )
         assert _contents(one.folder) == _contents(parts.folder)
         for files, report in zip(numbers, parts.report.sources, strict=True):
             conversations = [number for file in files for number in file]

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from data import paths, source_files, tables
+from data.encode import EncodingRules
 from data.errors import TransientError, UserError, is_transient
 from data.prepare import prepare
 from data.report import Report
-from data.sources import Source, read
+from data.sources import Source, Sources, read
 from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 
@@ -76,7 +77,11 @@ def test_paths_are_never_patterns(store, tmp_path, monkeypatch, root):
     first, again = [], []
     for documents in (first, again):
         train = prepare(
-            [Source(f"{root}/a.txt", "text")], tokenizer, 64, f"{root}/prepared", progress=False
+            Sources((Source(f"{root}/a.txt", "text"),)),
+            tokenizer,
+            EncodingRules(64),
+            f"{root}/prepared",
+            progress=False,
         ).train
         documents += [train[number].tokens.tolist() for number in range(len(train))]
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
@@ -135,14 +140,26 @@ def test_data_in_a_store_are_prepared_once(store, tmp_path, monkeypatch):
     tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
     records = json.loads((FIXTURES / "conversations.json").read_text())
     put(store, "/in/talks.json", json.dumps(records[:5]).encode())
-    sources = [Source("memory://in/talks.json")]
-    prepared = prepare(sources, tokenizer, 128, "memory://out/prepared/", progress=False)
+    sources = Sources((Source("memory://in/talks.json"),))
+    prepared = prepare(
+        sources,
+        tokenizer,
+        EncodingRules(128),
+        "memory://out/prepared/",
+        progress=False,
+    )
     assert prepared.folder.parent == tmp_path / "cache/prepared" and len(prepared.train) >= 5
     first = [prepared.train[number].tokens.tolist() for number in range(len(prepared.train))]
     assert store.isfile(f"/out/prepared/{prepared.folder.name}/index.npz")
     shutil.rmtree(tmp_path / "cache")  # as on another machine
     monkeypatch.setattr("data.prepare._build", lambda *_: pytest.fail("prepared again"))
-    again = prepare(sources, tokenizer, 128, "memory://out/prepared", progress=False)
+    again = prepare(
+        sources,
+        tokenizer,
+        EncodingRules(128),
+        "memory://out/prepared",
+        progress=False,
+    )
     assert [again.train[number].tokens.tolist() for number in range(len(again.train))] == first
     assert again.folder == tmp_path / "cache/shards" / prepared.folder.name
     assert again.report.records == 5
@@ -228,7 +245,7 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, store, kind):
     tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
     source = Source(path, template="vicuna_v1.1")
     (note,) = (
-        prepare([source], tokenizer, 64, prepared, held_out_fraction=0).report.sources[0].notes
+        prepare(Sources((source,)), tokenizer, EncodingRules(64), prepared).report.sources[0].notes
     )
     assert note.startswith(f"not read: {', '.join(unread[:5])} and 1 more; files whose names end")
     for name in read_names:

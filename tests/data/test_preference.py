@@ -6,7 +6,7 @@ import json
 import pytest
 
 from data.clean import CleanConfig, Cleaner
-from data.encode import Encoder
+from data.encode import Encoder, EncodingRules
 from data.preference import PreferenceReader
 from data.reasons import Drop
 from data.report import Report
@@ -75,10 +75,22 @@ GOOD, BAD = [ASKED, ("assistant", "This.", True)], [ASKED, ("assistant", "That."
             "chosen": "\n\nHuman: Which?\n\nAssistant: This.",
             "rejected": "\n\nHuman: Which?\n\nAssistant: That.",
         },
+        {
+            "input": {"messages": turns("Which?")},
+            "preferred_output": turns("This.", first="assistant"),
+            "non_preferred_output": turns("That.", first="assistant"),
+        },
+        {"messages": turns("Which?", "This."), "rejected_response": "That."},
+        {"messages": turns("Which?", "This."), "rejected_messages": turns("Which?", "That.")},
+        {
+            "chosen_messages": turns("Which?", "This."),
+            "rejected_messages": turns("Which?", "That."),
+        },
     ],
     ids=[
         *("texts", "question", "turns", "implicit", "repeated"),
         *("input", "capitals", "one turn", "dialogue"),
+        *("OpenAI", "ms-swift", "ms-swift's turns", "LLaMA-Factory"),
     ],
 )
 def test_every_shape_of_pairs_is_read(record):
@@ -149,6 +161,33 @@ def test_renamed_fields_system_and_tools_are_read_and_others_named():
     )
 
 
+def test_the_prompt_in_openais_form_has_tools_and_names_what_is_not_read():
+    record = {
+        "prompt": {"messages": turns("Which?"), "tools": [tool("f")], "parallel_tool_calls": True},
+        "chosen": turns("This.", first="assistant"),
+        "rejected": turns("That.", first="assistant"),
+    }
+    names = {"input": "prompt", "preferred_output": "chosen", "non_preferred_output": "rejected"}
+    for fields, mapped in ((record, {}), ({k: record[v] for k, v in names.items()}, names)):
+        pair, changes, unread = read(fields, fields=mapped)
+        assert messages_of(pair.chosen) == GOOD and messages_of(pair.rejected) == BAD
+        assert pair.chosen.tools == pair.rejected.tools == (tool("f"),) and not changes
+        (name,) = unread
+        assert name.endswith("`parallel_tool_calls`")
+
+
+def test_a_conversation_and_its_rejected_answer_may_be_long_and_have_calls():
+    """As ms-swift's: the rejected turns replace the last answer."""
+    long = turns("Why?", "So.", "Which?", "This.")
+    pair, _, unread = read({"messages": long, "rejected_response": "That."})
+    context = [("user", "Why?", False), ("assistant", "So.", False)]
+    assert messages_of(pair.chosen) == context + GOOD
+    assert messages_of(pair.rejected) == context + BAD
+    assert not unread
+    with pytest.raises(Drop, match="with a `rejected_response` that does not end"):
+        read({"messages": turns("Which?"), "rejected_response": "That."})
+
+
 def test_unread_fields_are_named_in_their_original_case():
     pair = {"Prompt": "Which?", "Query": "How?", "Chosen": "This.", "Rejected": "That."}
     labelled = {"Prompt": "Which?", "Query": "How?", "Completion": "This.", "Label": True}
@@ -207,7 +246,8 @@ def test_the_loss_of_a_pair_covers_trls_completion(tmp_path):
 
     Tokenizer.load(TINY).with_controls(["<|im_start|>", "<|im_end|>"]).save(tmp_path, CHATML)
     ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    [document] = Encoder(("tokenizer",), ours, 4096).encode(read(LONG)[0]).documents
+    encoder = Encoder(Source(""), ours, EncodingRules(4096))
+    [document] = encoder.encode(read(LONG)[0]).documents
     prompt = theirs.apply_chat_template(
         LONG["prompt"], add_generation_prompt=True, return_dict=False
     )

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import pytest
 
 from data import index
+from data.encode import EncodingRules
 from data.engine import PROCESSES, Processes
 from data.errors import UserError
 from data.prepare import prepare
-from data.sources import Source
+from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 from tests.data.test_fixtures import FIXTURES
 
@@ -24,7 +25,9 @@ class InParts(Processes):
 def _prepare(folder, target, engine):
     tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
     source = Source(str(folder), template="vicuna_v1.1")
-    return prepare([source], tokenizer, 256, target, progress=False, engine=engine)
+    return prepare(
+        Sources((source,)), tokenizer, EncodingRules(256), target, progress=False, engine=engine
+    )
 
 
 @pytest.fixture
@@ -65,5 +68,11 @@ def test_a_named_folder_missing_in_a_store_is_not_prepared(chats, tmp_path, monk
     source, target = Source(str(chats), template="vicuna_v1.1"), "memory://bucket/prepared"
     with pytest.raises(UserError, match="not found on this machine"):
         prepare(
-            [source], tokenizer, 256, target, progress=False, engine=InParts(), key="0123456789"
+            Sources((source,)),
+            tokenizer,
+            EncodingRules(256),
+            target,
+            progress=False,
+            engine=InParts(),
+            key="0123456789",
         )

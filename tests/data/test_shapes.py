@@ -405,6 +405,18 @@ def test_a_preferred_answer_of_several_turns_follows_its_prompt():
             {"question": "a", "chosen": "b", "rejected": "c"},
             r"chosen, rejected \(`format: preference` reads these\)$",
         ),
+        (
+            {"input": {"messages": []}, "preferred_output": ["b"], "non_preferred_output": ["c"]},
+            r"non_preferred_output \(`format: preference` reads these\)$",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a"}], "chosen": {}, "rejected": {}},
+            r"^no answer \(`format: preference` reads these\)$",
+        ),
+        (
+            {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite it."]},
+            "^questions without answers: `turns` next to `question_id`, as in MT-Bench$",
+        ),
         ({"messages": "hello"}, "turns that are not a list: `messages`"),
         ({"question": "a", "answer": 3}, r"not text: `answer` \(int\)$"),
         ({"question": 3.5, "answer": "a"}, r"not text: `question` \(float\)$"),
@@ -638,10 +650,10 @@ def test_unread_fields_are_counted_per_source(tmp_path):
     )
     assert "not read       399 100.00 %  record field `level`" in report.summary()
     for format, name, value in (("text", "text", "a b"), ("tokens", "tokens", [5, 6])):
-        path.write_text(json.dumps({name: value, "id": "a", "attention_mask": [1]}))
+        path.write_text(json.dumps({name: value, "id": "a", "other": [1]}))
         report = Report()
         assert len(list(read(Source(str(path), format), report))) == 1
-        assert report.sources[0].unread == {"record field `attention_mask`": 1}
+        assert report.sources[0].unread == {"record field `other`": 1}
 
 
 def test_docs_have_the_table_of_shapes():

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from data import blocks, paths, record_store
+from data.encode import EncodingRules
 from data.errors import TransientError, UserError
 from data.loader import Loader
 from data.prepare import prepare
 from data.prepared import read
 from data.shard_cache import ShardCache
-from data.sources import Source
+from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 from tests.data.test_fixtures import FIXTURES
 
@@ -42,7 +43,14 @@ def opened(tokenizer, tmp_path, monkeypatch):
     def open_on(machine, cache_gib=1.0):
         monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / machine))
         source, store = Source(str(texts), "text"), f"file://{tmp_path}/store"
-        return prepare([source], tokenizer, LENGTH, store, progress=False, cache_gib=cache_gib)
+        return prepare(
+            Sources((source,)),
+            tokenizer,
+            EncodingRules(LENGTH),
+            store,
+            progress=False,
+            cache_gib=cache_gib,
+        )
 
     return open_on, open_on("first")
 

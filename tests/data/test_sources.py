@@ -15,11 +15,12 @@ import pytest
 from pyarrow import ipc, parquet
 
 from data.clean import SETS, CleanConfig
+from data.encode import EncodingRules
 from data.errors import UserError
 from data.paths import File
 from data.prepare import prepare
 from data.report import DroppedRecord, Report, SourceReport
-from data.sources import Source, read
+from data.sources import Source, Sources, read
 from data.tables import read_table
 from data.tokenizer import Tokenizer
 
@@ -495,6 +496,48 @@ def test_every_mask_of_tokens_is_read_or_named(tmp_path, masks, trained, unread)
     assert report.sources[0].unread == {f"record field `{name}`": 1 for name in unread}
 
 
+_PACKED = "several packed documents in a record (the data before packing would work): "
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"attention_mask": [1, 1, 1, 1, 1, 1]}, slice(6)),
+        ({"attention_mask": [1, 1, 1, 1, 0, 0]}, slice(4)),
+        ({"attention_mask": [0, 0, 1, 1, 1, 1]}, slice(2, 6)),
+        ({"attention_mask": [1, 1, 1, 1, 0, 0], "position_ids": [0, 1, 2, 3, 1, 1]}, slice(4)),
+        ({"attention_mask": [1, 1, 1, 1, 0, 0], "labels": [-100, 5, 6, 7, -100, -100]}, slice(4)),
+        ({"position_ids": [0, 1, 2, 3, 4, 5], "seq_lengths": [6]}, slice(6)),
+        ({"attention_mask": [1, 1, 1, 2, 2, 2]}, f"{_PACKED}`attention_mask`"),
+        ({"position_ids": [0, 1, 2, 0, 1, 2]}, f"{_PACKED}`position_ids`"),
+        ({"seq_lengths": [3, 3]}, f"{_PACKED}`seq_lengths`"),
+        ({"position_ids": [0, 2, 3, 4, 5, 6]}, "`position_ids` other than 0, 1, 2, ..."),
+        ({"attention_mask": [1, 0, 1, 1, 1, 1]}, "`attention_mask` with a gap between tokens"),
+        ({"attention_mask": [0, 0, 0, 0, 0, 0]}, "`attention_mask` without a token"),
+        ({"attention_mask": [1, 1]}, "`attention_mask` that does not match the tokens"),
+    ],
+)
+def test_padding_and_packing_of_tokens_are_read_as_by_transformers(tmp_path, fields, kept):
+    """Its collator sets the labels of padding to -100; a model attends to no padding, nor to
+    another document of a packed record."""
+    ids = [4, 5, 6, 7, 8, 9]
+    padding = [i for i, x in enumerate(fields.get("attention_mask", ())) if x == 0]
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps([{"input_ids": [1, 2, 3]}, {"input_ids": ids, **fields}]))
+    items, report = _read(path, format="tokens")
+    (source,) = report.sources
+    if isinstance(kept, str):
+        assert report.dropped == {kept: 1}
+        return
+    labels = np.array(fields.get("labels", ids))
+    labels[padding] = -100
+    assert items[1].tokens.tolist() == ids[kept]
+    assert items[1].loss_mask.tolist() == (labels != -100)[kept].tolist()
+    assert not source.unread
+    expected = {"padding cut off, by `attention_mask`": 1} if padding else {}
+    assert source.repaired == expected
+
+
 def test_names_of_a_texts_fields_are_not_case_sensitive(tmp_path):
     path = tmp_path / "texts.json"
     path.write_text(json.dumps([{"Text": "One", "Label": 3}, {"PROMPT": "T", "Completion": "wo"}]))
@@ -679,7 +722,13 @@ def test_dropped_records_are_listed_with_file_and_line(tmp_path, monkeypatch):
     monkeypatch.setattr("data.report.LONGEST_CONTENT", 400)
 
     def listed(name):
-        prepared = prepare([Source(str(folder))], tokenizer, 64, tmp_path / name, progress=False)
+        prepared = prepare(
+            Sources((Source(str(folder)),)),
+            tokenizer,
+            EncodingRules(64),
+            tmp_path / name,
+            progress=False,
+        )
         dropped = [
             json.loads(line) for line in prepared.report.dropped_file.read_text().splitlines()
         ]

@@ -7,7 +7,7 @@ import pytest
 
 from data.clean import Cleaner
 from data.conversation import Conversation, Message, Text, with_last_answer_trained
-from data.encode import Encoder
+from data.encode import Encoder, EncodingRules
 from data.reasons import Drop
 from data.report import Report
 from data.sources import Source, read
@@ -276,7 +276,7 @@ def test_calls_in_sharegpts_form_are_read(family):
         and cleaned.messages[2].tool_call_id == call["id"]
     )
     assert list(cleaned.tools) == TOOLS
-    encoded = Encoder(("tokenizer",), ours, 4096).encode(
+    encoded = Encoder(Source(""), ours, EncodingRules(4096)).encode(
         Conversation("a", cleaned.messages, tools=cleaned.tools)
     )
     [document] = encoded.documents
@@ -353,11 +353,13 @@ def test_unread_fields_around_calls_in_a_text_are_named():
 def test_templates_without_calls_refuse_them_and_omit_tools():
     tokenizer = Tokenizer.load(TINY)
     cleaned = Cleaner().clean({"messages": _talk(False, False), "tools": TOOLS})
-    encoder = Encoder(("vicuna_v1.1", "plain"), tokenizer, 4096)
-    assert "tool" in encoder.encode(Conversation("a", cleaned.messages)).drop_reason
-    assert (
-        "`tool_calls`" in encoder.encode(Conversation("a", cleaned.messages, source=1)).drop_reason
+    encoder, plain_encoder = (
+        Encoder(Source("", template=template), tokenizer, EncodingRules(4096))
+        for template in ("vicuna_v1.1", "plain")
     )
+    with_calls = Conversation("a", cleaned.messages)
+    assert "tool" in encoder.encode(with_calls).drop_reason
+    assert "`tool_calls`" in plain_encoder.encode(with_calls).drop_reason
     plain = Conversation(
         "a", (Message("user", "a"), Message("assistant", "b")), tools=cleaned.tools
     )
@@ -621,10 +623,10 @@ def test_only_the_completion_of_a_prompt_is_trained_on(tmp_path):
     )
 
     def trained(format):
-        report = Report()
-        encoder = Encoder(("plain",), tokenizer, 512)
+        report, source = Report(), Source(str(path), format, template="plain")
+        encoder = Encoder(source, tokenizer, EncodingRules(512))
         texts = []
-        for record in read(Source(str(path), format), report):
+        for record in read(source, report):
             [document] = encoder.encode(record).documents
             in_loss = document.tokens[document.loss_mask.astype(bool)]
             texts.append((tokenizer.decode(document.tokens), tokenizer.decode(in_loss)))
@@ -641,7 +643,7 @@ def test_only_the_completion_of_a_prompt_is_trained_on(tmp_path):
     ]
     assert sum(dropped.values()) == 2 and all(reason.startswith("no `text`") for reason in dropped)
     document = (
-        Encoder(("plain",), tokenizer, 512)
+        Encoder(Source("", "text"), tokenizer, EncodingRules(512))
         .encode(Text("a", "Say hello to the world, please"))
         .documents[0]
     )

@@ -5,9 +5,10 @@ import pytest
 
 from data.clean import Cleaner
 from data.conversation import Conversation
-from data.encode import Encoder
+from data.encode import Encoder, EncodingRules
 from data.reasons import Drop
 from data.roles import role_of
+from data.sources import Source
 from data.templates.alternation import order_of
 from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
@@ -28,6 +29,8 @@ def clean(*turns, **fields):
         {"reasoning": "so", "reasoning_content": "so"},
         {"content": [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "Hello."}]},
         {"content": [{"text": "so", "thought": True}, {"text": "Hello.", "thought": False}]},
+        {"content": [{"type": "reasoning", "value": "so"}, {"type": "text", "value": "Hello."}]},
+        {"content": [{"type": "thinking", "text": "so"}, {"type": "text", "content": "Hello."}]},
     ],
 )
 def test_reasoning_is_separated_from_content(more):
@@ -94,7 +97,8 @@ def test_loss_flags_and_masks_are_counted():
     assert cleaned.changes == {
         "turns left out of the loss by `loss`",
         "`weight` between 0 and 1, or above: counted as 1",
-        "a flag puts a turn that is not the assistant's into the loss: ignored",
+        "a flag puts a turn that is not the assistant's into the loss: only data.train_on: everything "
+        "does",
     }
     assert cleaned.unread == {"turn field `train`"}
     for mask in ([0, 0, 0, 1], [False, True], "[0, 0, 0, 1]", "[False, True]"):
@@ -104,6 +108,97 @@ def test_loss_flags_and_masks_are_counted():
     for mask in ([1], "1101", [1, 1, 1, None], 3):
         with pytest.raises(Drop, match="`loss_mask` does not match the turns"):
             clean(USER, ANSWER, USER, ANSWER, loss_mask=mask)
+
+
+def test_flags_of_any_turn_are_kept_for_a_loss_on_everything():
+    part = {"type": "text", "text": "Hi.", "train": False}
+    for turn in ({**USER, "train": False}, {**USER, "mask": 1}, {**USER, "content": [part]}):
+        cleaned = clean(turn, ANSWER, USER, ANSWER)
+        assert [message.train for message in cleaned.messages] == [False, True, True, True]
+        assert not cleaned.unread
+    masked = clean(USER, ANSWER, USER, ANSWER, loss_mask=[0, 1, 1, 0])
+    assert [message.train for message in masked.messages] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("name", ["loss_weight", "loss_scale"])
+def test_a_peers_weight_of_a_turn_is_a_flag(name):
+    """LLaMA-Factory's `loss_weight` and ms-swift's `loss_scale`; a user's turn has one too."""
+    cleaned = clean({**USER, name: 0.0}, {**ANSWER, name: 0.0}, USER, {**ANSWER, name: 0.5})
+    assert [turn.train for turn in cleaned.messages if turn.role == "assistant"] == [False, True]
+    assert cleaned.changes == {
+        f"turns left out of the loss by `{name}`",
+        f"`{name}` between 0 and 1, or above: counted as 1",
+    }
+    assert not cleaned.unread
+
+
+def test_flags_of_all_parts_are_the_turns():
+    parts = [{"type": "text", "text": "Hel", "train": False}, {"type": "text", "text": "lo."}]
+    parts[1]["weight"] = 0
+    cleaned = clean({**USER, "content": parts[:1]}, {**ANSWER, "content": parts}, USER, ANSWER)
+    assert [turn.train for turn in cleaned.messages if turn.role == "assistant"] == [False, True]
+    assert cleaned.changes == {
+        "parts of a content joined to one text",
+        "turns left out of the loss by `train`",
+        "turns left out of the loss by `weight`",
+    }
+    assert not cleaned.unread
+    asked = clean({**USER, "content": [{**parts[0], "train": True}]}, ANSWER)
+    assert asked.changes == {
+        "a flag puts a turn that is not the assistant's into the loss: only data.train_on: everything "
+        "does"
+    }
+
+
+FLAGGED = {"type": "text", "text": "Hello.", "train": False}
+TEXT = {"type": "text", "text": "Hi."}
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [
+        ({"content": [FLAGGED, TEXT]}, "train"),
+        ({"content": [{**TEXT, "weight": 0}, {**TEXT, "weight": 1}]}, "weight"),
+        ({"content": [{"type": "thinking", "thinking": "so", "mask": True}, TEXT]}, "mask"),
+        ({"content": [FLAGGED], "reasoning_content": "so"}, "train"),
+        (
+            {"train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}]},
+            "train_detail",
+        ),
+    ],
+)
+def test_a_flag_of_a_part_of_an_answer_drops_the_record(answer, name):
+    answer = {**ANSWER, **answer}
+    with pytest.raises(Drop, match=f"takes only a part of an answer out of the loss: `{name}`"):
+        clean(USER, answer)
+    assert not clean(USER, {**answer, "train": False}, USER, ANSWER).messages[1].train
+
+
+def test_parts_may_be_calls():
+    """As in LLaMA-Factory's own demonstrations."""
+    calls = [
+        {"type": "tool_call", "value": f'{{"name": "f", "arguments": {{"x": {x}}}}}'}
+        for x in (1, 2)
+    ]
+    parts = [{"type": "reasoning", "value": "so"}, {"type": "text", "value": "Hello."}, *calls]
+    results = [{"role": "tool", "content": [{"type": "text", "value": "[4]"}]}] * 2
+    messages = clean(USER, {**ANSWER, "content": parts}, *results, ANSWER).messages
+    assert (messages[1].reasoning, messages[1].content) == ("so", "Hello.")
+    functions = [call["function"] for call in messages[1].tool_calls]
+    assert functions == [{"name": "f", "arguments": {"x": x}} for x in (1, 2)]
+    assert [turn.content for turn in messages[2:4]] == ["[4]", "[4]"]
+    with pytest.raises(Drop, match="whose text is no call in JSON"):
+        clean(USER, {**ANSWER, "content": [{"type": "tool_call", "value": "f(1)"}]})
+    with pytest.raises(Drop, match="a content part that is not text: tool_call"):
+        clean({**USER, "content": calls}, ANSWER)
+
+
+def test_a_result_that_is_a_list_of_values_stays_json():
+    result = {"role": "tool", "content": [{"value": "4"}, {"content": "5"}]}
+    call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
+    assert clean(USER, call, result, ANSWER).messages[2].content == (
+        '[{"value": "4"}, {"content": "5"}]'
+    )
 
 
 THOUGHT = {"role": "thought", "content": "so"}
@@ -162,6 +257,8 @@ def test_an_unknown_role_and_part_are_named():
         clean(USER, {"role": "narrator", "content": "x"})
     with pytest.raises(Drop, match="a content part that is not text: image_url"):
         clean({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, ANSWER)
+    with pytest.raises(Drop, match="a content part without a text: it has the fields type, ref"):
+        clean({"role": "user", "content": [{"type": "text", "ref": "a", "text": None}]}, ANSWER)
 
 
 @pytest.mark.parametrize(
@@ -215,9 +312,8 @@ def test_any_order_is_kept_if_the_template_can_write_it(turns, roles):
     tokenizer = Tokenizer.load(REPOSITORY / "data/fixtures/tiny_tokenizer").with_controls(
         ["<|im_start|>", "<|im_end|>"]
     )
-    [document] = (
-        Encoder(("chatml",), tokenizer, 512).encode(Conversation("a", cleaned.messages)).documents
-    )
+    encoder = Encoder(Source("", template="chatml"), tokenizer, EncodingRules(512))
+    [document] = encoder.encode(Conversation("a", cleaned.messages)).documents
     assert tokenizer.decode(document.tokens, skip_special=False).count("<|im_start|>") == len(roles)
     alternating = Cleaner(order="alternating")
     if roles[0] == "assistant":

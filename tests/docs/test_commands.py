@@ -1,7 +1,7 @@
 """Every command on the pages is executed here, tested by a test named here, or listed here with the
 reason why not.
 
-A new command on README.md, ARCHITECTURE.md or a page of docs/ needs an entry in one of EXECUTED,
+A new command on one of PAGES needs an entry in one of EXECUTED,
 EXECUTED_SLOWLY, TESTED and NOT_RUN; an entry whose command is no longer on a page is an error too.
 """
 
@@ -26,6 +26,7 @@ PAGES = [
     ROOT / "ARCHITECTURE.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "docs" / "notes" / "robustness.md",
 ]
 PROGRAMS = (
     "make ",
@@ -82,7 +83,8 @@ TESTED = {
         "python -m scripts.make_smollm2 DIR",
     ],
     "tests/trainer/test_pretrained.py": [
-        "python train.py --config configs/sharegpt_smollm2.yaml --model.path HuggingFaceTB/SmolLM2-135M-Instruct --data.path YOUR_SHAREGPT.json",
+        "python train.py --config configs/sharegpt_smollm2.yaml --model.path HuggingFaceTB/SmolLM2-135M-Instruct "
+        "--data.path data/fixtures/conversations.json",
         "python train.py --config configs/qwen3_8b_128k_h100.yaml --model.path ~/models/Qwen3-8B --data.path YOUR_SHAREGPT.json",
         "python train.py --config my_recipe.yaml --model.path HF_DIR --data.path FILE.json",
         "python train.py --config RECIPE.yaml",

@@ -17,7 +17,7 @@ from tests.fixtures.make_run import RECIPE
 # class.
 PASSED = {
     "trainer/entry.py",
-    "model/memory/remat.py",
+    "model/runners/remat.py",
     "model/attention/kernels/kernel.py",
 }
 

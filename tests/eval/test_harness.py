@@ -26,7 +26,8 @@ def opened(hf_model):
 
 def open_model(folder):
     parser = argparse.ArgumentParser()
-    runner.add_flags(parser)
+    runner.add_evaluation_options(parser)
+    runner.add_generation_options(parser)
     flags = [
         "--checkpoint",
         str(folder),

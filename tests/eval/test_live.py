@@ -328,6 +328,7 @@ def test_lengths_for_which_the_model_has_no_positions(
     objective = TextObjective(config, abstract_mesh(config.mesh))
     capsys.readouterr()
     measured = live.measured_names(config, objective, None)
+    assert set(measured.values()) == {0}
     longest = max(map(int, objective.prepared.train.lengths))
     assert [int(name.rpartition("/")[2]) for name in measured] == [
         tokens or longest for tokens in expected

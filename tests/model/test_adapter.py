@@ -32,12 +32,14 @@ def loss_and_gradients(model, batch, params=None):
     frozen = {name: x for name, x in params.items() if model.parameters[name].frozen}
     generator = np.random.default_rng(0)
     unpadded = {
-        name: tuple(map(slice, model.own_shapes[name])) for name in params if name not in frozen
+        name: tuple(map(slice, model.unpadded_shapes[name]))
+        for name in params
+        if name not in frozen
     }
 
     def perturbed(name, x):
         noise = np.zeros(x.shape, np.float32)
-        noise[unpadded[name]] = 0.05 * generator.normal(size=model.own_shapes[name])
+        noise[unpadded[name]] = 0.05 * generator.normal(size=model.unpadded_shapes[name])
         return jax.device_put(x + noise, x.sharding)
 
     trained = {name: perturbed(name, params[name]) for name in unpadded}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model import declarations, modules
+from model import modules, parameter_declarations
 from model.attention.layout import permutation
 from model.feedforward import FeedForward
 from model.language_model import LanguageModel
@@ -52,9 +52,9 @@ class RoutedLlama(LanguageModel):
 def routed_layers(monkeypatch):
     """Builds layers with the routed feed-forward."""
     monkeypatch.setattr(modules, "FeedForward", RoutedFeedForward)
-    declarations._layer_module.cache_clear()
+    parameter_declarations._layer_module.cache_clear()
     yield
-    declarations._layer_module.cache_clear()
+    parameter_declarations._layer_module.cache_clear()
 
 
 def by_formula(params, batch):
@@ -190,6 +190,6 @@ def test_metrics_report_auxiliary_losses_by_name():
 
 def test_dense_layers_have_no_auxiliary_losses(monkeypatch):
     monkeypatch.undo()
-    declarations._layer_module.cache_clear()
+    parameter_declarations._layer_module.cache_clear()
     batch, model = packed_batch(CONFIG, ROWS, LENGTH), llama(CONFIG)
     assert model.loss(model.init(0), batch).auxiliary == {}

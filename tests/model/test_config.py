@@ -185,6 +185,7 @@ def test_all_spellings_of_rope_are_read():
         ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "50.0"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"pretraining_tp": 2}, ["pretraining_tp", "2", "1"]),
+        ({"attention_dropout": 0.1}, ["attention_dropout", "0.1", "set it to 0"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         (
             {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},

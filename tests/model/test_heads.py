@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.declarations import declare
+from model.parameter_declarations import declare
 from tests.errors import within
 from tests.model.attention.jaxprs import operations
 

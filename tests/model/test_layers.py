@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model import declarations, modules
+from model import modules, parameter_declarations
 from model.feedforward import FeedForward
 from model.modules import DecoderLayer, SelfAttention
 from model.norms import RMSNorm, rms_norm
@@ -37,9 +37,9 @@ class ParallelLayer(DecoderLayer):
 @pytest.fixture(autouse=True)
 def parallel_layers(monkeypatch):
     monkeypatch.setitem(modules.LAYER_MODULES, "before", ParallelLayer)
-    declarations._layer_module.cache_clear()
+    parameter_declarations._layer_module.cache_clear()
     yield
-    declarations._layer_module.cache_clear()
+    parameter_declarations._layer_module.cache_clear()
 
 
 def by_formula(params, batch):

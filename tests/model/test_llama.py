@@ -19,9 +19,9 @@ from transformers import LlamaConfig as HFConfig
 from model.attention.kernels import get_kernel
 from model.attention.schedules import Attention2D, Balanced, Local, Ring, Ulysses
 from model.config import TransformerConfig
-from model.declarations import declare
 from model.linear import product
 from model.memory.chunked import chunked
+from model.parameter_declarations import declare
 from model.sharding import Parameter, Sharding, TensorParallel, gather
 from tests.errors import within
 from tests.smollm2 import smollm2_dir

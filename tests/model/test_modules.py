@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from model.declarations import LAYERS, declare, declare_layer, read_by
 from model.families import FAMILIES
 from model.padding import fits, logical_axes, vocabulary_axes
+from model.parameter_declarations import LAYERS, declare, declare_layer, read_by
 from model.stages import KEYS_VALUES, OUTPUT, QUERIES
 
 from .build import tiny

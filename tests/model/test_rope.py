@@ -11,9 +11,9 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from model.config import TransformerConfig
-from model.declarations import bind
 from model.dropout import TokenInfo
 from model.modules import Tokens
+from model.parameter_declarations import bind
 from model.rope import FLOAT32_LENGTH, angles, apply_rope, attention_scaling, inverse_frequencies
 from model.rope_config import RopeConfig
 from tests.errors import within

@@ -9,19 +9,20 @@ from model.attention import Mask
 from model.config import TransformerConfig
 from planning import answer
 from planning.plan import Job
+from planning.search import best_job
 from trainer.config.schema import MeshConfig
 from trainer.flops import flops_per_step, pairs_per_layer
 
 
 def test_shorter_rows_are_not_tried_when_another_plan_fits(monkeypatch):
     job = Job.of("smollm2-135m", "v5e:2x2", 8192, memory={"remat": "everything"})
-    contexts, choose = [], answer.choose
+    contexts = []
 
     def recorded(job):
         contexts.append(job.context)
-        return choose(job)
+        return best_job(job)
 
-    monkeypatch.setattr(answer, "choose", recorded)
+    monkeypatch.setattr(answer, "best_job", recorded)
     (line,) = answer.advice(job)
     assert line.startswith("fits here with mesh") and contexts == [8192]
 
@@ -31,11 +32,11 @@ def test_the_advised_number_of_devices_is_the_least_that_fits():
     job = Job.of("llama-3.1-8b", "rtx4090:1", 8192)
     assert "a row of this length fits on 2 of these devices" in list(answer.advice(job))
     two = Job.of("llama-3.1-8b", "rtx4090:2", 8192)
-    assert answer.choose(two) is not None
+    assert best_job(two).fits == "yes"
 
 
 def test_flags_of_a_plan_on_slices_name_the_axis_that_crosses_them():
-    chosen = answer.choose(Job.of("smollm2-135m", "2xv5e:4x4", 4096, batch=2))
+    chosen = best_job(Job.of("smollm2-135m", "2xv5e:4x4", 4096, batch=2)).job
     assert "--mesh fsdp=2,sequence=16,dcn.fsdp=2 " in answer.flags(chosen)
     assert "mesh fsdp 2 x sequence 16, dcn {fsdp: 2}, schedule ring" in answer.settings(chosen)
 

@@ -426,6 +426,7 @@ def test_evaluations_are_validated_as_in_training(recipe, tmp_path, capsys):
     best = ["--checkpoint.best", "lines/lines/512", "--checkpoint.best_is", "highest"]
     status, output = run_train(capsys, *words, *best, "--dry-run")
     assert status == 0 and "warning: skipped: lines: its shortest case takes" in output, output
+    assert "warning: checkpoint.best: lines/lines/512 is measured only before the first" in output
     status, output = run_train(capsys, *words, "--checkpoint.best", "lines/lines/16", "--dry-run")
     assert status == 2 and "held_out_loss_nats_per_target, held_out_target_tokens" in output
     assert "lines/lines/512" in output

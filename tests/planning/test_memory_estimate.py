@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from model.config import TransformerConfig
 from planning.machines import device_count
 from planning.memory_estimate import HIGH, HIGH_KEPT_ON_TPU, LOW, LOW_OF_ADAPTERS, estimate_memory
 from planning.memory_options import MEMORY_OPTIONS
@@ -63,6 +64,39 @@ def test_every_compiled_plan_is_within_the_estimated_range():
         assert max(ratios) > high - 0.05, "the range is wider than the plans need"
         assert min(ratios) < LOW + 0.05 or high != HIGH, "the range is wider than the plans need"
     assert all(job_of(plan).run.mesh.devices == device_count(plan["topology"]) for plan in compared)
+
+
+def test_how_many_plans_of_a_family_are_within_the_range_of_the_others(repository):
+    """The test above judges the range by the plans that it was fitted to. Here each family's plans
+    are judged by a range that covers exactly the other families': docs/planning.md says how many
+    are inside. `pytest -s` prints it by family. The few plans with adapters are left out."""
+    ratios = {}
+    for plan in (plan for plan in stored() if plan["remat"] != "everything"):
+        estimate = estimate_memory(job_of(plan))
+        family = TransformerConfig.preset(plan["model"]).family
+        ratios.setdefault(family, []).append(
+            (estimate.high_share, plan["peak_gib"] / estimate.total)
+        )
+    inside, worst = {}, 1.0
+    for family, own in ratios.items():
+        others = [pair for name in ratios if name != family for pair in ratios[name]]
+        inside[family] = 0
+        for share, ratio in own:
+            like = [other for high, other in others if high == share] or [x for _, x in others]
+            low, high = min(like), max(like)
+            inside[family] += low <= ratio <= high
+            worst = max(worst, low / ratio, ratio / high)
+    for family, count in inside.items():
+        print(f"{family}: {count} of {len(ratios[family])}")
+    plans = sum(map(len, ratios.values()))
+    sentence = (
+        f"Judged by the other model families' plans alone, {sum(inside.values())} of {plans} plans "
+        f"are inside such a range, and the farthest is {worst - 1:.0%} outside "
+        "(the estimate itself was fitted to all)."
+    )
+    print(sentence)
+    page = (repository / "docs/planning.md").read_text(encoding="utf-8")
+    assert sentence in " ".join(page.split())
 
 
 def test_every_compiled_adapter_plan_is_within_the_estimated_range():

@@ -14,18 +14,18 @@ import yaml
 from model.attention import get_kernel, get_schedule
 from model.attention.schedules.plan import Block, received
 from model.config import TransformerConfig
-from model.declarations import declare
+from model.parameter_declarations import declare
 from planning.compiled import GIB, memory
 from planning.compiled.communication import communication
 from planning.compiled.transfers import collectives
 from planning.machines import memory_gib
 from planning.parts import host_parts_gib, parts_gib
-from planning.plan import DEFAULT_RECIPE, DoesNotFit, Job, compile_step, plan
+from planning.plan import DEFAULT_RECIPE, DoesNotFit, Job, plan
 from planning.search import candidates, search
 from planning.topology import topology_devices
 from scripts.plan import main
 from scripts.plan_options import job_of, mesh_of, parser
-from tests.compiled_text import arrays_with
+from tests.compiled_text import arrays_with, compile_step
 from trainer.config.load import load
 from trainer.config.schema import MeshConfig, OptimizerConfig, TrainConfig
 from trainer.mesh import make_mesh

@@ -9,13 +9,14 @@ import jax
 import pytest
 
 from model.config import TransformerConfig
-from planning import plan
 from planning.plan import DEFAULT_RECIPE, changed, compile_run
 from scripts.benchmarks.plan_store import read_plans
 from trainer.config.data import SourceConfig
 from trainer.config.preference import PreferenceConfig
 from trainer.config.schema import AdapterConfig, MeshConfig
 from trainer.huggingface.table import hf_layout
+from trainer.mesh import make_mesh
+from trainer.objectives import objective_class
 
 LENGTH, VOCABULARY, CHUNK = 512, 1024, 32
 MODEL = TransformerConfig(
@@ -85,9 +86,10 @@ def test_the_plan_at_128k_tokens_has_no_whole_logits_and_no_reference():
 
 def test_the_planned_batch_has_the_arrays_of_training():
     run = job(loss="kto")
-    _, batch = plan.model_and_batch(run, MODEL, plan.make_mesh(run.mesh, jax.devices()[:1]))
+    mesh = make_mesh(run.mesh, jax.devices()[:1])
+    _, batch = objective_class(run).abstract_model_and_batch(run, MODEL, mesh)
     names = {"pairs", "chosen_shares", "references", "labels", "label_shares", "shared"}
     assert names <= batch.keys() and batch["references"].shape == (1, 1, 2)
     windowed = changed(run, attention={"window": 8})
-    _, batch = plan.model_and_batch(windowed, MODEL, plan.make_mesh(run.mesh, jax.devices()[:1]))
+    _, batch = objective_class(windowed).abstract_model_and_batch(windowed, MODEL, mesh)
     assert "shared" not in batch, "windows count tokens of the row, so prompts cannot be shared"

@@ -88,6 +88,8 @@ def test_a_planned_recipe_has_defaults_for_template_rate_warmup_and_steps(tmp_pa
         and kept["optimizer"] == own_values["optimizer"]
         and kept["train"]["steps"] == 50
     )
+    recorded = recipe_of(job, {"train": {"steps": 50, "epochs": 2}, "planned": ""}, None)
+    assert recorded["train"]["epochs"] == 2 and "steps" not in recorded["train"]
 
 
 def test_a_recipes_own_rope_settings_are_kept():

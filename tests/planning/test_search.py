@@ -1,12 +1,19 @@
-"""The search proposes nothing that train.py refuses."""
+"""The search proposes nothing that train.py refuses, and both commands propose the same."""
 
 import re
 
 import pytest
+import yaml
 
+from data.errors import UserError
+from planning.auto import machine_named, plan_on
+from planning.machines import topology_of
 from planning.plan import Job, check_dcn
-from planning.search import meshes, no_mesh
+from planning.search import best_job, candidates, meshes, no_mesh, policies, refusal
+from scripts import plan
 from trainer.config.checks import check
+from trainer.config.load import load
+from trainer.devices import GPU_MEMORY_SHARE
 
 
 def test_fsdp_is_at_most_the_rows_of_an_accumulation_step():
@@ -81,3 +88,84 @@ def test_the_advised_length_and_the_advised_batch_have_a_mesh(machine, length):
     )
     assert rows == 3 and meshes(job.changed(train={"batch_size": rows}))
     assert meshes(job.changed(data={"context_length": longer}))
+
+
+@pytest.fixture
+def auto_recipe(small_recipe, tmp_path):
+    """Returns a function that writes a recipe with `mesh: auto` and `memory: auto` for a model from
+    scratch, and returns its path."""
+
+    def write(model, length, rows):
+        fields = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
+        tokenizer = fields["model"].get("tokenizer") or fields["model"]["path"]
+        fields["data"]["context_length"], fields["train"]["batch_size"] = length, rows
+        fields |= {"model": {"preset": model, "tokenizer": tokenizer}}
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({**fields, "mesh": "auto", "memory": "auto"}))
+        return str(path)
+
+    return write
+
+
+QUESTIONS = {
+    "one mesh certainly fits": ("llama-3.1-8b", "8xH100", None, 131072, 8),
+    "devices of two slices": ("llama-3.1-8b", "2xv5e-8", None, 4096, 8),
+    "nothing fits": ("llama-3.1-8b", "RTX4090", None, 32768, 1),
+    "the time is unknown": ("llama-3.2-1b", "gpu", 24, 8192, 2),
+    # To these both once had different answers.
+    "the fastest mesh that may fit is not the first": ("llama-3.1-8b", "4xL40S", 8, 32768, 1),
+    "the batch may fit, and certainly does in parts": ("llama-3.1-8b", "8xH100", 24, 131072, 16),
+    "the batch fits only in parts": ("llama-3.2-1b", "RTX4090", None, 131072, 16),
+    "training refuses what certainly fits": ("smollm3-3b", "RTX4090", None, 8192, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "gpu_memory", "length", "rows"), QUESTIONS.values(), ids=QUESTIONS
+)
+def test_train_and_plan_choose_the_same(
+    model, machine, gpu_memory, length, rows, auto_recipe, capsys
+):
+    recipe = auto_recipe(model, length, rows)
+    usable = None if gpu_memory is None else GPU_MEMORY_SHARE * gpu_memory
+    topology = topology_of(machine, any_gpu=gpu_memory is not None)
+    try:
+        _, reason = plan_on(load(["--config", recipe]), machine_named(topology, usable))
+    except UserError as error:
+        reason = str(error)
+    words = ["--config", recipe, "--machine", machine, "--best"]
+    words += [] if gpu_memory is None else ["--gpu-memory", str(gpu_memory)]
+    status = plan.main(words)
+    output = capsys.readouterr().out
+    if status == 0:
+        assert reason.splitlines()[0].partition(": ")[2] == output.splitlines()[1]
+    else:
+        assert "do not fit on" in reason and "does not fit, by the estimate" in output
+
+
+def test_plan_chooses_what_a_recipe_leaves_to_the_planner(auto_recipe, tmp_path, capsys):
+    """Unless an option sets the section; the written recipe leaves nothing to it."""
+    written = str(tmp_path / "written.yaml")
+    words = ["--config", auto_recipe("llama-3.1-8b", 32768, 8), "--machine", "8xH100"]
+    assert plan.main([*words, "--write", written]) == 0
+    assert "\nmesh fsdp 8, remat " in capsys.readouterr().out
+    planned = load(["--config", written])
+    assert planned.mesh.fsdp == 8 and planned.auto == ()
+    assert plan.main([*words, "--sequence", "8", "--remat", "nothing"]) == 0
+    assert "\nmesh sequence 8, schedule ring, remat nothing" in capsys.readouterr().out
+
+
+def test_the_least_parts_of_a_batch_win_even_if_more_would_be_as_fast():
+    job = Job.of("llama-3.1-8b", "h100:8", 8192, batch=16)
+    assert best_job(job).job.run.train.accumulation == 1
+    given = job.changed(train={"accumulation": 2})
+    assert best_job(given).job.run.train.accumulation == 2
+
+
+def test_the_compiler_is_not_asked_about_what_train_refuses():
+    """26 layers in a period of 6 have no interval for offload_every_k."""
+    job = Job.of("gemma-3-1b", "h100:8", 131072)
+    refused = [each for each in policies(job) if refusal(each) is not None]
+    assert {each.run.memory.remat for each in refused} == {"offload_every_k"}
+    proposed = candidates(job)
+    assert proposed and not any(each.run.memory.policy.every_k for each in proposed)

@@ -6,9 +6,10 @@ import pytest
 
 from model.config import TransformerConfig
 from planning.compiled import memory
-from planning.plan import Job, compile_step
+from planning.plan import Job
 from planning.topology import topology_devices
 from scripts import plan
+from tests.compiled_text import compile_step
 
 ARGUMENTS = [
     "--model",

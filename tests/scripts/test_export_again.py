@@ -1,13 +1,16 @@
-"""An export that was interrupted leaves nothing, and the same command then writes all of it."""
+"""An export that was interrupted, or whose checkpoint is removed meanwhile, leaves nothing; the same
+command then writes all of it."""
 
 import errno
 import os
+import shutil
 
 import pytest
 
 from scripts import export_hf, import_hf
 from tests.soak.folders import adapters
-from trainer.huggingface import peft
+from trainer.checkpoint.commit import remove
+from trainer.huggingface import peft, write
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +41,25 @@ def test_the_remains_of_a_killed_export_are_removed(checkpoint, tmp_path):
     (tmp_path / ".hf-0123abcd" / "lock").touch()
     assert export_hf.main([str(checkpoint), str(tmp_path / "hf")]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("function", ["_one_layer", "copy_files"])
+def test_a_checkpoint_that_training_removes_meanwhile_is_not_exported_in_part(
+    checkpoint, tmp_path, monkeypatch, capsys, function
+):
+    """It was once written with zeros for the weights and without a tokenizer."""
+    folder = shutil.copytree(checkpoint, tmp_path / "run" / "checkpoints" / "11")
+    original = getattr(write, function)
+
+    def after_removal(*arguments):
+        if folder.exists():
+            remove(folder)
+        return original(*arguments)
+
+    monkeypatch.setattr(write, function, after_removal)
+    assert export_hf.main([str(folder), str(tmp_path / "hf")]) == 75
+    assert f"error: {folder}: was removed while it was read" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_an_adapter_is_written_completely_or_not_at_all(tmp_path, monkeypatch):

@@ -8,9 +8,10 @@ import numpy as np
 import yaml
 
 from data.conversation import Message
+from data.encode import EncodingRules
 from data.loader import Loader
 from data.prepare import prepare
-from data.sources import Source
+from data.sources import Source, Sources
 from data.templates import render
 from data.tokenizer import Tokenizer
 from scripts import inspect_data as inspect
@@ -36,7 +37,11 @@ def write(folder):
 def test_a_row_reads_as_its_conversations_and_only_answers_are_coloured(tmp_path):
     tokenizer = Tokenizer.load(TINY)
     made = prepare(
-        [Source(str(write(tmp_path)))], tokenizer, 512, tmp_path / "prepared", progress=False
+        Sources((Source(str(write(tmp_path))),)),
+        tokenizer,
+        EncodingRules(512),
+        tmp_path / "prepared",
+        progress=False,
     )
     [text] = [inspect.row_text(Loader(made, 512, 1, 0).row(0), tokenizer, 512)]
     coloured = sorted(

@@ -5,7 +5,7 @@ Each case is made from its seed alone, so that a range of seeds can be run again
 holds when the attacked code gives the same result as without the attack, or one line of error that
 names the file or the field. Counts and the seeds that failed go to .cache/soak/attacks/CLASS.json,
 to which another range of seeds is added; `--record` writes the table of all classes to
-docs/results/robustness.json and docs/robustness.md.
+docs/results/robustness.json and docs/notes/robustness.md.
 """
 
 import argparse

@@ -18,9 +18,10 @@ import tempfile
 import time
 
 from data.clean import CleanConfig
+from data.encode import EncodingRules
 from data.engine import PROCESSES
 from data.prepare import prepare
-from data.sources import Source
+from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -28,14 +29,15 @@ FIXTURES = ROOT / "data/fixtures"
 FILES, LONGEST = 8, 600  # seconds that a preparation may take
 
 
-def sources(folder: pathlib.Path) -> list[Source]:
+def sources(folder: pathlib.Path) -> Sources:
     """Writes conversations to files, some of which share them; returns the files as a source."""
     chats = json.loads((FIXTURES / "conversations.json").read_text(encoding="utf-8"))
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(FILES):
         part = chats[number * 20 : number * 20 + 60]
         (folder / f"{number}.json").write_text(json.dumps(part), encoding="utf-8")
-    return [Source(str(folder)), Source(str(FIXTURES / "dirty.json"), template="vicuna_v1.1")]
+    dirty = Source(str(FIXTURES / "dirty.json"), template="vicuna_v1.1")
+    return Sources((Source(str(folder)), dirty))
 
 
 def make(base: pathlib.Path, name: str, address: str | None = None) -> pathlib.Path:
@@ -47,9 +49,8 @@ def make(base: pathlib.Path, name: str, address: str | None = None) -> pathlib.P
     made = prepare(
         sources(base / "in"),
         Tokenizer.load(FIXTURES / "tiny_tokenizer"),
-        256,
+        EncodingRules(256, clean=CleanConfig(near_duplicates=0.8)),
         base / name,
-        clean=CleanConfig(near_duplicates=0.8),
         progress=False,
         engine=engine,
     )

@@ -18,10 +18,11 @@ import time
 import numpy as np
 
 from data import paths
+from data.encode import EncodingRules
 from data.loader import Loader
 from data.prepare import prepare
 from data.prepared import Prepared
-from data.sources import Source
+from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 from scripts.benchmarks.results import ROOT, renew, row
 from tests import gcs_server
@@ -47,7 +48,9 @@ def opened(array: pathlib.Path, store: str) -> Prepared:
     """Prepares the array in a store, or opens the prepared one."""
     tokenizer = Tokenizer.load(ROOT / "data/fixtures/tiny_tokenizer")
     source = Source(str(array), "tokens")
-    return prepare([source], tokenizer, CONTEXT_LENGTH, store, progress=False)
+    return prepare(
+        Sources((source,)), tokenizer, EncodingRules(CONTEXT_LENGTH), store, progress=False
+    )
 
 
 def first_batch(array: pathlib.Path, store: str, started: float) -> dict:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from data.conversation import Conversation
-from data.encode import Encoder
+from data.encode import Encoder, EncodingRules
 from data.printable import printable
 from data.report import Report, SourceReport
 from data.roles import role_of
@@ -145,13 +145,14 @@ def records(base: pathlib.Path) -> Case:
     """Returns the case: a file of a few records of one format."""
     tokenizer = Tokenizer.load(ROOT / "data" / "fixtures" / "tiny_tokenizer")
     controls = {control.id for control in tokenizer.controls.values()}
-    encoder = Encoder(("vicuna_v1.1",), tokenizer, 128)
     written = {tokenizer.bos_id, tokenizer.eos_id}  # added by the template, and around a text
 
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
         format = str(generator.choice(np.array(FORMATS, dtype=object)))
         raw = _record(format, generator)
         path = folder / "records.jsonl"
+        source = Source(str(path), format=format, template="vicuna_v1.1")
+        encoder = Encoder(source, tokenizer, EncodingRules(128))
         line = json.dumps(raw)
         if generator.random() < 0.1:
             line = line[: generator.integers(1, len(line) + 1)]
@@ -175,18 +176,18 @@ def records(base: pathlib.Path) -> Case:
         report = Report()
         kept = []
         with refusal("records.jsonl") as messages:
-            kept = list(read(Source(str(path), format=format), report))
+            kept = list(read(source, report, order="any"))
         if messages or len(kept) < 2:
             raise Failed(f"good records next to {line[:200]!r} were lost: {messages or len(kept)}")
-        source = report.sources[0]
-        dropped = sum(source.dropped.values())
-        if source.records != source.kept + dropped or source.kept != len(kept):
+        counts = report.sources[0]
+        dropped = sum(counts.dropped.values())
+        if counts.records != counts.kept + dropped or counts.kept != len(kept):
             raise Failed(
-                f"{source.records} records, {source.kept} kept ({len(kept)} read), {dropped} "
+                f"{counts.records} records, {counts.kept} kept ({len(kept)} read), {dropped} "
                 "dropped"
             )
         if len(kept) == 3 and isinstance(kept[1], Conversation):
-            check_nothing_vanished(raw, kept[1], source)
+            check_nothing_vanished(raw, kept[1], counts)
         for record in kept:
             encoded = encoder.encode(record)
             for document in encoded.documents:
@@ -209,7 +210,7 @@ def records(base: pathlib.Path) -> Case:
         return (
             "kept"
             if len(kept) == 3
-            else f"dropped: {next(iter(source.dropped), 'unknown').split(':')[0]}"
+            else f"dropped: {next(iter(counts.dropped), 'unknown').split(':')[0]}"
         )
 
     return case

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import optax
 
+from data.encode import EncodingRules
 from data.prepare import prepare
 from data.prepared import Documents
-from data.sources import Source
+from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 from tests import small_run
 from tests.soak.attacks import ROOT, Case, Failed, refusal
@@ -83,7 +84,13 @@ def prepared(base: pathlib.Path) -> Case:
 
     def documents(folder: pathlib.Path) -> list[bytes]:
         source = Source(str(base / "conversations.json"))
-        made = prepare([source], tokenizer, 128, folder, held_out_fraction=0.2, progress=False)
+        made = prepare(
+            Sources((source,), held_out_fraction=0.2),
+            tokenizer,
+            EncodingRules(128),
+            folder,
+            progress=False,
+        )
         return [
             _bytes(split, number)
             for split in (made.train, made.held_out)

@@ -1,5 +1,5 @@
 """The table of what was attacked: docs/results/robustness.json, and the same in
-docs/robustness.md."""
+docs/notes/robustness.md."""
 
 import collections
 import json
@@ -10,7 +10,7 @@ from scripts.benchmarks.results import ROOT, commit, load, renew, row
 from tests.soak.attacks import CLASSES, LONGER, LONGEST
 from tests.soak.kills import count
 
-PAGE = ROOT / "docs" / "robustness.md"
+PAGE = ROOT / "docs" / "notes" / "robustness.md"
 BEGIN, END = "<!-- table: python -m tests.soak.attacks --record -->", "<!-- end of table -->"
 ABOUT = {
     "recipes": "recipes: a field changed, misspelt or repeated; bytes flipped",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import train
+from data.errors import UserError
 from tests import small_run
 from trainer import loop
 from trainer.best import BestCheckpoint
@@ -181,6 +182,73 @@ def test_a_non_finite_held_out_loss_ends_the_run_before_it_is_saved(
     code, output = start("--checkpoint.patience", "2", steps=6)
     assert code == 2 and not (tmp_path / "run" / "checkpoints").exists(), output
     assert f"step 2: {LOSS} is {loss}, so nothing is saved" in output
+
+
+def test_patience_needs_measurements_between_the_first_and_the_last_step(start):
+    """transformers' EarlyStoppingCallback requires an eval_strategy, too."""
+    code, output = start("--checkpoint.patience", "3", "--train.evaluate_every", "0")
+    assert (
+        code == 2
+        and (
+            f"checkpoint.patience: found 3, but {LOSS} is measured only before the first and after the "
+            "last step; --train.evaluate_every 100 would work"
+        )
+        in output
+    )
+
+
+def test_a_best_that_is_always_the_last_step_is_a_warning():
+    config = CheckpointConfig(best="accuracy", patience=2)
+    assert BestCheckpoint(config).require({"accuracy": 5}, steps=6) is None
+    assert BestCheckpoint(CheckpointConfig()).require({}, steps=6) is None
+    warning = BestCheckpoint(config).require({"accuracy": 6}, steps=6)
+    assert warning == (
+        "checkpoint.best: accuracy is measured only before the first and after the last step, so "
+        "the last step is the best and the run never ends early; `every: 100` in its evaluation's "
+        "entry would measure it every 100 steps"
+    )
+    best_only = BestCheckpoint(CheckpointConfig(best="accuracy"))
+    assert "the last step is the best" in best_only.require({"accuracy": 0}, steps=6)
+    with pytest.raises(UserError, match=r"patience: found 2, .*; `every: 100` in .* would work"):
+        BestCheckpoint(config).require({"accuracy": 0}, steps=6)
+
+
+def test_a_run_that_stops_early_makes_the_measurements_of_a_last_step(start, monkeypatch, tmp_path):
+    """Samples and tests with `every: 0` compare the model before and after training, also if the
+    first attempt to make them is interrupted."""
+    measured = []
+
+    class Last:
+        name, every = "answers", 0
+
+        def prepare(self, objective, builder):
+            pass
+
+        def run(self, params, step):
+            measured.append(step)
+            end_if_noticed()
+            return {"accuracy": 0.5}
+
+    begin = loop.train
+    monkeypatch.setattr(
+        loop,
+        "train",
+        lambda config, make, evaluations, follows: begin(
+            config, make, [*evaluations, Last()], follows
+        ),
+    )
+    with monkeypatch.context() as patched:
+        notice = lambda: signal.SIGTERM if measured == [0, 14] else None  # noqa: E731
+        patched.setattr(loop, "notices", lambda no_time: contextlib.nullcontext(notice))
+        code, _ = start("--checkpoint.patience", "3")
+    assert code == 128 + signal.SIGTERM and saved(tmp_path) == [8, 14]
+    code, output = start("--checkpoint.patience", "3")
+    assert code == 0 and "stopped at step 14" in output and measured == [0, 14, 14]
+    rows = small_run.rows(tmp_path / "run/answers.jsonl")
+    assert [row["step"] for row in rows] == [0, 14]
+    rows = small_run.rows(tmp_path / "run/held_out.jsonl")
+    assert [row["step"] for row in rows] == [*range(0, 15, 2)]
+    assert f"export_hf {tmp_path}/run/best " in output, "as load_best_model_at_end"
 
 
 def test_patience_needs_a_metric(small_recipe):

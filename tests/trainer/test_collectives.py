@@ -16,8 +16,8 @@ from model.language_model import LanguageModel
 from planning.compiled.overlap import crossings
 from planning.compiled.transfers import COLLECTIVES
 from planning.costs.step import BACKWARD_SUMS, FORWARD_SUMS, OUTER_SUMS
-from planning.plan import compile_step
 from planning.topology import topology_devices
+from tests.compiled_text import compile_step
 from trainer.config.schema import MeshConfig
 from trainer.mesh import make_mesh
 

@@ -9,7 +9,7 @@ import pytest
 from model.adapter import AdapterConfig
 from model.attention import Mask
 from model.config import TransformerConfig
-from model.declarations import declare
+from model.parameter_declarations import declare
 from tests.model.attention.dense import visible
 from trainer.flops import (
     flops_per_step,

@@ -16,8 +16,8 @@ from model.config import TransformerConfig
 from planning.compiled.text import parse
 from planning.compiled.transfers import COLLECTIVES, groups
 from planning.machines import memory_gib
-from planning.plan import compile_step
 from planning.topology import topology_devices
+from tests.compiled_text import compile_step
 from trainer.config.schema import MeshConfig
 from trainer.mesh import ORDER, _placed, make_mesh, require_dcn
 

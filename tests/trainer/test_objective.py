@@ -42,13 +42,14 @@ class Regression(Objective):
     stop_at = None
 
     def __init__(self, config, mesh):
+        self.config = config
         specs = {"layers.weight": PartitionSpec(), "bias": PartitionSpec()}
         self.model = SimpleNamespace(
             mesh=mesh,
             config=tiny(),
             mask=Mask(),
             specs=specs,
-            own_shapes={"layers.weight": (1, 3, 2), "bias": (2,)},
+            unpadded_shapes={"layers.weight": (1, 3, 2), "bias": (2,)},
             parameters={
                 "layers.weight": Parameter((1, 3, 2), ("layers", "embed", "vocab")),
                 "bias": Parameter((2,), ("vocab",)),

@@ -16,8 +16,8 @@ from data.errors import UserError
 from model.adapter import AdapterConfig
 from model.agentic import TrajectoryEnds, TrajectorySizes
 from model.config import TransformerConfig
-from model.declarations import declare
 from model.families import FAMILIES
+from model.parameter_declarations import declare
 from model.sharding import Parameter
 from planning.parts import parts_gib
 from tests.model.build import mesh_of, tiny
@@ -63,9 +63,9 @@ MATRIX = {"w.weight": Parameter((64, 128), ("embed", "mlp"), inputs=1)}
 NAMES = ("adamw", "lion", "adafactor", "muon")
 
 
-def optimizer_of(config, parameters=PARAMETERS, own_shapes=None):
+def optimizer_of(config, parameters=PARAMETERS, unpadded_shapes=None):
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    return make_optimizer(config, STEPS, parameters, own_shapes or shapes)
+    return make_optimizer(config, STEPS, parameters, unpadded_shapes or shapes)
 
 
 def rates(schedule, **fields):

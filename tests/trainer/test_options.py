@@ -123,17 +123,17 @@ class Launch:
     """Starts something."""
 
     processes: int = option("how many", 1)
+    per_host: int = option("on each host", 1)
     others: tuple[str, ...] = other_words("--config RECIPE.yaml", "They go to another command.")
 
 
 def test_arguments_that_are_no_option_keep_their_order(capsys):
-    options = parse(
-        Launch, ["--config", "a.yaml", "--processes", "2", "--train.steps", "3", "here"]
-    )
-    assert options.processes == 2
-    assert options.others == ("--config", "a.yaml", "--train.steps", "3", "here")
+    words = "--config a.yaml --processes 2 --train.batch_size 3 --per_host 4 here"
+    options = parse(Launch, words.split())
+    assert (options.processes, options.per_host) == (2, 4)
+    assert options.others == ("--config", "a.yaml", "--train.batch_size", "3", "here")
     with pytest.raises(SystemExit):
         parse(Launch, ["--help"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "[--processes PROCESSES] --config RECIPE.yaml" in printed
+    assert "[--per-host PER_HOST] --config RECIPE.yaml" in printed
     assert printed.endswith("They go to another command.")

@@ -668,6 +668,9 @@ def test_a_source_of_another_format_is_named(folder, models):
 
 def test_options_that_a_loss_would_ignore_are_refused(folder, models):
     config = make_config(folder, models[0], loss="sigmoid")
+    whole = dataclasses.replace(config.data, train_on="everything")
+    with pytest.raises(UserError, match=r"train_on: found 'everything', needs all with preference"):
+        check(dataclasses.replace(config, data=whole))
     last = dataclasses.replace(config.data, train_on="last")
     with pytest.raises(UserError, match=r"data\.train_on: found 'last', needs all with preference"):
         check(dataclasses.replace(config, data=last))

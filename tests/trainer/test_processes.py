@@ -23,11 +23,12 @@ from jax._src.lib import _jax
 
 import train
 from data.batch import permute
+from data.encode import EncodingRules
 from data.errors import TransientError, UserError
 from data.loader import Loader
 from data.prepare import prepare
 from data.prepared import Documents
-from data.sources import Source
+from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 from model.attention.layout import permutation
 from scripts import launch_local
@@ -506,6 +507,20 @@ def test_a_save_that_fails_in_another_process_ends_both_with_its_code(
         assert outcome.code == code and str(error) in outcome.message, outcome
 
 
+def test_all_processes_know_which_saves_failed(two_processes):
+    """Or one would go on while another ends."""
+    error = OSError(errno.EIO, "Input/output error")
+    failed = {"code": 75, "message": str(error), "written": True}
+    for number, expected in ((0, [failed]), (1, [])):
+
+        def wait(process, number=number):
+            return saving.failures_of_all(
+                number, error if (process, number) == (1, 0) else None, True
+            )
+
+        assert [future.result() for future in two_processes(wait)] == [expected] * 2
+
+
 def test_processes_that_agree_continue(two_processes):
     assert [
         future.result()
@@ -767,4 +782,10 @@ def test_a_document_held_entirely_elsewhere_is_not_read(prepared, monkeypatch):
 def prepared(tmp_path_factory, repository):
     tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
     source = Source(str(repository / "data/fixtures/dirty.json"))
-    return prepare([source], tokenizer, 64, tmp_path_factory.mktemp("prepared"), progress=False)
+    return prepare(
+        Sources((source,)),
+        tokenizer,
+        EncodingRules(64),
+        tmp_path_factory.mktemp("prepared"),
+        progress=False,
+    )

@@ -1,10 +1,13 @@
 """What a run saves, and whether it has time to finish its step and save it."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 
 from data.errors import UserError
+from trainer.best import BestCheckpoint
+from trainer.checkpoint.saving import SaveError
 from trainer.config.schema import CheckpointConfig
 from trainer.saves import Saves
 
@@ -23,7 +26,8 @@ def saves(tmp_path):
     state = SimpleNamespace(
         config=SimpleNamespace(checkpoint=CheckpointConfig(grace_seconds=25)), step=7
     )
-    return Saves(state, store, None, SimpleNamespace(step_seconds_left=lambda: 20.0), tmp_path)
+    watchdog = SimpleNamespace(step_seconds_left=lambda: 20.0)
+    return Saves(state, SimpleNamespace(store=store, watchdog=watchdog, local=None), tmp_path)
 
 
 def test_a_step_and_its_save_fit_into_the_grace_period(saves):
@@ -53,6 +57,75 @@ def test_without_a_grace_period_the_step_is_finished(saves):
     saves.watchdog.step_seconds_left = lambda: 9e9
     saves.config = CheckpointConfig(grace_seconds=0)
     assert saves.no_time_to_finish() is None
+
+
+class Outage:
+    """A store whose saves fail as its list `failures` says: None, or whether the reason may
+    pass."""
+
+    def __init__(self, failures):
+        self.failures, self.saved = iter(failures), []
+
+    def wait(self):
+        if (may_pass := next(self.failures)) is not None:
+            raise SaveError("saving checkpoint 6 failed: Input/output error", may_pass)
+
+    def save(self, step, **_):
+        self.saved.append(step)
+
+
+@pytest.fixture
+def outage(saves):
+    """Sets a store that fails in this way, and returns a function that saves a step."""
+
+    def failing(*failures):
+        saves.store = Outage([None, *failures])
+        saves.lines = []
+        log = SimpleNamespace(say=saves.lines.append, logged={})
+        saves.watchdog.phase = lambda *_: contextlib.nullcontext()
+        saves.state.config.distributed = SimpleNamespace(save_minutes=1)
+        saves.state.best = BestCheckpoint(CheckpointConfig(best="loss"))
+        saves.state.require_finite = lambda: None
+        saves.state.saved_data = lambda _: {}
+        saves.state.saved_params = saves.state.optimizer_state = {}
+        saves.state.objective = SimpleNamespace(model=SimpleNamespace(unpadded_shapes={}))
+
+        def save(step):
+            saves.state.step = step
+            saves.save(log)
+
+        return save
+
+    return failing
+
+
+def test_a_save_that_failed_for_a_moment_is_made_up_for_by_the_next(saves, outage):
+    """The run was once ended instead, without the steps since, also after a SIGTERM."""
+    save = outage(True, None, True)
+    for step in (6, 9, 12, 15):
+        save(step)
+    assert saves.store.saved == [6, 9, 12, 15]
+    failed = "saving checkpoint 6 failed: Input/output error; saving this step instead"
+    assert saves.lines == [f"step 9: {failed}", f"step 15: {failed}"]
+
+
+@pytest.mark.parametrize("failures", [[False], [True, True]])
+def test_a_lasting_failure_of_saves_ends_the_run(saves, outage, failures):
+    save = outage(*failures)
+    for step in range(len(failures)):
+        save(step)
+    with pytest.raises(SaveError):
+        save(9)
+
+
+def test_a_best_checkpoint_that_was_not_saved_is_not_the_best(saves, outage):
+    save, best = outage(None, True), saves.state.best
+    for step, loss in ((3, 2.0), (6, 1.0)):
+        assert best.update(step, {"loss": loss})
+        save(step)
+    assert not best.update(9, {"loss": 1.5})
+    save(9)
+    assert (best.step, best.value) == (3, 2.0) and saves.store.protected == 3
 
 
 @pytest.mark.parametrize("save", [Saves.save, Saves.save_locally])

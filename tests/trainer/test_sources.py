@@ -7,9 +7,10 @@ import functools
 import jax
 import numpy as np
 
+from data.encode import EncodingRules
 from data.loader import Loader
 from data.prepare import prepare
-from data.sources import Source
+from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 from tests.errors import within
 from tests.model.build import ALL_AT_ONCE, MESHES, llama, packed_batch, permuted, tiny
@@ -78,9 +79,9 @@ def test_the_loader_labels_each_token_with_its_source(tmp_path, repository):
         )
     tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
     made = prepare(
-        [Source(str(tmp_path / f"{name}.jsonl"), "text") for name in "ab"],
+        Sources(tuple(Source(str(tmp_path / f"{name}.jsonl"), "text") for name in "ab")),
         tokenizer,
-        64,
+        EncodingRules(64),
         tmp_path / "prepared",
         progress=False,
     )

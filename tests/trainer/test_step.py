@@ -97,7 +97,7 @@ def one_weight_step(loss, tokens, loss_weight=1.0, parts=1, shape=(), totals=Non
         mesh=mesh_of(dict(shape)),
         config=tiny(),
         parameters={"w": Parameter((1,), ("norm",))},
-        own_shapes={"w": (1,)},
+        unpadded_shapes={"w": (1,)},
     )
     model.shardings = {"w": NamedSharding(model.mesh, PartitionSpec())}
     train = TrainConfig(steps=20, accumulation=parts)
@@ -166,7 +166,7 @@ def test_moments_on_the_host_use_clipped_gradients_and_stay_when_a_step_is_not_f
             "layers.w": Parameter((2, 3), ("layers", "norm")),
             "v": Parameter((4,), ("norm",)),
         },
-        own_shapes={"layers.w": (2, 3), "v": (4,)},
+        unpadded_shapes={"layers.w": (2, 3), "v": (4,)},
     )
     model.shardings = {
         name: NamedSharding(model.mesh, PartitionSpec()) for name in model.parameters

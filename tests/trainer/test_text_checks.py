@@ -6,11 +6,13 @@ import peft
 import pytest
 import transformers
 
+from data.clean import CleanConfig
 from data.errors import UserError
+from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.preference import PreferenceConfig
 from trainer.config.schema import AdapterConfig, RunConfig
 from trainer.model_source import open_adapter, open_model, with_adapter
-from trainer.text_checks import _adapter_warnings, check_same
+from trainer.text_checks import _adapter_warnings, _unused_warning, check_same
 
 
 def save_adapter(model, folder, **fields):
@@ -55,6 +57,20 @@ def test_a_section_that_differs_from_the_adapter_is_shown_as_in_a_recipe(hf_mode
     ):
         with pytest.raises(UserError, match=message):
             check_same(section_of(tmp_path, **fields), open_adapter(str(tmp_path)))
+
+
+def test_fields_for_conversations_are_named_if_there_are_none():
+    def warning(*formats, **fields):
+        sources = tuple(SourceConfig(path="a", format=name) for name in formats)
+        return _unused_warning(DataConfig(sources=sources, **fields))
+
+    given = {"train_on": "last", "clean": CleanConfig(refusals=True, near_duplicates=0.8)}
+    assert warning("text", "tokens", **given) == (
+        "data.train_on, data.clean.refusals: without effect, since no source has conversations; "
+        "found format text and tokens"
+    )
+    assert warning("text", "sharegpt", **given) is None
+    assert warning("text", clean=CleanConfig(near_duplicates=0.8)) is None
 
 
 def test_training_unlike_the_adapters_is_a_warning(hf_model, tmp_path):

@@ -13,8 +13,8 @@ import transformers
 
 import train
 from data.tokenizer import Tokenizer
-from model.declarations import own_shapes
 from model.padding import PADDED, logical_axes, vocabulary_axes
+from model.parameter_declarations import unpadded_shapes
 from scripts import export_hf
 from tests.model.build import llama
 from trainer.checkpoint.readers import restore, restore_model
@@ -102,7 +102,7 @@ def test_restored_on_a_mesh_that_needs_other_padding(tmp_path, folder, recorded)
             optimizer=state,
             data={},
             assets=tmp_path / "assets",
-            shapes=own_shapes(source.config) if recorded else None,
+            shapes=unpadded_shapes(source.config) if recorded else None,
         )
     for tensor, shape in ((1, {"sequence": 4}), (2, {"tensor": 2, "fsdp": 4}), (8, {"tensor": 8})):
         other = llama(source.config, shape)

@@ -41,6 +41,8 @@ def open_arrays(folder: Path, item: str) -> dict[str, tensorstore.TensorStore]:
                 {
                     "driver": "zarr",
                     "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},
+                    # Or the numbers of a checkpoint that is removed meanwhile are read as 0.
+                    "fill_missing_data_reads": False,
                 },
                 open=True,
                 read=True,

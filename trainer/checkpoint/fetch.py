@@ -18,6 +18,7 @@ from trainer.checkpoint.manifest import (
     fingerprint,
     none_good,
     read_manifest,
+    require_present,
     use_previous,
     verify,
 )
@@ -37,6 +38,7 @@ def local_copy(path: str | Path, items: Sequence[str] = MODEL) -> Path:
     Raises:
       ForeignError: no checkpoint is in that folder of the bucket.
       DamagedError: a file has changed since it was written.
+      TransientError: the checkpoint is removed meanwhile.
     """
     if not in_bucket(path):
         return on_this_machine(path).expanduser()
@@ -45,6 +47,7 @@ def local_copy(path: str | Path, items: Sequence[str] = MODEL) -> Path:
         try:
             copy = _copy(folder, items)
         except (DamagedError, ForeignError) as problem:
+            require_present(folder)
             problems.append(problem)
         else:
             use_previous(problems)

@@ -15,8 +15,8 @@ import orbax.checkpoint as ocp
 
 from data.within import parse_json
 from model.config import TransformerConfig
-from model.declarations import own_shapes
 from model.padding import fits
+from model.parameter_declarations import unpadded_shapes
 from trainer.checkpoint.arrays import read_arrays, stored_shapes
 from trainer.checkpoint.commit import Files, orbax_reaches
 from trainer.checkpoint.manifest import ForeignError, read_manifest
@@ -123,10 +123,10 @@ def _fits(folder: Path, name: str, stored: tuple[int, ...], requested: tuple[int
         return True
     # An optimizer's array is named by its path in the state, which ends with its parameter's name.
     shapes = _recorded_shapes(folder)
-    own = next(
+    unpadded = next(
         (shape for parameter, shape in shapes.items() if f".{name}".endswith(f".{parameter}")), None
     )
-    return own is not None and fits(name, stored, requested, own)
+    return unpadded is not None and fits(name, stored, requested, unpadded)
 
 
 def _recorded_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -139,7 +139,7 @@ def _recorded_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     if recorded is not None:
         return {name: tuple(shape) for name, shape in recorded.items()}
     try:
-        return own_shapes(TransformerConfig.from_hf(folder / "assets"))
+        return unpadded_shapes(TransformerConfig.from_hf(folder / "assets"))
     except ValueError:
         return {}
 

@@ -88,7 +88,7 @@ def candidates(
                 refused[f"the local checkpoint of step {part.step} {reason}; it is not used"] = None
             else:
                 held[part.step, part.attempt][part.part].append(process)
-    whole = []
+    complete = []
     for (step, attempt), holders in sorted(held.items(), reverse=True):
         if missing := [str(part) for part in range(count) if not holders[part]]:
             refused[
@@ -97,8 +97,8 @@ def candidates(
                 + ", ".join(missing)
             ] = None
         else:
-            whole.append(Candidate(step, attempt, [holders[part] for part in range(count)]))
-    return whole, list(refused)
+            complete.append(Candidate(step, attempt, [holders[part] for part in range(count)]))
+    return complete, list(refused)
 
 
 def _difference(part: Found, expected: Expected) -> str | None:
@@ -140,20 +140,20 @@ def key_of(header: Header) -> str:
     return f"{part_name(header.step, header.part)}.{header.attempt}"
 
 
-def scan(root: Path, run: str, own: Path) -> tuple[list[Found], dict[str, Path]]:
+def scan(root: Path, run: str, own_folder: Path) -> tuple[list[Found], dict[str, Path]]:
     """Returns the parts on this host (one per other run), and this run's files by `key_of`.
 
     Args:
       root: checkpoint.local.
       run: the run's identifier.
-      own: this process's folder, searched first. Other folders have its part if a restart numbers
-        the hosts differently.
+      own_folder: this process's, searched first. Other folders have its part if a restart
+        numbers the hosts differently.
     """
     found: dict[Found, None] = {}
     files: dict[str, Path] = {}
     others: set[str] = set()
     paths = [path for path in root.glob("*/process_*/step_*.part_*") if path.suffix != ".tmp"]
-    for path in sorted(paths, key=lambda path: path.parent != own):
+    for path in sorted(paths, key=lambda path: path.parent != own_folder):
         try:
             header = read_header(path)
         except (DamagedError, OSError) as error:

@@ -174,10 +174,10 @@ class LocalTier:
         of_all = exchange([digest_of(layout_of(abstract)), own_parts])
         expected = Expected(self.run, self.mesh, [layout for layout, _ in of_all])
         found = [[Found(*part) for part in parts] for _, parts in of_all]
-        whole, refused = candidates(found, expected, after)
+        complete, refused = candidates(found, expected, after)
         for reason in refused:
             self._say(reason)
-        for candidate in whole:
+        for candidate in complete:
             problems = [problem for problem in exchange(self._obtain(candidate)) if problem]
             if not problems:
                 return self._restored(candidate, abstract, optimizer)

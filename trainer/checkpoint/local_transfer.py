@@ -151,8 +151,8 @@ def _addresses(process: int) -> tuple[str, str]:
     """Returns the address this process listens at, and the one others reach it at."""
     coordinator = coordinator_address()
     if process != 0:
-        own = own_address(coordinator)
-        return own, own
+        address = own_address(coordinator)
+        return address, address
     listened = bind_address(coordinator).rpartition(":")[0].strip("[]")
     return listened, coordinator.rpartition(":")[0].strip("[]")
 
@@ -164,11 +164,11 @@ def own_address(coordinator: str) -> str:
       coordinator: HOST:PORT of process 0.
     """
     host, _, port = coordinator.rpartition(":")
-    for family, kind, _, _, place in socket.getaddrinfo(
+    for family, kind, _, _, address in socket.getaddrinfo(
         host.strip("[]"), int(port), type=socket.SOCK_DGRAM
     ):
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-            probe.connect(place)  # sends nothing
+            probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
     raise OSError(f"no interface of this machine leads to {coordinator}")
 

@@ -3,16 +3,17 @@ damage."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from data.errors import is_transient
+from data.errors import TransientError, is_transient
 from data.within import parse_json
 from trainer.checkpoint.commit import MANIFEST, Files
 
@@ -116,6 +117,33 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder}: checkpoint version {content['version']}; this release reads {_VERSION}"
         )
     return content
+
+
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Reports a checkpoint's removal as the reason for an error while it is read.
+
+    Raises:
+      TransientError: as `require_present`.
+    """
+    try:
+        yield
+    except Exception:
+        require_present(folder)
+        raise
+
+
+def require_present(folder: Path) -> None:
+    """Raises TransientError if a checkpoint that was being read has been removed."""
+    try:
+        Files(folder).read(MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        raise TransientError(
+            f"{folder}: was removed while it was read, as a training does with checkpoints beyond "
+            "checkpoint.keep; its run's folder leads to the newest one, and a copy stays"
+        ) from None
+    except OSError:  # it is there
+        pass
 
 
 def fingerprint(folder: Path) -> str:

@@ -20,7 +20,7 @@ from trainer.checkpoint.items import (
     restore_item,
     stored_item,
 )
-from trainer.checkpoint.manifest import ForeignError
+from trainer.checkpoint.manifest import ForeignError, reading
 from trainer.checkpoint.store import CheckpointStore, problem_in_any
 
 
@@ -41,7 +41,8 @@ def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
         raise ForeignError(f"{path}: no such folder")
     if (path / MANIFEST).exists():
         if items and (problem := problem_in_any(path, items)):
-            raise problem
+            with reading(path):
+                raise problem
         return path
     run = path.parent if path.name == CHECKPOINTS else path
     store = CheckpointStore(run)
@@ -116,12 +117,13 @@ def restore(
 
     Raises:
       ForeignError, DamagedError: as in `find_checkpoint`.
+      TransientError: the checkpoint is removed meanwhile.
       ValueError: names the parameter whose name, shape or dtype differs.
     """
     items = ["model", "data", "assets", *(["optimizer"] if abstract_optimizer is not None else [])]
-    return restore_folder(
-        find_checkpoint(path, [] if verified else items), abstract_model, abstract_optimizer
-    )
+    folder = find_checkpoint(path, [] if verified else items)
+    with reading(folder):
+        return restore_folder(folder, abstract_model, abstract_optimizer)
 
 
 def restore_model(
@@ -145,6 +147,22 @@ def restore_model(
       As `restore`.
     """
     folder = find_checkpoint(path, [] if verified else ["model", "assets"])
+    with reading(folder):
+        params = restore_item(folder, "model", _abstract_model(folder, shardings, shapes))
+    if dtype is None:
+        return params
+    return {
+        name: value.astype(dtype[name] if isinstance(dtype, Mapping) else dtype)
+        for name, value in params.items()
+    }
+
+
+def _abstract_model(
+    folder: Path,
+    shardings: Mapping[str, Any] | jax.sharding.Sharding | None,
+    shapes: Mapping[str, tuple[int, ...]] | None,
+) -> dict[str, Any]:
+    """Parameter name -> its shape, stored dtype and sharding; arguments as in `restore_model`."""
     abstract = {}
     for name, stored in stored_item(folder, "model").items():
         sharding = shardings.get(name) if isinstance(shardings, Mapping) else shardings
@@ -161,13 +179,7 @@ def restore_model(
         for name in shardings:
             if name not in abstract:
                 raise ValueError(f"{folder}: parameter {name} is not in the checkpoint")
-    params = restore_item(folder, "model", abstract)
-    if dtype is None:
-        return params
-    return {
-        name: value.astype(dtype[name] if isinstance(dtype, Mapping) else dtype)
-        for name, value in params.items()
-    }
+    return abstract
 
 
 def stored_parameters(

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from data.errors import first_line
+from data.errors import first_line, is_transient
 from data.folders import storage_error
 from data.paths import cache_folder
 from trainer.checkpoint.arrays import join_parts, stored_shapes
@@ -39,6 +39,7 @@ from trainer.checkpoint.commit import (
 from trainer.checkpoint.manifest import DamagedError, manifest, seal
 from trainer.run.bucket import in_bucket
 from trainer.run.cluster import WAIT_MILLISECONDS, barrier, client, decoded_error, encoded_error
+from trainer.run.outcome import TRY_AGAIN
 
 # Orbax's folder of one process's part, and of the joined item.
 _WRITER = re.compile(r"(?:^|/)(?:ocdbt\.|array_metadatas/)process_(\d+)(?:/|$)")
@@ -65,6 +66,19 @@ class Contents:
     optimizer: Any = None
     data: Mapping[str, Any] | None = None
     shapes: Mapping[str, tuple[int, ...]] | None = None
+
+
+class SaveError(OSError):
+    """Saving a checkpoint failed, in this process or another.
+
+    Attributes:
+      may_pass: whether another save may succeed, equally in all processes: the reason may have
+        passed, and Orbax did its part in each of several processes, so that they still agree.
+    """
+
+    def __init__(self, message: str, may_pass: bool) -> None:
+        super().__init__(message)
+        self.may_pass = may_pass
 
 
 class Saving:
@@ -96,6 +110,8 @@ class Saving:
         self.seconds: float | None = None  # seconds of the whole save, once it counts
         self.error: BaseException | None = None
         self.awaited = False  # `wait` will raise the error
+        self.written = False  # Orbax has done its part
+        self.counts = False  # it is a checkpoint, of which nothing may be removed
         self.scratch = scratch_of(target)
         self.local = None if orbax_reaches(target) else _local_scratch(target)
         self.parameter_shapes = contents.shapes
@@ -143,12 +159,22 @@ class Saving:
         self.thread.start()
 
     def wait(self) -> None:
-        """Waits until the checkpoint counts, in every process. Raises OSError if saving failed."""
+        """Waits until the checkpoint counts, in every process.
+
+        Raises:
+          SaveError: saving failed in a process.
+        """
         self.awaited = True
         self.thread.join()
-        if self.error is not None:
-            raise OSError(f"saving checkpoint {self.target} failed: {self.error}") from self.error
-        barrier(f"checkpoint {self.target.name} ends")
+        failures = failures_of_all(self.number, self.error, self.written)
+        if not failures:
+            return
+        error = self.error or decoded_error(failures[0])
+        may_pass = all(
+            failure["code"] == TRY_AGAIN and (failure["written"] or jax.process_count() == 1)
+            for failure in failures
+        )
+        raise SaveError(f"saving checkpoint {self.target} failed: {error}", may_pass) from error
 
     def _start(self, item: str, arrays: dict[str, Any]) -> None:
         """Has Orbax copy an item's arrays to the host and begin to write them."""
@@ -171,6 +197,7 @@ class Saving:
         try:
             for checkpointer in self.checkpointers:
                 checkpointer.wait_until_finished()  # with several processes: until all have written
+            self.written = True
             if self.ready is not None:
                 self.ready()
             if self.local is not None:
@@ -187,6 +214,7 @@ class Saving:
                 if self.before is not None:
                     self.before()
                 publish(self.target, manifest(self.items, records, self.parameter_shapes))
+                self.counts = True
                 if self.after is not None:
                     self.after(self.target)
             self.seconds = time.monotonic() - self.begun
@@ -194,12 +222,14 @@ class Saving:
             self.error = error
             if not self.awaited:  # until then hours may pass, or the process may be killed
                 ends = "it is not saved, and training ends before its next save"
+                if is_transient(error):
+                    ends = "it is not saved; training ends if its next save fails too"
                 problem = storage_error(error, self.target, ends)
                 print(
                     f"warning: {problem or f'{self.target}: {first_line(error)}; {ends}'}",
                     file=sys.stderr,
                 )
-            if jax.process_index() == 0:
+            if jax.process_index() == 0 and not self.counts:
                 with contextlib.suppress(Exception):  # such as a full disk or an unreachable store
                     clear(self.scratch)
         finally:
@@ -272,13 +302,13 @@ def _local_scratch(target: Path) -> Path:
 
 def _upload(local: Path, target: Path) -> None:
     """Copies this process's files from its machine to a bucket."""
-    own = [
+    names = [
         name
         for name in Files(local).names()
         if _writer(name) == jax.process_index() and not _JOINED.fullmatch(name)
     ]
     with ThreadPoolExecutor(_UPLOADS) as pool:
-        list(pool.map(lambda name: Files(target).write(name, (local / name).read_bytes()), own))
+        list(pool.map(lambda name: Files(target).write(name, (local / name).read_bytes()), names))
 
 
 def _flat_model(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,20 +355,20 @@ def seal_together(scratch: Path, number: int) -> dict[str, dict[str, Any]]:
       OSError: this process could not, or a file is missing.
       UserError, TransientError: in process 0, another process could not.
     """
-    own = [name for name in Files(scratch).names() if _writer(name) == jax.process_index()]
+    written = [name for name in Files(scratch).names() if _writer(name) == jax.process_index()]
     if jax.process_count() == 1:
-        return seal(scratch, own)
+        return seal(scratch, written)
     key = f"longstripe/sealed/{number}"
     if jax.process_index() != 0:
         try:
-            message = json.dumps({"records": seal(scratch, own)})
+            message = json.dumps({"records": seal(scratch, written)})
         except Exception as error:
             failure = encoded_error(error, f"process {jax.process_index()}: ")
             client().key_value_set(f"{key}/{jax.process_index()}", failure)
             raise
         client().key_value_set(f"{key}/{jax.process_index()}", message)
         return {}
-    records = seal(scratch, own)
+    records = seal(scratch, written)
     for process in range(1, jax.process_count()):
         answer = json.loads(client().blocking_key_value_get(f"{key}/{process}", WAIT_MILLISECONDS))
         client().key_value_delete(f"{key}/{process}")
@@ -350,6 +380,27 @@ def seal_together(scratch: Path, number: int) -> dict[str, dict[str, Any]]:
             f"{scratch / missing[0]}: only process 0 sees it; all processes need the same folder"
         )
     return records
+
+
+def failures_of_all(
+    number: int, error: BaseException | None, written: bool
+) -> list[dict[str, Any]]:
+    """Waits for every process, and returns the failures: `code`, `message` and `written` of each.
+
+    Args:
+      number: of the save, equal in all processes.
+      error, written: of this process; None if it did not fail.
+    """
+    ours = []
+    if error is not None:
+        ours = [{**json.loads(encoded_error(error)), "written": written}]
+    if jax.process_count() == 1:
+        return ours
+    key = f"longstripe/save failed/{number}"
+    for failure in ours:
+        client().key_value_set(f"{key}/{jax.process_index()}", json.dumps(failure))
+    barrier(f"checkpoint save {number} ends")
+    return [json.loads(failure) for _, failure in client().key_value_dir_get(f"{key}/")]
 
 
 def _writer(name: str) -> int:

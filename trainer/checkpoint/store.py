@@ -30,7 +30,7 @@ from typing import Any
 
 import jax
 
-from data.errors import UserError
+from data.errors import TransientError, UserError, first_line
 from data.outputs import new_folder
 from trainer.checkpoint.commit import (
     CHECKPOINTS,
@@ -54,6 +54,7 @@ from trainer.run.cluster import end_now, exchange, first_then_others
 
 # A process digests at most this much of its share before the restore, the rest meanwhile.
 DIGESTED_BEFORE = 4 << 30
+_REMOVED = 5  # checkpoints by another process, after which no further one is tried
 
 
 class CheckpointStore:
@@ -149,7 +150,8 @@ class CheckpointStore:
     def latest_good(self, meanwhile: bool = False) -> int | None:
         """The newest step whose files are all unchanged; None if there is no checkpoint.
 
-        A warning on standard error names a damaged checkpoint, and the previous one is tried.
+        A warning on standard error names a damaged checkpoint, and the previous one is tried. One
+        that a training in another process removes meanwhile is not damaged.
 
         Args:
           meanwhile: if a process would read more than DIGESTED_BEFORE, only sizes are compared, and
@@ -158,10 +160,13 @@ class CheckpointStore:
 
         Raises:
           ValueError: there are checkpoints, but none is good.
+          TransientError: they are removed faster than they are read.
         """
         self.wait()
-        problems: list[ValueError] = []
-        for step in reversed(self.steps_for_all()):
+        problems: dict[int, ValueError] = {}
+        steps, removed = self.steps_for_all(), 0
+        while untried := [step for step in steps if step not in problems]:
+            step = untried[-1]
             folder = self.path(step)
             later = meanwhile and _share_of(folder) > DIGESTED_BEFORE
             problem = problem_in_any(folder, digests=not later)
@@ -169,12 +174,19 @@ class CheckpointStore:
                 if later:
                     self._digest(folder)
                 if jax.process_index() == 0:
-                    use_previous(problems)
+                    use_previous([problems[old] for old in sorted(problems)[::-1] if old > step])
                 return step
-            self._damaged.add(step)
-            problems.append(problem)
+            steps = self.steps_for_all()
+            if step in steps:
+                self._damaged.add(step)
+                problems[step] = problem
+            elif (removed := removed + 1) == _REMOVED:
+                raise TransientError(
+                    f"{folder}: was removed while it was read, as the {_REMOVED - 1} before it "
+                    "were; a higher checkpoint.keep, or a copy of one, would work"
+                )
         if problems:
-            raise none_good(self.folder, problems)
+            raise none_good(self.folder, [problems[step] for step in sorted(problems)[::-1]])
         return None
 
     def _digest(self, folder: Path) -> None:
@@ -210,12 +222,21 @@ class CheckpointStore:
 
     def _retain(self, saved: Path) -> None:
         """Deletes the oldest good checkpoints beyond `keep`. Damaged ones are neither counted nor
-        deleted."""
+        deleted; one that cannot be deleted is tried again after the next save."""
         self._damaged.discard(int(saved.name))
-        good = [step for step in self.steps() if step not in self._damaged]
-        for step in good[: -self.keep]:
-            if step != self.protected:
-                remove(self.path(step))
+        old = self.folder
+        try:
+            good = [step for step in self.steps() if step not in self._damaged]
+            for step in good[: -self.keep]:
+                if step != self.protected:
+                    old = self.path(step)
+                    remove(old)
+        except (OSError, UserError) as error:
+            print(
+                f"warning: {old}: beyond checkpoint.keep and not removed ({first_line(error)}); "
+                "the next save tries again",
+                file=sys.stderr,
+            )
 
 
 def save_checkpoint(

@@ -1,6 +1,7 @@
 """Rules across the sections of a configuration; trainer.config.schema has those within one."""
 
 import dataclasses
+import math
 import operator
 import os
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from data.trajectories.options import TrajectoryConfig
 
 from .data import DataConfig
 from .numbers import refusal
+from .optimizer import OptimizerConfig
 from .preference import PreferenceConfig
 from .require import require
 from .schema import ModelConfig, RunConfig
@@ -183,7 +185,7 @@ def without_effect(config: RunConfig) -> tuple[str, ...]:
 
 
 def check_switches(config: RunConfig, source: str) -> None:
-    """Refuses a field without effect, of which whoever sets it expects something.
+    """Refuses a field that has no effect, since whoever set it expects one.
 
     Args:
       source: as for `check`.
@@ -271,8 +273,9 @@ def _check_preference(config: RunConfig) -> None:
         loss is None or config.data.train_on == "all",
         "data.train_on",
         config.data.train_on,
-        "all with preference.loss, which compares everything after the prompt; prompts that hold "
-        "all turns but the last would work",
+        "all with preference.loss, which compares everything after the prompt"
+        + "; prompts that hold all turns but the last would work"
+        * (config.data.train_on == "last"),
     )
     require(
         not config.preference.ref_without_adapter or config.adapter.rank > 0,
@@ -418,6 +421,8 @@ def peak_warning(config: RunConfig) -> str | None:
       config: of a run whose steps are known; train.epochs have become steps.
     """
     optimizer, steps = config.optimizer, config.train.steps
+    if warning := _early_decay_warning(optimizer, steps):
+        return warning
     warmup, decays = optimizer.first_steps(steps), optimizer.schedule == "wsd"
     stable = steps - optimizer.decay_steps(steps) if decays else steps
     if warmup <= stable:
@@ -438,6 +443,23 @@ def peak_warning(config: RunConfig) -> str | None:
         f"optimizer.{field}: found {getattr(optimizer, field)}, a warm-up of {warmup} steps, but "
         f"the run {ends} {steps}: the learning rate rises to only {highest:.1%} of its peak; "
         f"{shorter} would work"
+    )
+
+
+def _early_decay_warning(optimizer: OptimizerConfig, steps: int) -> str | None:
+    """Returns a warning if the rate decays from the first step, and that is at most half the
+    peak: a run of one or two steps."""
+    if optimizer.schedule not in ("cosine", "linear") or optimizer.first_steps(steps):
+        return None
+    is_linear = optimizer.schedule == "linear"
+    left = 1 - 1 / steps if is_linear else (1 + math.cos(math.pi / steps)) / 2
+    highest = optimizer.final_fraction + (1 - optimizer.final_fraction) * left
+    if highest > 0.5 + 1e-9:
+        return None
+    return (
+        f"optimizer.schedule: found {optimizer.schedule!r} in a run of {steps} "
+        f"step{'s' * (steps > 1)} without warm-up: the learning rate is at most {highest:.1%} of "
+        "its peak; optimizer.warmup_steps 1, or optimizer.schedule constant, would work"
     )
 
 

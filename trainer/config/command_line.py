@@ -1,8 +1,9 @@
 """Splits and checks the command line `--config RECIPE.yaml [--section.field value ...]`."""
 
+import collections
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 from data.errors import UserError
@@ -20,8 +21,9 @@ from .fields import (
 )
 from .yaml_text import InvalidYAML, parse
 
-PROFILE = "--logging.profile_steps"  # whose value may be FIRST:LAST
-ALIASES = {"--profile_steps": PROFILE}
+PROFILE = "logging.profile_steps"  # whose value may be FIRST:LAST
+CLEAN = "data.clean"  # a section that a set's name may replace
+ALIASES = {"profile_steps": PROFILE}
 
 
 class Flag(NamedTuple):
@@ -61,95 +63,143 @@ def with_recipe_named(words: Sequence[str]) -> list[str]:
     return list(words)
 
 
-def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
+def split(argv: Iterable[str], command_flags: Iterable[str] = ()) -> CommandLine:
     """Splits a command line into the recipe's path and the other flags, and checks their names.
 
+    A flag may be written with - or _: --run-dir is --run_dir.
+
     Args:
-      own: the calling command's flags, offered in spelling suggestions.
+      command_flags: the calling command's flags, offered in spelling suggestions.
 
     Raises:
       UserError: a flag without value, a word without flag, an unknown field, or not exactly one
         --config, which may be omitted only with a model and data.
     """
-    recipes, flags, auto = [], [], []
-    words = iter(argv)
-    for word in words:
+    recipes: list[str] = []
+    flags: list[Flag] = []
+    auto: list[str] = []
+    for written, text in _pairs(argv):
+        name = written.replace("-", "_")
+        if name == "config":
+            recipes.append(_recipe(text))
+        elif name in AUTO:
+            auto.append(_automatic(name, text))
+        elif name == CLEAN:
+            flags += _clean_flags(text)
+        else:
+            flags.append(_field(written, text, command_flags))
+    _require_recipe(recipes, {flag.name for flag in flags})
+    _check_values(flags)
+    return CommandLine(recipes[0] if recipes else "", flags, tuple(auto))
+
+
+def _pairs(argv: Iterable[str]) -> Iterator[tuple[str, str | None]]:
+    """Yields the name of each flag, as written after its dashes, and its value; None if it has
+    none, since the next word is a flag or there is no other word."""
+    words = collections.deque(argv)
+    while words:
+        word = words.popleft()
         name, equals, text = word.partition("=")
-        if name == "--config":
-            recipe = text if equals else next(words, None)
-            if not recipe:
-                raise UserError(
-                    "command line: --config needs the path of a recipe, such as "
-                    "configs/quickstart.yaml"
-                )
-            recipes.append(recipe)
-            continue
         if not name.startswith("--"):
             flag = (
                 f"--config {word}" if word.endswith((".yaml", ".yml")) else "--section.field value"
             )
             raise UserError(f"command line: {word!r} belongs to no flag; write {flag}")
-        is_set = name == "--data.clean"  # a section that a set's name may replace
-        if (section := name.removeprefix("--")) in AUTO:
-            value = text if equals else next(words, "")
-            if value != "auto":
-                raise UserError(
-                    f"command line: {name} is a section, found {value!r}; auto would work, or its "
-                    f"fields {', '.join(_fields_of(section))}"
-                )
-            auto.append(section)
-            continue
-        name = ALIASES.get(name, name)
-        if not is_set:
-            _check_name(name.removeprefix("--"), own)
-        value = text if equals else next(words, "--")
-        if name == PROFILE:
-            value = re.sub(r"^(\d+):(\d+)$", r"[\1, \2]", value)
-        if not equals and value.startswith("--"):
-            raise UserError(f"command line: {name} needs a value")
-        if is_set:
-            rules = clean_set(value, "command line: --data.clean")
-            flags += [
-                Flag(f"data.clean.{field}", rule if isinstance(rule, str) else json.dumps(rule))
-                for field, rule in rules.items()
-            ]
-            continue
-        flags.append(Flag(name.removeprefix("--"), value))
-    names = {flag.name for flag in flags}
-    enough = "model.path" in names and {"data.path", "data.sources"} & names
+        if equals:
+            yield name[2:], text
+        else:
+            has_value = bool(words) and not words[0].startswith("--")
+            yield name[2:], words.popleft() if has_value else None
+
+
+def _recipe(path: str | None) -> str:
+    """The path of --config; raises UserError without one."""
+    if not path:
+        raise UserError(
+            "command line: --config needs the path of a recipe, such as configs/quickstart.yaml"
+        )
+    return path
+
+
+def _automatic(section: str, text: str | None) -> str:
+    """The section of a flag such as --mesh auto; raises UserError for another value."""
+    if text != "auto":
+        raise UserError(
+            f"command line: --{section} is a section, found {text or ''!r}; auto would work, or "
+            f"its fields {', '.join(_fields_of(section))}"
+        )
+    return section
+
+
+def _clean_flags(text: str | None) -> list[Flag]:
+    """The flags of single rules for which --data.clean SET stands."""
+    rules = clean_set(_value(CLEAN, text), f"command line: --{CLEAN}")
+    return [
+        Flag(f"{CLEAN}.{field}", rule if isinstance(rule, str) else json.dumps(rule))
+        for field, rule in rules.items()
+    ]
+
+
+def _field(written: str, text: str | None, command_flags: Iterable[str]) -> Flag:
+    """The flag of a field in the field's spelling.
+
+    Raises:
+      UserError: an unknown field, or no value.
+    """
+    name = written.replace("-", "_")
+    name = ALIASES.get(name, name)
+    _check_name(name, written, command_flags)
+    value = _value(name, text)
+    if name == PROFILE:
+        value = re.sub(r"^(\d+):(\d+)$", r"[\1, \2]", value)
+    return Flag(name, value)
+
+
+def _value(name: str, text: str | None) -> str:
+    """A flag's value; raises UserError without one."""
+    if text is None:
+        raise UserError(f"command line: --{name} needs a value")
+    return text
+
+
+def _require_recipe(recipes: Sequence[str], names: Set[str]) -> None:
+    """Requires one --config, or instead the model and data among the `names` of fields."""
+    enough = "model.path" in names and not names.isdisjoint(("data.path", "data.sources"))
     if len(recipes) > 1 or not (recipes or enough):
         raise UserError(
             f"command line: give one --config RECIPE.yaml, found {len(recipes)}; --model.path and "
             "--data.path suffice without one"
         )
-    _check_values(flags)
-    return CommandLine(recipes[0] if recipes else "", flags, tuple(auto))
 
 
-def _check_name(name: str, own: Iterable[str]) -> None:
-    """Refuses an unknown field, and names the nearest field or flag of `own`."""
+def _check_name(name: str, written: str, command_flags: Iterable[str]) -> None:
+    """Refuses an unknown field, and names the nearest field or flag of the command.
+
+    Args:
+      written: the name as on the command line, for messages.
+    """
     if name.startswith(("data.sources.", "data.sources+")):
         raise UserError(
-            f"command line: --{name} cannot edit one of the sources; give --data.path FILE for one "
-            'source, or the whole list as --data.sources \'[{"path": "FILE"}]\''
+            f"command line: --{written} cannot edit one of the sources; give --data.path FILE for "
+            'one source, or the whole list as --data.sources \'[{"path": "FILE"}]\''
         )
     if name in SECTIONS:
         raise UserError(
-            f"command line: --{name} is a section; its fields are {', '.join(_fields_of(name))}"
+            f"command line: --{written} is a section; its fields are {', '.join(_fields_of(name))}"
         )
     if name in FIELDS or name.startswith(tuple(f"{mapping}." for mapping in MAPPINGS)):
         return
     section = name.split(".")[0]
     if section in SECTIONS:
         valid = _fields_of(section)
-    else:  # the sections, not all their ninety fields
+    else:  # the sections, not all of their fields
         valid = [
-            *own,
+            *command_flags,
             *(field for field in FIELDS if "." not in field),
             *(f"{part}.*" for part in SECTIONS if "." not in part),
         ]
-    hint = suggestion(name, [*own, "config", "help", *FIELDS], "--")
-    raise UserError(f"command line: unknown field --{name}{hint}; valid: {', '.join(valid)}")
+    hint = suggestion(written, [*command_flags, "config", "help", *FIELDS], "--")
+    raise UserError(f"command line: unknown field --{written}{hint}; valid: {', '.join(valid)}")
 
 
 def _fields_of(section: str) -> list[str]:

@@ -63,9 +63,9 @@ class DataConfig:
     chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Variables for the chat template, such as {enable_thinking: false} for Qwen 3's; a record's
     field of this name overrides them. Chats and evaluations of the model keep them."""
-    train_on: Literal["all", "last"] = "all"
-    """Assistant turns in the loss: all, or only each conversation's last; a turn's `train: false`
-    excludes it."""
+    train_on: Literal["all", "last", "everything"] = "all"
+    """Assistant turns in the loss: all, or only each conversation's last; or everything, with the
+    other turns and the template's text, TRL's default. A turn's `train: false` excludes it."""
     sources: tuple[SourceConfig, ...] = ()
     """The sources, each {path, format, template, weight, fields, add_bos, control_tokens}, which
     `--help data.sources` describes."""

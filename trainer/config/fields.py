@@ -50,8 +50,15 @@ MAPPINGS = ("model.overrides", "attention.schedule")
 # What other trainers call these fields (Hugging Face's TrainingArguments, torchtune, MaxText,
 # Megatron).
 _ELSEWHERE = {
+    "adapter.alpha": ("lora_alpha",),
+    "adapter.dropout": ("lora_dropout",),
+    "adapter.rank": ("lora_r", "lora_rank"),
+    "adapter.targets": ("lora_target_modules", "target_modules", "lora_target"),
+    "adapter.train": ("modules_to_save",),
+    "checkpoint.best": ("metric_for_best_model", "load_best_model_at_end"),
     "checkpoint.every": ("save_steps", "checkpoint_period", "save_interval"),
     "checkpoint.keep": ("save_total_limit",),
+    "checkpoint.patience": ("early_stopping_patience",),
     "data.context_length": (
         "max_seq_length",
         "max_seq_len",
@@ -65,6 +72,15 @@ _ELSEWHERE = {
     ),
     "data.path": ("dataset", "dataset_name", "train_file", "data_path"),
     "data.held_out_fraction": ("val_size", "val_split", "eval_fraction"),
+    "data.held_out_path": ("eval_dataset", "eval_file", "validation_file"),
+    "data.train_on": (
+        "assistant_only_loss",
+        "completion_only_loss",
+        "mask_prompt",
+        "roles_to_train",
+        "train_on_inputs",
+        "train_on_prompt",
+    ),
     "memory.remat": (
         "gradient_checkpointing",
         "remat_policy",
@@ -82,13 +98,24 @@ _ELSEWHERE = {
     "mesh.fsdp": ("fsdp_size", "dp_shard", "zero_stage", "ici_fsdp_parallelism"),
     "model.compute_dtype": ("bf16", "fp16", "dtype", "torch_dtype", "precision", "mixed_precision"),
     "model.path": ("model_name_or_path", "pretrained", "base_model", "checkpoint_dir", "hf_model"),
+    "optimizer.beta1": ("adam_beta1",),
+    "optimizer.beta2": ("adam_beta2",),
     "optimizer.clip_norm": ("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad"),
+    "optimizer.epsilon": ("adam_epsilon", "adam_eps"),
+    "optimizer.final_fraction": ("min_lr", "min_lr_ratio", "min_lr_rate"),
     "optimizer.learning_rate": ("lr", "peak_lr", "max_lr"),
     "optimizer.name": ("optim", "optimizer_type"),
     "optimizer.schedule": ("lr_scheduler_type", "lr_schedule", "scheduler", "lr_decay_style"),
     "optimizer.warmup_fraction": ("warmup_ratio", "lr_warmup_fraction", "warmup_steps_fraction"),
     "optimizer.warmup_steps": ("warmup", "num_warmup_steps", "warmup_iters", "lr_warmup"),
-    "run_dir": ("output_dir", "save_dir", "out_dir", "base_output_directory", "logdir"),
+    "run_dir": (
+        "output_dir",
+        "save_dir",
+        "out_dir",
+        "base_output_directory",
+        "logdir",
+        "logging_dir",
+    ),
     "train.accumulation": (
         "gradient_accumulation_steps",
         "grad_accum",
@@ -107,6 +134,20 @@ _ELSEWHERE = {
     "train.epochs": ("num_train_epochs", "num_epochs", "n_epochs", "max_epochs", "epoch"),
     "train.steps": ("max_steps", "num_steps", "iters", "train_iters", "total_steps"),
 }
+# What other trainers have, and this one has not, or always.
+_NO_FIELD = {
+    "label_smoothing_factor": "there is no label smoothing for fine-tuning",
+    "neftune_noise_alpha": "there is no NEFTune",
+    "packing": "rows are always packed with documents",
+}
+# How our field differs from what another trainer calls so.
+_REMARKS = {
+    "micro_batch_size": ", rows of a step over all devices and microbatches",
+    "min_lr": ", a share of the peak",
+    "per_device_train_batch_size": ", rows of a step over all devices and microbatches",
+    "train_on_inputs": " everything",
+    "train_on_prompt": " everything",
+}
 # What other trainers call a field -> our name of it.
 MEANT = {name: field for field, names in _ELSEWHERE.items() for name in names}
 
@@ -123,8 +164,12 @@ def is_text(kind: Any) -> bool:
 
 def suggestion(name: str, valid: Iterable[str], prefix: str = "") -> str:
     """Returns ' (did you mean PREFIX NAME?)' for another trainer's name or a misspelt one."""
-    if meant := MEANT.get(name.replace("-", "_").rsplit(".", 1)[-1].lower()):
-        return f" (did you mean {'--' if prefix == '--' else ''}{meant}?)"
+    plain = name.replace("-", "_").rsplit(".", 1)[-1].lower()
+    if plain in _NO_FIELD:
+        return f" ({_NO_FIELD[plain]})"
+    if meant := MEANT.get(plain):
+        remark = _REMARKS.get(plain, "")
+        return f" (did you mean {'--' if prefix == '--' else ''}{meant}{remark}?)"
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return f" (did you mean {prefix}{matches[0]}?)" if matches else ""
 

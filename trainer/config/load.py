@@ -6,7 +6,7 @@ import operator
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -18,7 +18,7 @@ from data.within import read_text
 from model.attention.choice import LIMITS
 from model.config import ADJUSTABLE
 
-from . import command_line
+from . import command_line, parsing
 from .checks import SWITCHES, check, check_switches
 from .data import TODAY, SourceConfig
 from .fields import AUTO, FIELDS, check_names, clean_set, field_names
@@ -40,47 +40,59 @@ PLANNED = (
 LEARNING_RATE, ADAPTERS_LEARNING_RATE, WARMUP_FRACTION, EPOCHS = 1e-5, 1e-4, 0.03, 1
 
 
-def load(
-    argv: list[str] | None = None,
-    own: Iterable[str] = (),
-    lists: Mapping[str, Callable[[], Mapping[str, type]]] | None = None,
-) -> RunConfig:
+def load(argv: Sequence[str], command_flags: Iterable[str] = ()) -> RunConfig:
     """Reads the configuration of `--config RECIPE.yaml [--section.field value ...]`, or of a model
     and data without a recipe.
 
     Args:
-      argv: the command line; sys.argv's unless given. --help prints every field, or those of the
-        section after it, and exits.
-      own: the calling command's flags, offered in spelling suggestions.
-      lists: as `others` of `parsing.help_text`.
+      argv: the words of the command line.
+      command_flags: the calling command's flags, offered in spelling suggestions.
 
     Raises:
       UserError: one line that names the recipe or command line, the field, what was found and what
         would work.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    from . import parsing  # jsonargparse, imported only by commands that read a recipe
+    return _config_of(*_recipe_of(command_line.split(argv, command_flags)))
 
-    if asks := {"-h", "--help"} & set(argv):
-        print(parsing.help_text(next(iter(argv[argv.index(asks.pop()) + 1 :]), ""), lists))
-        raise SystemExit(0)
-    words = command_line.split(argv, own)
-    flags = {flag.name: flag.text for flag in words.flags}
-    _refuse_nothing(flags)
+
+def _recipe_of(
+    words: command_line.CommandLine,
+) -> tuple[dict[str, Any], command_line.CommandLine]:
+    """The recipe without what the command line replaces; and the command line without --auto.
+
+    This comes before the values have their types, since what is replaced need not agree with what
+    replaces it: a recipe's sources would contradict --data.path.
+    """
+    flags = _texts(words)
+    _require_name_and_data(flags)
     recipe = _read(words.recipe) if words.recipe else _without_recipe(flags)
-    recipe, words = _with_listed_auto(recipe, words)
-    recipe = _without_replaced(_with_auto(recipe, words), flags)
-    config = _without_switched_off(_with_one_source(parsing.build(recipe, words)), flags)
-    _refuse_without_effect(flags, config)
-    _refuse_planned_over(config, words.recipe or "command line")
+    _refuse_two_lengths(recipe, words.recipe, flags)
+    recipe, words = _merge_auto_flag(recipe, words)  # before the recipe's `auto` is settled
+    return _drop_replaced_fields(_apply_auto(recipe, words), flags), words
+
+
+def _config_of(recipe: dict[str, Any], words: command_line.CommandLine) -> RunConfig:
+    """The checked configuration of a recipe and the flags for its fields.
+
+    Its name gives the run's folder, so the defaults stored there come after it; the checks are
+    last, since everything before may change a field.
+    """
+    flags, source = _texts(words), words.recipe or "command line"
+    config = _reset_disabled_fields(_path_as_source(parsing.build(recipe, words)), flags)
+    _refuse_fields_of_stages(flags, config)
+    _refuse_planned_fields(config, source)
     if not config.name:
         config = dataclasses.replace(config, name=_name(words.recipe, flags))
-    config = _as_begun(config, recipe, flags)
-    source = words.recipe or "command line"
+    config = _keep_stored_defaults(config, recipe, flags)
     if words.recipe and words.flags:
         source = f"{source} with the command line"
     check_switches(config, source)
     return check(config, source)
+
+
+def _texts(words: command_line.CommandLine) -> dict[str, str]:
+    """The flags' texts by name."""
+    return {flag.name: flag.text for flag in words.flags}
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:
@@ -137,14 +149,32 @@ def _read(recipe: str) -> dict[str, Any]:
 
 def _without_recipe(flags: Mapping[str, str]) -> dict[str, Any]:
     """The recipe of a command that names only a model and data."""
-    rate = ADAPTERS_LEARNING_RATE if "adapter.rank" in flags else LEARNING_RATE
+
+    def value(field: str) -> Any:
+        flag = command_line.Flag(field, flags.get(field, "null"))
+        return command_line.value_of(flag, FIELDS[field])
+
+    rate = ADAPTERS_LEARNING_RATE if value("adapter.rank") else LEARNING_RATE
     warmup = {} if "optimizer.warmup_steps" in flags else {"warmup_fraction": WARMUP_FRACTION}
     return {
         "config_version": VERSION,
         "auto": ["mesh", "memory", "positions"],
         "optimizer": {"learning_rate": rate, **warmup},
-        "train": {} if "train.steps" in flags else {"epochs": EPOCHS},
+        "train": {} if "train.steps" in flags or value("stages") else {"epochs": EPOCHS},
     }
+
+
+def _refuse_two_lengths(recipe: Mapping[str, Any], source: str, flags: Mapping[str, str]) -> None:
+    """Raises UserError for a recipe with both steps and epochs, of which only epochs would count,
+    unless a flag replaces one, or a run has recorded it, with the steps of its epochs."""
+    train = recipe.get("train", {})
+    steps, epochs = train.get("steps"), train.get("epochs")
+    is_recorded = "planned" in recipe
+    if None in (steps, epochs) or is_recorded or flags.keys() & {"train.steps", "train.epochs"}:
+        return
+    raise UserError(
+        f"{source}: train.steps: found {steps!r} with train.epochs {epochs!r}; keep one of them"
+    )
 
 
 def _name(recipe: str, flags: Mapping[str, str]) -> str:
@@ -162,16 +192,16 @@ def _name(recipe: str, flags: Mapping[str, str]) -> str:
     return name
 
 
-def _refuse_nothing(flags: Mapping[str, str]) -> None:
-    """Raises UserError for a name or data that a flag says are none, such as a shell variable that
-    is not set; other fields' values are checked with their types."""
+def _require_name_and_data(flags: Mapping[str, str]) -> None:
+    """Raises UserError for an empty --name or a --data.path of null, such as from a shell variable
+    that is not set; other fields' values are checked with their types."""
     if flags.get("name") == "":
         raise UserError("command line: name: found '', needs a name")
     if flags.get("data.path") == "null":
         raise UserError("command line: data.path: found null, needs a path")
 
 
-def _with_listed_auto(
+def _merge_auto_flag(
     recipe: dict[str, Any], words: command_line.CommandLine
 ) -> tuple[dict[str, Any], command_line.CommandLine]:
     """The recipe and command line with the sections of --auto as those of --mesh auto.
@@ -187,7 +217,7 @@ def _with_listed_auto(
     return {**recipe, "auto": []}, words._replace(flags=flags, auto=auto)
 
 
-def _with_auto(recipe: dict[str, Any], words: command_line.CommandLine) -> dict[str, Any]:
+def _apply_auto(recipe: dict[str, Any], words: command_line.CommandLine) -> dict[str, Any]:
     """The recipe with `auto` as the command line says.
 
     --mesh auto and --memory auto replace the recipe's section; a flag for an axis or for memory
@@ -210,7 +240,7 @@ def _with_auto(recipe: dict[str, Any], words: command_line.CommandLine) -> dict[
     return {**recipe, "auto": auto} if auto or "auto" in recipe else recipe
 
 
-def _without_replaced(recipe: Mapping[str, Any], flags: Mapping[str, str]) -> dict[str, Any]:
+def _drop_replaced_fields(recipe: Mapping[str, Any], flags: Mapping[str, str]) -> dict[str, Any]:
     """The recipe without fields that `flags` (name -> text) replace by other fields.
 
     --data.path and --data.sources replace each other; for a single source --data.path replaces only
@@ -253,7 +283,7 @@ def _without_replaced(recipe: Mapping[str, Any], flags: Mapping[str, str]) -> di
     return {**recipe, "model": model, "data": data, "train": train, "attention": attention}
 
 
-def _with_one_source(config: RunConfig) -> RunConfig:
+def _path_as_source(config: RunConfig) -> RunConfig:
     """The configuration with data.path as its only source, with the recipe's other fields."""
     if not config.data.path:
         return config
@@ -264,9 +294,9 @@ def _with_one_source(config: RunConfig) -> RunConfig:
     )
 
 
-def _without_switched_off(config: RunConfig, flags: Mapping[str, str]) -> RunConfig:
-    """The configuration without fields of the recipe that count only with a field that a flag turns
-    off: --adapter.rank 0 also leaves out adapter.alpha."""
+def _reset_disabled_fields(config: RunConfig, flags: Mapping[str, str]) -> RunConfig:
+    """The configuration with defaults for the recipe's fields that have no effect without a field
+    that a flag turns off: --adapter.rank 0 also resets adapter.alpha."""
     defaults = RunConfig()
     for switch in SWITCHES:
         if not flags.keys() & {switch.field, *switch.others} or switch.counts(config):
@@ -282,13 +312,15 @@ def _without_switched_off(config: RunConfig, flags: Mapping[str, str]) -> RunCon
 CHANGED_DEFAULTS = ("data.template", "data.clean.html", "data.clean.rate_limits")
 
 
-def _as_begun(config: RunConfig, recipe: Mapping[str, Any], flags: Mapping[str, str]) -> RunConfig:
+def _keep_stored_defaults(
+    config: RunConfig, recipe: Mapping[str, Any], flags: Mapping[str, str]
+) -> RunConfig:
     """The configuration with what the run in its folder began with: the old defaults, for fields of
     CHANGED_DEFAULTS that neither the recipe nor a flag gives, and the day, for `today`.
 
     Standard error says so.
     """
-    stored = _begun(config)
+    stored = _stored(config)
     for field in CHANGED_DEFAULTS:
         default = operator.attrgetter(field)(config)
         value = _entry(stored, field)
@@ -335,7 +367,7 @@ def _with_value(section: Any, names: list[str], value: Any) -> Any:
     return dataclasses.replace(section, **{names[0]: inner})
 
 
-def _begun(config: RunConfig) -> dict[str, Any]:
+def _stored(config: RunConfig) -> dict[str, Any]:
     """The configuration in a run's folder, or its first stage's; empty if unreadable, for which
     opening the run reports the reason.
     """
@@ -359,7 +391,7 @@ def _begun(config: RunConfig) -> dict[str, Any]:
     return {}
 
 
-def _refuse_without_effect(flags: Mapping[str, str], config: RunConfig) -> None:
+def _refuse_fields_of_stages(flags: Mapping[str, str], config: RunConfig) -> None:
     """Raises UserError for a flag whose field every stage replaces."""
     whose, remedy = (
         ("the stages of --stages", "leave the flag out, or change them")
@@ -378,7 +410,7 @@ def _refuse_without_effect(flags: Mapping[str, str], config: RunConfig) -> None:
             )
 
 
-def _refuse_planned_over(config: RunConfig, source: str) -> None:
+def _refuse_planned_fields(config: RunConfig, source: str) -> None:
     """Raises UserError for a field of the recipe that the planner would replace, unless it is the
     planner's own answer, with which a run's configuration also has its reason."""
     defaults = RunConfig()

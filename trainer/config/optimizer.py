@@ -12,9 +12,10 @@ class OptimizerConfig:
     """The optimizer, the learning-rate schedule, and clipping."""
 
     name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
-    """AdamW; Lion, with one moment; Adafactor, with a row and a column of the second moment; or
-    Muon, which orthogonalizes updates of the layers' matrices and trains all other parameters by
-    AdamW with Nesterov momentum, without weight decay."""
+    """AdamW; Lion, with one moment; Adafactor, with a row and a column of the second moment (of
+    matrices of at least 128 x 128, as in optax; of smaller ones, such as most adapters', all of
+    it); or Muon, which orthogonalizes updates of the layers' matrices and trains all other
+    parameters by AdamW with Nesterov momentum, without weight decay."""
     learning_rate: float = 2e-5
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -26,7 +27,8 @@ class OptimizerConfig:
     warmup_fraction: float = 0.0
     """Share of the steps used for warm-up, such as 0.03, instead of warmup_steps."""
     final_fraction: float = 0.1
-    """Learning rate at the last step, as a share of the peak; not with constant."""
+    """Learning rate at the last step, as a share of the peak; with 0 that step changes nothing. Not
+    with constant."""
     decay_fraction: float = 0.2
     """Share of the steps, at the end, over which wsd decays linearly."""
     beta1: float = 0.9

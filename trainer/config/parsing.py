@@ -1,30 +1,21 @@
-"""Converts the values of recipes and flags to the schema's types, and describes the fields for
---help."""
+"""Converts the values of recipes and flags to the schema's types."""
 
-import argparse
 import dataclasses
-import functools
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
 
-import jsonargparse
-from jsonargparse.typing import register_type
-
-from data.clean import SETS
 from data.errors import UserError
 from data.lengths import FORM, tokens_of
 from model.attention.names import Tokens
 
 from .command_line import CommandLine, Flag, value_of
-from .fields import AUTO, FIELDS, LISTS, MAPPINGS, SECTIONS, check_keys, field_names, suggestion
+from .fields import FIELDS, LISTS, MAPPINGS, SECTIONS, check_keys, field_names
 from .schema import RunConfig
 
 _Section = TypeVar("_Section")
-# Returns the kinds of a list's entries, see `_entries_help`.
-Entries = Callable[[], Mapping[str, type]]
 # Numbers as texts: in quotes, or as 1e-3, which PyYAML reads as a text. None begins with a needless
 # zero: YAML 1.1 takes 010 for eight, so it is refused instead of being taken for ten.
 _WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*)", re.ASCII)
@@ -42,153 +33,6 @@ _NEEDS = {
 
 class _Unfit(Exception):
     """A value is not of its field's type."""
-
-
-def parser() -> jsonargparse.ArgumentParser:
-    """The parser that describes RunConfig's fields, made on demand since its settings are
-    global."""
-    _read_docstrings()
-    # Abbreviations are off: `--mesh.seq` would be accepted silently.
-    made = jsonargparse.ArgumentParser(
-        prog="train.py", description="Fine-tune a model.", exit_on_error=False, allow_abbrev=False
-    )
-    made.add_argument(
-        "--config",
-        metavar="RECIPE.yaml",
-        help="The recipe; not needed with --model.path and --data.path.",
-    )
-    made.add_class_arguments(RunConfig)
-    for group in made._action_groups:
-        for action in group._group_actions:
-            if action.dest in SECTIONS:
-                group.title = _heading(SECTIONS[action.dest])
-                _describe_section(action)
-            elif action.dest.endswith(".help"):  # jsonargparse's, which `load` does not take
-                action.help = argparse.SUPPRESS
-    return made
-
-
-def _describe_section(action: argparse.Action) -> None:
-    """Describes the word that a section's flag takes instead of fields; hides it if there is none,
-    as it does not take the file that jsonargparse offers."""
-    if action.dest in AUTO:
-        action.metavar = "auto"
-        action.help = "The planner chooses the section's fields for the available devices."
-    elif action.dest == "data.clean":
-        action.metavar = f"{{{','.join(SETS)}}}"
-        action.help = "A named set of rules; flags for single ones may follow."
-    else:
-        action.help = argparse.SUPPRESS
-
-
-def _read_docstrings() -> None:
-    """Makes jsonargparse describe fields by their docstrings, and know their types."""
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    _register_tokens()
-
-
-def _heading(section: type) -> str:
-    """Returns the first paragraph of a section's docstring as one line; jsonargparse's heading is
-    its first line."""
-    return " ".join((section.__doc__ or "").partition("\n\n")[0].split()).rstrip(".")
-
-
-def _register_tokens() -> None:
-    """Makes jsonargparse read the type Tokens: 64K, 1M or a plain number, as an int."""
-
-    def number(value: Any) -> int:
-        if not isinstance(value, str):
-            raise ValueError(f"found {value!r}; write {FORM}")
-        return tokens_of(value)
-
-    register_type(
-        Tokens,
-        serializer=int,
-        deserializer=number,
-        type_check=lambda value, _: type(value) is int,
-        fail_already_registered=False,
-    )
-
-
-# Flags of train.py that are not fields, for --help.
-_FLAGS_OF_TRAIN: dict[str, dict[str, Any]] = {
-    "--dry-run": {
-        "metavar": "MACHINE",
-        "nargs": "?",
-        "help": "Say what the run would take on MACHINE, such as 8xH100 or v5p-32, and stop. "
-        "Without MACHINE it leaves out the time and whether the run fits; a run with `auto`, which "
-        "includes one without a recipe, needs MACHINE.",
-    },
-    "--gpu-memory": {"metavar": "GIB", "help": "With --dry-run: memory per GPU."},
-    "--no-download": {
-        "action": "store_true",
-        "help": "Do not download models and data from the Hugging Face hub.",
-    },
-}
-
-
-def help_text(section: str = "", others: Mapping[str, Entries] | None = None) -> str:
-    """Returns the description of every field, or of the fields of a section or of a list's entries.
-
-    Args:
-      others: lists that the schema does not describe, with functions that return their entries.
-
-    Raises:
-      UserError: no section of this name.
-    """
-    lists: dict[str, Entries] = {
-        **{name: functools.partial(dict, {"": cls}) for name, cls in LISTS.items()},
-        **(others or {}),
-    }
-    if section in lists:
-        return _entries_help(section, lists[section]())
-    made = parser()
-    if not section:
-        for flag, settings in _FLAGS_OF_TRAIN.items():
-            made.add_argument(flag, default=argparse.SUPPRESS, **settings)
-        return made.format_help()
-    if section not in SECTIONS:
-        sections = [*SECTIONS, *lists]
-        raise UserError(
-            f"--help: {section} is not a section{suggestion(section, sections)}; sections are "
-            f"{', '.join(sections)}"
-        )
-    made.usage = made.description = argparse.SUPPRESS
-    made._action_groups = [
-        group
-        for group in made._action_groups
-        if any(action.dest.startswith(f"{section}.") for action in group._group_actions)
-    ]
-    return made.format_help()
-
-
-def _entries_help(name: str, kinds: Mapping[str, type]) -> str:
-    """Returns the description of a list's entries.
-
-    Args:
-      kinds: what sets a kind of entries apart -> its dataclass; "" for all of them, the first one.
-    """
-    _read_docstrings()
-    parts: list[str] = []
-    common: set[str] = set()
-    description = (
-        f"Fields of each entry of {name}, written {name}: [{{...}}] in a recipe, and --{name} "
-        "'[{...}]' on the command line, where it replaces the recipe's list."
-    )
-    for kind, cls in kinds.items():
-        title = f"{kind}: {_heading(cls)}" if kind else _heading(cls)
-        made = jsonargparse.ArgumentParser(
-            usage=argparse.SUPPRESS, description=description, add_help=False
-        )
-        description = ""  # once
-        made.add_class_arguments(cls, skip=common)
-        for group in made._action_groups:
-            group.title = title
-            for action in group._group_actions:
-                action.option_strings, action.metavar = [action.dest], ""
-        parts.append(made.format_help().strip() or f"{title}; no other fields")
-        common |= set() if kind else {*field_names(cls)}
-    return "\n\n".join(parts)
 
 
 def build(recipe: Mapping[str, Any], command_line: CommandLine) -> RunConfig:

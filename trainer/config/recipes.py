@@ -18,8 +18,9 @@ def recipe_list(folder: Path = FOLDER) -> str:
             "Recipes:",
             *lines,
             "",
-            "python train.py --config RECIPE [--section.field value ...]; --help [SECTION] "
-            "describes every field.",
+            "python train.py --config RECIPE [--section.field value ...]",
+            "python train.py --model.path MODEL --data.path FILE     # without a recipe",
+            "python train.py --help",
         ]
     )
 

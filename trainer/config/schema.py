@@ -10,6 +10,7 @@ import math
 import os
 import pathlib
 import re
+import secrets
 from typing import Any, Literal
 
 from data.lengths import with_lengths
@@ -31,6 +32,8 @@ from .stage import LENGTHS, StageConfig
 
 VERSION = 2
 # Stores that can hold a run.
+# Of this process; containers that share a cache folder have equal process ids.
+_PROCESS = secrets.token_hex(4)
 GCS = "gs://"
 BUCKETS = (GCS, "s3://")
 
@@ -173,7 +176,8 @@ class CheckpointConfig:
     best_is: Literal["lowest", "highest"] = "lowest"
     """Whether lower or higher values are better."""
     patience: int = 0
-    """Measurements without a new best after which the run ends; 0 trains to the last step."""
+    """Measurements, such as those every train.evaluate_every steps, without a new best after which
+    the run ends; 0 trains to the last step."""
 
     def __post_init__(self) -> None:
         require_at_least(self, "checkpoint", 0, "every", "patience", "minutes", "grace_seconds")
@@ -351,5 +355,5 @@ class RunConfig:
         process runs."""
         if self.in_bucket:
             name = hashlib.sha256(self.location.encode()).hexdigest()[:20]
-            return cache_folder("runs") / f"{name}-{os.getpid()}"
+            return cache_folder("runs") / f"{name}-{os.getpid()}-{_PROCESS}"
         return pathlib.Path(self.run_dir or f"runs/{self.name}").expanduser()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import regex
+from safetensors import SafetensorError, safe_open
 
-from data.within import read_json
+from data.within import file_within, read_json
 from model.adapter import (
     ALL_LINEAR,
     ATTENTION,
@@ -21,15 +23,16 @@ from model.adapter import (
     ends_with,
     last_part,
 )
-from model.checks import as_float, is_int, require_int, require_number
 from model.config import TransformerConfig
 from model.families import FAMILIES
+from model.number_checks import as_float, is_int, require_int, require_number
 
 from . import peft_experts
 from .hub_models import hub_name
 from .table import hf_layout
 
 CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 # The fields of an adapter_config.json. These are read:
 _READ = (
     "peft_type",
@@ -114,10 +117,10 @@ def _saved_modules(config: TransformerConfig) -> list[str]:
     }
     names: list[str] = []
     for entry in config.adapter.train:
-        found = {own: theirs for own, theirs in modules.items() if ends_with(own, entry)}
+        found = {ours: theirs for ours, theirs in modules.items() if ends_with(ours, entry)}
         differ = any(
-            last_part(own) != last_part(theirs) or not theirs.endswith(entry)
-            for own, theirs in found.items()
+            last_part(ours) != last_part(theirs) or not theirs.endswith(entry)
+            for ours, theirs in found.items()
         )
         names += [last_part(theirs) for theirs in found.values()] if differ else [entry]
     return list(dict.fromkeys(names))
@@ -210,7 +213,7 @@ def read_config(
             use_rslora=_switch(content, "use_rslora"),
             use_dora=_switch(content, "use_dora"),
             dropout=_dropout(content),
-            targets=_projections(content, model),
+            targets=_projections(content, model, path.parent),
             train=_trained(content),
         )
         _check_layers(content, model)
@@ -277,10 +280,10 @@ def _check_patterns(
 ) -> None:
     """Raises ValueError for per-module ranks or alphas other than those of `write_config`, unless
     they change nothing."""
-    own = _patterns(adapter, _FUSED)
+    patterns = _patterns(adapter, _FUSED)
     common = {"rank_pattern": adapter.rank, "alpha_pattern": adapter.alpha}
     named: dict[str, set[str]] = {}
-    for field, expected in own.items():
+    for field, expected in patterns.items():
         given = content.get(field) or {}
         if not isinstance(given, dict):
             raise ValueError(f"{field}: found {given!r:.80}; needs an object or null")
@@ -304,7 +307,7 @@ def _check_patterns(
         field, missing = sorted(named, key=lambda field: module not in named[field])
         raise ValueError(
             f"{field}: found {module}, which {missing} lacks, so that its scale would be another; "
-            f"{missing} {own[missing][module]:g} would be read"
+            f"{missing} {patterns[missing][module]:g} would be read"
         )
 
 
@@ -324,7 +327,7 @@ def _may_match(
         or (model is not None and model.num_experts)
     ):
         return True
-    fused = {name for name, own in _FUSED.items() if {*own} & {*adapter.projections}}
+    fused = {name for name, parts in _FUSED.items() if {*parts} & {*adapter.projections}}
     return bool(_matched(field, rf"(?:.*\.)?(?:{pattern})") & {*adapter.projections, *fused})
 
 
@@ -366,15 +369,17 @@ def _trained(content: Mapping[str, Any]) -> tuple[str, ...]:
     names: list[str] = []
     for name in _names(content, "modules_to_save"):
         # peft prefixes a tied module with the model's name; without it, norm would be every norm.
-        own = name.removeprefix("model.")
-        *path, last = (own if own in ("embed_tokens", "lm_head") else name).split(".")
+        unprefixed = name.removeprefix("model.")
+        *path, last = (unprefixed if unprefixed in ("embed_tokens", "lm_head") else name).split(".")
         path = ["mlp" if part == "block_sparse_moe" else part for part in path]
         last = peft_experts.MODULES.get(last, last)
-        names += [".".join((*path, own)) for own in _FUSED.get(last, (last,))]
+        names += [".".join((*path, part)) for part in _FUSED.get(last, (last,))]
     return tuple(dict.fromkeys(names))
 
 
-def _projections(content: Mapping[str, Any], model: TransformerConfig | None) -> tuple[str, ...]:
+def _projections(
+    content: Mapping[str, Any], model: TransformerConfig | None, folder: Path
+) -> tuple[str, ...]:
     """The projections in `target_modules`, in layer order.
 
     peft writes them as a set, sometimes each layer's separately; the tensors show whether every
@@ -396,11 +401,13 @@ def _projections(content: Mapping[str, Any], model: TransformerConfig | None) ->
             )
     else:
         modules = _named_projections({target.rpartition(".")[2] for target in targets}, model)
-        if targets and not (modules or parameters):
-            raise ValueError(
-                f"target_modules: found {found!r:.80}, none of which is a projection of the base; "
-                f"adapters of {', '.join(PROJECTIONS)} are read"
-            )
+    if model is not None and model.num_experts:
+        modules = _with_tensors(modules, folder)
+    if targets and not (modules or parameters):
+        raise ValueError(
+            f"target_modules: found {found!r:.80}, none of which is a projection of the base; "
+            f"adapters of {', '.join(PROJECTIONS)} are read"
+        )
     names = {name for module in modules for name in _FUSED.get(module, (module,))} | {*parameters}
     return tuple(name for name in (*PROJECTIONS, ROUTER) if name in names)
 
@@ -428,6 +435,20 @@ def _named_projections(names: set[str], model: TransformerConfig | None) -> set[
     return known if model is None else _of_family(known, model.family)
 
 
+def _with_tensors(modules: set[str], folder: Path) -> set[str]:
+    """Returns those of a mixture's modules that an adapter's file may have tensors of.
+
+    A list for dense models often names gate_proj, up_proj and down_proj, which peft ignores where
+    transformers 5 holds all experts in one tensor.
+    """
+    names: list[str] = []
+    with contextlib.suppress(SafetensorError, OSError):  # whoever reads the file says what is wrong
+        if file := file_within(folder, WEIGHTS):
+            with safe_open(file, framework="np") as opened:
+                names = list(opened.keys())
+    return modules - peft_experts.lacking(names) if names else modules
+
+
 def _of_family(modules: set[str], family: str | None) -> set[str]:
     """Returns those of the modules that a family's models have.
 
@@ -441,17 +462,17 @@ def _of_family(modules: set[str], family: str | None) -> set[str]:
     return modules - _FUSED.keys() if modules & set(PROJECTIONS) else modules
 
 
-def _places() -> dict[str, list[str]]:
+def _module_names() -> dict[str, list[str]]:
     """The full names of every module that may be adapted or excluded, by their last parts."""
-    attention = {*ATTENTION, *(name for name, own in _FUSED.items() if {*own} & {*ATTENTION})}
-    places = {
+    attention = {*ATTENTION, *(name for name, parts in _FUSED.items() if {*parts} & {*ATTENTION})}
+    layers = {
         name: [
             f"model.layers.{i}.{'self_attn' if name in attention else 'mlp'}.{name}"
             for i in range(_MATCHED_LAYERS)
         ]
         for name in (*PROJECTIONS, *_FUSED)
     }
-    return {**places, "lm_head": ["lm_head"], "embed_tokens": ["model.embed_tokens"]}
+    return {**layers, "lm_head": ["lm_head"], "embed_tokens": ["model.embed_tokens"]}
 
 
 def _matched(field: str, pattern: str) -> set[str]:
@@ -461,10 +482,10 @@ def _matched(field: str, pattern: str) -> set[str]:
         compiled = regex.compile(pattern)
         return {
             name
-            for name, places in _places().items()
+            for name, modules in _module_names().items()
             if any(
-                compiled.fullmatch(place, timeout=max(1e-3, deadline - time.monotonic()))
-                for place in places
+                compiled.fullmatch(module, timeout=max(1e-3, deadline - time.monotonic()))
+                for module in modules
             )
         }
     except (regex.error, TimeoutError, RecursionError, OverflowError) as error:
@@ -482,22 +503,22 @@ def _check_excluded(content: Mapping[str, Any], adapter: AdapterConfig) -> None:
     """Raises ValueError if `exclude_modules` excludes a module with an adapter."""
     found = content.get("exclude_modules")
     names = _names(content, "exclude_modules")
-    places = _places()
-    fused = {name for name, own in _FUSED.items() if {*own} & {*adapter.projections}}
-    adapted = {*adapter.projections, *fused} & places.keys()
+    modules = _module_names()
+    fused = {name for name, parts in _FUSED.items() if {*parts} & {*adapter.projections}}
+    adapted = {*adapter.projections, *fused} & modules.keys()
     if isinstance(found, str):
         excluded = _matched("exclude_modules", found) if found else set()
     else:
         excluded = {
             name
             for name in adapted
-            if any(f".{place}".endswith(f".{end}") for place in places[name] for end in names)
+            if any(f".{module}".endswith(f".{end}") for module in modules[name] for end in names)
         }
     if excluded & adapted:
-        own = excluded & {*adapter.projections}
+        ours = excluded & {*adapter.projections}
         raise ValueError(
             f"exclude_modules: found {found!r:.80}, which excludes "
-            f"{', '.join(sorted(own or excluded & adapted))}; without these in target_modules it "
+            f"{', '.join(sorted(ours or excluded & adapted))}; without these in target_modules it "
             "would be read"
         )
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from model.codecs import dequantize_int8, dequantize_nf4
 from model.config import TransformerConfig
-from model.declarations import declare
+from model.parameter_declarations import declare
 from model.quantized_weights import is_of_experts, quantize_layer, quantized_names
 
 
@@ -23,13 +23,13 @@ class Dequantized:
         self.name, self.stored, self.shape, self.kind = name, stored, shape, kind
 
     def __getitem__(self, layer: int) -> Float[np.ndarray, ...]:
-        own = self.shape[1:]
+        shape = self.shape[1:]
         if self.kind == "nf4" and hasattr(self.stored, "quantized"):
             # Stored codes, already dequantized.
-            return np.asarray(self.stored[layer])[tuple(map(slice, own))]
-        matrices = quantize_layer(self.name, self.stored, layer, own, self.kind)
+            return np.asarray(self.stored[layer])[tuple(map(slice, shape))]
+        matrices = quantize_layer(self.name, self.stored, layer, shape, self.kind)
         dequantize: Any = dequantize_nf4 if self.kind == "nf4" else dequantize_int8
-        return np.stack([dequantize(matrix).T for matrix in matrices]).reshape(own)
+        return np.stack([dequantize(matrix).T for matrix in matrices]).reshape(shape)
 
 
 def dequantized(base: Mapping[str, Any], config: TransformerConfig) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def merged(
     adapter = config.adapter
     assert adapter is not None
     plain = dataclasses.replace(config, adapter=dataclasses.replace(adapter, quantize="none"))
-    own = {name: parameter.shape for name, parameter in declare(plain).items()}
+    shapes = {name: parameter.shape for name, parameter in declare(plain).items()}
 
     def merge(name: str) -> Any:
         weight = trained.get(name, base[name])
@@ -75,7 +75,7 @@ def merged(
             return weight
         return _MergedParameter(
             [weight, *(trained[part] for part in names[1:])],
-            [own[name] for name in names],
+            [shapes[name] for name in names],
             adapter.scale,
             is_of_experts(name),
         )

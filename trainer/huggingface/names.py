@@ -50,17 +50,17 @@ def of_text_model(files: Mapping[str, Any], is_wrapped: bool) -> dict[str, Any]:
     Raises:
       ValueError: two tensors have the same name in the text model.
     """
-    own = {name: name for name in files}
+    text_names = {name: name for name in files}
     if is_wrapped:
         left_out = {*other_parts(files)}
-        own = {name: _of_wrapped(name) for name in files if name not in left_out}
+        text_names = {name: _of_wrapped(name) for name in files if name not in left_out}
     elif not any(name.startswith("model.") for name in files):  # as transformers reads it
-        own = {
+        text_names = {
             name: f"model.{name}" if name.partition(".")[0] in _BASE_PARTS else name
             for name in files
         }
     tensors: dict[str, Any] = {}
-    for stored, name in own.items():
+    for stored, name in text_names.items():
         if name in tensors:
             raise ValueError(
                 f"tensor {stored} is there twice: another name also means {name}; the model saved "

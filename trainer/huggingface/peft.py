@@ -26,13 +26,13 @@ from data.within import file_within, read_json
 from model.adapter import ATTENTION, MAGNITUDE
 from model.attention import Mask
 from model.config import TransformerConfig
-from model.declarations import LAYERS, declare
 from model.families import FAMILIES
 from model.language_model import LanguageModel
+from model.parameter_declarations import LAYERS, declare
 from trainer.config.fields import check_kinds
 
 from . import peft_experts
-from .adapter_config import CONFIG, write_config
+from .adapter_config import CONFIG, WEIGHTS, write_config
 from .assets import copy_files, mask_of, trained_mask
 from .folder import EMBEDDING, HEAD, are_equal
 from .names import misnamed
@@ -41,7 +41,6 @@ from .read import padded_part
 from .table import DTYPES, HFEntry, HoldsNaN, check_numbers, hf_layout
 from .write import warn_of_mask
 
-WEIGHTS = "adapter_model.safetensors"
 # The configuration of the model that was trained, in an exported adapter: PEFT's format has none.
 TRAINED_CONFIG = "trained_config.json"
 _ATTENTION = "attention"  # its field for the recipe's window and global tokens, which no config has

@@ -18,8 +18,8 @@ from jaxtyping import Float
 
 from model.adapter import ATTENTION, FEED_FORWARD, ROUTER
 from model.config import TransformerConfig
-from model.declarations import LAYERS, declare
 from model.families import FAMILIES
+from model.parameter_declarations import LAYERS, declare
 
 from .table import ExpertsEntry, HFEntry, hf_layout
 
@@ -33,6 +33,7 @@ PARAMETERS = {
 # Linear modules of transformers 4, by the last part of their names.
 MODULES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": ROUTER}
 _OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_OF_ROUTER = re.compile(r"\.(gate|router)\.(base_layer\.)*lora_")
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class FactorEntry(HFEntry):
         folded = self.layer_shape[0] * self.ranks
         return (self.file_rows or 0, folded) if self.is_b else (folded, self.layer_shape[1])
 
-    def own(self, tensor: Float[np.ndarray, "P Q"]) -> Float[np.ndarray, "X I O"]:
-        """Returns a view of this parameter's numbers in the matrix."""
+    def part(self, tensor: Float[np.ndarray, "P Q"]) -> Float[np.ndarray, "X I O"]:
+        """Returns a view of this parameter's part of the matrix."""
         ranks = slice(self.first_rank, self.first_rank + self.rank)
         return (
             self._by_expert(tensor)[:, ranks] if self.is_b else self._by_expert(tensor)[..., ranks]
@@ -88,11 +89,11 @@ class FactorEntry(HFEntry):
 
     def put(self, tensor: np.ndarray, value: np.ndarray) -> None:
         """See `HFEntry.put`."""
-        self.own(tensor)[...] = value
+        self.part(tensor)[...] = value
 
     def read(self, files: Any, name: str, index: tuple[slice, ...], within=()) -> np.ndarray:
         """See `HFEntry.read`."""
-        return self.own(files[name].get_slice(name)[:])[index]
+        return self.part(files[name].get_slice(name)[:])[index]
 
 
 def entries(
@@ -147,17 +148,17 @@ def _of_experts(
     assert config.adapter is not None
     beside = PARAMETERS["gate_up_proj"]
     together = beside if projection in beside else (projection,)
-    place, rank = together.index(projection), config.adapter.rank
+    number, rank = together.index(projection), config.adapter.rank
     outputs = config.projection_sizes(projection)[1]
     interleaved = FAMILIES[config.family].interleaved
     fields |= {
-        "first_row": place if interleaved else place * outputs,
+        "first_row": number if interleaved else number * outputs,
         "file_rows": len(together) * outputs,
         "step": len(together) if interleaved else 1,
     }
     return FactorEntry(
         **fields,
-        first_rank=0 if shares_a else place * rank,
+        first_rank=0 if shares_a else number * rank,
         ranks=rank if shares_a else len(together) * rank,
     )
 
@@ -165,6 +166,14 @@ def _of_experts(
 def is_per_expert(tensor_names: Iterable[str]) -> bool:
     """Whether tensors are those of transformers 4, which has some for each expert."""
     return any(map(_OF_ONE_EXPERT.search, tensor_names))
+
+
+def lacking(tensor_names: Iterable[str]) -> set[str]:
+    """Returns the projections of experts and the router of which a file has no adapter."""
+    names = list(tensor_names)
+    experts = any(".experts." in name for name in names)
+    router = any(map(_OF_ROUTER.search, names))
+    return {*(() if experts else FEED_FORWARD), *(() if router else (ROUTER,))}
 
 
 def target_parameters(config: TransformerConfig) -> list[str]:

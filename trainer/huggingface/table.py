@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from model.config import TransformerConfig
-from model.declarations import LAYERS, in_order
 from model.families import FAMILIES
 from model.padding import fits
+from model.parameter_declarations import LAYERS, in_order
 from model.sharding import Parameter
 
 # safetensors' name -> numpy's for readable dtypes. All are exact in float32, so import and export
@@ -281,9 +281,11 @@ def hf_layout(config: TransformerConfig, stacked: bool = False) -> list[HFEntry]
     entries = []
     for name, parameter in in_order(dataclasses.replace(config, adapter=None)).items():
         entry = _entry(name, parameter, family.interleaved)
-        own = names.get(name.removeprefix(LAYERS)) if name.startswith(LAYERS) else None
+        hf_name = names.get(name.removeprefix(LAYERS)) if name.startswith(LAYERS) else None
         entries.append(
-            dataclasses.replace(entry, hf_name=f"model.layers.{{i}}.{own}") if own else entry
+            dataclasses.replace(entry, hf_name=f"model.layers.{{i}}.{hf_name}")
+            if hf_name
+            else entry
         )
     for module, projections in family.fused.items():
         entries = _fused(entries, module, projections)
@@ -321,20 +323,20 @@ def _are_stacked(files: Collection[str], config: TransformerConfig) -> bool:
 
 def _shared(entries: list[HFEntry], interleaved: bool) -> list[HFEntry]:
     """The table with experts' parameters of one file name as parts of one tensor."""
-    places: dict[str, int] = {}
+    seen: dict[str, int] = {}
     counts = collections.Counter(entry.hf_name for entry in entries)
     result = []
     for entry in entries:
-        count, place = counts[entry.hf_name], places.get(entry.hf_name, 0)
-        places[entry.hf_name] = place + 1
+        count, number = counts[entry.hf_name], seen.get(entry.hf_name, 0)
+        seen[entry.hf_name] = number + 1
         if not isinstance(entry, ExpertsEntry) or count == 1:
             result.append(entry)
         elif interleaved:
-            result.append(dataclasses.replace(entry, step=count, first=place))
+            result.append(dataclasses.replace(entry, step=count, first=number))
         else:
             rows = entry.hf_shape[0]
             result.append(
-                dataclasses.replace(entry, first_row=place * rows, file_rows=count * rows)
+                dataclasses.replace(entry, first_row=number * rows, file_rows=count * rows)
             )
     return result
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from data.conversation import Message
+from data.converted_tokenizer import READS_ALL
 from data.errors import UserError, first_line
 from data.templates import TemplateError, render
 from data.tokenizer import Tokenizer
@@ -72,7 +73,7 @@ def check_tokenizer(folder: Path) -> None:
         return
     from transformers import AutoTokenizer
 
-    ours = Tokenizer.load(folder).with_template_date(datetime.now())
+    ours = Tokenizer.load(folder, as_saved=True).with_template_date(datetime.now())
     theirs = _opened(folder, "tokenizer", AutoTokenizer)
     for text in TEXTS:
         found = theirs(text, add_special_tokens=False)["input_ids"]
@@ -170,5 +171,6 @@ def _check_ids(folder: Path, what: str, found: list[int], expected: list[int]) -
     if list(found) != list(expected):
         raise UserError(
             f"{folder}: transformers' tokenizer gives {what} the ids {list(found)[:12]}, training "
-            f"used {list(expected)[:12]}; another version of transformers may agree"
+            f"used {list(expected)[:12]}; another version of transformers, or tokenizer_class "
+            f"{READS_ALL} in tokenizer_config.json, may agree"
         )

@@ -4,15 +4,33 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.errors import UserError
 from data.printable import printable
+from trainer.config.load import resolved
+from trainer.config.schema import RunConfig
 from trainer.reporting.boards import Board, TensorBoard, WeightsAndBiases
 from trainer.reporting.meter import NAMES, plain_number
 from trainer.reporting.progress_bar import ProgressBar, short
 from trainer.run.directory import RunDirectory
 from trainer.run.logs import Written
+
+
+class LogStart(NamedTuple):
+    """Where a run's logs go on.
+
+    Attributes:
+      step: the restored step, 0 for none; later lines of the files are removed.
+      evaluated: whether the evaluations of `step` are logged already; otherwise their lines are
+        removed too.
+      logged: `MetricsLog.logged` at the save of `step`; a warning names lines lost or changed
+        since.
+    """
+
+    step: int = 0
+    evaluated: bool = True
+    logged: Mapping[str, Mapping[str, Any]] | None = None
 
 
 class MetricsLog:
@@ -21,30 +39,19 @@ class MetricsLog:
     def __init__(
         self,
         run: RunDirectory,
+        config: RunConfig,
+        start: LogStart,
         *,
-        steps: int,
-        start_step: int = 0,
-        evaluated: bool = True,
-        tensorboard: bool = True,
-        console: bool = True,
-        write: bool = True,
-        wandb: dict[str, Any] | None = None,
         evaluations: Sequence[str] = ("held_out",),
         loss_name: str = NAMES[0],
-        logged: Mapping[str, Mapping[str, Any]] | None = None,
+        write: bool = True,
     ) -> None:
         """Opens the files and boards.
 
         Args:
-          steps: of the whole run.
-          start_step: the restored step; later lines of the files are removed first.
-          evaluated: whether the evaluations of `start_step` are logged already; otherwise their
-            lines are removed too.
+          evaluations: names of the evaluations.
+          loss_name: of the progress bar's metric.
           write: only the first of several processes writes.
-          wandb: project, name and config of a `WeightsAndBiases`; None for none.
-          evaluations: names of the evaluations; loss_name: of the progress bar's metric.
-          logged: `self.logged` at the save of `start_step`; a warning names lines lost or changed
-            since.
         """
         self._written: dict[str, Written] = {}  # by the file's name
         self._files: dict[str, Any] = {}
@@ -53,7 +60,7 @@ class MetricsLog:
         self._loss_name = loss_name
         if not write:
             return
-        self._written = run.cut_back(start_step, evaluated, evaluations, logged)
+        self._written = run.cut_back(start.step, start.evaluated, evaluations, start.logged)
         run.folder.mkdir(parents=True, exist_ok=True)
         self._files = {
             name: open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
@@ -62,12 +69,15 @@ class MetricsLog:
                 *((name, run.folder / f"{name}.jsonl") for name in evaluations),
             )
         }
-        if tensorboard:
-            self._boards.append(TensorBoard(run.tensorboard, start_step))
-        if wandb:
-            self._boards.append(WeightsAndBiases(run.folder, **wandb))
-        if console:
-            self._bar = ProgressBar(steps, start_step, loss_name=loss_name)
+        logging = config.logging
+        if logging.tensorboard:
+            self._boards.append(TensorBoard(run.tensorboard, start.step))
+        if logging.wandb:
+            self._boards.append(
+                WeightsAndBiases(run.folder, logging.wandb, config.name, resolved(config))
+            )
+        if logging.console:
+            self._bar = ProgressBar(config.train.steps, start.step, loss_name=loss_name)
 
     def train(self, row: dict[str, Any], seconds_left: float | None = None) -> None:
         """Logs one row of training metrics, as returned by `Meter.read`."""

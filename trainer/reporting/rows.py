@@ -7,18 +7,19 @@ import sys
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from data.within import parse_json, read_bytes
+from data.within import parse_json
+from trainer.run.logs import read_log
 
 
 def read_rows(path: Path, folder: Path) -> list[dict[str, Any]]:
     """Returns the objects in a JSONL file, skipping invalid lines, as after a crash.
 
     Args:
-      path: the file.
+      path: the file, or of a run copied from a bucket the folder of its parts.
       folder: that must contain it, as in `data.within.check_within`.
     """
     rows = []
-    for line in read_bytes(path, folder).decode("utf-8", "replace").splitlines():
+    for line in read_log(path, folder).decode("utf-8", "replace").splitlines():
         try:
             row = parse_json(line)
         except ValueError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from trainer.config.schema import BUCKETS, GCS
 
 _SECONDS = 600.0  # in which a request must be answered, including retries
 _LISTINGS = 5
+_EXPIRED = re.compile(r"ExpiredToken|UNAUTHENTICATED")
 
 
 class Version(NamedTuple):
@@ -77,21 +79,26 @@ class Bucket:
 
     def _told(self, error: Exception) -> UserError:
         """Returns a library's error as one line."""
-        kind = TransientError if is_transient(error) else UserError
-        reason = first_line(error).partition(" [http_")[0]
-        return kind(
-            f"{self.url}: {reason}; an existing bucket that this machine's account may read and "
-            "write would work"
+        reason = f"{self.url}: {first_line(error).partition(' [http_')[0]}"
+        if is_transient(error):
+            return TransientError(reason)
+        if _EXPIRED.search(str(error)):
+            return UserError(f"{reason.rstrip('.')}; new credentials would work")
+        return UserError(
+            f"{reason}; an existing bucket that this machine's account may read and write would "
+            "work"
         )
 
     def names(self, prefix: str = "") -> list[str]:
-        """Returns the names of all files that begin with `prefix`, sorted."""
+        """Returns the names of all files that begin with `prefix`, sorted; not the empty objects
+        by which a store's console makes folders."""
         if self.url.startswith(GCS):
-            return self._names_by_gcsfs(prefix)
-        first = prefix.encode()
-        wanted = tensorstore.KvStore.KeyRange(first, first + b"\xff") if first else None
-        found = self._result(self._store.list(wanted))
-        return sorted(name.decode() for name in found)
+            found = self._names_by_gcsfs(prefix)
+        else:
+            first = prefix.encode()
+            wanted = tensorstore.KvStore.KeyRange(first, first + b"\xff") if first else None
+            found = [name.decode() for name in self._result(self._store.list(wanted))]
+        return sorted(name for name in found if name and not name.endswith("/"))
 
     def _names_by_gcsfs(self, prefix: str) -> list[str]:
         """`names` for gs://, where TensorStore 0.1.86 mistakes a refused listing for an empty one.
@@ -108,7 +115,7 @@ class Bucket:
             return []
         except Exception as error:  # gcsfs, aiohttp and google.auth each raise their own types
             raise self._told(error) from error
-        return sorted(name.removeprefix(f"{root}/") for name in found)
+        return [name.removeprefix(f"{root}/") for name in found]
 
     def version(self, name: str, seconds: float = _SECONDS) -> Version:
         """Returns a file's content (None if it is missing) and its mark."""

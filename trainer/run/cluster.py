@@ -348,11 +348,11 @@ def require_same(values: Mapping[str, Any], error: type[UserError] = UserError) 
         """Compares with the values of process 0, whose `encoded` is None."""
         if encoded is None:
             return
-        expected, own = json.loads(encoded), json.loads(json.dumps(values))
-        for name in {**expected, **own}:
-            if own.get(name) != expected.get(name):
+        expected, found = json.loads(encoded), json.loads(json.dumps(values))
+        for name in {**expected, **found}:
+            if found.get(name) != expected.get(name):
                 raise error(
-                    f"process {jax.process_index()}: {name} is {own.get(name)!r} there and "
+                    f"process {jax.process_index()}: {name} is {found.get(name)!r} there and "
                     f"{expected.get(name)!r} in process 0; all processes need the same code, "
                     "recipe, flags, model and data"
                 )
@@ -391,7 +391,7 @@ def _at_most(seconds: float, message: str) -> Iterator[None]:
 
 
 def _initialize(**arguments: Any) -> None:
-    # JAX's handler of SIGTERM replaces ours and only notes the signal: `trainer.run.preemption`
+    # JAX's handler of SIGTERM replaces ours and only notes the signal: `trainer.run.notices`
     # installs it when training begins, and an earlier SIGTERM ends the process at once.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(

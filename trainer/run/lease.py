@@ -111,17 +111,19 @@ class Lease:
             self._beats += 1
             process = f"process {os.getpid()} on {socket.gethostname()}"
             holder = f"{process} is training there since {self._since}"
-            content = json.dumps({"holder": holder, "token": self._token, "beat": self._beats})
-            begun = time.monotonic()
-            written = self._bucket.write(LOCK, content.encode(), mark, LEASE_SECONDS / 3)
-            if (
-                not written
-            ):  # or the first try's answer was lost, and the second found our own write
+            text = json.dumps({"holder": holder, "token": self._token, "beat": self._beats})
+            content, begun = text.encode(), time.monotonic()
+            while not (written := self._bucket.write(LOCK, content, mark, LEASE_SECONDS / 3)):
+                # Perhaps after a write of ours whose answer was lost, this one or an earlier one.
                 found = self._bucket.version(LOCK, LEASE_SECONDS / 3)
-                written = found.mark if found.content == content.encode() else b""
-            if written:
-                self._mark, self._renewed = written, begun
-            return bool(written)
+                if self._token.encode() not in (found.content or b""):
+                    return False
+                mark = found.mark
+                if found.content == content:
+                    written = mark
+                    break
+            self._mark, self._renewed = written, begun
+            return True
 
     def _beat(self) -> None:
         while not self._released.wait(BEAT_SECONDS):

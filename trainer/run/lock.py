@@ -16,6 +16,7 @@ from data.errors import TransientError
 # A network file system keeps a dead host's lock for a while (NFSv4 for 90 seconds). A preempted run
 # that continues on another host waits that long.
 LEASE_SECONDS = 120
+_without_locks: set[str] = set()  # lock files for which `_warn_without_locks` has warned
 
 
 @contextlib.contextmanager
@@ -71,6 +72,20 @@ def _try_lock(file: TextIO) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        pass  # stores mounted as folders and some Lustre have no locks: continue without
+    except OSError as error:  # stores mounted as folders and some Lustre have no locks
+        _warn_without_locks(file, error)
     return True
+
+
+def _warn_without_locks(file: TextIO, error: OSError) -> None:
+    """Says once that two trainings of a folder would not notice each other."""
+    if file.name in _without_locks:
+        return
+    _without_locks.add(file.name)
+    file.seek(0)
+    last = file.read()
+    print(
+        f"warning: {pathlib.Path(file.name).parent}: has no file locks ({error.strerror}), so a "
+        "second start there is not refused" + (f"; its lock file says: {last}" if last else ""),
+        file=sys.stderr,
+    )

@@ -11,11 +11,18 @@ import hashlib
 import json
 import os
 import pathlib
+import re
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from data.folders import sync
+from data.within import read_bytes
+
+LOG = ".jsonl"
+# The name of a log's part in a bucket: its series and offset, see `trainer.run.mirror`.
+_PART = re.compile(r"\d{6}-\d{15}")
 
 
 @dataclasses.dataclass
@@ -85,6 +92,64 @@ def cut_back(path: pathlib.Path, last_step: int, saved: Mapping[str, Any] | None
     if lines:
         replace_file(path, b"".join(kept))
     return written
+
+
+def logs_and_others(
+    files: Mapping[str, bytes],
+) -> tuple[dict[str, tuple[int, bytes]], dict[str, bytes]]:
+    """Joins the parts of a run's logs in a bucket.
+
+    Args:
+      files: name -> content of all files.
+
+    Returns:
+      Each log's name -> its newest series and its content; and the other files unchanged.
+    """
+    logs: dict[str, tuple[int, bytes]] = {}
+    others: dict[str, bytes] = {}
+    for name in sorted(files):
+        path = pathlib.PurePosixPath(name)
+        if not path.parent.name.endswith(LOG):
+            others[name] = files[name]
+            continue
+        log, series = str(path.parent), int(path.name.partition("-")[0])
+        newest, content = logs.get(log, (series, b""))
+        logs[log] = (series, files[name] if series > newest else content + files[name])
+    return logs, others
+
+
+def read_log(path: pathlib.Path, folder: pathlib.Path) -> bytes:
+    """Returns a log's lines; also of a run that was copied from a bucket, with its logs in parts.
+
+    Args:
+      path: of the log; folder: that must contain it, as in `data.within.check_within`.
+    """
+    if not path.is_dir():
+        return read_bytes(path, folder)
+    parts = {f"{path.name}/{part.name}": read_bytes(part, folder) for part in _parts(path)}
+    logs, _ = logs_and_others(parts)
+    return logs[path.name][1] if parts else b""
+
+
+def join_parts(folder: pathlib.Path) -> None:
+    """Makes files of the logs of a run that was copied from a bucket."""
+    for path in sorted(folder.glob(f"*{LOG}")):
+        if in_parts(path):
+            content, aside = read_log(path, folder), path.with_name(path.name + ".parts.tmp")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            replace_file(path, content)
+            shutil.rmtree(aside)
+
+
+def in_parts(path: pathlib.Path) -> bool:
+    """Returns whether a log is a folder of parts, as in a run that was copied from a bucket."""
+    return path.is_dir() and bool(_parts(path))
+
+
+def _parts(path: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the files of a log in parts."""
+    return sorted(part for part in path.iterdir() if _PART.fullmatch(part.name))
 
 
 def _warn(text: str) -> None:

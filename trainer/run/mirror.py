@@ -13,16 +13,16 @@ import contextlib
 import hashlib
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from data.errors import UserError
+from data.errors import TransientError, UserError
 from trainer.run.bucket import Bucket
+from trainer.run.logs import LOG, logs_and_others
 
 PUSH_SECONDS = 30.0  # between copies; there is also one before each checkpoint and at the end
 MOST_PARTS = 100  # of a log, from which the next start merges them
-_LOG = ".jsonl"
 # Not mirrored: checkpoints, profiles and the lock, written to the bucket directly; and earlier
 # stages, which are separate runs.
 _APART = ("checkpoints/", "profile/", "stages/", "lock")
@@ -63,19 +63,31 @@ class Mirror:
             self._logs[name] = _Log(series, len(content), _digest(content), parts)
 
     def push(self) -> None:
-        """Copies to the bucket everything that changed since the last call."""
+        """Copies to the bucket everything that changed since the last call.
+
+        Raises:
+          TransientError: the run's own files have been removed from the local folder.
+        """
         with self._writing:
             files = {
                 path.relative_to(self.folder).as_posix(): path
                 for path in sorted(self.folder.rglob("*"))
                 if path.is_file() and path.suffix != ".tmp"
             }
+            for name in sorted({*self._copied, *self._logs} - set(files)):
+                if "/" not in name:  # only folders, such as assets, are written anew
+                    raise TransientError(
+                        f"{self.folder / name}: was removed while the run in {self.bucket.url} "
+                        "writes it there; the same command resumes"
+                    )
             for name, path in files.items():
-                if name.endswith(_LOG):
+                if name.endswith(LOG):
                     self._push_log(name, path)
-                elif self._copied.get(name) != (state := _state(path)):
-                    self.bucket.write(name, path.read_bytes())
-                    self._copied[name] = state
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # a board's temporary file
+                    if self._copied.get(name) != (state := _state(path)):
+                        self.bucket.write(name, path.read_bytes())
+                        self._copied[name] = state
             for name in set(self._copied) - set(files):
                 self.bucket.write(name, None)
                 del self._copied[name]
@@ -93,30 +105,6 @@ class Mirror:
         for old in set(log.parts) - set(parts):
             self.bucket.write(old, None)
         self._logs[name] = _Log(series, len(content), _digest(content), parts)
-
-
-def logs_and_others(
-    files: Mapping[str, bytes],
-) -> tuple[dict[str, tuple[int, bytes]], dict[str, bytes]]:
-    """Joins the parts of a run's logs in a bucket.
-
-    Args:
-      files: name -> content of all files.
-
-    Returns:
-      Each log's name -> its newest series and its content; and the other files unchanged.
-    """
-    logs: dict[str, tuple[int, bytes]] = {}
-    others: dict[str, bytes] = {}
-    for name in sorted(files):
-        path = PurePosixPath(name)
-        if not path.parent.name.endswith(_LOG):
-            others[name] = files[name]
-            continue
-        log, series = str(path.parent), int(path.name.partition("-")[0])
-        newest, content = logs.get(log, (series, b""))
-        logs[log] = (series, files[name] if series > newest else content + files[name])
-    return logs, others
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import secrets
 import tempfile
 import time
 
@@ -17,11 +18,12 @@ from trainer.run.directory import EARLIER_STAGES, RunDirectory
 from trainer.run.identity import require_same
 from trainer.run.lease import LOCK, leased, require_unused
 from trainer.run.lock import held, require_free
-from trainer.run.logs import replace_file
+from trainer.run.logs import in_parts, join_parts, replace_file
 from trainer.run.mirror import mirrored
 from trainer.run.shared_token import TOKEN_FILE
 
-_TRIAL = "lock-trial"  # a file that is written to a bucket and deleted, to see whether one may
+# Begins the name of a file that is written to a bucket and deleted, to see whether one may.
+_TRIAL = "lock-trial"
 # A network file system remembers a missing file for a while (NFS for up to 60 seconds).
 VISIBLE_SECONDS = 90
 
@@ -94,12 +96,13 @@ def open_run(
     if process_zero:
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
-            with contextlib.ExitStack() as own:
+            with contextlib.ExitStack() as while_opening:
                 # Of two starts only one writes at a time, and compares with what the other may have
                 # just written.
-                (own if lock is None else lock).enter_context(held(run.lock))
+                (while_opening if lock is None else lock).enter_context(held(run.lock))
                 if run.config.exists():
                     require_same(run, config, steps_known=True)
+                join_parts(run.folder)
                 replace_file(run.config, configuration.dump(config).encode())
         except OSError as error:
             raise UserError(
@@ -121,8 +124,8 @@ def _open_in_bucket(
 ) -> RunDirectory:
     """`open_run` in process 0 for a run in a bucket; others need no file of it but checkpoints."""
     assert run.mirror is not None
-    with contextlib.ExitStack() as own:
-        held_until = own if lock is None else lock
+    with contextlib.ExitStack() as while_opening:
+        held_until = while_opening if lock is None else lock
         lease = held_until.enter_context(leased(run.mirror.bucket))
         run.mirror.pull()  # another process may have trained since `check_run`
         if run.config.exists():
@@ -136,14 +139,15 @@ def _open_in_bucket(
 def _require_writable(run: RunDirectory) -> None:
     """Raises UserError unless the run's folder, or its nearest existing parent, is writable."""
     if run.mirror is not None:
-        run.mirror.bucket.require_conditions(_TRIAL)
+        # Another start at the same time would break our conditions on the same file.
+        run.mirror.bucket.require_conditions(f"{_TRIAL}-{secrets.token_hex(8)}")
         return
     folder = next(path for path in (run.folder, *run.folder.absolute().parents) if path.exists())
     try:
         for path in (folder, *(path for path in (run.checkpoints, run.assets) if path.is_dir())):
             tempfile.TemporaryFile(dir=path).close()
         for path in (run.metrics, run.held_out, run.lock):
-            if os.path.lexists(path):
+            if os.path.lexists(path) and not in_parts(path):
                 check_within(run.folder, path)
                 path.open("ab").close()
         # What is written beside them and renamed, or moved aside, goes through no link either.
@@ -178,7 +182,11 @@ def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
     """The files in a run's folder that no unfinished start of this run can have made."""
     if config.in_bucket:
         paths = map(pathlib.Path, Bucket(config.location).names())
-        return [path for path in paths if path.parts[0] not in (LOCK, EARLIER_STAGES)]
+        return [
+            path
+            for path in paths
+            if path.parts[0] not in (LOCK, EARLIER_STAGES) and not path.name.startswith(_TRIAL)
+        ]
     # Both may be in the run's folder.
     kept = [
         pathlib.Path(path).expanduser().resolve()

@@ -117,12 +117,12 @@ def _own_interface(host: str, port: int) -> tuple[int, str] | None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return None
-    for family, _, _, _, place in found:
-        if not only_here and ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback:
+    for family, _, _, _, address in found:
+        if not only_here and ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
             continue
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((place[0], 0))
-            return family, str(place[0])
+            probe.bind((address[0], 0))
+            return family, str(address[0])
     return None
 
 
@@ -148,7 +148,7 @@ class _Gathering:
         self.refused: list[socket.socket] = []
         self.problem: UserError | None = None
         self.changed = threading.Condition()
-        self.places = threading.BoundedSemaphore(_CONNECTIONS)
+        self.slots = threading.BoundedSemaphore(_CONNECTIONS)
 
     def run(self) -> None:
         """Returns when all have arrived; errors as `meet`."""
@@ -237,7 +237,7 @@ class _Gathering:
                     return
                 time.sleep(_PAUSE_SECONDS)  # strangers briefly hold all file handles
                 continue
-            if not self.places.acquire(blocking=False):
+            if not self.slots.acquire(blocking=False):
                 connection.close()
                 continue
             try:
@@ -246,7 +246,7 @@ class _Gathering:
                 ).start()
             except RuntimeError:  # no more threads
                 connection.close()
-                self.places.release()
+                self.slots.release()
                 time.sleep(_PAUSE_SECONDS)
 
     def _serve(self, connection: socket.socket) -> None:
@@ -258,7 +258,7 @@ class _Gathering:
             if arrival is None or not self._take(arrival, connection):
                 connection.close()
         finally:
-            self.places.release()
+            self.slots.release()
 
     def _take(self, arrival: _Arrival, connection: socket.socket) -> bool:
         """Counts an arrival if others are missing; returns whether to keep the connection."""

@@ -82,8 +82,8 @@ class Watchdog:
             yield
         finally:
             # An interrupted step is not measured.
-            place = f"after {doing}" if before[0] == "in a step" else before[0]
-            self.doing, self.limit, self.since = place, before[1], time.monotonic()
+            earlier = f"after {doing}" if before[0] == "in a step" else before[0]
+            self.doing, self.limit, self.since = earlier, before[1], time.monotonic()
 
     def _watch(self) -> None:
         while not self._closed.wait(self.period):

@@ -43,14 +43,13 @@ def get_kernel(
     Args:
       name: one of KERNELS. `auto` chooses a kernel for each call by `choice.AUTO`; `mosaic` and
         `cudnn` fall back to `auto` for calls that they do not support.
-      query_tile, key_tile: tokens per tile; 0 leaves the choice to the kernel. `reference` has no
-        tiles and ignores both.
+      query_tile, key_tile: tokens per tile; 0 leaves the choice to the kernel.
       backward: one of BACKWARDS. With `any_order`, the backward pass of `mosaic` computes fewer
         matrix products, and the rounding of dq varies from run to run.
 
     Raises:
-      ValueError: an unknown name; a tile size for `mosaic` or `cudnn`, which choose their own;
-        `any_order` for a kernel whose order is fixed.
+      ValueError: an unknown name; a tile size for `mosaic` or `cudnn`, which choose their own, or
+        for `reference`, which has none; `any_order` for a kernel whose order is fixed.
     """
     if name not in KERNELS:
         raise ValueError(f"kernel: found {name!r}; known: {', '.join(KERNELS)}")
@@ -62,12 +61,8 @@ def get_kernel(
         for option, size in (("query_tile", query_tile), ("key_tile", key_tile))
         if size
     }
-    if name == "auto":
+    if tiles and name in LIMITS and (own_tiles := LIMITS[name].own_tiles):
+        raise ValueError(f"kernel: {name!r}: {own_tiles}, found {tiles}; leave them 0")
+    if name in ("auto", "mosaic", "cudnn"):
         return ChosenKernel(name, tuple(tiles.items()), backward == "any_order")
-    if name in ("mosaic", "cudnn"):
-        if tiles:
-            raise ValueError(
-                f"kernel: {name!r}: {LIMITS[name].own_tiles}, found {tiles}; leave them 0"
-            )
-        return ChosenKernel(name, any_order=backward == "any_order")
-    return KINDS[name](**({} if LIMITS[name].own_tiles else tiles))
+    return KINDS[name](**tiles)

@@ -112,7 +112,6 @@ class ChosenKernel(Kernel):
             device,
             q.dtype.name,
             head_dim=q.shape[3],
-            tokens=q.shape[1],
             softcap=self.softcap,
             window=mask.window,
             global_tokens=mask.global_tokens,

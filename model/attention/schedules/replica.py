@@ -36,7 +36,8 @@ class Replica:
       ranks: the shards of the sequence, in the order of its tokens.
       mask: which keys a query sees; it has a window and global tokens.
       slots: tokens per row that each rank provides.
-      reach: ranks that a block visits in each direction; directions: of the ring.
+      reach: ranks that a block visits in each direction.
+      directions: of the ring.
     """
 
     ranks: Ranks

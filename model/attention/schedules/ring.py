@@ -17,7 +17,7 @@ the layout `contiguous` gives the former, `striped` the latter.
 Traffic: each rank receives 2 T Hkv D numbers and 2 T coordinates per hop. The backward sends the
 same, plus dK and dV in float32 one hop behind, with one more hop to return home. Other arrays can
 ride along behind the same kernels: an all-gather with K and V (`forward_and_gather`), a
-reduce-scatter with dK and dV (`backward_and_exchange`); `model/memory/prefetch.py` sends weights
+reduce-scatter with dK and dV (`backward_and_exchange`); `model/runners/prefetch.py` sends weights
 that way.
 
 Option `bidirectional`: the first half of each block's tokens travels one way round and the second
@@ -34,11 +34,13 @@ other arrays ride along, all blocks visit all ranks, because those arrays must.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, PyTree
 
 from ..blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
 from ..coords import Mask
@@ -79,13 +81,15 @@ class _Routes:
             return cls(ranks, (1, -1), ranks.size - 1, halved=True)
         return cls(ranks, (1,), ranks.size - 1)
 
-    def divide(self, block):
+    def divide(self, block: StackedKeys) -> tuple[StackedKeys, ...]:
         """The part of this rank's own block for each direction."""
         return (
             _split(block, _length(block) // 2) if self.halved else (block,) * len(self.directions)
         )
 
-    def split(self, gradients, local: bool):
+    def split(
+        self, gradients: Float[Array, "2 B T Hkv D"], local: bool
+    ) -> tuple[Float[Array, "2 B t Hkv D"], ...]:
         """The gradients that follow each part: of the joined parts, or (local) of this rank's
         block."""
         if len(self.directions) == 1:
@@ -94,17 +98,17 @@ class _Routes:
             return gradients, jnp.zeros_like(gradients)
         return _split(gradients, _length(gradients) // 2)
 
-    def join(self, parts):
+    def join(self, parts: tuple[Float[Array, "2 B t Hkv D"], ...]) -> Float[Array, "2 B T Hkv D"]:
         """The gradients of this rank's block, from those returned for its parts."""
-        return _concatenate(parts) if self.halved else sum(parts)
+        return _concatenate(parts) if self.halved else sum(parts)  # type: ignore[return-value]
 
-    def send(self, parts):
+    def send(self, parts: tuple[PyTree[Array], ...]) -> tuple[PyTree[Array], ...]:
         """Each part, one hop in its direction."""
         return tuple(
             self.ranks.shift(part, step) for part, step in zip(parts, self.directions, strict=False)
         )
 
-    def send_home(self, parts):
+    def send_home(self, parts: tuple[PyTree[Array], ...]) -> tuple[PyTree[Array], ...]:
         """Each part sent from its last rank to its owner."""
         return tuple(
             self.ranks.shift(part, -step * self.hops)
@@ -137,8 +141,8 @@ class Ring(Schedule):
         return self.backward_and_exchange(kernel, queries, keys, saved, Payload(), context)[0]
 
     def forward_and_gather(
-        self, kernel: Kernel, queries: Queries, keys: Keys, shard, context: Context
-    ):
+        self, kernel: Kernel, queries: Queries, keys: Keys, shard: PyTree[Array], context: Context
+    ) -> tuple[AttentionPartial, PyTree[Array]]:
         """As in Schedule: `shard` travels with K and V."""
         routes, replica = self._routes(
             context.ranks, context.mask, keys.k.shape[1], rides=shard is not None
@@ -170,7 +174,7 @@ class Ring(Schedule):
         saved: BackwardInputs,
         payload: Payload,
         context: Context,
-    ):
+    ) -> tuple[Gradients, PyTree[Array] | None, PyTree[Array] | None]:
         """As in Schedule: shares are summed on the way, one hop behind the block, with dK and
         dV."""
         rides = payload.shard is not None or payload.shares is not None
@@ -194,7 +198,7 @@ class Ring(Schedule):
             dkv = replica.add_gradients(dkv, of_replicas, keys.coords)
         return Gradients(dq, *dkv), gathered, share
 
-    def _joined(self, kernel: Kernel, parts: tuple) -> Kernel:
+    def _joined(self, kernel: Kernel, parts: tuple[StackedKeys, ...]) -> Kernel:
         """The kernel for a block with several ranks' parts: only with ordered shards may the first
         be the later tokens."""
         return kernel.over_shards(1, len(parts)) if self.ordered else kernel
@@ -261,7 +265,12 @@ class Ring(Schedule):
         return plan.Plan(forward, backward)
 
 
-def _ring_pass(routes: _Routes, local: StackedKeys, visit, payload: Payload):
+def _ring_pass(
+    routes: _Routes,
+    local: StackedKeys,
+    visit: Callable[[Any, tuple[StackedKeys, ...]], tuple[Any, Any, Any]],
+    payload: Payload,
+) -> tuple[Any, Any, PyTree[Array] | None, PyTree[Array] | None]:
     """The ring pass of this rank's block; if other arrays ride along, the routes visit all ranks.
 
     Args:
@@ -309,17 +318,17 @@ def _ring_pass(routes: _Routes, local: StackedKeys, visit, payload: Payload):
     return carry, returned, gathered, share
 
 
-def _token_axis(x) -> int:
-    """Coordinates are [B, T], stacked K and V [2, B, T, Hkv, D]."""
+def _token_axis(x: jax.Array) -> int:
+    """Coordinates are [B, T], stacked K and V, and their gradients, [2, B, T, Hkv, D]."""
     return 1 if x.ndim == 2 else 2
 
 
-def _length(tree) -> int:
+def _length(tree: PyTree[Array]) -> int:
     x = jax.tree.leaves(tree)[0]
     return x.shape[_token_axis(x)]
 
 
-def _split(tree, length: int):
+def _split(tree: PyTree[Array], length: int) -> tuple[PyTree[Array], PyTree[Array]]:
     """Two trees: the first `length` tokens, and the others."""
 
     def tokens(start, stop):
@@ -328,7 +337,7 @@ def _split(tree, length: int):
     return tokens(0, length), tokens(length, _length(tree))
 
 
-def _concatenate(parts):
+def _concatenate(parts: tuple[PyTree[Array], ...]) -> PyTree[Array]:
     """The parts on a rank at a time, as one block of keys."""
     return (
         jax.tree.map(lambda *x: jnp.concatenate(x, _token_axis(x[0])), *parts)

@@ -35,7 +35,15 @@ def attention2d_speedup(model: str, hardware: str, length: int, batch: int, over
 def _gpt(model, hardware, ranks, length, batch, schedule, layout, overlap=True) -> PaperStep:
     """Returns a step of one of the GPT models of Attention2D's Table 3."""
     layers, heads, size, hidden = paper.ATTENTION2D_MODELS[model]
-    sizes = Sizes(layers, 12 * hidden * hidden, 50257 * hidden, heads, heads, size, hidden)
+    sizes = Sizes(
+        layers=layers,
+        weights=12 * hidden * hidden,
+        head_weights=50257 * hidden,
+        query_heads=heads,
+        kv_heads=heads,
+        head_dim=size,
+        hidden=hidden,
+    )
     options = {"overlap": overlap} if schedule == "attention2d" else {}
     # Transformer Engine's ring sends dK and dV in the keys' precision; Attention2D's code is not
     # public and is assumed to do the same. Set after the paper's rows had been seen: the first
@@ -44,7 +52,7 @@ def _gpt(model, hardware, ranks, length, batch, schedule, layout, overlap=True) 
         sizes,
         HARDWARE[hardware],
         length,
-        batch,
+        batch=batch,
         sequence=ranks,
         schedule={"name": schedule, **options},
         layout=layout,

@@ -105,6 +105,14 @@ def flops_ratio(name: str, longer: int, short: int = 4096) -> float:
     As in Appendix C, every pair of tokens counts and the output head does not.
     """
     hidden = paper.RING_FIGURE_5_HIDDEN[name]
-    sizes = Sizes(1, 12 * hidden * hidden, 0, 1, 1, hidden, hidden)
+    sizes = Sizes(
+        layers=1,
+        weights=12 * hidden * hidden,
+        head_weights=0,
+        query_heads=1,
+        kv_heads=1,
+        head_dim=hidden,
+        hidden=hidden,
+    )
     per_token = [sizes.needed_flops(1, length) for length in (longer * short, short)]
     return per_token[0] / per_token[1]

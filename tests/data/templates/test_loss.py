@@ -129,6 +129,16 @@ CHATML_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
             "user assistant assistant user assistant",
             "<s><|user|>0<|assistant|>⟦1⟧<|assistant|>⟦2<|user|>⟧3<|assistant|>⟦4⟧",
         ),
+        # As GLM 4.6's: a model stops at the tokens of users' turns and results, and at no others.
+        (
+            "{{ '<s>' }}{% for m in messages %}{{ '<|' + m.role + '|>\n' }}"
+            "{{ '<|call|>\n' if m.role == 'assistant' }}{{ m.content }}{% endfor %}"
+            + PROMPT
+            + "{% endif %}",
+            "user assistant system user assistant assistant user assistant",
+            "<s><|user|>\n0<|assistant|>⟦\n<|call|>\n1⟧<|system|>\n2<|user|>\n3<|assistant|>"
+            "⟦\n<|call|>\n4⟧<|assistant|>⟦\n<|call|>\n5<|user|>⟧\n6<|assistant|>⟦\n<|call|>\n7⟧",
+        ),
         # As Harmony: end tokens that differ, after a default system turn with one of them.
         (
             "{{ '<|system|>Play.<|end|>' }}"
@@ -237,6 +247,64 @@ REFUSES_LAST_CALL = (
             "<|user|>0<|end|>⟦<|call|>f1</s>⟧<|tool|>2<|/call|>⟦<|call|>f3</s>⟧<|tool|>4<|/call|>"
             "⟦5</s>⟧[TOOLS]<|user|>6<|end|>⟦7</s>⟧",
         ),
+        # As Mistral Small 3's for vLLM, which writes a last question differently, and no prompt.
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}"
+            "{{ '<|system|>' + m.content if loop.last else '<|user|>' + m.content + '<|end|>' }}"
+            "{% elif m.role == 'tool' %}{{ '<|tool|>' + m.content + '<|/call|>' }}"
+            "{% else %}{{ m.content }}" + CALL + "{% endfor %}</s>{% endif %}{% endfor %}",
+            "user call tool call tool assistant user call",
+            "<|user|>0<|end|>⟦<|call|>f1</s>⟧<|tool|>2<|/call|>⟦<|call|>f3</s>⟧<|tool|>4<|/call|>"
+            "⟦5</s>⟧<|user|>6<|end|>⟦<|call|>f7</s>⟧",
+        ),
+        # As Llama 4's for vLLM: between a result and an answer's heading there is no line end.
+        (
+            "{% for m in messages %}"
+            "{{ '\n' if m.role == 'user' or m.tool_calls }}{{ '<|' + m.role + '|>' + m.content }}"
+            + CALL
+            + "{% endfor %}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}{{ '\n<|assistant|>' }}{% endif %}",
+            "user call tool call tool assistant user assistant",
+            "\n<|user|>0<|end|>\n<|assistant|>⟦<|call|>f1<|end|>⟧<|tool|>2<|end|>\n<|assistant|>"
+            "⟦<|call|>f3<|end|>⟧<|tool|>4<|end|><|assistant|>⟦5<|end|>⟧\n<|user|>6<|end|>"
+            "<|assistant|>⟦7<|end|>⟧",
+        ),
+        # As Granite 20B's for vLLM: after the prompt's last word there is other white space.
+        (
+            "{% for m in messages %}"
+            "{{ '<|' + m.role + '|>' if m.role != 'assistant' else '\nASSISTANT:' }}"
+            "{{ ' ' if m.role == 'assistant' and not m.tool_calls }}{{ m.content }}"
+            + CALL
+            + "{% endfor %}{{ '<|end|>' if m.role == 'assistant' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '\nASSISTANT: \n' }}{% endif %}",
+            "user call tool call tool assistant",
+            "<|user|>0\nASSISTANT:⟦<|call|>f1<|end|>⟧<|tool|>2\nASSISTANT:⟦<|call|>f3<|end|>⟧"
+            "<|tool|>4\nASSISTANT:⟦ 5<|end|>⟧",
+        ),
+        # As DeepSeek V3's for vLLM: what precedes a last turn is written differently, and calls
+        # begin with another token than their results' ending, whose first characters are the same.
+        (
+            "{% for m in messages %}{{ '<|' + m.role + '|>' if m.role == 'user' }}{{ m.content }}"
+            "{% if m.role == 'user' %}<|assistant|>{{ '!' if loop.last }}"
+            "{% elif m.role == 'tool' %}<|/call|>{{ '!' if loop.last }}{% endif %}"
+            + CALL
+            + "{% endfor %}{{ '<|end|>' if m.role == 'assistant' }}{% endfor %}",
+            "user call tool call tool assistant",
+            "<|user|>0<|assistant|>⟦<|call|>f1<|end|>⟧2<|/call|>⟦<|call|>f3<|end|>⟧4<|/call|>"
+            "⟦5<|end|>⟧",
+        ),
+        # As Command R+'s, refused without tools: the next heading ends no call.
+        (
+            "{% if messages | length > 1 and not messages | selectattr('tool_calls') | list %}"
+            "{{ raise_exception('No tools.') }}{% endif %}"
+            "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+            + CALL
+            + ")\n{% endfor %}{{ '<|end|>' if not m.tool_calls }}{% endfor %}"
+            "{{ '<|im_start|>tool\n' if messages[-1].tool_calls }}" + CHATML_PROMPT + "{% endif %}",
+            "user call tool assistant",
+            "<|im_start|>user\n0<|end|><|im_start|>assistant\n⟦<|call|>f1)\n⟧<|im_start|>tool\n2"
+            "<|end|><|im_start|>assistant\n⟦3<|end|>⟧",
+        ),
         # A template that refuses a call without a result.
         (
             "{% for m in messages %}"
@@ -267,3 +335,28 @@ def _turn(role, text):
     function = {"name": "f", "arguments": {"x": text}}
     call = {"type": "function", "function": function, "id": f"id{text}"}
     return Message("assistant", "", tool_calls=(call,))
+
+
+ENDLESS = "no token that ends an answer is in the loss: the template writes none"
+GUESSED = "the beginning of an answer guessed: the template's generation prompt is not before it"
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "expected"),
+    [
+        (HEADINGS + PROMPT + "{% endif %}", "user assistant", {ENDLESS}),
+        (HEADINGS + PROMPT + "{% endif %}", "user assistant user assistant", set()),
+        (HEADINGS + PROMPT + "{% else %}</s>{% endif %}", "user assistant", set()),
+        (
+            "{% for m in messages %}{{ '#' if loop.last }}{{ '<|' + m.role + '|>' + m.content }}"
+            "{{ '</s>' }}{% endfor %}",
+            "user assistant user assistant",
+            {GUESSED},
+        ),
+    ],
+)
+def test_answers_without_a_known_beginning_or_end_are_counted(tmp_path, template, roles, expected):
+    turns = [Message(role, "x") for role in roles.split()]
+    tokenizer = tokenizer_with("", tmp_path).with_controls(["<|user|>", "<|assistant|>"])
+    tokenizer.chat_template = "{{ '<s>' }}" + template
+    assert encode_conversation(turns, "tokenizer", tokenizer).notes == expected

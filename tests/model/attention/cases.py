@@ -84,16 +84,18 @@ def mesh_of(size):
     return Mesh(np.array(jax.devices()[:size]), ("sequence",))
 
 
+def tiled(kernel, query_tile, key_tile):
+    """Returns the kernel of this name with these tiles, unless it has none."""
+    tiles = {} if kernel == "reference" else {"query_tile": query_tile, "key_tile": key_tile}
+    return get_kernel(kernel, **tiles)
+
+
 def out_and_gradients(
     schedule, size, mask=Mask(), layout="striped", kernel="reference", tiles=(64, 32)
 ):
     """Returns a jitted function of q, k, v, dout and coordinates that computes out, lse, dq, dk,
     dv."""
-    kernel = (
-        get_kernel(kernel, query_tile=tiles[0], key_tile=tiles[1])
-        if isinstance(kernel, str)
-        else kernel
-    )
+    kernel = tiled(kernel, *tiles) if isinstance(kernel, str) else kernel
 
     def run(q, k, v, dout, coords):
         if mask.global_tokens:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from model.attention import choice
 from model.attention.blocks import Keys, Queries
-from model.attention.choice import AUTO, KERNELS, LIMITS, Order, Request, require, select
+from model.attention.choice import AUTO, KERNELS, LIMITS, Request, require, select
 from model.attention.coords import Mask, TokenCoords
 from model.attention.kernels import get_kernel
 
@@ -55,16 +55,6 @@ def test_every_order_ends_with_xla_and_every_platform_has_one():
         assert select("auto", Request(platform)).name in LIMITS
 
 
-def test_an_order_can_require_long_blocks_or_windows():
-    row = Order(("mosaic", "xla"), "cuda", ("H100",), least_tokens=4096, windowed=False)
-    long = HOPPER._replace(tokens=4096)
-    assert row.covers(long) and not row.covers(HOPPER._replace(tokens=4095))
-    assert not row.covers(long._replace(window=128)) and not row.covers(
-        long._replace(device="NVIDIA L4")
-    )
-    assert Order(("xla",), "cuda", windowed=True).covers(long._replace(window=128))
-
-
 def test_a_refusal_names_the_field_and_the_kernels_that_serve():
     with pytest.raises(
         ValueError,
@@ -76,6 +66,15 @@ def test_a_refusal_names_the_field_and_the_kernels_that_serve():
 
 def test_every_name_creates_a_different_kernel():
     assert len({get_kernel(name) for name in KERNELS}) == len(KERNELS)
+
+
+@pytest.mark.parametrize("name", ["mosaic", "cudnn", "reference"])
+def test_a_tile_size_that_a_kernel_would_not_use_is_refused(name):
+    reason = LIMITS[name].own_tiles
+    with pytest.raises(
+        ValueError, match=f"^kernel: {name!r}: {reason}, found {{'query_tile': 64}}; leave them 0$"
+    ):
+        get_kernel(name, query_tile=64)
 
 
 def test_under_a_mesh_only_the_kernel_of_its_platform_is_traced():
@@ -95,8 +94,34 @@ def test_under_a_mesh_only_the_kernel_of_its_platform_is_traced():
     assert "pallas_call" not in str(jax.make_jaxpr(under_mesh)(q))
 
 
+def table() -> list[str]:
+    """Returns what `auto` selects, as lines of a Markdown table."""
+    requests = {
+        "bfloat16": Request(dtype="bfloat16"),
+        "float32": Request(dtype="float32"),
+        "soft-capped scores": Request(dtype="bfloat16", softcap=50.0),
+        "global tokens": Request(dtype="bfloat16", global_tokens=1),
+        "head sizes above 256": Request(dtype="bfloat16", head_dim=257),
+        "tile sizes set": Request(dtype="bfloat16", tiled=True),
+    }
+    devices = {
+        "TPU": ("tpu", "TPU v5p"),
+        "Hopper GPU": ("cuda", "NVIDIA H100"),
+        "other NVIDIA GPU": ("cuda", "NVIDIA A100"),
+        "CPU, other": ("default", "cpu"),
+    }
+    lines = [f"| device | {' | '.join(requests)} |", "|---" * (len(requests) + 1) + "|"]
+    for title, (platform, device) in devices.items():
+        names = (
+            select("auto", request._replace(platform=platform, device=device)).name
+            for request in requests.values()
+        )
+        lines.append(f"| {title} | {' | '.join(f'`{name}`' for name in names)} |")
+    return lines
+
+
 def test_the_guide_shows_the_table():
-    assert "\n".join(choice.table()) in (ROOT / "docs/attention.md").read_text(encoding="utf-8")
+    assert "\n".join(table()) in (ROOT / "docs/attention.md").read_text(encoding="utf-8")
 
 
 def test_recipes_are_checked_without_jax():

@@ -14,16 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.attention import (
-    BackwardInputs,
-    Keys,
-    Mask,
-    Queries,
-    TokenCoords,
-    attention,
-    document_starts,
-    get_kernel,
-)
+from model.attention import Keys, Mask, Queries, TokenCoords, attention, document_starts, get_kernel
+from model.attention.blocks import BackwardInputs
 from model.attention.layout import LAYOUTS, permutation
 from tests.errors import within
 
@@ -37,6 +29,7 @@ from .cases import (
     inputs,
     mesh_of,
     out_and_gradients,
+    tiled,
     truth,
 )
 from .dense import dense_attention
@@ -66,7 +59,7 @@ def test_softcap_is_exact(kernel, schedule):
     order = permutation(LENGTH, 2, "striped")
     arrays, coords = inputs("8/2", LENGTH), documents("packed", LENGTH)
     expected = dense_attention(*arrays[:3], *coords, arrays[3], 1.5)
-    capped = get_kernel(kernel, query_tile=20, key_tile=10).with_softcap(1.5)
+    capped = tiled(kernel, 20, 10).with_softcap(1.5)
     run = out_and_gradients(schedule, 2, Mask(), kernel=capped)
     check(
         run(*(x[:, order] for x in arrays), TokenCoords(*(x[:, order] for x in coords))),
@@ -439,7 +432,8 @@ def test_any_packing_on_any_ring_is_exact(data, layout, size, heads, mask, sched
         (
             ("seq",),
             {},
-            "mesh: found the axis 'seq'; attention knows data, fsdp, expert, tensor, sequence",
+            "mesh: found the axis 'seq', over which nothing would be split; name it in batch_axes "
+            "(data, fsdp, expert), head_axis (tensor) or sequence_axis (sequence)",
         ),
         (
             ("sequence",),

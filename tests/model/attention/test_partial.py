@@ -13,10 +13,9 @@ from model.attention import (
     Queries,
     TokenCoords,
     get_kernel,
-    merge,
-    with_sinks,
 )
 from model.attention.kernels import ReferenceKernel
+from model.attention.partial import merge, with_sinks
 
 from .cases import empty
 

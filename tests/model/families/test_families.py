@@ -667,7 +667,8 @@ def test_every_field_of_transformers_configs_is_read_or_refused(family):
 
 def test_no_family_is_named_outside_its_module(repository):
     """No other module compares a family or has its model type in quotes; Llama's is the default. A
-    socket's family is unrelated."""
+    socket's family is unrelated, and so are the model types by which transformers chooses a class
+    of tokenizers."""
     named = re.compile(
         rf"""\bfamily (?:==|!=) (?!socket\.)|["'](?:{"|".join(set(FAMILIES) - {"llama"})})["']"""
     )
@@ -676,7 +677,7 @@ def test_no_family_is_named_outside_its_module(repository):
         for room in ("model", "trainer", "planning", "data")
         for path in (repository / room).rglob("*.py")
     ):
-        if path.parent.name != "families":
+        if path.parent.name != "families" and path.name != "rebuilt_tokenizer.py":
             assert not named.findall(path.read_text(encoding="utf-8")), path
 
 

@@ -4,8 +4,8 @@ import pytest
 from model.config import TransformerConfig
 from planning.compiled.communication import communication
 from planning.compiled.dump import NEEDED, dump_flags, dumped_text
-from planning.plan import compile_step
 from planning.topology import topology_devices
+from tests.compiled_text import compile_step
 
 SMALL = TransformerConfig(
     vocab_size=512,

@@ -21,13 +21,17 @@ from planning.compiled.transfers import received, transfers
 from planning.costs import HARDWARE, Network, Sizes, TrainingStep, estimate, rounds, time_range
 from planning.costs.step import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, REMAT, TWO_BACKWARD_KERNELS
 from planning.costs.tiles import tile_counts
-from planning.plan import DEFAULT_RECIPE, compile_step
+from planning.plan import DEFAULT_RECIPE
+from tests.compiled_text import compile_step
 from trainer.config.schema import MeshConfig, TrainConfig
 from trainer.devices import peak_flops
 from trainer.flops import flops_per_step, pairs_per_layer
 
 BLOCK = plan.Block(batch=1, tokens=256, query_heads=8, kv_heads=2, head_dim=16)
 SMALL = Sizes.of(TransformerConfig.preset("llama-1b"))
+HEADS_OF_128 = Sizes(
+    layers=1, weights=1, head_weights=1, query_heads=8, kv_heads=8, head_dim=128, hidden=1024
+)
 CHIP = HARDWARE["v4"]
 SCHEDULES = [
     "ring",
@@ -643,17 +647,17 @@ def test_the_products_of_a_tile_match_the_kernels():
     ],
 )
 def test_one_backward_kernel_is_counted_where_the_tpu_kernel_uses_it(machine, kv_heads, products):
-    sizes = Sizes(1, 1, 1, 8, kv_heads, 128, 1024)
+    sizes = dataclasses.replace(HEADS_OF_128, kv_heads=kv_heads)
     assert TrainingStep(sizes, HARDWARE[machine], 65536).tile_backward_products == products
 
 
 def test_small_heads_fill_part_of_the_matrix_unit():
     """v6e's matrix unit has 256 rows and columns, earlier ones 128."""
-    sizes = Sizes(1, 1, 1, 8, 8, 128, 1024)
     seconds = {}
     for name, size in itertools.product(("v5p", "v6e"), (64, 128, 256)):
         hardware = HARDWARE[name]
-        result = estimate(TrainingStep(dataclasses.replace(sizes, head_dim=size), hardware, 65536))
+        sizes = dataclasses.replace(HEADS_OF_128, head_dim=size)
+        result = estimate(TrainingStep(sizes, hardware, 65536))
         seconds[name, size] = (
             result.attention_forward.seconds / size * hardware.peak * hardware.attention
         )
@@ -698,7 +702,7 @@ def test_hops_beyond_neighbours_are_exposed_on_v5e_and_v6e(schedule, neighbours_
 
 
 def test_parameters_count_the_layers_the_embedding_and_the_head():
-    sizes = Sizes(3, 100, 7, query_heads=1, kv_heads=1, head_dim=1, hidden=1)
+    sizes = dataclasses.replace(HEADS_OF_128, layers=3, weights=100, head_weights=7)
     assert sizes.parameters == 3 * 100 + 7 + 7
     assert dataclasses.replace(sizes, stored=200).parameters == 3 * 200 + 7 + 7
 

@@ -154,7 +154,9 @@ def test_no_range_begins_above_the_highest_mfu_measured_on_the_chip():
 
 def test_at_full_rate_only_matrix_products_take_time():
     """Attention has 2 products forward and 5 backward per visible pair of queries and keys."""
-    sizes = Sizes(1, 1000, 0, 8, 8, 128, 1024)
+    sizes = Sizes(
+        layers=1, weights=1000, head_weights=0, query_heads=8, kv_heads=8, head_dim=128, hidden=1024
+    )
     job = TrainingStep(sizes, HARDWARE["v5p"], 1 << 16, remat="everything", causal=False)
     flops = 3 * 2 * 1000 * job.length + (2 + 5) * 2 * job.length**2 * 8 * 128
     update = full_rate(job).step.compute - flops / job.hardware.peak

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from model.attention import BackwardInputs, TokenCoords
+from model.attention import TokenCoords
+from model.attention.blocks import BackwardInputs
 from scripts.benchmarks.kernel_parts import HEADS, KV_HEADS, PRODUCTS, main, run_kernel
 
 

@@ -20,9 +20,10 @@ from scripts.benchmarks.results import (
 )
 
 COMMITTED = load_all()
+PAGE_TEXT = page.PAGE.read_text(encoding="utf-8")
 # The figures of README.md: NAME.ROW of a result, and the words around the start of the figure.
 README_FIGURES = {
-    "quickstart.time": "The quickstart took {} in five runs on two CPU cores",
+    "quickstart.time": "After the install, the quickstart took {} in five runs on two CPU cores",
     "quickstart.retrieval": "the last two models answered {} line-lookup questions",
     "retrieval.lines_20": "one line among 20: it improves {}.",
     "curriculum.lines_2700": "finds one line among 2,700 in {} cases",
@@ -30,7 +31,7 @@ README_FIGURES = {
     "gpu_steps.1b_8k": "8K tokens: tokens/s, relative to transformers + Liger; memory | {} |",
     "gpu_steps.1b_32k": "32K tokens: slower, in less memory | {} |",
     "gpu_steps.1b_32k_packed": "32K tokens of 16 documents | {} |",
-    "gpu_steps.1b_32k_recomputing": "layers recomputed: faster, in more memory | {} |",
+    "gpu_steps.1b_32k_recomputing": "keeps attention's outputs): faster, in more memory | {} |",
     "recipes.llama31_8b_1m_h100": "8 x H100: planned GiB per GPU; host GiB per GPU | {} |",
     "recipes.llama31_8b_1m_h100_seconds": "seconds per step, by the cost model | {} |",
     "table3.rows_held": "own settings (one row, float32, device memory alone) | {};",
@@ -120,7 +121,7 @@ def test_every_result_is_on_the_page():
 
 
 def test_rows_without_a_goal_are_on_no_page():
-    text = "".join(page.render(COMMITTED, mark_old=False).values())
+    text = "".join(page.render(COMMITTED, with_age=False).values())
     rows = [cells for result in COMMITTED.values() for cells in result.rows.values()]
     without = [cells for cells in rows if not cells["goal"] and cells["verdict"] == "no goal"]
     assert without and not any(f"| {cells['what']} |" in text for cells in without)
@@ -148,26 +149,50 @@ def test_a_result_names_what_is_needed_to_repeat_it(name):
         assert all(len(cells) == len(columns["columns"]) for cells in columns["rows"])
 
 
-def test_a_changed_figure_changes_its_pages_and_a_changed_program_makes_a_headline_stale():
-    text = page.render(COMMITTED, mark_old=False)
+def test_a_changed_figure_changes_its_pages():
+    text = page.render(COMMITTED, with_age=False)
     step = COMMITTED["step"]
     figure = dataclasses.replace(
         step, rows=step.rows | {"speed_4096": step.rows["speed_4096"] | {"found": "1.16x"}}
     )
-    other = page.render(COMMITTED | {"step": figure}, mark_old=False)
+    other = page.render(COMMITTED | {"step": figure}, with_age=False)
     assert [path.name for path, content in other.items() if content != text[path]] == [
         "BENCHMARKS.md",
         "speed.md",
     ]
+
+
+def test_the_page_says_which_headlines_are_of_the_program_as_it_is(monkeypatch):
+    step = COMMITTED["step"]
+    headlines = [entry for entry in page.PAGES["headlines"] if entry[1].startswith("step.")]
+    monkeypatch.setitem(page.PAGES, "headlines", headlines)
     fresh = dataclasses.replace(
         step, depends_on={pattern: fingerprint(pattern) for pattern in step.depends_on}
     )
     aged = dataclasses.replace(step, depends_on=dict.fromkeys(step.depends_on, "0" * 16))
-    counts = [
-        page.headlines(COMMITTED | {"step": result}).count(page.OLD) for result in (fresh, aged)
-    ]
-    shown = sum(figure.startswith("step.") for _, figure in page.PAGES["headlines"])
-    assert shown == 2 and counts[1] == counts[0] + shown
+    lines = [page.age(COMMITTED | {"step": result}) for result in (fresh, aged)]
+    assert [line.startswith(page.AGE) and "[step]" in line for line in lines] == [True, False]
+    for line in PAGE_TEXT.splitlines():
+        if line.endswith("[step] |") and "| met |" in line:
+            assert f"{step.date}, {step.commit}" in line
+
+
+def test_a_missed_goal_is_listed_once_unless_it_was_measured_again():
+    for name, row_id, cells in page.with_verdict("short", COMMITTED):
+        headline = f"{name}.{row_id}" in {reference for _, reference in page.PAGES["headlines"]}
+        assert (f"\n| {cells['what']} | {cells['goal']} |" in PAGE_TEXT) != headline
+    for name, _, cells in page.with_verdict("superseded", COMMITTED):
+        assert f"| {cells['what']} |" not in PAGE_TEXT
+        speed = (ROOT / "docs" / "benchmarks" / "speed.md").read_text(encoding="utf-8")
+        assert f"{cells['found']} | superseded | [{name}]" in speed
+    defined = re.findall(r"^\[([^]]+)\]:", PAGE_TEXT, re.MULTILINE)
+    assert [name for name in defined if PAGE_TEXT.count(f"[{name}]") == 1] == []
+
+
+def test_the_readme_says_at_which_commit_its_speeds_were_measured():
+    measured = COMMITTED["gpu_steps"]
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"commit {measured.commit} ({measured.date})" in readme
 
 
 def test_a_page_edited_by_hand_is_reported(monkeypatch, tmp_path, capsys):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from trainer.checkpoint.arrays import open_arrays, stored_shapes
+from trainer.checkpoint.commit import remove
 from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.saving import Contents, Saving
 
@@ -33,9 +34,21 @@ def test_names_shapes_and_values_are_as_saved(checkpoint):
         for name, array in stored_shapes(checkpoint, "model").items()
     }
     assert shapes == {name: (array.shape, array.dtype) for name, array in MODEL.items()}
-    np.testing.assert_array_equal(
-        np.asarray(open_arrays(checkpoint, "model")["layers.3"]), np.asarray(MODEL["layers.3"])
-    )
+    arrays = open_arrays(checkpoint, "model")
+    for name, array in MODEL.items():  # layer 0 is all zeros
+        np.testing.assert_array_equal(np.asarray(arrays[name]), np.asarray(array))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_an_array_that_is_removed_meanwhile_is_not_read_as_zeros(checkpoint, tmp_path, first):
+    """TensorStore fills chunks that it does not find, and its index is then read as empty."""
+    folder = shutil.copytree(checkpoint, tmp_path / "1")
+    arrays = open_arrays(folder, "model")
+    if first:
+        assert np.asarray(arrays["norm.weight"]).any()
+    remove(folder)
+    with pytest.raises(ValueError, match=r"NOT_FOUND.*layers\.3"):
+        np.asarray(arrays["layers.3"])
 
 
 @pytest.mark.parametrize(

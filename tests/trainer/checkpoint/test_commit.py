@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data.errors import UserError
+from data.errors import TransientError, UserError
 from data.paths import cache_folder
-from trainer.checkpoint import commit
+from trainer.checkpoint import commit, fetch
 from trainer.checkpoint.fetch import local_copy
-from trainer.checkpoint.manifest import DamagedError, ForeignError
+from trainer.checkpoint.manifest import DamagedError, ForeignError, read_manifest
 from trainer.checkpoint.readers import restore_model, stored_parameters
 from trainer.checkpoint.store import CheckpointStore
 
@@ -74,6 +74,23 @@ def test_a_checkpoint_without_a_manifest_does_not_count_and_the_next_save_remove
     assert not [name for name in server.store.names() if "/4/" in name or "/2/" in name]
 
 
+def test_old_checkpoints_that_cannot_be_removed_cost_no_new_one(server, store, capsys):
+    """A bucket has no scratch folder: clearing up once removed the checkpoint that counted."""
+    for step in (1, 2):
+        save(store, step)
+    counts = ("bucket", "runs/mine/checkpoints/3/manifest.json")
+    server.store.refused = lambda method, _: (
+        403 if (method == "DELETE" and counts in server.store.objects) else None
+    )
+    save(store, 3)
+    warning = f"warning: {store.url}/checkpoints/1: beyond checkpoint.keep and not removed ("
+    assert warning in capsys.readouterr().err
+    assert CheckpointStore(store.url).latest_good() == 3 and store.steps() == [1, 2, 3]
+    server.store.refused = lambda *_: None
+    save(store, 4)
+    assert store.steps() == [3, 4]
+
+
 def test_a_process_that_lost_the_lock_saves_nothing(store):
     def lost():
         raise UserError("another process has taken the lock")
@@ -102,6 +119,13 @@ def test_commands_read_a_copy_without_moments(server, store, capsys):
     assert copy.is_dir() and not (copy / "optimizer").exists()
     assert capsys.readouterr().err.count(f"downloading {store.url}/checkpoints/2") == 1
     assert json.loads((copy / "assets/config.json").read_text()) == {}
+
+
+def test_a_removal_during_the_download_is_named(server, store, monkeypatch):
+    save(store, 1)
+    monkeypatch.setattr(fetch, "read_manifest", lambda f: (read_manifest(f), commit.remove(f))[0])
+    with pytest.raises(TransientError, match=f"^{store.url}/checkpoints/1: was removed while"):
+        local_copy(store.url)
 
 
 def damage(server, step):

@@ -1,6 +1,7 @@
 """Checkpoints: bitwise, atomic, verified, restored onto other meshes."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -19,11 +20,11 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from data.errors import UserError
+from data.errors import TransientError, UserError
 from tests.soak.slow_store import slow_store
-from trainer.checkpoint import manifest, saving
+from trainer.checkpoint import manifest, readers, saving
 from trainer.checkpoint import store as run_store
-from trainer.checkpoint.commit import MANIFEST, Files
+from trainer.checkpoint.commit import MANIFEST, Files, remove
 from trainer.checkpoint.manifest import DamagedError, ForeignError
 from trainer.checkpoint.readers import (
     assets_dir,
@@ -33,6 +34,7 @@ from trainer.checkpoint.readers import (
     restore_model,
     stored_parameters,
 )
+from trainer.checkpoint.saving import SaveError
 from trainer.checkpoint.store import CheckpointStore, save_checkpoint
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -185,6 +187,41 @@ def test_restore_compares_no_file_that_its_caller_has_compared(run, read):
     assert not read
     restore(newest, abstract(model), abstract(TX.init(model)))
     assert any(path.is_relative_to(newest / "optimizer") for path in read)
+
+
+@pytest.mark.parametrize("use", ["_abstract_model", "restore_item", "restore_folder"])
+def test_a_removal_while_a_checkpoint_is_read_is_named(run, monkeypatch, use):
+    original = getattr(readers, use)
+
+    def after_removal(*arguments):
+        remove(run / "checkpoints/20")
+        return original(*arguments)
+
+    monkeypatch.setattr(readers, use, after_removal)
+    with pytest.raises(TransientError, match="checkpoints/20: was removed while it was read"):
+        restore_all(run) if use == "restore_folder" else restore_model(run)
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_checkpoint_that_training_replaces_meanwhile_is_not_damaged(
+    run, monkeypatch, capsys, times
+):
+    """The run was once said to have nothing but damaged checkpoints."""
+    remove(run / "checkpoints/10")
+    original, moves = run_store.problem_in_any, iter(range(times))
+
+    def after_a_save(folder, *arguments, **named):
+        if next(moves, None) is not None:
+            folder.rename(folder.with_name(str(int(folder.name) + 10)))
+        return original(folder, *arguments, **named)
+
+    monkeypatch.setattr(run_store, "problem_in_any", after_a_save)
+    if times == 1:
+        assert CheckpointStore(run).latest_good() == 30
+    else:
+        with pytest.raises(TransientError, match="/60: was removed while it was read, as the 4 b"):
+            CheckpointStore(run).latest_good()
+    assert capsys.readouterr().err == ""
 
 
 def test_best_is_the_step_that_the_newest_checkpoint_names(run, assets):
@@ -473,9 +510,37 @@ def test_a_failed_save_is_reported(tmp_path, assets, monkeypatch):
 
     monkeypatch.setattr("trainer.checkpoint.saving.publish", full)
     store.save(1, model=placed((2, 4), values()), assets=assets)
-    with pytest.raises(OSError, match=r"saving checkpoint .* No space left"):
+    with pytest.raises(SaveError, match=r"saving checkpoint .* No space left"):
         store.wait()
     assert store.steps() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "may_pass"), [(errno.EIO, True), (errno.ENOSPC, True), (errno.EPERM, False)]
+)
+def test_a_failed_save_says_whether_the_next_may_succeed(
+    tmp_path, assets, monkeypatch, capsys, code, may_pass
+):
+    finish = saving.ocp.AsyncCheckpointer.wait_until_finished
+
+    def fail(checkpointer):
+        finish(checkpointer)
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(code, os.strerror(code))
+
+    store = CheckpointStore(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(saving.ocp.AsyncCheckpointer, "wait_until_finished", fail)
+        store.save(1, model={"a": np.ones(4)}, assets=assets)
+        store._saving.thread.join()  # training goes on
+        with pytest.raises(SaveError, match=os.strerror(code)) as failed:
+            store.wait()
+    assert failed.value.may_pass == may_pass
+    ends = "training ends " + ("if its next save fails too" if may_pass else "before its next save")
+    assert ends in capsys.readouterr().err
+    store.save(2, model={"a": np.ones(4)}, assets=assets)
+    store.wait()
+    assert store.steps() == [2]
 
 
 FULL = """

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+import torch
+import transformers
 
 from trainer import loop
 from trainer.config.checks import peak_warning
@@ -61,6 +63,47 @@ def test_a_peak_that_is_reached_has_no_warning(optimizer):
     assert peak_warning(config) is None
 
 
+@pytest.mark.parametrize(
+    ("steps", "optimizer"),
+    [
+        (1, {}),
+        (1, {"final_fraction": 0.0}),
+        (2, {"schedule": "linear", "final_fraction": 0.0}),
+    ],
+)
+def test_a_run_that_decays_from_its_first_step_is_named(steps, optimizer):
+    """transformers' schedules of these names are a step behind: they begin at the peak."""
+    config = run_of(steps, **optimizer)
+    highest = float(learning_rate(config.optimizer, steps, jnp.arange(steps)).max())
+    share = highest / config.optimizer.learning_rate
+    assert peak_warning(config) == (
+        f"optimizer.schedule: found {config.optimizer.schedule!r} in a run of {steps} "
+        f"{'step' if steps == 1 else 'steps'} without warm-up: the learning rate is at most "
+        f"{share:.1%} of its peak; optimizer.warmup_steps 1, or optimizer.schedule constant, would "
+        "work"
+    )
+    for better in ({"warmup_steps": 1}, {"schedule": "constant"}):
+        assert peak_warning(run_of(steps, **{**optimizer, **better})) is None
+
+
+def test_the_rates_are_those_of_transformers():
+    """Of cosine_warmup_with_min_lr, which like ours reaches the final share at the last step."""
+    weights = [torch.nn.Parameter(torch.zeros(1))]
+    config = run_of(20, warmup_steps=4).optimizer
+    theirs = transformers.get_scheduler(
+        "cosine_warmup_with_min_lr",
+        torch.optim.SGD(weights, lr=config.learning_rate),
+        num_warmup_steps=4,
+        num_training_steps=20,
+        scheduler_specific_kwargs={"min_lr_rate": config.final_fraction},
+    )
+    for step in range(20):
+        rate = float(learning_rate(config, 20, jnp.asarray(step)))
+        assert rate == pytest.approx(theirs.get_last_lr()[0], rel=1e-5)
+        theirs.optimizer.step()
+        theirs.step()
+
+
 def test_training_warns(tmp_path, monkeypatch, capsys):
     """Once epochs have become steps."""
 
@@ -72,7 +115,6 @@ def test_training_warns(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(loop, "require_same", stop)
     monkeypatch.setattr(loop, "make_mesh", lambda *_, **__: None)
-    objective = SimpleNamespace(rows_per_epoch=6, origin="", fingerprint="", inputs={})
     config = run_of(100, warmup_steps=5)
     config = dataclasses.replace(
         config,
@@ -80,6 +122,8 @@ def test_training_warns(tmp_path, monkeypatch, capsys):
         run_dir=str(tmp_path / "run"),
         mesh=dataclasses.replace(config.mesh, fsdp=jax.device_count()),
     )
+    with_steps = dataclasses.replace(config, train=config.train.for_epochs(6))
+    objective = SimpleNamespace(config=with_steps, origin="", fingerprint="", inputs={})
     with pytest.raises(Compared):
         loop.train(config, lambda *_: objective, [])
     printed = capsys.readouterr().err

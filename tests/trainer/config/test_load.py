@@ -1,12 +1,9 @@
 """Tests of trainer/config/load.py: recipes, overrides, and for each mistake an error that names the
 field and the remedy."""
 
-import argparse
 import dataclasses
 import datetime
 import re
-import subprocess
-import sys
 import typing
 from typing import Any, Literal
 
@@ -21,7 +18,6 @@ from eval.live_test import LiveTest
 from trainer.config import fields, parsing
 from trainer.config.data import SourceConfig
 from trainer.config.load import dump, load, resolved
-from trainer.config.stage import StageConfig
 from trainer.stages import stages_of
 
 RECIPE = {
@@ -161,7 +157,7 @@ def test_data_path_replaces_sources(tmp_path):
 
 
 def test_steps_and_epochs_replace_each_other(tmp_path):
-    recipe = write(tmp_path, {"train": {"epochs": 3, "steps": 7}})
+    recipe = write(tmp_path, {"train": {"epochs": 3}})
     train = load(["--config", recipe, "--train.steps", "5"]).train
     assert (train.steps, train.epochs) == (5, None)
     assert (
@@ -178,6 +174,28 @@ def test_steps_and_epochs_replace_each_other(tmp_path):
     assert again(tmp_path, load(["--config", recipe])).train.epochs == 3, (
         "a run's own configuration has both"
     )
+
+
+def test_a_recipe_with_steps_and_epochs_is_refused(tmp_path):
+    """In transformers max_steps wins, here epochs would: whoever sets both expects one of them."""
+    recipe = write(tmp_path, {"train": {"epochs": 3, "steps": 7}})
+    with pytest.raises(
+        UserError, match=r"train\.steps: found 7 with train\.epochs 3; keep one of them"
+    ):
+        load(["--config", recipe])
+    for flags in (["--train.steps", "5"], ["--train.epochs", "2"]):
+        load(["--config", recipe, *flags])
+
+
+def test_a_command_without_recipe_has_the_defaults_of_its_flags():
+    command = ["--model.path", "hf", "--data.path", "a.json"]
+    for rank, rate in (("0", 1e-5), ("8", 1e-4)):
+        config = load([*command, "--adapter.rank", rank])
+        assert config.optimizer.learning_rate == rate, rank
+    stages = ["--stages", "[{context_length: 256, steps: 5}]"]
+    (stage,) = stages_of(load([*command, *stages]))
+    assert (stage.train.steps, stage.train.epochs) == (5, None)
+    assert load([*command, "--stages", "[]"]).train.epochs == 1
 
 
 def test_a_kernel_without_tiles_replaces_the_recipes_tiles(tmp_path):
@@ -312,7 +330,18 @@ def test_only_the_positions_of_a_pretrained_model_may_be_overridden(tmp_path):
         ("--optimizer.lr 1", ["did you mean --optimizer.learning_rate?"]),
         ("--confg x.yaml", ["did you mean --config?"]),
         ("--output_dir x", ["did you mean --run_dir?"]),
-        ("--per_device_train_batch_size 4", ["did you mean --train.batch_size?"]),
+        (
+            "--per_device_train_batch_size 4",
+            ["did you mean --train.batch_size, rows of a step over all devices and microbatches?"],
+        ),
+        ("--label_smoothing_factor 0.1", ["(there is no label smoothing for fine-tuning); valid"]),
+        ("--train_on_inputs true", ["did you mean --data.train_on everything?"]),
+        ("--eval_dataset x", ["did you mean --data.held_out_path?"]),
+        ("--logging_dir x", ["did you mean --run_dir?"]),
+        ("--lora_r 8", ["did you mean --adapter.rank?"]),
+        ("--adam_beta2 0.9", ["did you mean --optimizer.beta2?"]),
+        ("--min_lr 1e-6", ["did you mean --optimizer.final_fraction, a share of the peak?"]),
+        ("--packing true", ["(rows are always packed with documents)"]),
         ("--model.max-seq-length 4", ["did you mean --data.context_length?"]),
         ("--mesh 4", ["--mesh is a section", "mesh.fsdp"]),
         ("--data.clean true", ["--data.clean", "'true'", "scraped"]),
@@ -414,7 +443,7 @@ def test_only_the_positions_of_a_pretrained_model_may_be_overridden(tmp_path):
             "--adapter.targets [q_proj,v_proj] --adapter.train embed_tokens",
             ["command line: adapter.train: found embed_tokens, expects list of str"],
         ),
-        ("--data.train_on first", ["data.train_on: found first", "one of all, last"]),
+        ("--data.train_on first", ["data.train_on: found first", "one of all, last, everything"]),
         ("--config_version 1", ["config_version: found 1"]),
         ("--data.path ", ["command line: data.path: found '', needs a path"]),
         ("--data.path=", ["command line: data.path: found '', needs a path"]),
@@ -638,10 +667,32 @@ def test_a_listed_automatic_section_is_like_one_named_auto(tmp_path):
     assert load(["--config", write(tmp_path, planned)]).mesh.sequence == 2, "a run's own answer"
 
 
-@pytest.mark.parametrize("words", [["--config", ""], ["--config="], ["--config"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--config", ""],
+        ["--config="],
+        ["--config"],
+        ["--config", "--data.path", "x", "--model.path", "y"],
+        ["--config", "--model.path=y"],
+    ],
+)
 def test_an_empty_recipe_is_refused(words):
     with pytest.raises(UserError, match="command line: --config needs the path of a recipe"):
         load(words)
+
+
+def test_hyphens_and_underscores_in_flags_are_the_same(tmp_path):
+    recipe = ["--config", write(tmp_path)]
+    written = "--run-dir out --data.context-length 128 --model.overrides.hidden-size=32"
+    config = load([*recipe, *written.split(), "--logging.profile-steps", "2:3"])
+    assert config.run_dir == "out" and config.data.context_length == 128
+    assert config.model.overrides == {"vocab_size": 512, "hidden_size": 32}
+    assert config.logging.profile_steps == (2, 3)
+    assert load([*recipe, "--profile-steps", "4:5"]).logging.profile_steps == (4, 5)
+    assert load([*recipe, "--name", "a-b_c"]).name == "a-b_c", "values stay as they are"
+    with pytest.raises(UserError, match=r"unknown field --run-dirs \(did you mean --run_dir\?\)"):
+        load([*recipe, "--run-dirs", "out"])
 
 
 @pytest.mark.parametrize(
@@ -712,9 +763,10 @@ def test_a_run_is_named_after_its_models_folder(tmp_path, monkeypatch):
     [
         ("--dry-run --dry-run", "command line: --dry-run is given twice"),
         ("--dry-run 8xH100 --dry-run=v5p-8", "command line: --dry-run is given twice"),
-        ("--no-download --no-download", "command line: --no-download is given twice"),
-        ("--no-download=false", "--no-download takes no value"),
-        ("--gpu-memory 40", "command line: --gpu-memory only applies to --dry-run MACHINE"),
+        ("--dry_run 8xH100 --dry-run", "command line: --dry-run is given twice"),
+        ("--no-download --no_download", "command line: --no-download is given twice"),
+        ("--no_download=false", "--no-download takes no value"),
+        ("--gpu_memory 40", "command line: --gpu-memory only applies to --dry-run MACHINE"),
         ("--dry-run=", "command line: --dry-run: found '', needs a value, or none at all"),
     ],
 )
@@ -860,79 +912,6 @@ def test_unparsable_yaml_names_the_recipe(tmp_path, text):
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(UserError, match=r"bad\.yaml: not valid YAML: "):
         load(["--config", str(tmp_path / "bad.yaml")])
-
-
-def test_help_documents_every_field(repository):
-    code = "from trainer.config.load import load; load(['--help'])"
-    command = [sys.executable, "-c", code]
-    text = subprocess.run(
-        command, cwd=repository, capture_output=True, text=True, check=True
-    ).stdout
-    words = " ".join(text.split())
-    for field in fields.FIELDS:
-        assert f"--{field}" in text
-    for section, cls in fields.SECTIONS.items():
-        heading = " ".join(cls.__doc__.partition("\n\n")[0].split()).rstrip(".")
-        assert f"--{section}." in text and f"{heading}:" in text.splitlines()
-    # A field without a docstring would begin with its type.
-    assert (
-        "CONTEXT_LENGTH Tokens in a packed row" in words
-        and "LEARNING_RATE Peak learning rate" in words
-    )
-    for field in fields.FIELDS:
-        described = words.split(f"--{field} ")[-1].split(" (type:")[0].split(" (default:")[0]
-        assert len(described.split()) >= 4, f"{field} is not documented"
-
-
-def test_help_offers_only_what_is_accepted(tmp_path):
-    made = parsing.parser()
-    shown = [action for action in made._actions if action.help != argparse.SUPPRESS]
-    words = {name: action for action in shown for name in action.option_strings}
-    assert not {"--model", "--optimizer", "--stages.help", "--data.sources.help"} & words.keys()
-    sections = [name for name in words if name.removeprefix("--") in fields.SECTIONS]
-    assert sections == ["--data.clean", "--mesh", "--memory"]
-    assert [words[name].metavar for name in sections] == ["{scraped}", "auto", "auto"]
-    recipe = ["--config", write(tmp_path)]
-    assert load([*recipe, "--mesh", "auto", "--memory", "auto"]).auto == ("mesh", "memory")
-    assert load([*recipe, "--data.clean", "scraped"]).data.clean.html == "detect"
-    others = {"-h", "--help", "--config", *sections}
-    assert {name.removeprefix("--") for name in words.keys() - others} == set(fields.FIELDS)
-    text = parsing.help_text()
-    assert "configuration file" not in text and "null: no local checkpoints" in text
-    assert "None:" not in text
-
-
-@pytest.mark.parametrize("name", ["data.sources", "stages", "evaluations"])
-def test_the_fields_of_a_lists_entries_have_help(name, capsys):
-    """Each with its description, without dashes: they are no flags."""
-    with pytest.raises(SystemExit, match="0"):
-        train.main(["--help", name])
-    kinds = {"data.sources": [SourceConfig], "stages": [StageConfig]}
-    text = capsys.readouterr().out
-    for cls in kinds.get(name, [LiveTest, *TESTS.values()]):
-        for param in docstring_parser.parse_from_object(cls).params:
-            assert re.search(rf"^  {param.arg_name}\s", text, re.MULTILINE)
-            assert param.description.split("\n")[0].split()[0] in text
-    assert f"--{name} '[{{...}}]'" in " ".join(text.split()) and f"--{name}." not in text
-    for test in TESTS:
-        assert (f"test: {test}: " in text) == (name == "evaluations")
-
-
-def test_the_help_of_a_section_shows_only_that_section(capsys):
-    with pytest.raises(SystemExit) as ended:
-        load(["--help", "optimizer"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert (
-        ended.value.code == 0
-        and "--optimizer.learning_rate" in text
-        and "Peak learning rate" in text
-    )
-    assert "--train.steps" not in text and "--memory.remat" not in text
-    with pytest.raises(
-        UserError,
-        match=r"--help: optimiser is not a section \(did you mean optimizer\?\); sections are model",
-    ):
-        load(["--help", "optimiser"])
 
 
 def test_names_from_other_trainers_map_to_existing_fields():

@@ -14,6 +14,7 @@ import transformers
 from model.adapter import ATTENTION, FEED_FORWARD, ROUTER, AdapterConfig
 from model.config import TransformerConfig
 from model.families import FAMILIES
+from tests.data.test_templates import TINY
 from tests.model.build import llama, mean_loss
 from tests.trainer.huggingface.test_peft import batch_of
 from trainer.huggingface import adapter_config
@@ -244,6 +245,33 @@ def test_a_file_with_a_tensor_per_expert_is_read_as_by_peft(family, names, tmp_p
     logits = torch_logits(loaded(tmp_path / "base", tmp_path / "ours"))
     assert np.abs(logits - expected).max() <= 1e-6 * np.abs(expected).max()
     assert np.abs(expected - torch_logits(base)).max() > 0.1 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("targets", [[*ATTENTION, *FEED_FORWARD], r".*\.[a-z]+_proj"])
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "granitemoe"])
+def test_modules_that_a_mixture_lacks_are_ignored_as_by_peft(family, targets, tmp_path):
+    """Lists for dense models name gate_proj, which these have no modules of: attention is adapted."""
+    sizes = {**SIZES, **KINDS[family][0]}
+    base = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(family, **sizes)
+    )
+    base.float().save_pretrained(tmp_path / "base")
+    (tmp_path / "base/tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
+    options = {"r": 4, "task_type": "CAUSAL_LM", "target_modules": targets}
+    theirs = peft.get_peft_model(base, peft.LoraConfig(**options))
+    theirs.save_pretrained(tmp_path / "adapter")
+    source, config = open_source((theirs, tmp_path / "base", tmp_path / "adapter"))
+    assert config.adapter.projections == ATTENTION
+    model = llama(config)
+    read = {name for name in source.read(model) if "lora_" in name}
+    assert len(read) == 2 * len(ATTENTION)
+    ours.write_adapter(source.read(model), config, None, tmp_path / "ours")
+    written, found = (
+        safetensors.torch.load_file(tmp_path / folder / ours.WEIGHTS)
+        for folder in ("ours", "adapter")
+    )
+    assert written.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in written.items())
 
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2}

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from data.errors import UserError
 from model.adapter import ATTENTION, PROJECTIONS, AdapterConfig
 from model.attention import Mask
-from model.declarations import declare
 from model.dropout import token_keys
 from model.families import FAMILIES
+from model.parameter_declarations import declare
 from model.rope_config import RopeConfig
 from scripts import export_hf
 from tests.model.build import llama, mean_loss, tiny

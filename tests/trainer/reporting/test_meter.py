@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model.config import TransformerConfig
-from model.declarations import declare
+from model.parameter_declarations import declare
 from tests.small_run import MEASURED
 from tests.trainer.reporting.clock import Clock
 from trainer import flops

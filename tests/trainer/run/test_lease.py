@@ -121,6 +121,29 @@ def test_a_write_whose_response_was_lost_is_recognized_as_ours(store_and_url, bu
         ours.require()
 
 
+def test_a_write_that_is_answered_too_late_is_recognized_as_ours(bucket, monkeypatch):
+    """The lock then holds an earlier content of ours; the run once ended as if it were another's."""
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 60)
+    answers, write = iter([True]), Bucket.write
+
+    def answering_late(*arguments):
+        mark = write(*arguments)
+        if next(answers, False):
+            raise TransientError("no answer within 20 s")
+        return mark
+
+    with leased(bucket) as ours:
+        monkeypatch.setattr(Bucket, "write", answering_late)
+        with pytest.raises(TransientError, match="no answer"):
+            ours.require()
+        before = bucket.version(LOCK)
+        ours.require()
+        assert bucket.version(LOCK).mark != before.mark, "renewed"
+        bucket.write(LOCK, b"another's")
+        with pytest.raises(TransientError, match="another process has taken the lock"):
+            ours.require()
+
+
 def test_a_forbidden_bucket_is_a_one_line_error(store_and_url):
     server, url = store_and_url
     server.store.refused = lambda method, path: 403
@@ -129,6 +152,18 @@ def test_a_forbidden_bucket_is_a_one_line_error(store_and_url):
         with pytest.raises(UserError, match=rf"{url}/run: .* would work") as error:
             ask()
         assert "\n" not in str(error.value) and not isinstance(error.value, TransientError)
+
+
+@pytest.mark.parametrize(
+    ("message", "ends"),
+    [
+        ("ABORTED: Conflicting operation [http_response_code='409']", "operation"),
+        ("INVALID_ARGUMENT: ExpiredToken: The token has expired.", "; new credentials would work"),
+        ("NOT_FOUND: NoSuchBucket: The bucket does not exist", "read and write would work"),
+    ],
+)
+def test_a_stores_error_names_what_would_help(message, ends):
+    assert str(Bucket("s3://bucket/run")._told(ValueError(message))).endswith(ends)
 
 
 def test_an_unresponsive_store_is_a_transient_error(gcs, monkeypatch):

@@ -79,11 +79,16 @@ def test_another_hosts_lock_is_waited_for_and_then_the_remedy_is_printed(
     assert capsys.readouterr().err.count("waiting for its end") == 2
 
 
-def test_training_works_on_a_file_system_without_locks(tmp_path, monkeypatch):
+def test_training_works_on_a_file_system_without_locks_and_says_so(tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
+    (tmp_path / "lock").write_text("process 7 on a is training there since May")
     for _ in range(2):
         with run_lock.held(tmp_path / "lock"):
             run_lock.require_free(tmp_path / "lock")
+    assert capsys.readouterr().err == (
+        f"warning: {tmp_path}: has no file locks (Function not implemented), so a second start "
+        "there is not refused; its lock file says: process 7 on a is training there since May\n"
+    )

@@ -129,6 +129,46 @@ def test_a_kill_while_objects_are_composed_loses_nothing(gcs, mirror, tmp_path, 
     )
 
 
+@pytest.mark.parametrize(
+    "remove", [shutil.rmtree, lambda folder: (folder / "metrics.jsonl").unlink()]
+)
+def test_a_run_whose_local_folder_is_cleaned_up_stays_in_the_bucket(gcs, mirror, tmp_path, remove):
+    """A push once removed config.yaml there too, and the run could not be resumed."""
+    (mirror.folder / "config.yaml").write_text("one")
+    (mirror.folder / "assets").mkdir()
+    (mirror.folder / "assets/old.json").write_text("{}")
+    log(mirror.folder, [1])
+    mirror.push()
+    shutil.rmtree(mirror.folder / "assets")  # as each start does
+    mirror.push()
+    before = gcs.store.names()
+    remove(mirror.folder)
+    with pytest.raises(TransientError, match=f"^{mirror.folder}/.*: was removed while the run"):
+        mirror.push()
+    assert gcs.store.names() == before and "run/assets/old.json" not in before
+
+
+def test_a_file_that_vanishes_while_it_is_copied_ends_nothing(gcs, mirror, monkeypatch):
+    """Such as a board's temporary file."""
+    (mirror.folder / "wandb").mkdir()
+    (mirror.folder / "wandb/part").write_text("x")
+    state = mirrors._state
+    monkeypatch.setattr(mirrors, "_state", lambda path: (path.unlink(), state(path)))
+    mirror.push()
+    assert gcs.store.names() == []
+
+
+def test_folders_made_by_hand_are_no_files(store_and_url, tmp_path):
+    """A store's console keeps them as empty objects."""
+    server, url = store_and_url
+    for name in ("run/", "run/checkpoints/", "run/tensorboard/"):
+        server.store.objects["bucket", name] = b"", 1
+    bucket = Bucket(f"{url}/run")
+    bucket.write("tensorboard/events", b"x")
+    assert bucket.names() == bucket.names("tensorboard/") == ["tensorboard/events"]
+    Mirror(bucket, tmp_path / "here").pull()
+
+
 def test_checkpoints_profiles_and_the_lock_stay_in_the_bucket(gcs, mirror, tmp_path):
     for name in ("checkpoints/7/manifest.json", "lock", "config.yaml"):
         mirror.bucket.write(name, b"x")

@@ -8,6 +8,8 @@ import json
 import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -26,8 +28,10 @@ from trainer.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from trainer.reporting.rows import read_rows
 from trainer.run import logs as run_logs
 from trainer.run import opening
+from trainer.run.bucket import Bucket
 from trainer.run.identity import identity
 from trainer.run.opening import check_run, open_run
 
@@ -452,3 +456,63 @@ def test_a_file_system_that_cannot_rename_folders_is_refused_before_the_work(tmp
     with pytest.raises(UserError, match=f"{tmp_path}: a folder cannot be renamed there .*gs://"):
         check_run(RunConfig(run_dir=str(tmp_path / "run")))
     assert not list(tmp_path.iterdir())
+
+
+def test_starts_at_once_do_not_meet_in_the_file_that_tries_a_bucket(
+    store_and_url, config, monkeypatch
+):
+    """One once deleted the other's between its two writes: `this store ignores write conditions`.
+    A file that a killed start left is no reason to refuse the folder."""
+    server, url = store_and_url
+    config = dataclasses.replace(config, run_dir=f"{url}/run")
+    write, others = Bucket.write, iter([True])
+
+    def meeting_another_start(bucket, name, content, *rest):
+        if content == b"2" and next(others, False):
+            check_run(config)
+            write(bucket, f"{name}-killed", b"1")
+        return write(bucket, name, content, *rest)
+
+    monkeypatch.setattr(Bucket, "write", meeting_another_start)
+    check_run(config)
+    [left] = server.store.names()
+    assert left.endswith("-killed")
+
+
+def test_a_run_copied_from_a_bucket_is_read_and_resumed(config):
+    """Its logs are folders of parts there; the newest series supersedes the others."""
+    run = open_run(config)
+    lines = [json.dumps({"step": step}) + "\n" for step in range(4)]
+    run.metrics.mkdir()
+    for series, offset, part in ((0, 0, [0]), (1, 0, [1, 2]), (1, 26, [3])):
+        content = "".join(lines[step] for step in part)
+        (run.metrics / f"{series:06}-{offset:015}").write_text(content)
+    (run.metrics / ".DS_Store").write_text("x")
+    assert read_rows(run.metrics, run.folder) == [{"step": step} for step in (1, 2, 3)]
+    open_run(config)
+    assert run.metrics.read_text() == "".join(lines[1:])
+    assert sorted(path.name for path in run.folder.iterdir()) == [
+        "config.yaml",
+        "lock",
+        "metrics.jsonl",
+    ]
+
+
+FOLDER = """
+import os, sys
+from trainer.config.schema import ModelConfig, RunConfig
+
+os.getpid = lambda: 1
+print(RunConfig(model=ModelConfig(preset="tiny", tokenizer="t"), run_dir="gs://bucket/run").folder)
+"""
+
+
+def test_containers_with_equal_process_ids_share_no_folder(repository):
+    """Each removes its own at its end, while the other may still train."""
+    folders = {
+        subprocess.run(
+            [sys.executable, "-c", FOLDER], cwd=repository, capture_output=True, check=True
+        ).stdout
+        for _ in range(2)
+    }
+    assert len(folders) == 2

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, get_kernel
+from model.attention import Keys, Mask, Queries, TokenCoords, get_kernel
+from model.attention.blocks import BackwardInputs
 from model.attention.kernels import CudnnKernel, cudnn
 from model.attention.kernels.cudnn import (
     CAUSAL,

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, attention, get_kernel
+from model.attention import Keys, Mask, Queries, TokenCoords, attention, get_kernel
+from model.attention.blocks import BackwardInputs
 from model.attention.choice import LIMITS
 from model.attention.kernels import GpuKernel, MosaicKernel, XlaKernel, chosen, mosaic_one_pass
 from model.attention.kernels.intervals import in_row_order

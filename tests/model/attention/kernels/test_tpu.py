@@ -16,15 +16,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from model.attention import (
-    AttentionOp,
-    BackwardInputs,
-    Keys,
-    Mask,
-    Queries,
-    StackedKeys,
-    TokenCoords,
-)
+from model.attention import AttentionOp, Keys, Mask, Queries, TokenCoords
+from model.attention.blocks import BackwardInputs, StackedKeys
 from model.attention.kernels import tpu_options
 from model.attention.kernels.padding import tile_size
 from model.attention.kernels.tpu import TpuKernel

@@ -11,18 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model.attention import (
-    AttentionPartial,
-    BackwardInputs,
-    Mask,
-    Queries,
-    StackedKeys,
-    TokenCoords,
-)
+from model.attention import AttentionPartial, Mask, Queries, TokenCoords
+from model.attention.blocks import BackwardInputs, StackedKeys
 from model.attention.kernels import get_kernel
 from model.config import TransformerConfig
-from planning.plan import compile_step
 from planning.topology import topology_devices
+from tests.compiled_text import compile_step
 
 TOKENS = 131072
 KERNEL = "@tpu_custom_call"

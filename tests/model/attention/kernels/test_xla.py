@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, get_kernel
+from model.attention import Keys, Mask, Queries, TokenCoords, get_kernel
+from model.attention.blocks import BackwardInputs
 
 HEADS, HEAD_DIM = 4, 16
 

@@ -11,20 +11,19 @@ from jax.sharding import PartitionSpec
 
 from model.attention import (
     AttentionOp,
-    BackwardInputs,
     Keys,
     Mask,
     Queries,
-    StackedKeys,
     TokenCoords,
     attend,
     attention,
     get_kernel,
 )
+from model.attention.blocks import BackwardInputs, StackedKeys
 from model.attention.kernels import KERNELS, ReferenceKernel
 from model.attention.schedules import Attention2D, Context, Payload, Ranks, Ring, plan
 from model.attention.schedules.attention2d import fewest_bytes
-from model.memory.remat import scan_layers
+from model.runners.remat import scan_layers
 from tests.model.attention.cases import SCHEDULES, mesh_of
 from tests.model.attention.jaxprs import counts, operations, sent
 
