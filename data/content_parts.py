@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from data.fields import has_value, loss_flags, shown_fields, unread_of, yes_or_no
+from data.fields import has_value, is_fraction, loss_flags, shown_fields, unread_of, yes_or_no
 from data.printable import printable
 from data.reasons import BAD_PART, EMPTY_PART, Drop
 
@@ -22,6 +22,8 @@ class Parts(NamedTuple):
     """The texts of its calls."""
     flags: list[Mapping[str, bool]]
     """For each part with a text, its flags: whether they say that it is trained on."""
+    fractions: set[str]
+    """Flags that are weights other than 0 and 1."""
     unread: set[str]
     """Unread fields with a value."""
 
@@ -43,7 +45,7 @@ def read_parts(parts: Sequence[Any], role: str | None) -> Parts | None:
     Raises:
       Drop: a part is no text, nor an assistant's reasoning or call.
     """
-    read = Parts([], [], [], [], set())
+    read = Parts([], [], [], [], set(), set())
     for part in ({"text": part} if isinstance(part, str) else part for part in parts):
         kind, name = _kind_of(part, role), _text_field(part)
         if kind is None or name is None:
@@ -54,6 +56,7 @@ def read_parts(parts: Sequence[Any], role: str | None) -> Parts | None:
         flags = loss_flags(part)
         if part[name]:
             read.flags.append(flags)
+            read.fractions.update(name for name in flags if flags[name] and is_fraction(part, name))
         known = {"type", name, *flags}
         if role == "assistant" and yes_or_no(part.get("thought")) is not None:
             known.add("thought")

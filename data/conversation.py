@@ -41,6 +41,8 @@ class Message:
     writes a whole turn as JSON keeps this order."""
     generated: bool = field(default=False, compare=False)
     """Whether a model generated the content: its tags, such as <tool_call>, are control tokens."""
+    in_prompt: bool = field(default=False, compare=False)
+    """Whether the record has it in the prompt, a field of its own."""
 
     def __post_init__(self):
         if self.role not in ROLES:

@@ -53,6 +53,11 @@ def loss_flags(fields: Mapping[str, Any]) -> dict[str, bool]:
     return {name: value is (name in IN_LOSS) for name, value in values.items() if value is not None}
 
 
+def is_fraction(fields: Mapping[str, Any], name: str) -> bool:
+    """Returns whether a flag of `loss_flags` is a weight other than 0 and 1."""
+    return name in WEIGHTS and fields[name] not in (0, 1)
+
+
 def is_desirable(label: object) -> bool | None:
     """Returns what the label of a completion says; None unless it is true or false, as a boolean,
     1 or 0, or a word, as in CSV files."""

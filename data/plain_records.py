@@ -13,6 +13,7 @@ from data.fields import (
     LABEL_FIELDS,
     TOKEN_FIELDS,
     first_present,
+    has_value,
     is_undesirable,
     names_in_capitals,
     renamed,
@@ -92,9 +93,9 @@ def parse_tokens(raw: object) -> tuple[Tokens, set[str], set[str]]:
     for field in masks:
         mask &= _mask(fields[field], field, tokens)
     kept = _without_padding(fields.get("attention_mask"), len(tokens))
+    packing = {"attention_mask", *_read_packing(fields, kept, len(tokens))}
     changes = {PADDING} if kept != slice(0, len(tokens)) else set()
     tokens, mask = tokens[kept], mask[kept]
-    packing = {"attention_mask", *_read_packing(fields, kept, len(tokens))}
     unread = _unread(raw, {name, *masks, *packing}, written)
     return Tokens(_record_id(raw, tokens.tobytes()), tokens, mask), changes, unread
 
@@ -126,8 +127,10 @@ def _mask(value: object, name: str, tokens: Int32[np.ndarray, " n"]) -> Bool[np.
 
 def _without_padding(value: object, count: int) -> slice:
     """Returns which of a record's tokens are not padding, by its attention_mask, if it has one."""
-    if value is None:
+    if not isinstance(value, np.ndarray) and not has_value(value):
         return slice(0, count)
+    if isinstance(value, list) and all(isinstance(each, float | bool | int) for each in value):
+        value = [int(each) if each == 0 or each == 1 else each for each in value]
     mask = _int32(value, allow_bool=True)
     if mask is None or len(mask) != count:
         raise Drop("`attention_mask` that does not match the tokens")
@@ -142,23 +145,26 @@ def _without_padding(value: object, count: int) -> slice:
     return kept
 
 
-def _read_packing(fields: Mapping[str, Any], kept: slice, count: int) -> set[str]:
+def _read_packing(fields: Mapping[str, Any], kept: slice, total: int) -> set[str]:
     """Returns the fields that say that a record is one document, as read here; raises Drop if they
     say that it is several, which would attend to each other.
 
     Args:
       fields: of the record.
       kept: the tokens that are not padding.
-      count: their number.
+      total: the number of its tokens with padding.
     """
+    count = kept.stop - kept.start
     read: set[str] = set()
     if (positions := _int32(fields.get("position_ids"))) is not None:
         if (positions[kept][1:] == 0).any():
             raise Drop(f"{PACKED}`position_ids`")
-        if not np.array_equal(positions[kept], np.arange(count)):
-            raise Drop("`position_ids` other than 0, 1, 2, ...")
+        if len(positions[kept]) != count or (np.diff(positions[kept]) != 1).any():
+            raise Drop("`position_ids` that are not consecutive")
         read.add("position_ids")
     if (lengths := _int32(fields.get("seq_lengths"))) is not None:  # TRL's packed data have it
+        if lengths.sum() not in (count, total):
+            raise Drop("`seq_lengths` that do not add up to the number of tokens")
         if len(lengths) > 1:
             raise Drop(f"{PACKED}`seq_lengths`")
         read.add("seq_lengths")

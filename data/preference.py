@@ -342,7 +342,7 @@ def _first_after(prompt: Sequence[Any], messages: Sequence[Message]) -> int:
         Drop: there is none, or another follows the prompt.
     """
     asked = [i for i, message in enumerate(messages) if message.role != "assistant"]
-    last = max((i for i in asked if not messages[i].train), default=-1)
+    last = max((i for i in asked if messages[i].in_prompt), default=-1)
     begun = [*takewhile(lambda turn: role_in(turn) == "assistant", reversed(prompt))]
     start = last + 1 + len(read_messages(begun[::-1], Findings()))  # which joins calls
     spoken = next((message.role for message in messages[start:] if message.role != "tool"), None)

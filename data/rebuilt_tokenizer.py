@@ -81,7 +81,9 @@ def _rebuilt(
         return None
     own = Library.from_str(files["tokenizer.json"].decode())
     spec, built = json.loads(own.to_str()), json.loads(library.to_str())
-    parts = [part for part in ("normalizer", "pre_tokenizer") if spec[part] != built[part]]
+    parts = ["normalizer"] * (spec["normalizer"] != built["normalizer"])
+    steps, theirs_steps = (_without_offsets(one["pre_tokenizer"]) for one in (spec, built))
+    parts += ["pre_tokenizer"] * (steps != theirs_steps)
     parts += ["model"] * (_options(spec["model"]) != _options(built["model"]))
     parts += ["post_processor"] * (own.encode("").ids != library.encode("").ids)
     if not parts:
@@ -92,6 +94,17 @@ def _rebuilt(
     spec |= {part: built[part] for part in ("decoder", "post_processor", *parts)}
     named = {name: str(token) for name in NAMES if (token := getattr(theirs, name, None))}
     return json.dumps(spec, ensure_ascii=False).encode(), named
+
+
+def _without_offsets(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns a pre_tokenizer without `trim_offsets`, which changes no id: Qwen publishes another
+    than transformers builds."""
+    if step is None:
+        return None
+    kept = {name: value for name, value in step.items() if name != "trim_offsets"}
+    if step["type"] == "Sequence":
+        kept["pretokenizers"] = [_without_offsets(each) for each in step["pretokenizers"]]
+    return kept
 
 
 def _options(model: dict[str, Any]) -> dict[str, Any]:

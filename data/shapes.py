@@ -253,7 +253,7 @@ def _text_list(record: dict) -> RawTurns | None:
         in_pairs = all(map(_is_text_pair, entries))
         texts = [text for pair in entries for text in pair] if in_pairs else entries
         if texts and all(isinstance(text, str) for text in texts):
-            if name == "turns" and has_value(record.get("question_id")):
+            if name == "turns" and not in_pairs and has_value(record.get("question_id")):
                 raise Drop(QUESTIONS)
             return RawTurns(alternating(texts), {name})
     broken = next((name for name in _MOSTLY_TURNS if name in lists), None)  # or empty

@@ -14,9 +14,9 @@ from data.fields import (
     REASONING_FIELDS,
     ROLE_FIELDS,
     TEXT_FIELDS,
-    WEIGHTS,
     first_present,
     has_value,
+    is_fraction,
     loss_flags,
     shown_fields,
     unread_of,
@@ -223,6 +223,7 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
         reasoning=_unicode("\n\n".join(thoughts), findings) if thoughts else None,
         reasoning_field=(reasoning_fields or REASONING_FIELDS)[0],
         fields=_written_fields(turn, reasoning_fields),
+        in_prompt=CONTEXT in turn,
     )
 
 
@@ -410,7 +411,7 @@ def _trained(turn: dict, role: str, read: set, findings: Findings) -> bool:
     trained = CONTEXT not in turn or role == "thought"
     for name, in_loss in loss_flags(turn).items():
         read.add(name)
-        if name in WEIGHTS and in_loss and turn[name] not in (0, 1):
+        if in_loss and is_fraction(turn, name):
             findings.changes.add(FRACTION.format(name))
         if role in ("assistant", "thought") and not in_loss:
             if role == "assistant":  # reasoning follows the answer after it
@@ -434,6 +435,8 @@ def _parts_are_trained(
     Raises:
       Drop: flags exclude a part of what the assistant writes.
     """
+    for name in parts.fractions if parts else ():
+        findings.changes.add(FRACTION.format(name))
     if role not in ("assistant", "thought"):
         if parts and any(flags[name] for flags in parts.flags for name in flags if name in IN_LOSS):
             findings.changes.add(OTHERS_FLAG)

@@ -267,8 +267,8 @@ def _adapter_advice(job: Job) -> Iterator[str]:
         except ValueError:  # a rank or code blocks impossible for this model
             continue
         if best.job is not None:
-            kind = _adapters(best.job)
-            yield f"{kind} {FITS[best.fits]}: --{flag} {rank} {flags(best.job)}"
+            adapters = _adapters(best.job)
+            yield f"{adapters} {FITS[best.fits]}: --{flag} {rank} {flags(best.job)}"
         if best.fits == "yes":
             return
 

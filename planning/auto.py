@@ -111,13 +111,18 @@ def planned_run(
     return planned
 
 
-def plan_on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
-    """Returns the configuration with the mesh and memory options planned for a machine, and the
-    answer with its reason on two lines; errors as in `resolve`."""
+def require_text(config: RunConfig) -> None:
+    """Raises UserError for a run on trajectories, whose mesh and memory are not planned."""
     if config.trajectories.path:
         raise UserError(
             "mesh: auto cannot plan a run on trajectories; set the axes, for example {fsdp: 8}"
         )
+
+
+def plan_on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
+    """Returns the configuration with the mesh and memory options planned for a machine, and the
+    answer with its reason on two lines; errors as in `resolve`."""
+    require_text(config)
     if "mesh" not in config.auto:
         require_devices(config.mesh, device_count(machine.topology))
     model = choose_model(config.model, config.adapter.path, weights=False).config

@@ -77,8 +77,8 @@ class Options:
     )
     batch: AtLeastOne | None = option("rows per step (default 1)", None)
     accumulation: AtLeastOne | None = option(
-        "parts of a batch, computed one after another (default 1); the planner chooses more if "
-        "nothing else fits",
+        "parts of a batch, computed one after another (default 1); where it chooses, the "
+        "planner takes more if fewer do not certainly fit",
         None,
     )
     schedule: Annotated[Any, partial(parse, source="--schedule")] | None = option(
@@ -238,6 +238,7 @@ def _job(
     args: argparse.Namespace, recipe: RunConfig, model: TransformerConfig, staged: bool = False
 ) -> Job:
     """Returns a recipe as a job on the machine; options take precedence over the recipe."""
+    from planning.auto import require_text
     from planning.machines import host_gib
     from planning.plan import Job, changed
     from trainer.devices import GPU_MEMORY_SHARE
@@ -254,6 +255,8 @@ def _job(
     # An option takes its section back from the planner.
     given = {"mesh": named, "memory": memory or group_per_key_head}
     auto = tuple(section for section in recipe.auto if not given.get(section))
+    if {"mesh", "memory"} & {*auto}:
+        require_text(recipe)
     has_mesh = args.config and "mesh" not in auto
     own_mesh = dataclasses.replace(recipe.mesh, simulate=0) if has_mesh else None
     mesh = own_mesh if staged and own_mesh else named or own_mesh

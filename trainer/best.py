@@ -22,6 +22,7 @@ class BestCheckpoint:
       waited: measurements since the best.
       is_measured: whether some evaluation measures the metric.
       before: the step and value of the best before.
+      last: the step and value of the last measurement.
     """
 
     config: CheckpointConfig
@@ -30,6 +31,7 @@ class BestCheckpoint:
     waited: int = 0
     is_measured: bool = False
     before: tuple[int | None, float | None] = dataclasses.field(default=(None, None), compare=False)
+    last: tuple[int | None, float] = dataclasses.field(default=(None, math.nan), compare=False)
 
     @classmethod
     def restored(cls, config: CheckpointConfig, data: Mapping[str, Any]) -> BestCheckpoint:
@@ -88,21 +90,30 @@ class BestCheckpoint:
             return False
         self.is_measured = True
         value = float(metrics[self.config.best])
-        sign = 1 if self.config.best_is == "lowest" else -1
-        if not math.isfinite(value) or (
-            self.value is not None and sign * value >= sign * self.value
-        ):
+        self.last = step, value
+        if not self._is_better(value):
             self.waited += 1
             return False
         self.before = self.step, self.value
         self.step, self.value, self.waited = step, value, 0
         return True
 
-    def forget(self, step: int) -> None:
-        """Returns to the best before, if `step`, whose checkpoint could not be saved, is the
-        best."""
-        if self.step == step:
-            self.step, self.value = self.before
+    def _is_better(self, value: float) -> bool:
+        sign = 1 if self.config.best_is == "lowest" else -1
+        return math.isfinite(value) and (self.value is None or sign * value < sign * self.value)
+
+    def forget(self, step: int, instead: int) -> None:
+        """Returns to the best before, if `step`, whose checkpoint could not be saved, is the best.
+
+        Args:
+          instead: the step that is saved now, which may be better than that.
+        """
+        if self.step != step:
+            return
+        self.step, self.value = self.before
+        measured, value = self.last
+        if measured == instead and self._is_better(value):
+            self.step, self.value, self.waited = instead, value, 0
 
     def require(self, measured: Mapping[str, int], steps: int) -> str | None:
         """Refuses a metric that no evaluation measures, or that cannot end the run early.
@@ -130,12 +141,14 @@ class BestCheckpoint:
             return None
         rarely = f"{name} is measured only before the first and after the last step"
         is_loss = name.startswith("held_out_")
-        more = "--train.evaluate_every 100" if is_loss else "`every: 100` in its evaluation's entry"
+        every = max(1, steps // 10)
+        more = f"--train.evaluate_every {every}" if is_loss else f"`every: {every}` in its entry"
         if patience and not measured[name]:
             raise UserError(
                 f"checkpoint.patience: found {patience}, but {rarely}; {more} would work"
             )
         return (
-            f"checkpoint.best: {rarely}, so the last step is the best and the run never ends "
-            f"early; {more} would measure it every 100 steps"
+            f"checkpoint.best: {rarely}, so the last step is the best"
+            f"{' and the run never ends early' if patience else ''}; {more} would measure it more "
+            "often"
         )

@@ -114,7 +114,12 @@ def _leave_others(error: BaseException, code: int) -> None:
 
 
 # Orbax's lines for errors of its threads, which are raised where the save is waited for.
-_RAISED_TOO = ("run() raised an exception", "Handler Commit operations")
+_RAISED_TOO = (
+    "run() raised an exception",
+    "Handler Commit operations",
+    "Failed to write metadata",
+    "Task exception was never retrieved",
+)
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:

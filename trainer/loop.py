@@ -365,7 +365,7 @@ class _Training:
         except Interrupted as interrupted:
             # There may be no time for evaluations, so the next start runs them first, and removes
             # what they have logged.
-            saves.save(log, logged)
+            saves.save(log, logged, is_last=True)
             saves.wait()
             if self.local is not None:
                 self.local.wait()

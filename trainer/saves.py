@@ -38,18 +38,23 @@ class Saves:
         """Returns whether to save now. Every process calls this after every step."""
         return self.clock.due(self.state.step) or self.state.due(self.config.every)
 
-    def save(self, log: MetricsLog, logged: dict[str, Any] | None = None) -> None:
+    def save(
+        self, log: MetricsLog, logged: dict[str, Any] | None = None, is_last: bool = False
+    ) -> None:
         """Starts to save a checkpoint of the state.
 
         Args:
           logged: `log.logged` as the next start will find it, if not as it is now.
+          is_last: whether the process ends after it, so that it is tried whatever failed before.
 
         Raises:
           UserError: a parameter is not finite.
           SaveError: the previous save failed; see `_end_previous`.
         """
         self.state.require_finite()
-        self._wait(log, lambda: self._end_previous(log), "checkpoint", "every or a faster store")
+        self._wait(
+            log, lambda: self._end_previous(log, is_last), "checkpoint", "every or a faster store"
+        )
         self._step = self.state.step
         self.store.protected = self.state.best.step
         self.clock.saved()
@@ -62,16 +67,16 @@ class Saves:
             shapes=self.state.objective.model.unpadded_shapes,
         )
 
-    def _end_previous(self, log: MetricsLog) -> None:
+    def _end_previous(self, log: MetricsLog, is_last: bool) -> None:
         """Waits for the previous save. If it failed for a reason that may have passed, this one
-        takes its place, unless the one before failed too."""
+        takes its place, unless the one before failed too; the last one does even then."""
         try:
             self.store.wait()
         except SaveError as error:
-            if self._failed or not error.may_pass:
+            if not error.may_pass or (self._failed and not is_last):
                 raise
             self._failed = True
-            self.state.best.forget(self._step)
+            self.state.best.forget(self._step, self.state.step)
             log.say(f"step {self.state.step}: {first_line(error)}; saving this step instead")
         else:
             self._failed = False

@@ -78,7 +78,7 @@ def _repetition_warning(config: RunConfig, loader: Loader) -> str | None:
             f"each step repeats {'it' if rows == 1 else 'them'} {batch / rows:.3g} times; use a "
             "smaller batch, shorter rows or more data"
         )
-    train = config.train
+    train = config.train.for_epochs(rows)
     epochs = train.steps * batch / rows
     number, weight = _heaviest_source(loader.documents)
     times = epochs * weight
@@ -124,7 +124,8 @@ def _unused_warning(data: DataConfig) -> str | None:
     """Returns a warning about fields that only conversations have a use for, if there are none."""
     if any(source.format in TURN_FORMATS for source in data.sources):
         return None
-    names = ["train_on", "chat_template_kwargs"]
+    # Not chat_template_kwargs, with which the trained model answers.
+    names = ["train_on"]
     names += [f"clean.{each.name}" for each in dataclasses.fields(CleanConfig)]
     names.remove("clean.near_duplicates")  # of texts too
     default = DataConfig()

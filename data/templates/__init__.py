@@ -7,6 +7,7 @@ text, and in turns only if the template looks for them (`encoder`); `loss` finds
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from data.conversation import Message
@@ -14,7 +15,7 @@ from data.errors import UserError, nearest
 from data.templates.built_in import BUILT_IN, CONTROLS, NAMES
 from data.templates.encoder import Segment, encode, find_controls
 from data.templates.errors import TemplateError
-from data.templates.loss import everything_but_excluded, trained_ranges
+from data.templates.loss import excluded_ranges, trained_ranges
 from data.templates.notes import notes_of
 from data.templates.rendering import Rendered, Template
 from data.templates.runs import cut
@@ -142,10 +143,12 @@ def encode_conversation(
         notes |= {ARGUMENTS_AS_TEXT}
     notes |= {UNREAD_VARIABLE + name for name in program.unread_variables(template_kwargs)}
     controls, typed = find_controls(rendered, tokenizer, _generated(messages))
-    ranges_of = everything_but_excluded if train_on_everything else trained_ranges
-    trained = ranges_of(rendered, controls, messages, program, tokenizer, tools)
-    segments = encode(rendered, controls, trained.ranges, tokenizer)
-    return Encoding(segments, notes | trained.notes | {TYPED + token for token in typed})
+    ranges_of = excluded_ranges if train_on_everything else trained_ranges
+    found = ranges_of(rendered, controls, messages, program, tokenizer, tools)
+    segments = encode(rendered, controls, found.ranges, tokenizer)
+    if train_on_everything:  # a token with any part of an excluded turn is left out
+        segments = [replace(segment, train=not segment.train) for segment in segments]
+    return Encoding(segments, notes | found.notes | {TYPED + token for token in typed})
 
 
 class Unfinished(NamedTuple):

@@ -90,7 +90,7 @@ def trained_ranges(
     return Trained(sorted(ranges), frozenset(finder.notes))
 
 
-def everything_but_excluded(
+def excluded_ranges(
     rendered: Rendered,
     controls: Sequence[Control],
     messages: Sequence[Message],
@@ -98,10 +98,11 @@ def everything_but_excluded(
     tokenizer: Tokenizer,
     tools: Sequence[dict[str, Any]] = (),
 ) -> Trained:
-    """Returns the ranges of the text that are not of turns whose `train` is False.
+    """Returns the ranges of the text that are left out of a loss on everything: those of turns
+    whose `train` is False.
 
-    Of an assistant's such turn, what `trained_ranges` would include is left out; of others' their
-    own text.
+    Of an assistant's such turn, this is what `trained_ranges` would include; of others' their own
+    text.
     """
     excluded = {number for number, message in enumerate(messages) if not message.train}
     opposite = [replace(message, train=not message.train) for message in messages]
@@ -109,15 +110,7 @@ def everything_but_excluded(
     for number, parts in _turns(rendered).items() if excluded else ():
         if number in excluded and messages[number].role != "assistant":
             left_out = [*left_out, *((part.start, part.end) for part in parts)]
-    ranges: list[Range] = []
-    at = 0
-    for start, end in sorted(left_out):
-        if start > at:
-            ranges.append((at, start))
-        at = max(at, end)
-    if at < len(rendered.text):
-        ranges.append((at, len(rendered.text)))
-    return Trained(ranges)
+    return Trained(sorted(left_out))
 
 
 def _block_is_trained(

@@ -335,6 +335,21 @@ def test_train_on_everything_leaves_out_turns_that_a_flag_excludes(letters):
     assert not both.any() and excluded.loss_mask.any()
 
 
+def test_a_token_with_part_of_an_excluded_turn_is_left_out_of_everything(tiny):
+    """Such as one of the template's space and the turn's first letters."""
+    tiny.chat_template = "{% for m in messages %}> {{ m.content }}|{% endfor %}"
+    turns = [Message("user", "the of", train=False), Message("assistant", "X")]
+    turns += [Message("user", "Q"), Message("assistant", "in to", train=False)]
+    (document,) = (
+        encoder_of(tiny, 99, train_on="everything")
+        .encode(Conversation("a", tuple(turns)))
+        .documents
+    )
+    assert " the" in [tiny.decode([token]) for token in document.tokens.tolist()]
+    trained = tiny.decode(document.tokens[document.loss_mask.astype(bool)])
+    assert "".join(trained.split()) == ">|>X|>Q|>"  # the last | ends the answer
+
+
 def pair(chosen, rejected, prompt="PROMPT"):
     def whole(answer):
         return Conversation("a", talk(prompt, answer))

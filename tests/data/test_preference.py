@@ -236,6 +236,10 @@ def test_everything_after_an_explicit_prompt_is_in_the_loss():
     pair, changes, _ = read({**LONG, "chosen": flagged})
     answers = [m.train for m in pair.chosen.messages if m.role == "assistant"]
     assert answers == [False, True] and changes == {"turns left out of the loss by `train`"}
+    unweighted = [LONG["chosen"][0], {**LONG["chosen"][1], "weight": 0}, LONG["chosen"][2]]
+    pair, changes, unread = read({**LONG, "chosen": unweighted})  # a flag of no answer
+    answers = [m.train for m in pair.chosen.messages if m.role == "assistant"]
+    assert answers == [True, True] and not changes | unread
     begun = [*turns("Hi", "Well,")]
     pair, *_ = read({**LONG, "prompt": begun})
     assert [m.train for m in pair.chosen.messages] == [False, False, True, True, True]

@@ -138,6 +138,7 @@ def turns(record, **options):
             ONE,
         ),
         ({"dialog": [["Hi?", "Hello."], ["And?", "Bye."]]}, TWO),
+        ({"turns": [["Hi?", "Hello."], ["And?", "Bye."]], "question_id": 3}, TWO),
         ({"chosen": FLAT, "rejected": FLAT[:2]}, TWO),
         ({"prompt": FLAT[:1], "chosen": FLAT[1:2]}, ONE),
         (

@@ -143,6 +143,8 @@ def test_flags_of_all_parts_are_the_turns():
         "turns left out of the loss by `weight`",
     }
     assert not cleaned.unread
+    fraction = clean(USER, {**ANSWER, "content": [{"type": "text", "text": "A.", "weight": 0.5}]})
+    assert fraction.changes == {"`weight` between 0 and 1, or above: counted as 1"}
     asked = clean({**USER, "content": [{**parts[0], "train": True}]}, ANSWER)
     assert asked.changes == {
         "a flag puts a turn that is not the assistant's into the loss: only data.train_on: everything "

@@ -274,7 +274,7 @@ def drill(folder: pathlib.Path, processes: int, steps: int) -> dict[str, object]
         raise Failed("other weights")
     return {
         "faults": faults,
-        "starts": disturbed.said().count(AGAIN) + 1,
+        "starts": disturbed.output().count(AGAIN) + 1,
         "seconds": round(time.monotonic() - start),
         "weights": weights,
     }

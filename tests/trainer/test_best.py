@@ -191,7 +191,7 @@ def test_patience_needs_measurements_between_the_first_and_the_last_step(start):
         code == 2
         and (
             f"checkpoint.patience: found 3, but {LOSS} is measured only before the first and after the "
-            "last step; --train.evaluate_every 100 would work"
+            "last step; --train.evaluate_every 1 would work"
         )
         in output
     )
@@ -204,12 +204,12 @@ def test_a_best_that_is_always_the_last_step_is_a_warning():
     warning = BestCheckpoint(config).require({"accuracy": 6}, steps=6)
     assert warning == (
         "checkpoint.best: accuracy is measured only before the first and after the last step, so "
-        "the last step is the best and the run never ends early; `every: 100` in its evaluation's "
-        "entry would measure it every 100 steps"
+        "the last step is the best and the run never ends early; `every: 1` in its entry would "
+        "measure it more often"
     )
     best_only = BestCheckpoint(CheckpointConfig(best="accuracy"))
     assert "the last step is the best" in best_only.require({"accuracy": 0}, steps=6)
-    with pytest.raises(UserError, match=r"patience: found 2, .*; `every: 100` in .* would work"):
+    with pytest.raises(UserError, match=r"patience: found 2, .*; `every: 1` in .* would work"):
         BestCheckpoint(config).require({"accuracy": 0}, steps=6)
 
 

@@ -507,20 +507,6 @@ def test_a_save_that_fails_in_another_process_ends_both_with_its_code(
         assert outcome.code == code and str(error) in outcome.message, outcome
 
 
-def test_all_processes_know_which_saves_failed(two_processes):
-    """Or one would go on while another ends."""
-    error = OSError(errno.EIO, "Input/output error")
-    failed = {"code": 75, "message": str(error), "written": True}
-    for number, expected in ((0, [failed]), (1, [])):
-
-        def wait(process, number=number):
-            return saving.failures_of_all(
-                number, error if (process, number) == (1, 0) else None, True
-            )
-
-        assert [future.result() for future in two_processes(wait)] == [expected] * 2
-
-
 def test_processes_that_agree_continue(two_processes):
     assert [
         future.result()

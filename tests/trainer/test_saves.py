@@ -90,9 +90,9 @@ def outage(saves):
         saves.state.saved_params = saves.state.optimizer_state = {}
         saves.state.objective = SimpleNamespace(model=SimpleNamespace(unpadded_shapes={}))
 
-        def save(step):
+        def save(step, **options):
             saves.state.step = step
-            saves.save(log)
+            saves.save(log, **options)
 
         return save
 
@@ -118,14 +118,24 @@ def test_a_lasting_failure_of_saves_ends_the_run(saves, outage, failures):
         save(9)
 
 
-def test_a_best_checkpoint_that_was_not_saved_is_not_the_best(saves, outage):
-    save, best = outage(None, True), saves.state.best
-    for step, loss in ((3, 2.0), (6, 1.0)):
-        assert best.update(step, {"loss": loss})
-        save(step)
-    assert not best.update(9, {"loss": 1.5})
+def test_the_last_save_is_tried_whatever_failed_before(saves, outage):
+    save = outage(True, True)
+    save(6)
     save(9)
-    assert (best.step, best.value) == (3, 2.0) and saves.store.protected == 3
+    save(10, is_last=True)
+    assert saves.store.saved == [6, 9, 10]
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(2.5, (3, 2.0)), (1.5, (9, 1.5))])
+def test_a_best_checkpoint_that_was_not_saved_is_not_the_best(saves, outage, loss, expected):
+    """The one saved instead may be better than the best before."""
+    save, best = outage(None, True), saves.state.best
+    for step, value in ((3, 2.0), (6, 1.0)):
+        assert best.update(step, {"loss": value})
+        save(step)
+    assert not best.update(9, {"loss": loss})
+    save(9)
+    assert (best.step, best.value) == expected and saves.store.protected == expected[0]
 
 
 @pytest.mark.parametrize("save", [Saves.save, Saves.save_locally])

@@ -1,7 +1,9 @@
 """What a run that continues an adapter checks and says, for adapters that peft wrote."""
 
 import dataclasses
+from types import SimpleNamespace
 
+import numpy as np
 import peft
 import pytest
 import transformers
@@ -10,9 +12,14 @@ from data.clean import CleanConfig
 from data.errors import UserError
 from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.preference import PreferenceConfig
-from trainer.config.schema import AdapterConfig, RunConfig
+from trainer.config.schema import AdapterConfig, RunConfig, TrainConfig
 from trainer.model_source import open_adapter, open_model, with_adapter
-from trainer.text_checks import _adapter_warnings, _unused_warning, check_same
+from trainer.text_checks import (
+    _adapter_warnings,
+    _repetition_warning,
+    _unused_warning,
+    check_same,
+)
 
 
 def save_adapter(model, folder, **fields):
@@ -92,3 +99,25 @@ def test_training_unlike_the_adapters_is_a_warning(hf_model, tmp_path):
     assert "adapter.quantize: found none, but the adapter in" in base
     assert "a base in nf4; --adapter.quantize nf4 trains on the same base" in base
     assert warnings_of(dropout=0.0, quantize="nf4") == []
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        (TrainConfig(epochs=1, batch_size=4), None),
+        (TrainConfig(epochs=50, batch_size=4), "500 steps of 4 rows are 50 epochs"),
+    ],
+)
+def test_repetitions_are_counted_in_the_epochs_of_the_run(train, expected):
+    """Not in the default number of steps."""
+    documents = SimpleNamespace(
+        source_starts=np.array([0, 40]), source_weights=np.array([1.0]), equally_often=True
+    )
+
+    class Rows(list):
+        pass
+
+    loader = Rows(range(40))
+    loader.batch_size, loader.documents = 4, documents
+    warning = _repetition_warning(RunConfig(name="run", train=train), loader)
+    assert warning is None if expected is None else warning.startswith(expected)

@@ -39,7 +39,6 @@ from trainer.checkpoint.commit import (
 from trainer.checkpoint.manifest import DamagedError, manifest, seal
 from trainer.run.bucket import in_bucket
 from trainer.run.cluster import WAIT_MILLISECONDS, barrier, client, decoded_error, encoded_error
-from trainer.run.outcome import TRY_AGAIN
 
 # Orbax's folder of one process's part, and of the joined item.
 _WRITER = re.compile(r"(?:^|/)(?:ocdbt\.|array_metadatas/)process_(\d+)(?:/|$)")
@@ -69,11 +68,11 @@ class Contents:
 
 
 class SaveError(OSError):
-    """Saving a checkpoint failed, in this process or another.
+    """Saving a checkpoint failed in this process.
 
     Attributes:
-      may_pass: whether another save may succeed, equally in all processes: the reason may have
-        passed, and Orbax did its part in each of several processes, so that they still agree.
+      may_pass: whether another save may succeed. False with several processes: the others may be
+        waiting for this one, so that only a restart makes them agree again.
     """
 
     def __init__(self, message: str, may_pass: bool) -> None:
@@ -110,8 +109,7 @@ class Saving:
         self.seconds: float | None = None  # seconds of the whole save, once it counts
         self.error: BaseException | None = None
         self.awaited = False  # `wait` will raise the error
-        self.written = False  # Orbax has done its part
-        self.counts = False  # it is a checkpoint, of which nothing may be removed
+        self.may_clear = True  # False for a checkpoint, or what may be another process's
         self.scratch = scratch_of(target)
         self.local = None if orbax_reaches(target) else _local_scratch(target)
         self.parameter_shapes = contents.shapes
@@ -162,19 +160,18 @@ class Saving:
         """Waits until the checkpoint counts, in every process.
 
         Raises:
-          SaveError: saving failed in a process.
+          SaveError: saving failed in this process.
         """
         self.awaited = True
         self.thread.join()
-        failures = failures_of_all(self.number, self.error, self.written)
-        if not failures:
-            return
-        error = self.error or decoded_error(failures[0])
-        may_pass = all(
-            failure["code"] == TRY_AGAIN and (failure["written"] or jax.process_count() == 1)
-            for failure in failures
-        )
-        raise SaveError(f"saving checkpoint {self.target} failed: {error}", may_pass) from error
+        if self.error is not None:
+            message = f"saving checkpoint {self.target} failed: {self.error}"
+            raise SaveError(message, self._may_pass(self.error)) from self.error
+        barrier(f"checkpoint {self.target.name} ends")
+
+    def _may_pass(self, error: BaseException) -> bool:
+        """See SaveError."""
+        return jax.process_count() == 1 and is_transient(error) and self.may_clear
 
     def _start(self, item: str, arrays: dict[str, Any]) -> None:
         """Has Orbax copy an item's arrays to the host and begin to write them."""
@@ -197,7 +194,6 @@ class Saving:
         try:
             for checkpointer in self.checkpointers:
                 checkpointer.wait_until_finished()  # with several processes: until all have written
-            self.written = True
             if self.ready is not None:
                 self.ready()
             if self.local is not None:
@@ -212,9 +208,11 @@ class Saving:
                 # In this thread: on a slow store they may take as long as several training steps.
                 records |= self._write_plain_items()
                 if self.before is not None:
+                    self.may_clear = False  # if it raises, another process may save this step
                     self.before()
+                    self.may_clear = True
                 publish(self.target, manifest(self.items, records, self.parameter_shapes))
-                self.counts = True
+                self.may_clear = False
                 if self.after is not None:
                     self.after(self.target)
             self.seconds = time.monotonic() - self.begun
@@ -222,14 +220,14 @@ class Saving:
             self.error = error
             if not self.awaited:  # until then hours may pass, or the process may be killed
                 ends = "it is not saved, and training ends before its next save"
-                if is_transient(error):
+                if self._may_pass(error):
                     ends = "it is not saved; training ends if its next save fails too"
                 problem = storage_error(error, self.target, ends)
                 print(
                     f"warning: {problem or f'{self.target}: {first_line(error)}; {ends}'}",
                     file=sys.stderr,
                 )
-            if jax.process_index() == 0 and not self.counts:
+            if jax.process_index() == 0 and self.may_clear:
                 with contextlib.suppress(Exception):  # such as a full disk or an unreachable store
                     clear(self.scratch)
         finally:
@@ -380,27 +378,6 @@ def seal_together(scratch: Path, number: int) -> dict[str, dict[str, Any]]:
             f"{scratch / missing[0]}: only process 0 sees it; all processes need the same folder"
         )
     return records
-
-
-def failures_of_all(
-    number: int, error: BaseException | None, written: bool
-) -> list[dict[str, Any]]:
-    """Waits for every process, and returns the failures: `code`, `message` and `written` of each.
-
-    Args:
-      number: of the save, equal in all processes.
-      error, written: of this process; None if it did not fail.
-    """
-    ours = []
-    if error is not None:
-        ours = [{**json.loads(encoded_error(error)), "written": written}]
-    if jax.process_count() == 1:
-        return ours
-    key = f"longstripe/save failed/{number}"
-    for failure in ours:
-        client().key_value_set(f"{key}/{jax.process_index()}", json.dumps(failure))
-    barrier(f"checkpoint save {number} ends")
-    return [json.loads(failure) for _, failure in client().key_value_dir_get(f"{key}/")]
 
 
 def _writer(name: str) -> int:

@@ -224,19 +224,25 @@ class CheckpointStore:
         """Deletes the oldest good checkpoints beyond `keep`. Damaged ones are neither counted nor
         deleted; one that cannot be deleted is tried again after the next save."""
         self._damaged.discard(int(saved.name))
-        old = self.folder
         try:
             good = [step for step in self.steps() if step not in self._damaged]
-            for step in good[: -self.keep]:
-                if step != self.protected:
-                    old = self.path(step)
-                    remove(old)
         except (OSError, UserError) as error:
-            print(
-                f"warning: {old}: beyond checkpoint.keep and not removed ({first_line(error)}); "
-                "the next save tries again",
-                file=sys.stderr,
-            )
+            _warn_kept(self.folder, error)
+            return
+        for step in good[: -self.keep]:
+            if step != self.protected:
+                try:
+                    remove(self.path(step))
+                except (OSError, UserError) as error:
+                    _warn_kept(self.path(step), error)
+
+
+def _warn_kept(folder: Path, error: Exception) -> None:
+    print(
+        f"warning: {folder}: beyond checkpoint.keep and not removed ({first_line(error)}); the "
+        "next save tries again",
+        file=sys.stderr,
+    )
 
 
 def save_checkpoint(

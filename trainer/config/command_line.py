@@ -13,6 +13,7 @@ from .fields import (
     FIELDS,
     LISTS,
     MAPPINGS,
+    RECORDED,
     SECTIONS,
     check_list,
     clean_set,
@@ -187,6 +188,10 @@ def _check_name(name: str, written: str, command_flags: Iterable[str]) -> None:
         raise UserError(
             f"command line: --{written} is a section; its fields are {', '.join(_fields_of(name))}"
         )
+    if name in RECORDED:
+        raise UserError(
+            f"command line: --{written} is recorded by runs and not a flag; leave it out"
+        )
     if name in FIELDS or name.startswith(tuple(f"{mapping}." for mapping in MAPPINGS)):
         return
     section = name.split(".")[0]
@@ -195,7 +200,7 @@ def _check_name(name: str, written: str, command_flags: Iterable[str]) -> None:
     else:  # the sections, not all of their fields
         valid = [
             *command_flags,
-            *(field for field in FIELDS if "." not in field),
+            *(field for field in FIELDS if "." not in field and field not in RECORDED),
             *(f"{part}.*" for part in SECTIONS if "." not in part),
         ]
     hint = suggestion(written, [*command_flags, "config", "help", *FIELDS], "--")

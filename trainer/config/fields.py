@@ -46,6 +46,8 @@ AUTO = ("mesh", "memory")
 # Fields that are lists of sections; the first field of such a section is required.
 LISTS = {"data.sources": SourceConfig, "stages": StageConfig}
 # Mappings; a flag may set one entry: --model.overrides.hidden_size 64.
+# Fields that a run records and nobody sets.
+RECORDED = ("config_version", "planned")
 MAPPINGS = ("model.overrides", "attention.schedule")
 # What other trainers call these fields (Hugging Face's TrainingArguments, torchtune, MaxText,
 # Megatron).

@@ -16,7 +16,7 @@ from data.errors import UserError
 from model.attention.names import Tokens
 
 from .command_line import CLEAN
-from .fields import AUTO, LISTS, SECTIONS, suggestion
+from .fields import AUTO, LISTS, RECORDED, SECTIONS, suggestion
 from .schema import RunConfig
 
 # Returns the kinds of a list's entries, see `_entries_page`.
@@ -38,8 +38,6 @@ COMMON = (
     "memory.remat",
     "run_dir",
 )
-# Fields that a run records and nobody sets.
-RECORDED = ("config_version", "planned")
 # Flags of train.py that are not fields.
 FLAGS = {
     "--config RECIPE.yaml": "The recipe; not needed with --model.path and --data.path",
@@ -105,7 +103,8 @@ def help_text(
     if not section:
         return _first_page(description, lists)
     if section == ALL:
-        return "\n\n".join(_section_page(name) for name in ("", *SECTIONS))
+        pages = [_columns("Flags of train.py", FLAGS), *map(_section_page, ("", *SECTIONS))]
+        return "\n\n".join(pages + [_entries_page(name, kinds()) for name, kinds in lists.items()])
     if section in lists:
         return _entries_page(section, lists[section]())
     if section in SECTIONS:

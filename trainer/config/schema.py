@@ -31,9 +31,9 @@ from .require import require, require_at_least
 from .stage import LENGTHS, StageConfig
 
 VERSION = 2
-# Stores that can hold a run.
 # Of this process; containers that share a cache folder have equal process ids.
 _PROCESS = secrets.token_hex(4)
+# Stores that can hold a run.
 GCS = "gs://"
 BUCKETS = (GCS, "s3://")
 
@@ -281,10 +281,10 @@ class RunConfig:
     trajectories: TrajectoryConfig = dataclasses.field(default_factory=TrajectoryConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     auto: tuple[Literal["mesh", "memory", "positions"], ...] = ()
-    """What the planner chooses for the available devices: mesh (also written mesh: auto): the axes,
-    and train.accumulation if a batch must be computed in parts; memory (memory: auto): what is
-    kept; positions: stretches a pretrained model's RoPE to the longest document, if it is longer
-    than what the model is trained for."""
+    """What the planner chooses for the available devices, out of mesh, memory and positions. mesh
+    (also written mesh: auto): the axes, and train.accumulation if a batch must be computed in
+    parts; memory (memory: auto): what is kept; positions: stretches a pretrained model's RoPE to
+    the longest document, if it is longer than what the model is trained for."""
     planned: str = ""
     """The planner's answer to `auto` and its reason, recorded by the run."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)

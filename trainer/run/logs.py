@@ -23,6 +23,7 @@ from data.within import read_bytes
 LOG = ".jsonl"
 # The name of a log's part in a bucket: its series and offset, see `trainer.run.mirror`.
 _PART = re.compile(r"\d{6}-\d{15}")
+_ASIDE = ".parts.tmp"  # ends the name of a log's parts while they are joined
 
 
 @dataclasses.dataclass
@@ -133,9 +134,15 @@ def read_log(path: pathlib.Path, folder: pathlib.Path) -> bytes:
 
 def join_parts(folder: pathlib.Path) -> None:
     """Makes files of the logs of a run that was copied from a bucket."""
+    for aside in folder.glob(f"*{LOG}{_ASIDE}"):  # a start was killed meanwhile
+        path = aside.with_name(aside.name.removesuffix(_ASIDE))
+        if path.exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(path)
     for path in sorted(folder.glob(f"*{LOG}")):
         if in_parts(path):
-            content, aside = read_log(path, folder), path.with_name(path.name + ".parts.tmp")
+            content, aside = read_log(path, folder), path.with_name(path.name + _ASIDE)
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
             replace_file(path, content)

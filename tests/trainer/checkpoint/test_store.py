@@ -24,7 +24,7 @@ from data.errors import TransientError, UserError
 from tests.soak.slow_store import slow_store
 from trainer.checkpoint import manifest, readers, saving
 from trainer.checkpoint import store as run_store
-from trainer.checkpoint.commit import MANIFEST, Files, remove
+from trainer.checkpoint.commit import MANIFEST, Files, remove, scratch_of
 from trainer.checkpoint.manifest import DamagedError, ForeignError
 from trainer.checkpoint.readers import (
     assets_dir,
@@ -708,3 +708,34 @@ def test_digests_of_large_checkpoints_are_compared_while_training_continues(
     (run / "checkpoints/20/damaged").unlink()
     with warned(r"checkpoints/20: .* is damaged \(\d+ bytes, written with"):
         assert CheckpointStore(run).latest_good(meanwhile=True) == 10
+
+
+def test_a_save_that_has_lost_the_lock_removes_nothing(tmp_path, assets):
+    """In a bucket, what it would remove may be the checkpoint of the process that has the lock."""
+    store = CheckpointStore(tmp_path / "run")
+
+    def lost():
+        raise TransientError("another process has taken the lock")
+
+    store.before = lost
+    store.save(1, model={"a": np.ones(4)}, assets=assets)
+    with pytest.raises(SaveError, match="taken the lock") as failed:
+        store.wait()
+    assert not failed.value.may_pass and scratch_of(store.path(1)).exists()
+
+
+def test_one_checkpoint_that_cannot_be_removed_keeps_no_others(
+    tmp_path, assets, monkeypatch, capsys
+):
+    def refuse_first(folder):
+        if folder.name == "1":
+            raise OSError(errno.EPERM, "Operation not permitted")
+        shutil.rmtree(folder)
+
+    monkeypatch.setattr("trainer.checkpoint.store.remove", refuse_first)
+    store = CheckpointStore(tmp_path / "run", keep=1)
+    for step in (1, 2, 3):
+        store.save(step, model={"a": np.ones(4)}, assets=assets)
+        store.wait()
+    assert store.steps() == [1, 3]
+    assert capsys.readouterr().err.count("1: beyond checkpoint.keep and not removed") == 2

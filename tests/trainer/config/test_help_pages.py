@@ -53,6 +53,10 @@ def test_all_documents_every_field_that_a_user_may_set(capsys):
         assert f"--{field}" not in text
     for cls in fields.SECTIONS.values():
         assert joined(cls.__doc__.partition("\n\n")[0]).rstrip(".") + ":" in text.splitlines()
+    for flag in ("--config RECIPE.yaml", "--dry-run [MACHINE]"):
+        assert flag in text
+    for name in (*fields.LISTS, "evaluations"):
+        assert f"Fields of each entry of {name}," in joined(text)
     assert "(default: )" not in text and "None" not in text and "tuple[" not in text
 
 

@@ -326,7 +326,7 @@ def test_only_the_positions_of_a_pretrained_model_may_be_overridden(tmp_path):
     [
         ("--mesh.seq 2", ["--mesh.seq", "did you mean --mesh.sequence?"]),
         ("--train.stps 4", ["--train.stps", "did you mean --train.steps?", "train.batch_size"]),
-        ("--stesp 4", ["unknown field --stesp", "valid: config_version, name", "train.*"]),
+        ("--stesp 4", ["unknown field --stesp", "valid: name, auto", "train.*"]),
         ("--optimizer.lr 1", ["did you mean --optimizer.learning_rate?"]),
         ("--confg x.yaml", ["did you mean --config?"]),
         ("--output_dir x", ["did you mean --run_dir?"]),
@@ -444,7 +444,8 @@ def test_only_the_positions_of_a_pretrained_model_may_be_overridden(tmp_path):
             ["command line: adapter.train: found embed_tokens, expects list of str"],
         ),
         ("--data.train_on first", ["data.train_on: found first", "one of all, last, everything"]),
-        ("--config_version 1", ["config_version: found 1"]),
+        ("--config_version 1", ["--config_version is recorded by runs"]),
+        ("--planned x", ["--planned is recorded by runs"]),
         ("--data.path ", ["command line: data.path: found '', needs a path"]),
         ("--data.path=", ["command line: data.path: found '', needs a path"]),
         ("--data.path null", ["command line: data.path: found null, needs a path"]),
