@@ -16,7 +16,7 @@ from trainer.config.fields import AUTO
 from trainer.config.mesh import dcn_text
 
 from .costs.hardware import Hardware
-from .costs.measured import highest_mfu, kind, slowest
+from .costs.measured import highest_mfu, kind, slowest, worst_over_high_end
 from .machines import device_count, several_of
 from .memory_estimate import MemoryEstimate
 from .plan import Job
@@ -179,9 +179,11 @@ def time_lines(job: Job, **options: Any) -> list[str]:
     figures = time_figures(job, **options)
     if not figures or job.hardware is None:
         return [f"time: not estimated; {no_time(job)}"]
+    over = worst_over_high_end(kind(job.hardware))
     lines = [
         f"time: from {_low_end(job.hardware, figures['MFU'][1])},",
         f"      to {_high_end(job)}",
+        f"      (for a system not among those measured, this end was too low by up to {over:.2g}x)",
     ]
     return lines + [
         f"  {name:20} {number(low):>9} to {number(high)}" for name, (low, high) in figures.items()

@@ -136,7 +136,7 @@ _OURS = (
     (128 * THOUSAND, "save_attention", 13.13),
 )
 # The same steps after fixing the work around the kernels (docs/results/gpu_steps.json).
-_OURS_MENDED = (
+_OURS_AFTER_FIX = (
     (32 * THOUSAND, "everything", 1.276),
     (128 * THOUSAND, "save_attention", 11.87),
 )
@@ -259,7 +259,7 @@ def compared_steps() -> tuple[Measured, ...]:
         )
         for chip, length, rows, fsdp, sequence, remat, seconds in _MAXTEXT_WIDE_HEADS
     )
-    return (*theirs, *_our_steps("docs/results/gpu_steps.json", _OURS_MENDED))
+    return (*theirs, *_our_steps("docs/results/gpu_steps.json", _OURS_AFTER_FIX))
 
 
 def full_rate(job: TrainingStep) -> Estimate:
@@ -331,3 +331,20 @@ def time_range(job: TrainingStep, without: str = "") -> TimeRange:
     slow = full_rate(uneven).seconds * slowest(kind(job.hardware), without)[0]
     low = max(full_rate(job).step.compute, job.seconds_at_peak / highest_mfu(job.hardware))
     return TimeRange(low, max(low, slow, estimate(uneven).seconds))
+
+
+@functools.cache
+def over_high_end(system: str) -> tuple[float, ...]:
+    """The measured steps of a system, each relative to the upper end of a range that the other
+    systems' steps set: how far a range can be off for a program that nobody has measured."""
+    return tuple(
+        step.seconds / time_range(step.job, without=system).high
+        for step in measured_steps()
+        if step.system == system
+    )
+
+
+def worst_over_high_end(machines: str) -> float:
+    """The largest of `over_high_end` among the systems measured on such machines: TPU or GPU."""
+    systems = {step.system for step in measured_steps() if kind(step.job.hardware) == machines}
+    return max(ratio for system in systems for ratio in over_high_end(system))

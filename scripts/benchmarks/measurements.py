@@ -16,8 +16,8 @@ from scripts.benchmarks import gpu_summary, summaries, table3
 from scripts.benchmarks.summaries import Rows
 from scripts.benchmarks.table3_cells import read_cells
 
-# Identity conversations: FastChat's dummy_conversation.json, which is not in the repository.
-CONVERSATIONS = Path("../shared/data/conversations/fastchat_dummy.json")
+# Identity conversations: data/dummy_conversation.json of FastChat's repository, not part of ours.
+CONVERSATIONS = Path("dummy_conversation.json")
 
 
 @dataclasses.dataclass(frozen=True)

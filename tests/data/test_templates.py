@@ -153,19 +153,10 @@ def mask_of(segments):
     return [segment.train for segment in segments for _ in segment.ids]
 
 
-# The fixtures' conversations, FastChat's if the shared folder exists, and files named in the
-# environment.
+# The fixtures' conversations, and files named in the environment, such as FastChat's.
 FILES = [
     REPOSITORY / "data/fixtures/conversations.json",
-    *filter(
-        Path.exists,
-        (
-            REPOSITORY.parent / "shared/data/conversations/fastchat_dummy.json",
-            *map(
-                Path, filter(None, os.environ.get("LONGSTRIPE_CONVERSATIONS", "").split(os.pathsep))
-            ),
-        ),
-    ),
+    *map(Path, filter(None, os.environ.get("LONGSTRIPE_CONVERSATIONS", "").split(os.pathsep))),
 ]
 
 

@@ -78,10 +78,7 @@ TESTED = {
         "python -m tests.soak.attacks records --cases 1000 --seed 100000"
     ],
     "tests/docs/test_attention_guide.py": ["python mine.py", "pip install ."],
-    "tests/smollm2.py": [
-        "python -m scripts.make_smollm2 smollm2",
-        "python -m scripts.make_smollm2 DIR",
-    ],
+    "tests/smollm2.py": ["python -m scripts.make_smollm2 DIR"],
     "tests/trainer/test_pretrained.py": [
         "python train.py --config configs/sharegpt_smollm2.yaml --model.path HuggingFaceTB/SmolLM2-135M-Instruct "
         "--data.path data/fixtures/conversations.json",
