@@ -17,6 +17,7 @@ from data.errors import UserError
 from data.fields import (
     TEXT_FIELDS,
     FieldMap,
+    check_media,
     first_present,
     has_value,
     is_undesirable,
@@ -43,6 +44,7 @@ from data.scraped import before_rate_limit, from_html
 from data.seen import Seen
 from data.table_values import without_unused
 from data.tool_calls import parse_tools
+from data.turn_lists import role_in
 from data.turns import (
     Findings,
     in_order,
@@ -104,10 +106,16 @@ class CleanConfig:
 
     def __post_init__(self) -> None:
         if self.near_duplicates and not 0.5 <= self.near_duplicates <= 1:
-            raise UserError(
+            raise ValueError(
                 f"data.clean.near_duplicates: found {self.near_duplicates}; 0, which keeps all, or "
                 "a similarity from 0.5 to 1, such as 0.8, would work"
             )
+        for code in self.languages:
+            if not re.fullmatch("[a-z]{2}", code):
+                raise ValueError(
+                    f"data.clean.languages: found {code!r}; a list of codes of ISO 639-1, such as "
+                    "[en, de], would work"
+                )
 
 
 # The record's field of chat template variables, by TRL's name.
@@ -155,9 +163,11 @@ class Cleaner:
     """Maps the records' field names to those that are read, see `data.fields.FieldMap`."""
     seen: Seen = field(default_factory=set[bytes])
     """Hashes of conversations read before; repetitions are dropped."""
+    found: set[str] = field(default_factory=set)
+    """Receives the names in `fields` that occur."""
 
     def __post_init__(self):
-        self._names = FieldMap(self.fields) if self.fields else None
+        self._names = FieldMap(self.fields, self.found) if self.fields else None
 
     def clean(self, raw_record: object) -> Cleaned:
         """Returns the turns of a raw record.
@@ -203,11 +213,13 @@ class Cleaner:
         if not raw.turns:
             raise Drop(EMPTY_RECORD)
         findings.changes |= set(raw.changes)
-        messages = read_messages(self._named(raw.turns), findings, record.get("loss_mask"))
+        turns, of_answer = self._named(raw.turns, as_written)
+        messages = read_messages(turns, findings, record.get("loss_mask"))
+        check_media(record, [message.content for message in messages])
         messages, system_field = _with_system(messages, record, raw.system, findings)
         tools, tools_field = _tools(record, raw, findings)
         template_kwargs = _template_kwargs(record, findings)
-        read = {"loss_mask", *raw.fields, *filter(None, (system_field, tools_field))}
+        read = {"loss_mask", *raw.fields, *of_answer, *filter(None, (system_field, tools_field))}
         if template_kwargs is not None:
             read.add(TEMPLATE_KWARGS)
         if record_id is not None:
@@ -217,11 +229,30 @@ class Cleaner:
         is_scrape = shapes.is_sharegpt(raw)
         return _Read(record_id or raw.id, messages, tools, template_kwargs or {}, is_scrape)
 
-    def _named(self, turns: Sequence[object]) -> Sequence[object]:
-        """Returns turns under the names of fields that are read here."""
+    def _named(
+        self, turns: Sequence[object], record: Mapping[str, Any]
+    ) -> tuple[Sequence[object], set[str]]:
+        """Returns turns under the names of fields that are read here, and which fields of the
+        record became its only answer's."""
         if not self._names:
-            return turns
-        return [self._names.turn(turn) if isinstance(turn, dict) else turn for turn in turns]
+            return turns, set()
+        names = self._names
+        named = [names.turn(turn) if isinstance(turn, dict) else turn for turn in turns]
+        if not (targets := names.of_answer(record)):
+            return named, set()
+        answers = [
+            (place, turn)
+            for place, turn in enumerate(named)
+            if isinstance(turn, dict)
+            and role_in(turn) == "assistant"
+            and shapes.CONTEXT not in turn
+        ]
+        if len(answers) != 1:
+            return named, set()
+        ((place, answer),) = answers
+        read = {name for name, target in targets.items() if not has_value(answer.get(target))}
+        named[place] = {**answer, **{targets[name]: record[name] for name in read}}
+        return named, read
 
     def _cleaned(self, read: _Read, changes: set[str]) -> list[Message]:
         """Returns the turns of a record after all rules; raises Drop if one excludes it."""
@@ -284,6 +315,7 @@ def _with_system(
     if not isinstance(text, str | list) or (has_turn and messages[0].content):
         return messages, None
     _, system = read_message({"role": "system", "content": text}, findings)
+    system = replace(system, in_prompt=messages[0].in_prompt)
     return [system, *messages[has_turn:]] if system.content else messages, name
 
 

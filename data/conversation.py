@@ -14,6 +14,8 @@ ROLES = ("system", "user", "assistant", "tool")
 Order = Literal["any", "question first", "alternating"]
 # The default chat template of recipes and sources: the model's.
 DEFAULT_TEMPLATE = "tokenizer"
+# A recipe's chat template of this ending is a file, which replaces the model's.
+TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Message:
     generated: bool = field(default=False, compare=False)
     """Whether a model generated the content: its tags, such as <tool_call>, are control tokens."""
     in_prompt: bool = field(default=False, compare=False)
-    """Whether the record has it in the prompt, a field of its own."""
+    """Whether it is part of the prompt before the completion that is trained on."""
 
     def __post_init__(self):
         if self.role not in ROLES:
@@ -56,6 +58,12 @@ def with_last_answer_trained(messages: Sequence[Message]) -> list[Message]:
         replace(message, train=message.train and index == last)
         for index, message in enumerate(messages)
     ]
+
+
+def prompt_of(messages: Sequence[Message]) -> Sequence[Message]:
+    """Returns a conversation's prompt; empty for a conversation that is no completion of one."""
+    ends = (number for number, message in enumerate(messages, 1) if message.in_prompt)
+    return messages[: max(ends, default=0)]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from data.paths import File, cache_folder, is_remote
+from data.paths import File, cache_folder, expanded, is_remote
 
 LARGE_BYTES = 1 << 24
 """Digests are remembered if those computed at a time cover at least this much."""
@@ -68,7 +68,7 @@ def file_digests(files: Sequence[File], kept_for: str | Path) -> list[str]:
 
 
 def _resolved(path: str) -> str:
-    return path if is_remote(path) else os.path.realpath(os.path.expanduser(path))
+    return path if is_remote(path) else os.path.realpath(expanded(path))
 
 
 def _digest(file: File, records: _Records) -> _Digest:

@@ -25,6 +25,7 @@ from data.conversation import (
     Preference,
     Record,
     Text,
+    prompt_of,
     with_last_answer_trained,
 )
 from data.errors import UserError
@@ -32,8 +33,9 @@ from data.folders import scratch_folder
 from data.reasons import SPLIT
 from data.sources import Source
 from data.splitting import split
-from data.templates import TemplateError, encode_conversation
+from data.templates import TemplateError, encode_conversation, encode_prompt
 from data.templates.encoder import encode, find_controls
+from data.templates.loss import GUESSED
 from data.templates.rendering import Rendered
 from data.tokenizer import Tokenizer
 
@@ -46,6 +48,11 @@ CUT = "longer than context_length, cut"
 # Followed by the token, which the source's `control_tokens` would let a text contain.
 TYPED_IN_TEXT = (
     "control token in a text, encoded as plain text (the source's `control_tokens` is false): "
+)
+# As TRL warns.
+OTHER_PROMPT = (
+    "a prompt that the template writes differently before its completion than alone: the loss "
+    "begins where they part"
 )
 BATCH = 64  # records that a process receives at a time
 
@@ -61,7 +68,8 @@ class EncodingRules:
     """How conversations are cleaned before they are encoded, and whether long ones are split."""
     train_on: Literal["all", "last", "everything"] = "all"
     """The assistant turns to train on: `all` of a conversation or only the `last`; parts without
-    one are dropped. `everything` trains on the other turns and the template's text too."""
+    one are dropped. `everything` trains on the other turns and the template's text too, but for a
+    prompt and what precedes it."""
     cut_prompts: bool = False
     """Whether a preference pair that is too long loses the beginning of its prompt, or is
     dropped."""
@@ -204,18 +212,64 @@ class Encoder:
 
     def _render(self, messages: Sequence[Message], record: Conversation) -> _Rendered:
         """Returns turns of a conversation under the source's template."""
+        if self.rules.train_on != "everything":
+            return self._tokenize(messages, record)
+        prompt = prompt_of(messages)
+        # The prompt's turns are left out together with the template's text between them.
+        turns = [*(replace(turn, train=True) for turn in prompt), *messages[len(prompt) :]]
+        document, notes = self._tokenize(turns, record, train_on_everything=True)
+        if not prompt:
+            return _Rendered(document, notes)
+        (start,), found = self._completion_starts(messages, record, [document])
+        if start is None:
+            start = _first_trained(self._tokenize(messages, record).document)
+        mask = document.loss_mask * _from(start, document)
+        return _Rendered(document._replace(loss_mask=mask), notes | found)
+
+    def _tokenize(
+        self, messages: Sequence[Message], record: Conversation, **options: bool
+    ) -> _Rendered:
+        """Returns turns with the mask that options of `encode_conversation` select."""
         segments, notes = encode_conversation(
             messages,
             self.source.template,
             self.tokenizer,
             tools=record.tools,
             template_kwargs=record.template_kwargs,
-            train_on_everything=self.rules.train_on == "everything",
+            **options,
         )
         tokens = np.fromiter(chain.from_iterable(segment.ids for segment in segments), np.int32)
         lengths = [len(segment.ids) for segment in segments]
         mask = np.repeat([segment.train for segment in segments], lengths).astype(np.uint8)
         return _Rendered(TokenDocument(tokens, mask), notes)
+
+    def _completion_starts(
+        self,
+        messages: Sequence[Message],
+        record: Conversation,
+        documents: Sequence[TokenDocument],
+    ) -> tuple[list[int] | list[None], frozenset[str]]:
+        """Returns where the completions of a prompt begin, and what the report counts.
+
+        As in TRL, this is where a document, which begins with the prompt, ceases to equal the
+        prompt with the generation prompt after it; of a pair, where the first of them does. None if
+        the template refuses the prompt alone.
+        """
+        try:
+            prompt = encode_prompt(
+                prompt_of(messages),
+                self.source.template,
+                self.tokenizer,
+                record.tools,
+                record.template_kwargs,
+            )
+        except TemplateError:
+            return [None] * len(documents), frozenset()
+        ids = np.asarray(prompt.ids, np.int32)
+        starts = [_common_prefix(ids, document.tokens) for document in documents]
+        if not self.rules.unpaired:
+            starts = [min(starts)] * len(starts)
+        return starts, frozenset({OTHER_PROMPT} if min(starts) < prompt.turns else ())
 
     def _encode_preference(self, record: Preference) -> Encoded:
         """Returns one document of both conversations, the chosen one first, each with its own
@@ -258,19 +312,29 @@ class Encoder:
         )
 
     def _encode_completions(self, *conversations: Conversation) -> Encoded:
-        """Returns a document per conversation, with everything after the prompt in the loss."""
-        notes: set[str] = set()
-        documents = []
-        for conversation in conversations:
-            try:
-                rendered = self._render(conversation.messages, conversation)
-            except TemplateError as error:
-                return Encoded([], drop_reason=str(error))
-            notes |= rendered.notes
-            documents.append(_with_completion_whole(rendered.document, conversation.messages))
+        """Returns a document per conversation, with everything after the prompt in the loss,
+        including what the template writes after the last turn, as in TRL. A completion with answers
+        that a flag excludes has only the others in the loss."""
+        try:
+            rendered = [
+                self._tokenize(conversation.messages, conversation, reads_blocks=False)
+                for conversation in conversations
+            ]
+        except TemplateError as error:
+            return Encoded([], drop_reason=str(error))
+        documents = [each.document for each in rendered]
+        first = conversations[0]
+        starts, found = self._completion_starts(first.messages, first, documents)
+        notes = found.union(*(each.notes for each in rendered))
+        if None not in starts:
+            notes -= {GUESSED}
+        documents = [
+            _with_completion(document, conversation.messages, start)
+            for document, conversation, start in zip(documents, conversations, starts, strict=True)
+        ]
         if not all(document.loss_mask[1:].any() for document in documents):
             return Encoded([], drop_reason=NO_TARGET)
-        return Encoded(documents, frozenset(notes))
+        return Encoded(documents, notes)
 
     def _encode_text(self, record: Text, changes: set[str]) -> TokenDocument:
         """Returns a text with BOS and EOS as configured; the loss covers what follows `prompt`
@@ -318,8 +382,13 @@ def shared_tokens(*documents: TokenDocument) -> int:
     prompt's last token: each completion's first token is predicted from a separate copy.
     """
     prompt = min(int(document.loss_mask.argmax()) for document in documents) - 1
-    first, second = (document.tokens[: max(prompt, 0)] for document in documents)
-    return int(np.append(first == second, False).argmin())
+    return _common_prefix(*(document.tokens[: max(prompt, 0)] for document in documents))
+
+
+def _common_prefix(first: Int32[np.ndarray, " n"], second: Int32[np.ndarray, " m"]) -> int:
+    """Returns how many ids two sequences begin with in common."""
+    length = min(len(first), len(second))
+    return int(np.append(first[:length] == second[:length], False).argmin())
 
 
 def prompt_cut(excess: int, shared: int) -> int:
@@ -328,17 +397,28 @@ def prompt_cut(excess: int, shared: int) -> int:
     return excess if excess <= shared else shared - (shared - excess) // 2
 
 
-def _with_completion_whole(document: TokenDocument, messages: Sequence[Message]) -> TokenDocument:
-    """Returns a document with everything after the prompt in the loss, including what a template
-    writes after the last turn.
-
-    TRL counts it too. A completion with turns excluded by a flag keeps its mask.
-    """
-    trained = [message.train for message in messages if message.role == "assistant"]
-    first = int(document.loss_mask.argmax())
-    if not document.loss_mask.any() or trained != sorted(trained):
+def _with_completion(
+    document: TokenDocument, messages: Sequence[Message], start: int | None
+) -> TokenDocument:
+    """Returns a document with everything from `start` in the loss, or from the first answer's
+    beginning if it is None; unchanged if no answer is in it, or a flag excludes one after the
+    prompt."""
+    completion = messages[len(prompt_of(messages)) :]
+    is_flagged = not all(turn.train for turn in completion if turn.role == "assistant")
+    if is_flagged or not document.loss_mask.any():
         return document
-    return document._replace(loss_mask=(np.arange(len(document.tokens)) >= first).astype(np.uint8))
+    start = _first_trained(document) if start is None else start
+    return document._replace(loss_mask=_from(start, document))
+
+
+def _first_trained(document: TokenDocument) -> int:
+    """Returns the number of the first token that is trained on, or of all tokens without one."""
+    return int(np.append(document.loss_mask, 1).argmax())
+
+
+def _from(start: int, document: TokenDocument) -> UInt8[np.ndarray, " n"]:
+    """Returns a mask of a document's tokens from `start` on."""
+    return (np.arange(len(document.tokens)) >= start).astype(np.uint8)
 
 
 def encode_all(

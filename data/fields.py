@@ -1,10 +1,10 @@
 """Fields of records and turns: which have values, are renamed, or are not read."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from data.printable import printable
-from data.reasons import NOT_TEXT, Drop
+from data.reasons import MISSING, NOT_TEXT, WITH_MEDIA, Drop
 
 SHOWN_FIELDS = 12  # names of fields in a message
 # Fields of a turn; the first one present is read.
@@ -21,6 +21,9 @@ LABEL_FIELDS = ("label", "kto_tag")
 CHOSEN = ("chosen", "chosen_response", "chosen_messages", "preferred_output")
 REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
 TOKEN_FIELDS = ("tokens", "input_ids")
+# Pictures and the like, as LLaMA-Factory and ms-swift name them; LLaVA's have a tag in the text.
+_MEDIA = ("images", "videos", "audios")
+_TAGGED = {"image": "<image>", "video": "<video>", "audio": "<audio>"}
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 # Values of a record's `reasoning` that are flags or from an unused column.
 _NO_REASONING = ("", "on", "off", "yes", "no", "true", "false")
@@ -29,6 +32,22 @@ _NO_REASONING = ("", "on", "off", "yes", "no", "true", "false")
 def has_value(value: object) -> bool:
     """Returns whether a field has a value; tables have None or empties in unused columns."""
     return value is not None and value != "" and value != [] and value != {}
+
+
+def check_media(record: Mapping[Any, Any], texts: Sequence[str] = ()) -> None:
+    """Raises Drop for a record with pictures and the like, without which it is another record.
+
+    Args:
+      record: the record.
+      texts: its texts; the field `image` counts if one of them has its tag.
+    """
+    for name, value in record.items():
+        lower = str(name).lower()
+        if lower not in _MEDIA and lower not in _TAGGED:
+            continue
+        is_shown = lower in _MEDIA or any(_TAGGED[lower] in text for text in texts)
+        if is_shown and (any(value) if isinstance(value, list) else value):
+            raise Drop(f"{WITH_MEDIA}`{name}`")
 
 
 def reasoning_of(record: Mapping[str, Any]) -> dict[str, str]:
@@ -114,13 +133,23 @@ RECORD_TARGETS = (
     "tools",
     "id",
     "loss_mask",
+    "context",
+    "answers",
 )
+# TURN_TARGETS that a field of a record gives to its only answer.
+_ANSWER_TARGETS = ("reasoning_content", "tool_calls", "train")
 
 
 class FieldMap:
-    """A source's own field names: `{question: user, answer: assistant}`, `{dialog: messages}`."""
+    """A source's own field names: `{question: user, answer: assistant}`, `{dialog: messages}`.
 
-    def __init__(self, fields: Mapping[str, str]):
+    Attributes:
+      found: receives the names that occur in a record or turn.
+    """
+
+    def __init__(self, fields: Mapping[str, str], found: set[str] | None = None):
+        self.found: set[str] = set() if found is None else found
+        self._names = fields.keys()
         self._roles = {name: target for name, target in fields.items() if target in ROLE_TARGETS}
         self._turns = {name: target for name, target in fields.items() if target in TURN_TARGETS}
         self._record = {
@@ -133,18 +162,26 @@ class FieldMap:
         """Returns a record under the names that are read; fields mapped to roles become `messages`.
 
         Raises:
-          Drop: a field that is mapped to a turn holds no text.
+          Drop: a field that is mapped to a turn is missing or holds no text.
         """
-        record = renamed(record, self._record)
+        self._find(record)
+        as_written, record = record, renamed(record, self._record)
         if not self._roles:
             return record
         record = dict(record)
         turns: list[dict] = []
         for name, role in self._roles.items():
-            text = record.pop(name, None)
+            if name not in record:
+                raise Drop(f"{MISSING}`{printable(name)}` (it has {shown_fields(as_written)})")
+            text = only_text(record.pop(name))
             if not isinstance(text, str):
                 raise Drop(f"{NOT_TEXT}`{printable(name)}`")
             turns.append({"role": role, "content": text})
+        context = only_text(record.get("context")) if "context" in self._record.values() else None
+        asked = next((turn for turn in turns if turn["role"] == "user"), None)
+        if asked and isinstance(context, str):
+            asked["content"] = with_context(asked["content"], context)
+            del record["context"]
         answers = [turn for turn in turns if turn["role"] == "assistant"]
         of_answer = {**{name: name for name in reasoning_of(record)}, **self._turns}
         for name, target in of_answer.items() if answers else ():
@@ -156,7 +193,32 @@ class FieldMap:
 
     def turn(self, turn: dict) -> dict:
         """Returns a turn under the names read here."""
+        self._find(turn)
         return renamed(turn, self._turns) if self._turns else turn
+
+    def of_answer(self, record: Mapping[str, Any]) -> dict[str, str]:
+        """Returns, by name, the targets of a record's fields that belong to its only answer."""
+        return {
+            name: target
+            for name, target in self._turns.items()
+            if target in _ANSWER_TARGETS and has_value(record.get(name))
+        }
+
+    def _find(self, fields: Mapping[str, Any]) -> None:
+        if len(self.found) < len(self._names):
+            self.found |= self._names & fields.keys()
+
+
+def only_text(value: Any) -> Any:
+    """Returns the text in a list of one, and any other value itself."""
+    return (
+        value[0] if isinstance(value, list) and [type(each) for each in value] == [str] else value
+    )
+
+
+def with_context(question: str, context: str) -> str:
+    """Returns a question after the text that it is about, unless it already has this text."""
+    return question if context in question else "\n\n".join(filter(None, (context, question)))
 
 
 def renamed(fields: dict, names: Mapping[str, str]) -> dict:

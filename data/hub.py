@@ -1,11 +1,12 @@
 """Data sets and models from the Hugging Face hub, in the hub's local cache.
 
-A data set is hf://datasets/OWNER/NAME[@REVISION][/FILE OR FOLDER].
+A data set is hf://datasets/OWNER/NAME[@REVISION][/FILE, FOLDER OR PATTERN].
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import glob
@@ -16,9 +17,12 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
+from data import cards
+from data.compression import ENDINGS
 from data.errors import UserError, first_line
 from data.printable import printable
 from data.within import MAX_JSON_BYTES
@@ -28,7 +32,7 @@ PREFIX = "hf://datasets/"
 ABANDONED_SECONDS = 3600
 WOULD_WORK = f"{PREFIX}OWNER/NAME[@REVISION][/FILE] would work"
 # The hub's files about a data set.
-NOT_RECORDS = ("README.md", "dataset_infos.json", "dataset_info.json")
+NOT_RECORDS = (cards.NAME, "dataset_infos.json", "dataset_info.json")
 _OTHER_SPLIT = re.compile(
     r"(?<![a-z])(validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE
 )
@@ -39,16 +43,53 @@ def is_hub_dataset(path: str | Path) -> bool:
     return str(path).startswith(PREFIX)
 
 
-def local_path(path: str, suffixes: Sequence[str]) -> Path:
+def is_whole(path: str | Path) -> bool:
+    """Returns whether a path names a whole data set on the hub, no file or folder in it."""
+    return is_hub_dataset(path) and not _parts(str(path))[2]
+
+
+def is_converted(path: str | Path) -> bool:
+    """Returns whether a path names the whole of the hub's conversion of a data set, which has a
+    folder for each configuration."""
+    return is_whole(path) and (_parts(str(path))[1] or "").startswith("refs/convert/")
+
+
+def configurations(path: str) -> list[cards.Configuration] | None:
+    """Returns the configurations that the card of a whole data set lists, downloaded unless it is
+    in the cache; None if it cannot be read, such as without a network.
+
+    Raises:
+      UserError: as `local_path`.
+    """
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    repository, revision, _ = _parts(path)
+    with _dataset_errors(path, repository, revision):
+        try:  # every data set has the second file; without any the hub's library warns
+            wanted = [cards.NAME, ".gitattributes"]
+            card = _download_dataset(repository, revision, wanted) / cards.NAME
+        except LocalEntryNotFoundError:
+            return None
+    if not card.exists():  # without a network there may be one that an earlier version left out
+        return None if is_offline() else []
+    with card.open("rb") as file:
+        return cards.configurations(file.read(cards.MAX_BYTES + 1))
+
+
+def local_path(path: str, suffixes: Sequence[str], patterns: Sequence[str] = ()) -> Path:
     """Downloads the files of a data set that the local cache lacks; returns their path in it.
 
     The hub's files about a data set, NOT_RECORDS, are downloaded only if the path names them.
     Without a network, the files of earlier downloads are used.
 
     Args:
-      path: begins with PREFIX; a file, a folder or a whole data set.
+      path: begins with PREFIX; a file, a folder, a pattern of these, or a whole data set.
       suffixes: endings of the files to download from a folder or data set; these may be followed by
         .gz and the like.
+      patterns: only files that match one of these are needed of a whole data set.
+
+    Returns:
+      The path in the cache; if the path is a pattern and no file, a pattern in an existing folder.
 
     Raises:
       UserError: the path is malformed, or the hub shows this user no such data set, file or
@@ -57,29 +98,61 @@ def local_path(path: str, suffixes: Sequence[str]) -> Path:
     repository, revision, inner = _parts(path)
     escaped = glob.escape(inner)
     folder = f"{escaped}/" if inner else ""
-    endings = [
-        f"{folder}*{suffix}{packed}"
-        for suffix in suffixes
-        for packed in ("", ".gz", ".zst", ".bz2", ".xz")
-    ]
-    ignored = () if os.path.basename(inner) in NOT_RECORDS else NOT_RECORDS
+    wanted = [escaped] if inner else []
+    wanted += _endings(folder, suffixes) if not patterns else []
+    parent, last = os.path.split(inner)
+    ignored = [] if last in NOT_RECORDS else [*NOT_RECORDS, *(f"*/{name}" for name in NOT_RECORDS)]
+    if cards.is_pattern(last):
+        before = f"{glob.escape(parent)}/" if parent else ""
+        patterns = [f"{before}{last}"]
+        if _ends_in(last, suffixes):  # the hub's `*` stands for slashes too
+            ignored.append(f"{before}*/*")
+    for pattern in (each.replace("**/", "*") for each in patterns):
+        wanted += [pattern] if _ends_in(pattern, suffixes) else _endings(pattern, suffixes)
     with _dataset_errors(path, repository, revision):
-        snapshot = Path(
-            _download(
-                repository,
-                repo_type="dataset",
-                revision=revision,
-                allow_patterns=[escaped, *endings] if inner else endings,
-                ignore_patterns=[*ignored, *(f"*/{name}" for name in ignored)],
-            )
-        )
+        snapshot = _download_dataset(repository, revision, wanted, ignored)
     local = snapshot / inner
-    if not local.exists():
+    if not (local.exists() or (cards.is_pattern(last) and local.parent.is_dir())):
         raise UserError(
             f"{path}: the data set {repository} has no {inner or ' or '.join(suffixes) + ' file'}; "
             f"{WOULD_WORK}"
         )
     return local
+
+
+def _endings(before: str, suffixes: Sequence[str]) -> list[str]:
+    """Returns patterns of files that begin in one way and have one of the suffixes.
+
+    The beginning may be a pattern that reaches into the suffix, such as `data/*.json*`.
+    """
+    endings = [f"{suffix}{packed}" for suffix in suffixes for packed in ("", *ENDINGS)]
+    dots = [match.start() for match in re.finditer(r"\.", before)]
+    reached = [(dot, ending) for dot in dots for ending in endings]
+    return [
+        *(f"{before}*{ending}" for ending in endings),
+        *(before[:dot] + ending for dot, ending in reached if fnmatchcase(ending, before[dot:])),
+    ]
+
+
+def _ends_in(name: str, suffixes: Sequence[str]) -> bool:
+    packed = next((ending for ending in ENDINGS if name.endswith(ending)), "")
+    return name.removesuffix(packed).endswith(tuple(suffixes))
+
+
+def _download_dataset(
+    repository: str, revision: str | None, wanted: Sequence[str], ignored: Sequence[str] = ()
+) -> Path:
+    """Downloads the files of a data set that match a pattern of `wanted` and none of `ignored`;
+    returns the snapshot's folder."""
+    return Path(
+        _download(
+            repository,
+            repo_type="dataset",
+            revision=revision,
+            allow_patterns=list(wanted),
+            ignore_patterns=list(ignored),
+        )
+    )
 
 
 @contextlib.contextmanager
@@ -192,9 +265,14 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
             raise error.__cause__ or error from None  # the hub's answer
 
     cache = Path(constants.HF_HUB_CACHE)
-    cache.mkdir(parents=True, exist_ok=True)
+    with _cache_errors():
+        cache.mkdir(parents=True, exist_ok=True)
     lock_file = cache / f".longstripe-{name.replace('/', '--')}.lock"
-    with _model_errors(name, revision), lock_file.open("a", encoding="utf-8") as lock:
+    with (
+        _model_errors(name, revision),
+        _cache_errors(),
+        lock_file.open("a", encoding="utf-8") as lock,
+    ):
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         _remove_abandoned(_in_cache(name, "model") / "blobs")
@@ -261,6 +339,23 @@ def _model_errors(name: str, revision: str | None) -> Iterator[None]:
         raise _not_downloaded(name, hub, error) from None
 
 
+@contextlib.contextmanager
+def _cache_errors() -> Iterator[None]:
+    """Translates errors of a cache that this user may not write, as in a container whose user has
+    no home folder, into a UserError."""
+    from huggingface_hub import constants
+
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        raise UserError(
+            f"{constants.HF_HUB_CACHE}: the hub's cache cannot be written ({error.strerror}); "
+            "HF_HOME=FOLDER with another folder would work"
+        ) from None
+
+
 class _BadAnswer(Exception):
     """An answer from the hub that its library would act on, but must not."""
 
@@ -283,7 +378,7 @@ def _download(name: str, **options: Any) -> Any:
     repository = _in_cache(name, options.get("repo_type", "model"))
     remove_damaged(repository)
     writes_nothing = options.get("dry_run") or is_offline()
-    with contextlib.nullcontext() if writes_nothing else checked(repository):
+    with _cache_errors(), contextlib.nullcontext() if writes_nothing else checked(repository):
         return _interruptible(
             lambda: snapshot_download(
                 name,

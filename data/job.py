@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from data import near_duplicates, paths, tables
+from data import cards, near_duplicates, paths, tables
 from data import sources as source_readers
 from data.conversation import Order, Record, Tokens
 from data.digests import file_digests
@@ -30,7 +30,7 @@ from data.templates.sandbox import compile_template
 from data.tokenizer import Tokenizer
 
 # Change with every change to the documents, so that existing folders are not reused.
-RULES = "prepare-16"
+RULES = "prepare-17"
 # Bytes of a source above which several processes, slow to start, encode it.
 WORTH_PROCESSES = 1 << 23
 
@@ -225,26 +225,20 @@ class Job:
         return with_mismatched(encoded_records, is_held_out, self.rules)
 
     def finish_source(self, number: int, report: SourceReport) -> None:
-        """Checks a source's report; notes its folder's unread files, and those of other splits.
+        """Checks the report of a source that has been read.
 
         Raises:
-          UserError: no record can be used.
+          UserError: no record can be used, or none has a field that the source's `fields` name.
         """
-        source = self.sources.all[number]
-        source_readers.check_usable(source, report)
-        if unread := source.unread_files():
-            report.notes.append(
-                f"not read: {unread}; files whose names end in "
-                f"{', '.join(source_readers.FORMATS[source.format].suffixes)}, perhaps compressed, "
-                "are read unless a part of the path begins with a dot"
-            )
-        others = source.other_splits() if number < len(self.sources.train) else []
-        if others:
-            names = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
-            report.notes.append(
-                f"also reads {names}; name the folder or file of the training split to leave "
-                "them out"
-            )
+        source_readers.check_usable(self.sources.all[number], report)
+        if number < len(self.sources.train):  # the held-out file has the first source's `fields`
+            source_readers.check_fields(self.sources.all[number], report)
+
+    def add_notes(self, report: Report) -> None:
+        """Adds what the sources' paths give cause to warn of: other paths to the same contents have
+        the same prepared folder."""
+        for number, source in enumerate(self.sources.all):
+            report.sources[number].notes += source.notes(number >= len(self.sources.train))
 
     def check_ids(self) -> None:
         """Raises UserError early for an array that would later be refused entirely."""
@@ -351,8 +345,8 @@ def _reader(file: File, source: Source) -> str:
 
     A table's rows are cut at commas or at tabs, a text may be JSON or a data set's card.
     """
-    if PurePosixPath(file.path).name == source_readers.CARD:
-        return source_readers.CARD
+    if PurePosixPath(file.path).name == cards.NAME:
+        return cards.NAME
     is_text = source.format == "text" and file.suffix not in (
         *source_readers.JSON,
         *tables.SUFFIXES,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from data.errors import UserError
-from data.paths import on_this_machine
+from data.paths import on_this_machine, require_utf8
 from data.within import check_within
 
 
@@ -16,15 +16,15 @@ def output_folder(path: str | Path) -> Path:
     Raises:
       UserError: the folder cannot be made or written to.
     """
-    on_this_machine(path)
+    path = on_this_machine(path)
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise UserError(
             f"{path}: cannot be a folder for results ({error.strerror}); name another one"
         ) from None
-    return Path(path)
+    return path
 
 
 # The metadata given to `savefig`, and the resulting bytes in a PNG's header: a user's own picture
@@ -72,11 +72,12 @@ def output_file(path: str | Path, marker: bytes) -> Path:
       UserError: the path is a folder or someone else's file, or its folder cannot be made or
         written to.
     """
-    if on_this_machine(path).is_dir():
+    path = on_this_machine(path)
+    if path.is_dir():
         raise UserError(f"{path}: is a folder; name a file, such as {path}/result.json")
-    output_folder(Path(path).parent)
+    output_folder(path.parent)
     check_own(path, marker)
-    return Path(path)
+    return path
 
 
 def results_folder(path: str | Path, evaluation: str, *pictures: str) -> Path:
@@ -138,9 +139,10 @@ def checkpoint_path(path: str | Path, field: str) -> Path:
       field: name of the user's field or argument, for the message.
 
     Raises:
-      UserError: the absolute path contains *, ?, [ or a backslash.
+      UserError: the absolute path contains *, ?, [ or a backslash, or is not UTF-8.
     """
-    path = on_this_machine(path).expanduser().absolute()
+    path = on_this_machine(path).absolute()
+    require_utf8(path)
     if characters := [character for character in "*?[\\" if character in str(path)]:
         raise UserError(
             f"{field}: {path} has {' and '.join(characters)} in it, and Orbax cannot save "

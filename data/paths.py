@@ -19,6 +19,7 @@ import fsspec
 from data.compression import ENDINGS, decompressed
 from data.errors import TransientError, UserError, first_line, is_refusal, is_transient
 from data.folders import building
+from data.printable import printable
 
 STORES = (
     "gs",
@@ -56,12 +57,19 @@ def is_remote(path: str | Path) -> bool:
 
 
 def on_this_machine(path: str | Path) -> Path:
-    """Returns a path that must be local or mounted.
-
-    Without this, gs://bucket/folder would be written to as a local folder named `gs:`.
+    """Returns a path that must be local or mounted, with the home folder for a leading ~.
 
     Raises:
-      UserError: it names a store, such as gs:// or s3://.
+      UserError: as `refuse_store` and `expanded`.
+    """
+    refuse_store(path)
+    return expanded(path)
+
+
+def refuse_store(path: str | Path) -> None:
+    """Raises UserError if a path names a store, such as gs:// or s3://.
+
+    Otherwise gs://bucket/folder would be written to as a local folder named `gs:`.
     """
     # pathlib has made one slash of two.
     if match := _STORE.match(str(path)):
@@ -69,7 +77,36 @@ def on_this_machine(path: str | Path) -> Path:
             f"{path}: {match[1]}:// is not supported here; a local path, or the bucket's mount "
             "point, would work"
         )
-    return Path(path)
+
+
+def expanded(path: str | Path) -> Path:
+    """Returns a local path with the home folder for a leading ~ or ~USER.
+
+    Raises:
+      UserError: that folder is not known.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = Path(path).parts[0].removeprefix("~")
+        found = f"there is no user {user} here" if user else "HOME is not set"
+        raise UserError(
+            f"{path}: {found}, so ~{user} is no folder; a full path would work"
+        ) from None
+
+
+def require_utf8(path: Path) -> None:
+    """Raises UserError if a path is not UTF-8, the only names that libraries in C++ take.
+
+    In Python's ASCII mode (PYTHONUTF8=0 under LC_ALL=C) that is each path with other letters.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{printable(str(path))}: is not UTF-8, which the formats of checkpoints and prepared "
+            "data need; another path, or a link to this folder, would work"
+        ) from None
 
 
 @contextmanager
@@ -82,7 +119,7 @@ def open_file_system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSyst
     """
     # Not through url_to_fs, which would take :: for a chain of file systems.
     if not is_remote(path):
-        yield fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
+        yield fsspec.filesystem("file"), os.path.abspath(expanded(path))
         return
     protocol = str(path).split("://", 1)[0]
     # fsspec has others, such as github:// and data:, which are not stores.
@@ -228,7 +265,7 @@ def on_disk(file: File) -> Iterator[Path]:
     An open or memory-mapped copy stays usable beyond the context.
     """
     if not is_remote(file.path):
-        yield Path(file.path).expanduser()
+        yield expanded(file.path)
         return
     folder = cache_folder("downloads")
     folder.mkdir(parents=True, exist_ok=True)
@@ -243,20 +280,25 @@ def cache_folder(name: str) -> Path:
     """Returns a folder for reproducible files, in $LONGSTRIPE_CACHE or ~/.cache/longstripe.
 
     Raises:
-      UserError: $LONGSTRIPE_CACHE names a store.
+      UserError: $LONGSTRIPE_CACHE names a store, or there is neither it nor a home folder.
     """
-    folder = os.environ.get("LONGSTRIPE_CACHE") or "~/.cache/longstripe"
-    return on_this_machine(folder).expanduser() / name
+    try:
+        return on_this_machine(os.environ.get("LONGSTRIPE_CACHE") or "~/.cache/longstripe") / name
+    except UserError as error:
+        raise UserError(f"LONGSTRIPE_CACHE, the folder of caches: {error}") from None
 
 
 def local_folder(path: str | Path) -> Path:
     """Returns the local folder for prepared data: `path`, or one in the cache for a store.
 
     array_record reads local files only.
+
+    Raises:
+      UserError: as `require_utf8`.
     """
-    if not is_remote(path):
-        return Path(path).expanduser()
-    return cache_folder("prepared")
+    folder = cache_folder("prepared") if is_remote(path) else expanded(path)
+    require_utf8(folder.absolute())
+    return folder
 
 
 def download(

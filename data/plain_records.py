@@ -1,6 +1,7 @@
 """Records of texts and of token ids: a raw value becomes a record, or is dropped for a reason."""
 
 import hashlib
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from data.conversation import Text, Tokens
 from data.fields import (
     LABEL_FIELDS,
     TOKEN_FIELDS,
+    check_media,
     first_present,
     has_value,
     is_undesirable,
@@ -20,6 +22,7 @@ from data.fields import (
     shown_fields,
     unread_of,
 )
+from data.printable import printable
 from data.reasons import UNDESIRABLE, Drop
 
 EMPTY_TEXT = "empty text"
@@ -28,9 +31,27 @@ NO_TOKENS = "no list of integers in `tokens` or `input_ids`"
 PADDING = "padding cut off, by `attention_mask`"
 PACKED = "several packed documents in a record (the data before packing would work): "
 SHIFTED_LABELS = "`labels` that differ from the tokens (shifted by one?)"
-_MASKS = ("loss_mask", "labels")  # what is trained on; the first one given is read, otherwise:
+OTHER_MASK = (
+    "a field that may say which tokens are trained on (`fields: {NAME: loss_mask}` would read one "
+    "with 1 for those that are): "
+)
+# What is trained on; the first one given is read (the last is OLMo's), otherwise:
+_MASKS = ("loss_mask", "labels", "label_mask")
 _TRL_MASKS = ("completion_mask", "assistant_masks")  # of which all are read, as in TRL
-_PACKING = ("attention_mask", "position_ids", "seq_lengths")  # where padding and documents are
+# Other names of masks, some of which (torchtune's `mask`) have 1 where a token is not trained on.
+_MAYBE_MASK = re.compile(
+    r"(?!.*attention|special_tokens_mask)(.*mask.*|loss_weights?|loss_scale)", re.IGNORECASE
+)
+# Where padding and documents are: by the positions, lengths, beginnings, ends and numbers of the
+# documents, as TRL, torchtune, NeMo and transformers name them.
+_POSITIONS = ("position_ids", "input_pos")
+_LENGTHS = ("seq_lengths", "seq_lens")
+_STARTS = ("seq_start_id",)
+_BORDERS = ("cu_seqlens", "cu_seq_lens_q")
+_NUMBERS = ("segment_ids", "seq_idx")
+_PACKING = ("attention_mask", *_POSITIONS, *_LENGTHS, *_STARTS, *_BORDERS, *_NUMBERS)
+_MISFITS = dict.fromkeys(_POSITIONS, "that are not consecutive")
+_MISFITS |= dict.fromkeys(_LENGTHS, "that do not add up to the number of tokens")
 _TEXT_FIELDS = ("text", "prompt", "completion", *LABEL_FIELDS)
 _PART = 1 << 22  # tokens of an array in memory at a time
 IGNORED_LABEL = -100  # transformers' label for a token that is not trained on
@@ -78,6 +99,8 @@ def parse_tokens(raw: object) -> tuple[Tokens, set[str], set[str]]:
     """Reads token ids with loss mask or labels; also returns the changes and unread fields."""
     if isinstance(raw, np.memmap):
         return _parse_array(raw), set(), set()
+    if isinstance(raw, dict):
+        check_media(raw)
     fields, written = _fields(raw, "tokens", (*TOKEN_FIELDS, *_MASKS, *_TRL_MASKS, *_PACKING))
     name = "tokens" if "tokens" in fields else "input_ids"
     tokens = _int32(fields.get(name))
@@ -92,6 +115,8 @@ def parse_tokens(raw: object) -> tuple[Tokens, set[str], set[str]]:
     mask = np.ones(len(tokens), bool)
     for field in masks:
         mask &= _mask(fields[field], field, tokens)
+    if not masks:
+        _check_other_masks(fields, len(tokens))
     kept = _without_padding(fields.get("attention_mask"), len(tokens))
     packing = {"attention_mask", *_read_packing(fields, kept, len(tokens))}
     changes = {PADDING} if kept != slice(0, len(tokens)) else set()
@@ -111,6 +136,8 @@ def _fields(raw: object, alone: str, known: Collection[str]) -> tuple[dict[str, 
 
 def _mask(value: object, name: str, tokens: Int32[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
     """Returns which tokens are trained on, by the value of the record's field of this name."""
+    if name != "labels":
+        value = _with_flags(value)
     values = _int32(value, allow_bool=name != "labels")
     if values is None or len(values) != len(tokens):
         raise Drop(f"`{name}` that does not match the tokens")
@@ -125,13 +152,20 @@ def _mask(value: object, name: str, tokens: Int32[np.ndarray, " n"]) -> Bool[np.
     return mask
 
 
+def _check_other_masks(fields: Mapping[Any, Any], count: int) -> None:
+    """Raises Drop if a record without a mask that is read has another field for each token that may
+    be one."""
+    for name, value in fields.items():
+        is_for_tokens = isinstance(value, list | np.ndarray) and len(value) == count
+        if is_for_tokens and _MAYBE_MASK.fullmatch(str(name)):
+            raise Drop(f"{OTHER_MASK}`{printable(str(name))[:80]}`")
+
+
 def _without_padding(value: object, count: int) -> slice:
     """Returns which of a record's tokens are not padding, by its attention_mask, if it has one."""
     if not isinstance(value, np.ndarray) and not has_value(value):
         return slice(0, count)
-    if isinstance(value, list) and all(isinstance(each, float | bool | int) for each in value):
-        value = [int(each) if each == 0 or each == 1 else each for each in value]
-    mask = _int32(value, allow_bool=True)
+    mask = _int32(_with_flags(value), allow_bool=True)
     if mask is None or len(mask) != count:
         raise Drop("`attention_mask` that does not match the tokens")
     if not np.isin(mask, (0, 1)).all():  # axolotl numbers the documents
@@ -145,6 +179,15 @@ def _without_padding(value: object, count: int) -> slice:
     return kept
 
 
+def _with_flags(values: object) -> object:
+    """Returns a list of numbers with integers for 0.0 and 1.0."""
+    if isinstance(values, list):
+        kinds = {*map(type, values)}
+        if float in kinds and kinds <= {float, int, bool}:
+            return [int(each) if each == 0 or each == 1 else each for each in values]
+    return values
+
+
 def _read_packing(fields: Mapping[str, Any], kept: slice, total: int) -> set[str]:
     """Returns the fields that say that a record is one document, as read here; raises Drop if they
     say that it is several, which would attend to each other.
@@ -154,21 +197,33 @@ def _read_packing(fields: Mapping[str, Any], kept: slice, total: int) -> set[str
       kept: the tokens that are not padding.
       total: the number of its tokens with padding.
     """
-    count = kept.stop - kept.start
-    read: set[str] = set()
-    if (positions := _int32(fields.get("position_ids"))) is not None:
-        if (positions[kept][1:] == 0).any():
-            raise Drop(f"{PACKED}`position_ids`")
-        if len(positions[kept]) != count or (np.diff(positions[kept]) != 1).any():
-            raise Drop("`position_ids` that are not consecutive")
-        read.add("position_ids")
-    if (lengths := _int32(fields.get("seq_lengths"))) is not None:  # TRL's packed data have it
-        if lengths.sum() not in (count, total):
-            raise Drop("`seq_lengths` that do not add up to the number of tokens")
-        if len(lengths) > 1:
-            raise Drop(f"{PACKED}`seq_lengths`")
-        read.add("seq_lengths")
-    return read
+    values = {name: _int32(fields.get(name)) for name in _PACKING[1:]}
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        several, fits = _documents(name, value, kept, total)
+        if not fits:
+            raise Drop(f"`{name}` {_MISFITS.get(name, 'that does not match the tokens')}")
+        if several:
+            raise Drop(f"{PACKED}`{name}`")
+    return {*given}
+
+
+def _documents(
+    name: str, value: Int32[np.ndarray, " n"], kept: slice, total: int
+) -> tuple[bool, bool]:
+    """Returns whether a field of _PACKING says that a record is several documents, and whether it
+    is one of these tokens; other arguments as in `_read_packing`."""
+    count, own = kept.stop - kept.start, value[kept]
+    if name in _POSITIONS:
+        several = bool((own[1:] == 0).any())
+        return several, several or (len(own) == count and bool((np.diff(own) == 1).all()))
+    if name in _LENGTHS:
+        return len(value) > 1, value.sum() in (count, total)
+    if name in _STARTS:
+        return len(value) > 1, value[0] in (0, kept.start)
+    if name in _BORDERS:
+        return len(value) > 2, value[0] == 0 and value[-1] in (count, total)
+    return bool((own[1:] != own[:-1]).any()), len(value) == total
 
 
 def _parse_array(array: np.memmap) -> Tokens:

@@ -20,6 +20,8 @@ from data.fields import (
     CHOSEN,
     LABEL_FIELDS,
     REJECTED,
+    FieldMap,
+    check_media,
     first_present,
     has_value,
     is_desirable,
@@ -69,12 +71,17 @@ class PreferenceReader:
       order: see `data.clean.Cleaner`.
       fields: maps the records' field names to TARGETS.
       seen: hashes of records read before; repetitions are dropped.
+      found: receives the names in `fields` that occur.
     """
 
     clean: CleanConfig = CleanConfig()
     order: Order = "any"
     fields: Mapping[str, str] = field(default_factory=dict)
     seen: Seen = field(default_factory=set[bytes])
+    found: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._names = FieldMap(self.fields, self.found)
 
     def read(self, raw: object) -> tuple[Preference | Labelled, set[str], set[str]]:
         """Returns a record, its changes, and its unread fields with a value.
@@ -84,7 +91,8 @@ class PreferenceReader:
         """
         if not isinstance(raw, dict):
             raise Drop(NOT_A_RECORD)
-        as_written = renamed(raw, self.fields)
+        check_media(raw)
+        as_written = self._names.record(raw)
         written = names_in_capitals(as_written, _KNOWN)
         named = renamed(as_written, {name: known for known, name in written.items()})
         unwrapped, unread = _with_unwrapped_prompt(named)
@@ -248,7 +256,7 @@ def _written_prompt(record: Mapping[str, Any], name: str) -> list[Any] | None:
     that may begin with any turn in a field for these."""
     if record.get(name) is None:
         return None
-    value, _ = shapes.with_joined_fields(record, name)
+    value, _ = shapes.with_joined_fields(record, name, [])
     return written_turns(value) if name in shapes.TURN_LISTS else written_prompt(value)
 
 
@@ -272,15 +280,16 @@ def _read_prompt(record: Mapping[str, Any]) -> _Prompt:
     name = first_present(record, PROMPTS)
     if name is None:
         return _Prompt([], set(), "", [], set())
-    question, fields = shapes.with_joined_fields(record, name)
+    changes: list[str] = []
+    question, fields = shapes.with_joined_fields(record, name, changes)
     turns = _turns_of(question, "user")
     if turns is None:
         raise Drop(f"{NOT_A_PROMPT}`{name}`")
     alone = _turns_of(record[name], "user") or []
     if isinstance(record.get("history"), list):  # not something else of that name
         turns, fields = shapes.earlier_turns(record) + turns, fields | {"history"}
-    changes = {DIALOGUE_IN_TEXT} if dialogue_prompt(question) else set()
-    return _Prompt(_as_context(turns), fields, name, alone, changes)
+    changes += [DIALOGUE_IN_TEXT] if dialogue_prompt(question) else []
+    return _Prompt(_as_context(turns), fields, name, alone, set(changes))
 
 
 def _as_context(turns: Sequence[Any]) -> list[Any]:
@@ -369,9 +378,9 @@ def _common_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> int
 
 
 def _trained_from(messages: Sequence[Message], start: int) -> list[Message]:
-    """Returns the turns, with those before `start` excluded from training."""
+    """Returns the turns, with those before `start`, the prompt, excluded from training."""
     return [
-        replace(message, train=message.train and index >= start)
+        replace(message, train=message.train and index >= start, in_prompt=index < start)
         for index, message in enumerate(messages)
     ]
 

@@ -66,6 +66,16 @@ def prepare(
         template_text(source, tokenizer)  # so that wrong names fail before an hour of reading
         check_arrays(source)
     job = Job(sources, tokenizer, rules)
+    opened = _opened(job, folder, key, progress, engine, cache_gib)
+    if not key:
+        job.add_notes(opened.report)
+    return opened
+
+
+def _opened(
+    job: Job, folder: str | Path, key: str | None, progress: bool, engine: Engine, cache_gib: float
+) -> Prepared:
+    """Opens the folder of a job, which is built if it does not exist; see `prepare`."""
     name = key or job.key()
     local, shared = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"
     stored = prepared.read_or_warn(local)
@@ -83,7 +93,7 @@ def prepare(
         if paths.is_remote(folder):
             paths.upload(local, shared, prepared.INDEX)
         stored = prepared.read(local)
-    return prepared.open_folder(local, stored, sources.all, rules.context_length)
+    return prepared.open_folder(local, stored, job.sources.all, job.rules.context_length)
 
 
 def _open_in_store(

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import json
-import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,10 @@ def _rebuilt(
         with _silent_transformers():
             theirs, library = converted(files, READS_ALL)
     except UserError as error:
-        print(
-            f"warning: {path}: transformers cannot read this tokenizer ({error}); its "
-            "tokenizer.json is read as it stands",
-            file=sys.stderr,
+        warnings.warn(
+            f"{path}: transformers cannot read this tokenizer ({error}); its tokenizer.json is "
+            "read as it stands",
+            stacklevel=2,
         )
         return None
     own = Library.from_str(files["tokenizer.json"].decode())
@@ -121,13 +121,13 @@ def _warn(path: Path, kind: str, parts: list[str], can_read_all: bool) -> None:
     as_it_stands = (
         f'; so do version 5 and training with "tokenizer_class": "{READS_ALL}" in {CONFIG}'
     )
-    print(
-        f"warning: {path}: {kind} of transformers {transformers.__version__} builds its own "
+    warnings.warn(
+        f"{path}: {kind} of transformers {transformers.__version__} builds its own "
         f"{' and '.join(parts)} instead of those in tokenizer.json, which gives some texts other "
         "ids; these are used here and in exports. Version 4, with which older models were "
         "trained, reads most files as they stand"
         f"{as_it_stands if can_read_all else ''}",
-        file=sys.stderr,
+        stacklevel=2,
     )
 
 

@@ -102,6 +102,8 @@ class SourceReport:
     """Number of records kept after each kind of change; a record may have several."""
     unread: Counter[str] = field(default_factory=Counter)
     """Number of kept records with each unread field, such as "record field `source`"."""
+    found: set[str] = field(default_factory=set)
+    """Names in the source's `fields` that a record or turn has."""
     notes: list[str] = field(default_factory=list)
     """Warnings, such as for a file that ends within a record."""
     source: int = 0
@@ -155,6 +157,7 @@ class SourceReport:
         self.records += part.records
         self.kept += part.kept
         self.notes += part.notes
+        self.found |= part.found
         for reason, count in part.dropped.items():
             self._count(self.dropped, reason, reason.split(":")[0], count)
         for change, count in part.repaired.items():
@@ -201,6 +204,7 @@ class SourceReport:
             "repaired": dict(sorted(self.repaired.items())),
             "unread": dict(sorted(self.unread.items())),
             "notes": list(self.notes),
+            **({"found": sorted(self.found)} if self.found else {}),
         }
 
     @classmethod
@@ -209,7 +213,7 @@ class SourceReport:
         counters = {
             name: Counter(state.get(name, {})) for name in ("dropped", "repaired", "unread")
         }  # earlier reports lack some
-        return cls(**{**state, **counters})
+        return cls(**{**state, **counters, "found": set(state.get("found", ()))})
 
 
 @dataclass

@@ -58,6 +58,7 @@ def role_of(name: str) -> str | None:
     return role
 
 
+@lru_cache(maxsize=1024)
 def is_call_role(name: str) -> bool:
     """Returns whether a role's name says that the text of its turn is a call in JSON."""
     return _normal(name) in _CALLS

@@ -4,6 +4,7 @@ SHAPES is their only table: docs/data.md shows it, and a record is read as the f
 fields it has.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,15 +19,21 @@ from data.fields import (
     TOKEN_FIELDS,
     first_present,
     has_value,
+    only_text,
     reasoning_of,
     shown_fields,
+    with_context,
 )
+from data.printable import printable
 from data.reasons import (
     BAD_HISTORY,
+    CONTEXT_FIRST,
     DIALOGUE_IN_TEXT,
     NO_SHAPE,
     NOT_TEXT,
     NOT_TURNS,
+    OPTIONS,
+    OTHER_ANSWERS,
     OTHER_REPLIES,
     QUESTIONS,
     SPLIT_TABLE,
@@ -86,9 +93,18 @@ PAIRS = (
     ("human", "bot"),
     ("user", "bot"),
     ("context", "response"),
+    ("question", "answers"),  # SQuAD's
+    ("input", "answers"),  # LongBench's
 )
-# Fields appended to a question after an empty line.
-_JOINED = {"instruction": ("input", "context"), "question": ("context",)}
+# Fields appended to an instruction after an empty line.
+_APPENDED = {"instruction": ("input", "context")}
+# What a question may be about; comes before it, if a record has only one of these.
+CONTEXTS = ("context", "document", "passage", "article")
+_QUESTIONS = frozenset(question for question, _ in PAIRS if question not in CONTEXTS)
+_WITHOUT_SPACE = re.compile("[!-~]+")  # a file's name, a URL or an id
+_REFERENCES = ("answer", "answers")  # which may be several
+# As in QuAIL and ReClor, whose answers are options.
+_RIGHT_OPTION = re.compile(r"label|.*correct.*|gold.*|answer_?(?:key|id|idx|index)", re.IGNORECASE)
 KNOWN = frozenset(  # fields of a record that are read
     (
         *TURN_LISTS,
@@ -314,14 +330,17 @@ def _pair(record: dict) -> RawTurns | None:
 
 def _exchange(record: dict, pair: tuple[str, str]) -> RawTurns:
     changes: list[str] = []
-    asked, fields = with_joined_fields(record, pair[0])
+    asked, fields = with_joined_fields(record, pair[0], changes)
+    answered = _first_answer(record, pair[1], changes)
     fields |= {pair[1], "history"}
     question = _question(asked, changes)
-    answer = None if question is None else _answer(record[pair[1]], question, changes)
+    if question and pair == ("prompt", "completion"):  # TRL's, whose loss begins after the prompt
+        question = _as_context(question)
+    answer = None if question is None else _answer(answered, question, changes)
     if question is None or answer is None:
         name = pair[0] if question is None else pair[1]
         raise Drop(f"{NOT_TEXT}`{name}` ({type(record[name]).__name__})")
-    if answer == _one_turn("assistant", record[pair[1]]):
+    if answer == _one_turn("assistant", answered):
         reasoning = reasoning_of(record)
         answer[-1].update(reasoning)
         fields.update(reasoning)
@@ -333,14 +352,55 @@ def _exchange(record: dict, pair: tuple[str, str]) -> RawTurns:
     return RawTurns(earlier + question + answer, fields, tuple(changes))
 
 
-def with_joined_fields(record: Mapping[str, Any], name: str) -> tuple[Any, set[str]]:
-    """Returns a question with the texts of the fields that belong to it, and the fields read."""
-    question = record[name]
-    joined = [other for other in _JOINED.get(name, ()) if isinstance(record.get(other), str)]
-    if not isinstance(question, str) or not joined:
+def with_joined_fields(
+    record: Mapping[str, Any], name: str, changes: list[str]
+) -> tuple[Any, set[str]]:
+    """Returns a question with the texts of the fields that belong to it, and the fields read.
+
+    Args:
+      record: the record.
+      name: the field of the question.
+      changes: receives what was changed.
+    """
+    question = only_text(record[name])
+    if not isinstance(question, str) or name not in _QUESTIONS:
         return question, {name}
-    texts = [question, *(record[other] for other in joined)]
-    return "\n\n".join(filter(None, texts)), {name, *joined}
+    appended = [other for other in _APPENDED.get(name, ()) if isinstance(record.get(other), str)]
+    question = "\n\n".join(filter(None, (question, *(record[other] for other in appended))))
+    others = [other for other in CONTEXTS if other not in _APPENDED.get(name, ())]
+    texts = {other: only_text(record.get(other)) for other in others}
+    contexts = [
+        other
+        for other, text in texts.items()
+        if isinstance(text, str)
+        and text
+        and (other == "context" or not _WITHOUT_SPACE.fullmatch(text))
+    ]
+    if len(contexts) == 1:
+        alone, question = question, with_context(question, texts[contexts[0]])
+        changes += [CONTEXT_FIRST.format(contexts[0])] if question != alone else []
+        appended += contexts
+    return question, {name, *appended}
+
+
+def _first_answer(record: Mapping[str, Any], name: str, changes: list[str]) -> Any:
+    """Returns an answer; the first one if its field has several texts to compare answers with."""
+    texts = _reference_texts(record[name]) if name in _REFERENCES else []
+    if len(set(texts)) > 1:
+        for other, value in record.items():
+            is_given = has_value(value) and not isinstance(value, bool)
+            if is_given and _RIGHT_OPTION.fullmatch(str(other)):
+                raise Drop(f"{OPTIONS}`{printable(str(other))[:80]}`")
+        changes.append(OTHER_ANSWERS)
+    return texts[0] if texts else only_text(record[name])
+
+
+def _reference_texts(value: object) -> list[str]:
+    """Returns reference answers: a text, those in a list, or SQuAD's; [] for anything else."""
+    if isinstance(value, str):
+        return [value]
+    texts = value.get("text") if isinstance(value, dict) else value
+    return texts if isinstance(texts, list) and all(isinstance(each, str) for each in texts) else []
 
 
 def _pair_of(record: dict) -> tuple[str, str] | None:
@@ -349,7 +409,9 @@ def _pair_of(record: dict) -> tuple[str, str] | None:
         (
             pair
             for pair in PAIRS
-            if record.get(pair[0]) is not None and record.get(pair[1]) is not None
+            if record.get(pair[0]) is not None
+            and record.get(pair[1]) is not None
+            and (pair[1] != "answers" or _reference_texts(record["answers"]))
         ),
         None,
     )

@@ -2,15 +2,18 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import fsspec
 
-from data import hub
+from data import cards, hub
+from data.errors import UserError
 from data.folders import is_unfinished
-from data.paths import File, is_remote, open_file_system
-from data.within import check_within
+from data.paths import File, expanded, is_remote, open_file_system
+from data.within import check_within, file_within
 
 # Caches that the library datasets keeps in a data folder, such as a filtered copy of the data.
 _CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(?:_\d+_of_\d+)?\.arrow")
@@ -20,65 +23,160 @@ _ABOUT_DATA = re.compile(
 )
 
 
-def find_files(
-    path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Path] = ()
-) -> list[File]:
-    """Returns the file at `path`, or all files of a tree with one of the suffixes, sorted.
+class Found(NamedTuple):
+    """What the path of a source stands for."""
 
-    For a Hugging Face data set, these are files in the local cache, without those about the data
-    set. None is hidden, from a folder in `left_out`, or a folder of prepared data or a run.
-    """
-    path, not_records = _local_dataset(path, suffixes)
-    with open_file_system(path) as (file_system, inner_path):
-        if not file_system.isdir(inner_path):
-            return [File(str(path))]
-        names = sorted(
-            name
-            for name in file_system.find(inner_path)
-            if _is_of_records(name, suffixes, not_records) and not _is_hidden(name, inner_path)
-        )
-        for name in () if is_remote(path) else names:
-            check_within(inner_path, name)
-        files = _files_of(file_system, path, names)
-    return _without_folders(files, path, left_out)
-
-
-def unread_files(
-    path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Path] = ()
-) -> list[str]:
-    """Returns the files of a tree that `find_files` passes over and that may hold records, sorted,
-    as their names below `path`.
+    files: list[File]
+    """The files to read, sorted; or the one at the path, which may not exist."""
+    unread: Sequence[str] = ()
+    """Files that are passed over and may hold records, sorted, as their names below the folder.
 
     These have another suffix, or one of these and a hidden name. Files about the data, such as
     README, and others in the cache of a Hugging Face data set are not among them.
     """
-    is_cached = hub.is_hub_dataset(path)
-    path, not_records = _local_dataset(path, suffixes)
-    with open_file_system(path) as (file_system, inner_path):
-        if not file_system.isdir(inner_path):
-            return []
-        names = sorted(
-            name
-            for name in file_system.find(inner_path)
-            if (
-                _is_of_records(name, suffixes, not_records)
-                if _is_hidden(name, inner_path)
-                else File(name).suffix not in suffixes
-                and not is_cached
-                and not _ABOUT_DATA.fullmatch(PurePosixPath(name).name)
-            )
-        )
-        files = _files_of(file_system, path, names)
-        below = {file: _below(name, inner_path) for file, name in zip(files, names, strict=True)}
-    return [below[file] for file in _without_folders(files, path, left_out)]
+    where: str = "in this folder"
+    """Which files were looked at, for a message that none can be read."""
+    notes: Sequence[str] = ()
+    """Warnings about the configurations of a data set."""
 
 
-def _local_dataset(path: str | Path, suffixes: Sequence[str]) -> tuple[str | Path, Sequence[str]]:
-    """Returns the local path of a Hugging Face data set and the names of files about it; of any
-    other path, itself."""
-    if hub.is_hub_dataset(path):
-        return hub.local_path(str(path), suffixes), hub.NOT_RECORDS
-    return path, ()
+class _Tree(NamedTuple):
+    """Files below a folder of a file system."""
+
+    folder: str
+    names: list[str]
+    """Their paths in the file system, sorted."""
+    is_pattern: bool = False
+    """Whether only those below what a pattern matches."""
+
+    @property
+    def where(self) -> str:
+        """See Found.where."""
+        return "that this pattern stands for" if self.is_pattern else "in this folder"
+
+    def below(self, name: str) -> str:
+        """Returns the path of a file below the folder."""
+        return name.removeprefix(self.folder).lstrip("/")
+
+
+def find_files(
+    path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Path] = ()
+) -> list[File]:
+    """Returns the files of `find`."""
+    return find(path, suffixes, left_out).files
+
+
+def find(path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Path] = ()) -> Found:
+    """Returns the file at `path`, or all files of a tree with one of the suffixes.
+
+    If nothing has the name in the last part of a path, this may be a pattern of files and folders.
+    For a Hugging Face data set, the files are in the local cache, without those about the data set.
+    If a card lists several configurations that have files, only those of the default one are read.
+    None is hidden, from a folder in `left_out`, or a folder of prepared data or a run.
+
+    Raises:
+      UserError: a card lists several configurations and no default one.
+    """
+    of_hub = hub.is_hub_dataset(path)
+    listed = hub.configurations(str(path)) if hub.is_whole(path) else []
+    alone = cards.read_alone(str(path), listed or [])
+    local = hub.local_path(str(path), suffixes, alone.patterns if alone else ()) if of_hub else path
+    with open_file_system(local) as (file_system, inner_path):
+        tree = _tree(file_system, local, inner_path)
+        if tree is None:
+            return Found([File(str(local))])
+        if hub.is_converted(path):
+            listed = cards.of_folders({tree.below(name).rpartition("/")[0] for name in tree.names})
+        elif not of_hub and not tree.is_pattern:
+            listed = _listed(file_system, local, tree)
+        alone = cards.read_alone(str(path), listed or [])
+        names, unread = _sorted_out(tree, suffixes, of_hub)
+        notes = [cards.UNKNOWN] if listed is None else []
+        if alone and listed:
+            notes = [cards.note(str(path), alone, listed, [*map(tree.below, names)])]
+            names = [name for name in names if alone.has(tree.below(name))]
+        for name in () if is_remote(local) else names:
+            check_within(tree.folder, name)
+        files = _files_of(file_system, local, names)
+        passed_over = dict(zip(_files_of(file_system, local, unread), unread, strict=True))
+    top = None if is_remote(local) else Path(tree.folder)
+    return Found(
+        _without_folders(files, top, left_out),
+        [tree.below(passed_over[file]) for file in _without_folders(passed_over, top, left_out)],
+        f"of its configuration {alone.name}" if alone else tree.where,
+        notes,
+    )
+
+
+def _tree(
+    file_system: fsspec.AbstractFileSystem, path: str | Path, inner_path: str
+) -> _Tree | None:
+    """Returns the files below a folder, or those that a pattern stands for; None for a path that is
+    neither.
+
+    Args:
+      path: with the store's prefix.
+      inner_path: within the file system.
+    """
+    if file_system.isdir(inner_path):
+        return _Tree(inner_path, sorted(file_system.find(inner_path)))
+    folder, _, last = inner_path.rpartition("/")
+    is_listed = not str(path).startswith(("http://", "https://"))  # where ? begins a query
+    if not (is_listed and cards.is_pattern(last)) or file_system.exists(inner_path):
+        return None
+    names: set[str] = set()
+    for entry in file_system.ls(folder, detail=True) if file_system.isdir(folder) else ():
+        name = entry["name"].rstrip("/")
+        # Some stores list the folder itself too.
+        if name != folder and fnmatchcase(name.rpartition("/")[2], last):
+            names |= {name} if entry["type"] == "file" else {*file_system.find(name)}
+    file_system.invalidate_cache(folder)  # files that come later, such as a run's, are seen
+    return _Tree(folder, sorted(names), is_pattern=True)
+
+
+def _listed(
+    file_system: fsspec.AbstractFileSystem, path: str | Path, tree: _Tree
+) -> list[cards.Configuration] | None:
+    """Returns the configurations that the card in a folder lists and whose files are there; None if
+    it cannot be read, such as a link out of the folder."""
+    name = f"{tree.folder.rstrip('/')}/{cards.NAME}"
+    if name not in tree.names:
+        return []
+    try:
+        if not (is_remote(path) or file_within(tree.folder, cards.NAME)):
+            return None
+    except UserError:
+        return None
+    with file_system.open(name, "rb") as file:
+        listed = cards.configurations(file.read(cards.MAX_BYTES + 1))
+    return listed and cards.with_files(listed, [*map(tree.below, tree.names)])
+
+
+def _sorted_out(tree: _Tree, suffixes: Sequence[str], of_hub: bool) -> tuple[list[str], list[str]]:
+    """Returns which files of a tree hold records and which are in Found.unread.
+
+    Args:
+      tree: the files.
+      suffixes: those of files to read.
+      of_hub: whether they are in the cache of a Hugging Face data set.
+    """
+    not_records = hub.NOT_RECORDS if of_hub else ()
+    names, unread = [], []
+    for name in tree.names:
+        is_hidden = any(part.startswith(".") for part in tree.below(name).split("/"))
+        if _is_of_records(name, suffixes, not_records):
+            if is_hidden:  # such as .ipynb_checkpoints; the library datasets leaves these out too
+                unread.append(name)
+            else:
+                names.append(name)
+        elif not is_hidden and not of_hub and _may_hold_records(name, suffixes):
+            unread.append(name)
+    return names, unread
+
+
+def _may_hold_records(name: str, suffixes: Sequence[str]) -> bool:
+    """Returns whether a file with another suffix may nevertheless be expected to be read."""
+    return File(name).suffix not in suffixes and not _ABOUT_DATA.fullmatch(PurePosixPath(name).name)
 
 
 def _is_of_records(name: str, suffixes: Sequence[str], not_records: Sequence[str]) -> bool:
@@ -91,16 +189,6 @@ def _is_of_records(name: str, suffixes: Sequence[str], not_records: Sequence[str
     )
 
 
-def _below(name: str, folder: str) -> str:
-    return name.removeprefix(folder).lstrip("/")
-
-
-def _is_hidden(name: str, folder: str) -> bool:
-    """Returns whether a part of the name below a folder begins with a dot, such as
-    .ipynb_checkpoints; the library datasets leaves these out too."""
-    return any(part.startswith(".") for part in _below(name, folder).split("/"))
-
-
 def _files_of(
     file_system: fsspec.AbstractFileSystem, path: str | Path, names: Sequence[str]
 ) -> list[File]:
@@ -109,32 +197,37 @@ def _files_of(
 
 
 def _without_folders(
-    files: Sequence[File], path: str | Path, left_out: Sequence[str | Path]
+    files: Collection[File], top: Path | None, left_out: Sequence[str | Path]
 ) -> list[File]:
-    """Returns the files outside of the folders `left_out` and of folders that we wrote."""
+    """Returns the files outside of the folders `left_out` and of folders that we wrote.
+
+    Args:
+      files: the files.
+      top: the local folder that they are in, if it is one; it may itself be one that we wrote.
+      left_out: folders, local or in a store.
+    """
     folders = [_whole_path(folder) for folder in left_out]
     ours = {
         folder: _is_ours(folder)
-        for folder in {parent for file in files for parent in _folders_between(path, file)}
+        for folder in {parent for file in files for parent in _folders_between(top, file)}
     }
     return [
         file
         for file in files
-        if not any(ours[parent] for parent in _folders_between(path, file))
+        if not any(ours[parent] for parent in _folders_between(top, file))
         and not any(_whole_path(file.path).startswith(f"{folder}/") for folder in folders)
     ]
 
 
 def _whole_path(path: str | Path) -> str:
     """Returns a canonical path, equal for two names of the same file or folder."""
-    return str(path).rstrip("/") if is_remote(path) else os.path.realpath(os.path.expanduser(path))
+    return str(path).rstrip("/") if is_remote(path) else os.path.realpath(expanded(path))
 
 
-def _folders_between(path: str | Path, file: File) -> list[Path]:
-    """Returns the local folders between `path` and a file in it."""
-    if is_remote(path):
+def _folders_between(top: Path | None, file: File) -> list[Path]:
+    """Returns the local folders between a folder and a file in it."""
+    if top is None:
         return []
-    top = Path(os.path.abspath(os.path.expanduser(path)))
     return [
         parent for parent in Path(file.path).parents if parent.is_relative_to(top) and parent != top
     ]

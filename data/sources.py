@@ -2,8 +2,7 @@
 
 import hashlib
 import itertools
-import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePosixPath
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import hub, preference, source_files, tables
+from data import cards, hub, preference, source_files, tables
 from data.clean import CleanConfig, Cleaner
 from data.conversation import DEFAULT_TEMPLATE, Conversation, Order, Record, Text, Tokens
 from data.errors import UserError
@@ -19,14 +18,14 @@ from data.fields import (
     RECORD_TARGETS,
     ROLE_TARGETS,
     TURN_TARGETS,
-    renamed,
+    FieldMap,
     shown_fields,
 )
 from data.paths import File
 from data.plain_records import NO_TEXT, NO_TOKENS, parse_text, parse_tokens
 from data.preference import PreferenceReader
 from data.printable import printable
-from data.reasons import NO_SHAPE, TREE_MESSAGE, Drop
+from data.reasons import MISSING, NO_SHAPE, TREE_MESSAGE, Drop
 from data.records import MAX_BYTES, Advance, OnlyObject, read_records, would_fit
 from data.report import Report, SourceReport
 from data.seen import Seen
@@ -36,7 +35,7 @@ from data.tokenizer import Tokenizer
 from data.trees import Forest, is_row
 
 # Reasons to drop what is not a record.
-_NO_RECORD = (NO_SHAPE, NO_TEXT, NO_TOKENS, preference.NO_PREFERENCE)
+_NO_RECORD = (NO_SHAPE, NO_TEXT, NO_TOKENS, MISSING, preference.NO_PREFERENCE)
 # Targets of `fields` in sources of other formats than sharegpt.
 _FIELDS = {
     "text": ("text", "prompt", "completion", "id"),
@@ -62,8 +61,6 @@ JSON = (".json", ".jsonl", ".jsonlines", ".ndjson")
 """Suffixes of files read as JSON or JSON lines."""
 MOST_NAMED = 5  # files in a message
 MOST_WEIGHT = 1_000_000
-CARD = "README.md"
-"""A file about a data set, if it begins like the hub's."""
 FORMATS = {
     "sharegpt": Format(
         (*JSON, *tables.SUFFIXES),
@@ -99,7 +96,8 @@ class Source:
     """
 
     path: str
-    """A file, or a folder of files, on this machine or in a store (gs://, s3://)."""
+    """A file, or a folder of files, on this machine or in a store (gs://, s3://); the last part may
+    be a pattern."""
     format: str = "sharegpt"
     """`sharegpt` (records with `conversations` of from/value, or `messages` of role/content),
     `text` (a plain text file is one document; records have `text`, or `prompt` and `completion`),
@@ -167,37 +165,53 @@ class Source:
         return FORMATS[self.format].would_work
 
     def files(self) -> list[File]:
-        """Returns the source's file, or those of its folder, sorted by path.
+        """Returns the source's file, or those of its folder or pattern, sorted by path.
 
         Raises:
-          UserError: the folder contains no file of the format.
+          UserError: the folder contains no file of the format, or has several configurations and no
+            default one.
         """
-        suffixes = FORMATS[self.format].suffixes
-        files = source_files.find_files(self.path, suffixes, self.left_out)
-        if not files:
+        found = self._found()
+        if not found.files:
+            suffixes = FORMATS[self.format].suffixes
             apart = f" apart from {', '.join(self.left_out)}" if self.left_out else ""
-            found = f" (found {unread})" if (unread := self.unread_files()) else ""
+            unread = f" (found {_named(found.unread)})" if found.unread else ""
             raise UserError(
-                f"{self.path}: no {' or '.join(suffixes)} file in this folder{apart}{found}; "
+                f"{self.path}: no {' or '.join(suffixes)} file {found.where}{apart}{unread}; "
                 f"{self.would_work}"
             )
-        return files
+        return found.files
 
-    def unread_files(self) -> str:
-        """Returns the names of files in the source's folder that are not read; "" without any."""
-        names = source_files.unread_files(self.path, FORMATS[self.format].suffixes, self.left_out)
-        others = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
-        return printable(", ".join(names[:MOST_NAMED])) + others
+    def _found(self) -> source_files.Found:
+        return source_files.find(self.path, FORMATS[self.format].suffixes, self.left_out)
 
-    def other_splits(self) -> list[str]:
-        """Returns files named like an evaluation split, if the data set has several splits.
+    def notes(self, is_held_out: bool) -> list[str]:
+        """Returns warnings about its path: which files are not read, or of other splits.
 
-        The user's other folders are read completely, whatever the files' names.
+        Args:
+          is_held_out: whether the source is not trained on.
         """
-        has_splits = (
-            hub.is_hub_dataset(self.path) or File(f"{self.path}/dataset_dict.json").exists()
-        )
-        return hub.other_splits([str(file) for file in self.files()]) if has_splits else []
+        found = self._found()
+        notes = [*found.notes]
+        if found.unread:
+            notes.append(
+                f"not read: {_named(found.unread)}; files whose names end in "
+                f"{', '.join(FORMATS[self.format].suffixes)}, perhaps compressed, are read unless "
+                "a part of the path begins with a dot"
+            )
+        others = [] if is_held_out else hub.other_splits([str(file) for file in found.files])
+        if others:
+            notes.append(
+                f"also reads {_named(others)}; the path of the training split's folder, file or "
+                "files, such as 'FOLDER/train*', leaves them out"
+            )
+        return notes
+
+
+def _named(names: Sequence[str]) -> str:
+    """Returns the first of some files' names, for a message."""
+    others = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+    return printable(", ".join(names[:MOST_NAMED])) + others
 
 
 @dataclass(frozen=True)
@@ -269,6 +283,7 @@ def read(
     reader = FileReader(source, number, clean, order)
     yield from reader.read(source.files(), source_report, advance)
     check_usable(source, source_report)
+    check_fields(source, source_report)
 
 
 @dataclass
@@ -319,6 +334,18 @@ def check_usable(source: Source, report: SourceReport) -> None:
         )
 
 
+def check_fields(source: Source, report: SourceReport) -> None:
+    """Raises UserError if no record of a source has a field that its `fields` name."""
+    if missing := [name for name in source.fields if name not in report.found]:
+        raise UserError(
+            printable(
+                f"data.sources: fields of {source.path}: none of its {report.records} records has "
+                f"{' or '.join(f'`{name}`' for name in missing)}; names that its records have, as "
+                "they are written there, would work"
+            )
+        )
+
+
 _Reader = Callable[[object], tuple[Record, Set[str], Set[str]]]
 """A function from a raw record to the record, its changes and its unread fields; raises Drop."""
 
@@ -333,7 +360,7 @@ class _RecordParser:
     def __init__(self, reader: FileReader, report: SourceReport):
         order = reader.order or order_of(reader.source.template)
         self._new_reader = partial(_reader_of, reader.source, reader.clean, order)
-        self._read = self._new_reader(reader.seen)
+        self._read = self._new_reader(reader.seen, report.found)
         self._number, self._report = reader.number, report
         self.forest = Forest(reader.clean.replies == "all")
 
@@ -400,19 +427,22 @@ class _RecordParser:
         """Returns whether a value is meant as a record, even a faulty one; nothing is counted or
         remembered."""
         try:
-            self._new_reader(set())(raw)
+            self._new_reader(set(), set())(raw)
         except Drop as drop:
             return not str(drop).startswith(_NO_RECORD)
         return True
 
 
-def _reader_of(source: Source, clean: CleanConfig, order: Order, seen: Seen) -> _Reader:
-    """Returns a function that reads a source's raw records; `seen` receives their hashes."""
+def _reader_of(
+    source: Source, clean: CleanConfig, order: Order, seen: Seen, found: set[str]
+) -> _Reader:
+    """Returns a function that reads a source's raw records; `seen` receives their hashes, `found`
+    the names in the source's `fields` that they have."""
     if source.format == "preference":
-        return PreferenceReader(clean, order, source.fields, seen).read
+        return PreferenceReader(clean, order, source.fields, seen, found).read
     if source.format == "sharegpt":
-        return partial(_read_conversation, Cleaner(clean, order, source.fields, seen))
-    return partial(_read_plain, source)
+        return partial(_read_conversation, Cleaner(clean, order, source.fields, seen, found))
+    return partial(_read_plain, source.format, FieldMap(source.fields, found))
 
 
 def _read_conversation(
@@ -428,10 +458,12 @@ def _read_conversation(
     return conversation, cleaned.changes, cleaned.unread
 
 
-def _read_plain(source: Source, raw: object) -> tuple[Text | Tokens, set[str], set[str]]:
-    if source.fields and isinstance(raw, dict):
-        raw = renamed(raw, source.fields)
-    if source.format == "tokens":
+def _read_plain(
+    format: str, names: FieldMap, raw: object
+) -> tuple[Text | Tokens, set[str], set[str]]:
+    if isinstance(raw, dict):
+        raw = names.record(raw)
+    if format == "tokens":
         return parse_tokens(raw)
     text, unread = parse_text(raw)
     return text, set(), unread
@@ -464,10 +496,7 @@ def _without_metadata(
 
 def _is_card(file: str, text: str) -> bool:
     """Returns whether a text is a README.md that begins with fields in YAML, as the hub's do."""
-    return (
-        PurePosixPath(file).name == CARD
-        and re.match(r"---\n.*?\n---(?:\n|\Z)", text, re.DOTALL) is not None
-    )
+    return PurePosixPath(file).name == cards.NAME and cards.has_fields(text)
 
 
 def _raw_records(

@@ -19,6 +19,7 @@ from data.added_tokens import CONFIG, LISTED, OLDER_CONFIG, parse_object
 from data.converted_tokenizer import BPE_FILES, WOULD_WORK, from_bpe_files, from_sentencepiece
 from data.errors import UserError, first_line
 from data.huggingface_engine import HuggingFace
+from data.paths import expanded
 from data.rebuilt_tokenizer import rebuilt
 from data.spans import ControlToken, Spans
 from data.within import check_within, check_writable, file_within, is_text
@@ -27,6 +28,8 @@ NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # beside the default one,
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # used with `tools`
 # Replaces chat_template.jinja.
 DEFAULT_TEMPLATE = "additional_chat_templates/default.jinja"
+# What another chat template makes obsolete.
+_REPLACED = (TOOL_TEMPLATE, DEFAULT_TEMPLATE, "chat_template.json")
 # The files of a tokenizer. A saved tokenizer has those that the original had.
 FILES = (
     "tokenizer.json",
@@ -175,7 +178,7 @@ class Tokenizer:
         Raises:
           UserError: there is no tokenizer at `path`, or it cannot be read.
         """
-        path = Path(path).expanduser()
+        path = expanded(path)
         if path.is_dir():
             files = {
                 name: file.read_bytes()
@@ -248,6 +251,14 @@ class Tokenizer:
         return tokenizer.with_template_date(self.template_date).with_template_kwargs(
             self.template_kwargs
         )
+
+    def with_chat_template(self, text: str) -> "Tokenizer":
+        """Returns this tokenizer with another chat template, as if its files had it."""
+        tokenizer = copy.copy(self)
+        tokenizer.__dict__.pop("fingerprint", None)
+        tokenizer._files = _with_template(self._files, text)
+        tokenizer.chat_template = text
+        return tokenizer
 
     def with_template_date(self, date: datetime) -> "Tokenizer":
         """Returns this tokenizer with another date for chat templates that write one."""
@@ -344,15 +355,8 @@ class Tokenizer:
         directory.mkdir(parents=True, exist_ok=True)
         files = {**self._files, **self._listing()}
         if chat_template is not None:
-            config = json.loads(files.get("tokenizer_config.json", b"{}"))
-            # A folder must not contain two default templates, nor another one for tools.
-            if (template := config.pop("chat_template", None)) is not None:
-                files["tokenizer_config.json"] = _dump_json(config)
-                for name, text in _templates_by_name(template).items():
-                    files.setdefault(NAMED_TEMPLATES.replace("*", name), (text or "").encode())
-            files["chat_template.jinja"] = chat_template.encode()
-            for name in (TOOL_TEMPLATE, DEFAULT_TEMPLATE, "chat_template.json"):
-                files.pop(name, None)
+            files = _with_template(files, chat_template)
+            for name in _REPLACED:
                 (directory / name).unlink(missing_ok=True)  # perhaps copied here before
             with contextlib.suppress(OSError):  # there is none, or it has other templates
                 (directory / TOOL_TEMPLATE).parent.rmdir()
@@ -411,6 +415,19 @@ def _chat_template(files: dict[str, bytes], config: dict, path: str) -> str | No
     # Jinja drops a newline after a tag, and a template's last one.
     first, second = tool_use.removesuffix("\n"), default.removesuffix("\n")
     return f"{{% if tools %}}{{{{ '' }}}}{first}{{% else %}}{{{{ '' }}}}{second}{{% endif %}}"
+
+
+def _with_template(files: Mapping[str, bytes], chat_template: str) -> dict[str, bytes]:
+    """Returns a tokenizer's files with this chat template as the only default one, and none for
+    tools."""
+    files = dict(files)
+    config = json.loads(files.get(CONFIG, b"{}"))
+    if (template := config.pop("chat_template", None)) is not None:
+        files[CONFIG] = _dump_json(config)
+        for name, text in _templates_by_name(template).items():
+            files.setdefault(NAMED_TEMPLATES.replace("*", name), (text or "").encode())
+    files["chat_template.jinja"] = chat_template.encode()
+    return {name: content for name, content in files.items() if name not in _REPLACED}
 
 
 def _templates_by_name(template: Any) -> dict[str, Any]:

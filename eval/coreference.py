@@ -19,12 +19,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from data.conversation import Message
-from data.synthetic.words import ADJECTIVES, NOUNS
+from data.synthetic import words
 from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
 from trainer import entry
 from trainer.options import AtLeastOne, AtLeastZero, EachOnce, Tokens, option, parser_of
 
+# Arrays, since a draw from a list turns it into one each time.
+ADJECTIVES, NOUNS = np.array(words.ADJECTIVES), np.array(words.NOUNS)
 FORMS = ("poem", "riddle", "letter", "story", "speech", "song", "recipe", "prayer")
 NEW_TOKENS = 160
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")

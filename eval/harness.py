@@ -18,12 +18,13 @@ import dataclasses
 import difflib
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data.conversation import Message
-from data.errors import UserError
+from data.errors import UserError, first_line
 from data.outputs import output_files
 from data.printable import printable
 from data.templates import Unfinished, unfinished
@@ -31,7 +32,16 @@ from eval import adapters, runner
 from eval.generation_settings import AnswerForm
 from eval.scoring import Z95
 from trainer import entry
-from trainer.options import AtLeastOne, AtLeastZero, Tokens, check_each_once, option, parser_of
+from trainer.options import (
+    AtLeastOne,
+    AtLeastZero,
+    FreeText,
+    JsonObject,
+    Tokens,
+    check_each_once,
+    option,
+    parser_of,
+)
 
 if TYPE_CHECKING:
     from model.decode import Generator, Scores
@@ -46,6 +56,15 @@ class Options:
     )
     tasks: str = option("task names, separated by commas")
     include_path: str | None = option("folder with your own tasks", None, metavar="DIR")
+    metadata: JsonObject | None = option(
+        "what tasks that make their own data are told, as JSON, such as "
+        "'{\"max_seq_lengths\": [4096, 8192]}' for lm-eval's RULER",
+        None,
+        metavar="JSON",
+    )
+    system_instruction: FreeText | None = option(
+        "a system message before each question", None, metavar="TEXT"
+    )
     few_shot: AtLeastZero | None = option(
         "number of examples before a question (default: the task's)", None
     )
@@ -64,6 +83,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return runner.parse(parser, argv)
 
 
+class Asked(NamedTuple):
+    """The tokens of a request: of its prompt (None for a rolling likelihood), and of all that the
+    model reads and answers."""
+
+    prompt: int | None
+    whole: int
+
+
 @dataclasses.dataclass
 class Harness:
     """Answers lm-eval's requests to a model, by token ids.
@@ -74,6 +101,7 @@ class Harness:
       truncated: number of prompts cut so far.
       windowed: number of texts scored in several windows so far.
       continued: contexts continued so far; the numbering makes their samples independent.
+      asked: all requests so far, by task.
 
     Raises:
       UserError: no text of this length can be scored, or it does not fit in memory.
@@ -89,6 +117,7 @@ class Harness:
     """Prompts in the chat template, by text: encoding the text again would spell out control
     tokens."""
     chats_sorted: list[str] = dataclasses.field(default_factory=list)
+    asked: dict[str, list[Asked]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.length < 2:
@@ -148,11 +177,34 @@ class Harness:
         self.truncated += 1
         return ids[len(ids) + room - self.length :]
 
-    def likelihoods(self, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
+    @property
+    def beyond(self) -> int:
+        """The number of requests so far that exceed the trained length."""
+        return sum(self._exceeds(asked) for asked in itertools.chain(*self.asked.values()))
+
+    def _exceeds(self, asked: Asked) -> bool:
+        return asked.whole > self.opened.respondent.trained_length
+
+    def lengths_of(self, tasks: Iterable[str]) -> dict[str, Any]:
+        """Returns the mean length of some tasks' prompts, and whether any request exceeds the
+        trained length, for results.json."""
+        requests = [asked for task in tasks for asked in self.asked.get(task, ())]
+        prompts = [asked.prompt for asked in requests if asked.prompt is not None]
+        return {
+            "prompt_tokens": sum(prompts) / len(prompts) if prompts else None,
+            "beyond_trained_length": any(map(self._exceeds, requests)),
+        }
+
+    def likelihoods(
+        self, pairs: list[tuple[str, str]], tasks: Sequence[str] = ()
+    ) -> list[tuple[float, bool]]:
         """Returns each continuation's log-likelihood, and whether greedy decoding gives it.
 
         Spaces at a context's end belong to the continuation, as in lm-eval. Together they may have
         `length` + 1 tokens: nothing is generated, and the last token is no input of the model.
+
+        Args:
+          tasks: of each pair.
         """
         texts, starts = [], []
         for context, continuation in pairs:
@@ -164,15 +216,23 @@ class Harness:
             start = max(min(len(before), len(whole) - 1), 1)
             texts.append(self._cut(whole, -1))
             starts.append(max(start - (len(whole) - len(texts[-1])), 1))
+        for task, text, start in zip(tasks, texts, starts, strict=False):
+            self.asked.setdefault(task, []).append(Asked(start, len(text) - 1))
         scores = self._score(texts, starts)
         return [(sum(score.log_likelihoods), all(score.is_greedy)) for score in scores]
 
-    def rolling(self, texts: list[str]) -> list[float]:
+    def rolling(self, texts: list[str], tasks: Sequence[str] = ()) -> list[float]:
         """Returns each text's log-likelihood; longer texts are scored in lm-eval's windows, each of
-        up to `length` scored tokens."""
+        up to `length` scored tokens.
+
+        Args:
+          tasks: of each text.
+        """
         totals = []
-        for text in texts:
+        for text, task in itertools.zip_longest(texts, tasks):
             windows = _rolling_windows(self._after_something(self._encode(text)), self.length)
+            longest = max((len(before) + len(scored) for before, scored in windows), default=1)
+            self.asked.setdefault(task, []).append(Asked(None, longest - 1))
             self.windowed += len(windows) > 1
             scores = self._score(
                 [before + scored for before, scored in windows],
@@ -227,6 +287,9 @@ class Harness:
             self._cut(self._encode(context) or self._after_something([]), new_tokens)
             for context, new_tokens in zip(contexts, most, strict=True)
         ]
+        for answer, prompt, new_tokens in zip(answers, ids, most, strict=True):
+            asked = Asked(len(prompt), len(prompt) + new_tokens)
+            self.asked.setdefault(answer.task, []).append(asked)
         texts = [""] * len(ids)
         for new_tokens in sorted(set(most)):
             numbers = [i for i, number in enumerate(most) if number == new_tokens]
@@ -306,10 +369,12 @@ def make_model(harness: Harness) -> Any:
         tokenizer_name = "longstripe"
 
         def loglikelihood(self, requests, disable_tqdm=False):
-            return harness.likelihoods([request.args for request in requests])
+            tasks = [request.task_name for request in requests]
+            return harness.likelihoods([request.args for request in requests], tasks)
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
-            return harness.rolling([request.args[0] for request in requests])
+            tasks = [request.task_name for request in requests]
+            return harness.rolling([request.args[0] for request in requests], tasks)
 
         def generate_until(self, requests, disable_tqdm=False):
             is_greedy = not harness.opened.respondent.sampling.temperature
@@ -327,11 +392,17 @@ def make_model(harness: Harness) -> Any:
     return LongstripeLM()
 
 
-def rows_of(results: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(
+    results: dict[str, Any], lengths_of: Callable[[list[str]], dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Returns lm-eval's metrics for results.json, with normal intervals.
 
     Where lm-eval has no standard error, as for perplexities and for a single question, both ends of
-    the interval are None.
+    the interval are None. Its RULER has a metric per length, -1 at lengths that were not asked for;
+    these are left out.
+
+    Args:
+      lengths_of: see `Harness`.
     """
     rows = []
     for task, metrics in results["results"].items():
@@ -339,6 +410,8 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, Any]]:
             metric, _, filtered = name.partition(",")
             # One without a filter, such as sample_len, is no metric.
             if not isinstance(value, int | float) or "stderr" in metric or not filtered:
+                continue
+            if metric.isdecimal() and value == -1:
                 continue
             error = metrics.get(f"{metric}_stderr,{filtered}")
             around = Z95 * error if isinstance(error, int | float) else None
@@ -352,18 +425,22 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, Any]]:
                     "score": value,
                     "low": None if around is None else value - around,
                     "high": None if around is None else value + around,
-                    "prompt_tokens": 0,
-                    "beyond_trained_length": False,
                 }
+                | lengths_of(_parts(task, results))
             )
     return rows
 
 
+def _parts(task: str, results: dict[str, Any]) -> list[str]:
+    """Returns a task, or all tasks of a group."""
+    parts = results.get("group_subtasks", {}).get(task, ())
+    return [name for part in parts for name in _parts(part, results)] or [task]
+
+
 def _cases(task: str, results: dict[str, Any]) -> int:
     """Returns the number of questions of a task, or of all tasks of a group."""
-    count = results.get("n-samples", {}).get(task, {}).get("effective", 0)
-    parts = results.get("group_subtasks", {}).get(task, ())
-    return count or sum(_cases(part, results) for part in parts)
+    samples = results.get("n-samples", {})
+    return sum(samples.get(part, {}).get("effective", 0) for part in _parts(task, results))
 
 
 def check_tasks(tasks: Sequence[str], known: Collection[str]) -> None:
@@ -379,18 +456,26 @@ def check_tasks(tasks: Sequence[str], known: Collection[str]) -> None:
         )
 
 
-def _tasks(args: argparse.Namespace) -> tuple[list[str], Any]:
+def _tasks(args: argparse.Namespace, metadata: dict[str, Any]) -> tuple[list[str], Any]:
     """Returns the names of the tasks, and lm-eval's TaskManager.
+
+    Args:
+      metadata: what the manager tells tasks that make their own data; it keeps the dictionary,
+        unless that is empty.
 
     Raises:
       UserError: a flag is wrong, or lm-eval is not installed.
     """
     runner.check_flags(args)
-    if args.template and not args.chat:
-        raise UserError(
-            "--template: questions are asked in a chat template only with --chat; with both, or "
-            "neither, it would work"
-        )
+    for flag, value in (
+        ("--template", args.template),
+        ("--template-kwargs", args.template_kwargs),
+    ):
+        if value and not args.chat:
+            raise UserError(
+                f"{flag}: questions are asked in a chat template only with --chat; with both, or "
+                "neither, it would work"
+            )
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
@@ -401,29 +486,70 @@ def _tasks(args: argparse.Namespace) -> tuple[list[str], Any]:
         raise UserError(f"--include-path: {printable(args.include_path)} is not a folder")
     tasks = args.tasks.split(",")
     check_each_once("--tasks", tasks)
-    task_manager = TaskManager(include_path=args.include_path)
+    task_manager = TaskManager(include_path=args.include_path, metadata=metadata)
     check_tasks(tasks, task_manager.all_tasks)
     return tasks, task_manager
 
 
+def tokenizer_of(folder: Path) -> str:
+    """Returns the folder of a model's tokenizer, for tasks that make their own data; "" if
+    transformers would run code of the model to read it, as lm-eval allows."""
+    for name in ("tokenizer_config.json", "config.json"):
+        if (folder / name).is_file() and b"auto_map" in (folder / name).read_bytes():
+            return ""
+    return str(folder)
+
+
+def _evaluate_tasks(
+    args: argparse.Namespace, tasks: list[str], task_manager: Any, harness: Harness
+) -> dict[str, Any]:
+    """Returns lm-eval's results.
+
+    Raises:
+      UserError: a task cannot be loaded: it needs a package or data that are not there.
+    """
+    import lm_eval
+
+    try:
+        return lm_eval.simple_evaluate(
+            model=make_model(harness),
+            tasks=tasks,
+            num_fewshot=args.few_shot,
+            limit=args.limit,
+            apply_chat_template=args.chat,
+            system_instruction=args.system_instruction,
+            task_manager=task_manager,
+        )
+    except UserError:
+        raise
+    except Exception as error:
+        if harness.asked:
+            raise
+        raise UserError(
+            f"--tasks: {args.tasks}: cannot be loaded ({type(error).__name__}: {first_line(error)})"
+        ) from error
+
+
 def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Evaluates the tasks and writes the results."""
-    tasks, task_manager = _tasks(args)
+    metadata = {"tokenizer": "", **(args.metadata or {})}  # known once the model is opened
+    tasks, task_manager = _tasks(args, metadata)
     import lm_eval
 
     markers = {"results.json": b'"evaluation": "lm-eval"', "lm_eval.json": b'"n-shot"'}
     folder = output_files(args.output, markers)
     opened = runner.open_respondent(args)
     harness = Harness(opened, args.length or opened.respondent.trained_length, args.max_new_tokens)
-    results = lm_eval.simple_evaluate(
-        model=make_model(harness),
-        tasks=tasks,
-        num_fewshot=args.few_shot,
-        limit=args.limit,
-        apply_chat_template=args.chat,
-        task_manager=task_manager,
-    )
-    rows = rows_of(results)
+    metadata["tokenizer"] = metadata["tokenizer"] or tokenizer_of(opened.tokenizer_path)
+    results = _evaluate_tasks(args, tasks, task_manager, harness)
+    rows = rows_of(results, harness.lengths_of)
+    if harness.beyond:
+        print(
+            f"warning: {harness.beyond} of {sum(map(len, harness.asked.values()))} requests take "
+            f"more than {opened.respondent.trained_length} tokens with their answers, which is "
+            "beyond the trained length; the results of their tasks are marked so",
+            file=sys.stderr,
+        )
     if harness.truncated:
         print(
             f"warning: {harness.truncated} prompts were longer than {harness.length} tokens and "
@@ -439,10 +565,14 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
         "tasks": args.tasks,
         "truncated_prompts": harness.truncated,
         "texts_in_windows": harness.windowed,
+        "requests_beyond_trained_length": harness.beyond,
         "length": harness.length,
         "max_new_tokens": harness.new_tokens,
         "lm_eval": lm_eval.__version__,
     }
+    for name in ("metadata", "system_instruction"):
+        if getattr(args, name) is not None:
+            about[name] = getattr(args, name)
     content = {
         "evaluation": "lm-eval",
         "about": about,

@@ -79,11 +79,11 @@ def _whole_lines(content: bytes) -> tuple[list[dict[str, Any]], int]:
 
 def _answers(path: Path, lines: list[dict[str, Any]], about: dict[str, Any]) -> dict[str, Answer]:
     """Returns the answers in a journal's lines; errors as in `Journal`."""
-    for name, value in about.items():
-        if lines[0].get(name) != value:
+    for name in {**about, **lines[0]}:
+        if lines[0].get(name) != about.get(name):
             raise UserError(
-                f"{path}: has answers with {name} = {lines[0].get(name)!r}, now it is {value!r}; "
-                "another --output, or removing this file, would work"
+                f"{path}: has answers with {name} = {lines[0].get(name)!r}, now it is "
+                f"{about.get(name)!r}; another --output, or removing this file, would work"
             )
     try:
         return {line["key"]: Answer(line["generated"], line["prompt_tokens"]) for line in lines[1:]}

@@ -54,7 +54,7 @@ class LineCase:
     correct_line: str
     """The line that contains the expected number."""
     source: str = "generated"
-    """Name of the file that the case was read from."""
+    """Name of the file that the case was read from; a path if another file has the same name."""
     key_style: str = ""
     """One of KEY_STYLES, or "" if the file does not say."""
 

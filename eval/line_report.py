@@ -1,5 +1,6 @@
 """The report of a line-retrieval evaluation: a table, result files, and plots."""
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -12,12 +13,13 @@ from data.errors import UserError
 from data.outputs import PICTURE_METADATA
 from data.within import read_json
 from eval import pictures
-from eval.scoring import Outcome, Score, score, wilson
+from eval.scoring import Outcome, Score, group_of, score, wilson
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Console
 
+BEYOND = ", beyond trained length"
 DEPTHS = 5  # equal parts of a prompt for counting errors
 
 
@@ -78,23 +80,25 @@ def write(
 
 
 def by_depth(outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """Returns accuracies and 95% Wilson intervals by family, number of lines and depth.
+    """Returns accuracies and 95% Wilson intervals by depth, of the groups of `scoring.score`.
 
     The depth is the interval of the prompt, from depth_from to depth_to, where the requested line
     begins.
     """
-    groups: dict[tuple[str, int, int], list[Outcome]] = {}
+    groups: dict[tuple[str, int, str, bool, int], list[Outcome]] = {}
     for outcome in outcomes:
         part = min(int(outcome.case.depth * DEPTHS), DEPTHS - 1)
-        groups.setdefault((outcome.case.family, outcome.case.num_lines, part), []).append(outcome)
+        groups.setdefault((*group_of(outcome), part), []).append(outcome)
     rows = []
-    for (family, lines, part), group in sorted(groups.items()):
+    for (family, lines, source, beyond, part), group in sorted(groups.items()):
         right = sum(outcome.right for outcome in group)
         low, high = wilson(right, len(group))
         rows.append(
             {
                 "family": family,
+                "source": source,
                 "num_lines": lines,
+                "beyond_trained_length": beyond,
                 "depth_from": part / DEPTHS,
                 "depth_to": (part + 1) / DEPTHS,
                 "cases": len(group),
@@ -167,24 +171,33 @@ def print_table(scores: list[Score], console: "Console | None" = None) -> None:
 
 
 def curves(scores: list[Score]) -> dict[tuple[str, bool], list[Score]]:
-    """Groups the scores of one curve: one family, within or beyond the trained length."""
+    """Groups the scores of one curve: one family, within or beyond the trained length, and one
+    source if two of the family have equal numbers of lines."""
+    sides = ((item.family, item.num_lines, item.beyond_trained_length) for item in scores)
+    apart = {family for (family, *_), count in collections.Counter(sides).items() if count > 1}
     groups: dict[tuple[str, bool], list[Score]] = {}
     for item in scores:
-        groups.setdefault((item.family, item.beyond_trained_length), []).append(item)
+        name = f"{item.family}, {item.source}" if item.family in apart else item.family
+        groups.setdefault((name, item.beyond_trained_length), []).append(item)
     return groups
 
 
 def plot_depths(rows: list[dict[str, Any]], path: str | pathlib.Path, title: str = "") -> None:
-    """Plots accuracy and interval against depth, a curve per number of lines."""
+    """Plots accuracy and interval against depth, a curve per source and number of lines; dashed
+    with open markers beyond the trained length. The label has the source if two have equal numbers
+    of lines."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    curves: dict[tuple[str, int, str, bool], list[dict[str, Any]]] = {}
+    for row in rows:
+        key = row["family"], row["num_lines"], row["source"], row["beyond_trained_length"]
+        curves.setdefault(key, []).append(row)
+    sources = collections.Counter(key[:2] for key in {key[:3] for key in curves})
+    figure = Figure(figsize=(8, 4 + 0.2 * len(curves)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    keys = dict.fromkeys((row["family"], row["num_lines"]) for row in rows)
-    for number, (family, lines) in enumerate(keys):
-        group = [row for row in rows if (row["family"], row["num_lines"]) == (family, lines)]
+    for number, ((family, lines, source, beyond), group) in enumerate(curves.items()):
         errors = [
             [row["accuracy"] - row["low"] for row in group],
             [row["high"] - row["accuracy"] for row in group],
@@ -195,7 +208,10 @@ def plot_depths(rows: list[dict[str, Any]], path: str | pathlib.Path, title: str
             yerr=[[max(error, 0) for error in side] for side in errors],
             capsize=3,
             **pictures.style(number),
-            label=f"{family}, {lines:,} lines",
+            **_line_style(beyond),
+            label=f"{family}, {lines:,} lines"
+            + (f", {source}" if sources[family, lines] > 1 else "")
+            + (BEYOND if beyond else ""),
         )
     axes.set(
         xlabel="depth of the line in the prompt",
@@ -205,7 +221,7 @@ def plot_depths(rows: list[dict[str, Any]], path: str | pathlib.Path, title: str
     )
     axes.grid(alpha=0.3)
     if rows:
-        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+        figure.legend(loc="outside lower center", fontsize="small")
     figure.suptitle(
         textwrap.fill(f"Line retrieval by depth  {title}".strip(), 80), fontsize="medium"
     )
@@ -268,10 +284,16 @@ def _plot_curve(
         ],
         capsize=3,
         **style,
-        linestyle="--" if beyond else "-",
-        markerfacecolor="white" if beyond else None,
-        label=label + (", beyond trained length" if beyond else ""),
+        **_line_style(beyond),
+        label=label + (BEYOND if beyond else ""),
     )
+
+
+def _line_style(beyond: bool) -> dict[str, Any]:
+    return {
+        "linestyle": "--" if beyond else "-",
+        "markerfacecolor": "white" if beyond else None,
+    }
 
 
 def _label_lines(axes: "Axes", scores: list[Score]) -> None:

@@ -15,17 +15,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from data.errors import UserError
 from data.outputs import results_folder
-from eval import adapters, line_cases, line_report, runner, scoring, suite
+from eval import (
+    adapters,
+    line_cases,
+    line_report,
+    pictures,
+    runner,
+    scoring,
+    suite,
+    thoughts,
+)
 from eval.live_test import Count, LiveTest
 from model.attention.names import Tokens
 from trainer import entry, options
 from trainer.config.require import require
-from trainer.options import AtLeastZero, EachOnce, option, parser_of
+from trainer.options import AtLeastZero, EachOnce, check_each_once, option, parser_of
 
 MOST_TOKENS = 1_100_000  # in a generated case
 
@@ -94,16 +104,30 @@ def gather_cases(args: argparse.Namespace) -> list[line_cases.LineCase]:
     for tokens in args.tokens:
         if tokens > MOST_TOKENS:
             raise UserError(f"--tokens: found {tokens}; up to {MOST_TOKENS} would work")
-    cases = []
+    cases, names = [], _source_names(args.cases)
     for path in args.cases:
         if path.isdecimal() and not Path(path).exists():
             raise UserError(
                 f"--cases: found {path}, which is not a file of cases; --count {path} would "
                 "generate that many for each of --lines or --tokens"
             )
-        file_cases = line_cases.read(path)
+        file_cases = [
+            dataclasses.replace(case, source=names[path]) for case in line_cases.read(path)
+        ]
         cases += file_cases[: args.limit] if args.limit else file_cases
     return cases + [case for lines in args.lines for case in _generate(args, lines)]
+
+
+def _source_names(paths: Sequence[str]) -> dict[str, str]:
+    """Returns the files' names, with as much of their paths as tells equal names apart.
+
+    Raises:
+        UserError: two paths are the same file.
+    """
+    check_each_once("--cases", [str(Path(path).resolve()) for path in paths])
+    names = {path: Path(path).name for path in paths}
+    repeated = [path for path in paths if list(names.values()).count(names[path]) > 1]
+    return names | pictures.short_names(repeated)
 
 
 def _check_used(args: argparse.Namespace) -> None:
@@ -134,7 +158,7 @@ def cases_that_fill(
     """Returns generated cases that take at most `tokens`, answers included, with equal line counts.
 
     Raises:
-        UserError: not even one line fits.
+        UserError: not even one line fits, or there are too few keys for as many lines.
     """
 
     def length(case: line_cases.LineCase) -> int:
@@ -152,6 +176,12 @@ def cases_that_fill(
     while lines:
         cases = _generate(args, lines)
         longest = max(map(length, cases))
+        if lines == most and longest < suite.LEAST_FILLED * tokens:
+            raise UserError(
+                f"--tokens: found {tokens}, but a case of {most} lines, the most that --keys "
+                f"{args.keys} has keys for, takes {longest} tokens with its answer; {longest} or "
+                "less would work"
+            )
         if longest <= tokens:
             return cases
         lines -= max(1, lines * (longest - tokens) // longest)
@@ -159,6 +189,30 @@ def cases_that_fill(
         f"--tokens: a case of one line takes {first_length(1)} tokens with its answer, found "
         f"{tokens}; more would work"
     )
+
+
+def _cases_of_tokens(
+    args: argparse.Namespace, respondent: runner.Respondent
+) -> list[line_cases.LineCase]:
+    """Returns the cases of --tokens.
+
+    Raises:
+        UserError: as `cases_that_fill`; or cases of another length have as many lines, so that they
+          are the same.
+    """
+    cases = []
+    given = {lines: f"--lines {lines}" for lines in args.lines}
+    for tokens in args.tokens:
+        filled = cases_that_fill(tokens, args, respondent)
+        lines = filled[0].num_lines
+        if lines in given:
+            raise UserError(
+                f"--tokens: {tokens} tokens hold {lines} lines, as many as {given[lines]}: the "
+                "same cases would be counted twice; either without the other would work"
+            )
+        given[lines] = f"--tokens {tokens}"
+        cases += filled
+    return cases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,22 +273,27 @@ def evaluate(args: argparse.Namespace) -> list[scoring.Score]:
     results_folder(args.output, '"within_trained_length"', "line_retrieval.png", "line_depth.png")
     opened = runner.open_respondent(args)
     respondent = opened.respondent
-    cases += [case for tokens in args.tokens for case in cases_that_fill(tokens, args, respondent)]
-    answers = opened.answer(
-        [runner.Prompt(case.prompt, args.max_new_tokens) for case in cases], args.output
-    )
+    cases += _cases_of_tokens(args, respondent)
+    prompts = [runner.Prompt(case.prompt, args.max_new_tokens) for case in cases]
+    answers = opened.answer(prompts, args.output)
+    scored, counts = respondent.without_thoughts(prompts, answers)
     outcomes = [
-        scoring.outcome(
-            case,
-            answer.generated,
-            answer.prompt_tokens,
-            respondent.trained_length,
-            args.max_new_tokens,
+        dataclasses.replace(
+            scoring.outcome(
+                case,
+                answer.generated,
+                answer.prompt_tokens,
+                respondent.trained_length,
+                args.max_new_tokens,
+            ),
+            scored=said.generated,
         )
-        for case, answer in zip(cases, answers, strict=True)
+        for case, answer, said in zip(cases, answers, scored, strict=True)
     ]
-    about = opened.about | {"seed": args.seed, "max_new_tokens": args.max_new_tokens}
+    about = opened.about | {"seed": args.seed, "max_new_tokens": args.max_new_tokens} | counts
     scores = line_report.write(outcomes, args.output, about, others)
+    if note := thoughts.line(counts):
+        print(note, file=sys.stderr)
     print(f"wrote {args.output}/results.json, cases.jsonl, line_retrieval.png and line_depth.png")
     return scores
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import jax
 
 from data.errors import UserError
-from eval import coreference, line_retrieval, needle, ruler, runner, suite
+from eval import coreference, line_retrieval, needle, ruler, runner, suite, thoughts
 from eval.live_test import LiveTest
 from model import lengths
 from trainer.config.parsing import section
@@ -128,7 +128,7 @@ class LiveEvaluation:
                 "evaluations: found some in a run on trajectories, which answers no questions; "
                 "leave them out"
             )
-        self.test, self.run_config = test, run
+        self.test, self.run_config, self.noted = test, run, False
         self.name, self.every = test.name or test.test, test.every
 
     def prepare(self, objective: Objective, builder: StepBuilder) -> None:
@@ -160,9 +160,18 @@ class LiveEvaluation:
 
     def run(self, params: Params, step: int) -> dict[str, float]:
         """Answers all questions with these parameters."""
-        answers = _answers(self.respondent, params, [case.prompt for case in self.cases])
-        results = suite.results_of(self.cases, answers, self.respondent.trained_length)
+        prompts = [case.prompt for case in self.cases]
+        answers = _answers(self.respondent, params, prompts)
+        scored, counts = self.respondent.without_thoughts(prompts, answers)
+        self._note(thoughts.line(counts, "data.chat_template_kwargs with enable_thinking: false"))
+        results = suite.results_of(self.cases, scored, self.respondent.trained_length)
         return {self._metric(result): result.score for result in results}
+
+    def _note(self, line: str) -> None:
+        """Prints a line about the answers, once."""
+        if line and not self.noted and jax.process_index() == 0:
+            print(line, file=sys.stderr, flush=True)
+        self.noted = self.noted or bool(line)
 
     @property
     def metrics(self) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -26,6 +27,7 @@ from trainer.config.require import require
 from trainer.options import AtLeastOne, AtLeastZero, EachOnce, Tokens, option, parser_of
 
 NEW_TOKENS = 64
+MOST_CHARACTERS = 8  # per token, of the part of a text that cases hold
 
 
 def read_haystack(path: str | None) -> Haystack:
@@ -47,6 +49,25 @@ def read_haystack(path: str | None) -> Haystack:
             f"--text: {path} has no sentence; a book or essays as plain text would work"
         )
     return haystack
+
+
+def check_sentences(path: str, haystack: Haystack, lengths: Sequence[int], count: Count) -> None:
+    """Raises UserError if one of a text's sentences fills half of the shortest case: needles are
+    hidden between sentences."""
+    ends = itertools.accumulate(map(len, haystack.sentences))
+    reached = [
+        sentence
+        for sentence, end in zip(haystack.sentences, ends, strict=True)
+        if end - len(sentence) <= MOST_CHARACTERS * max(lengths)
+    ]
+    longest = max(reached, key=len)
+    tokens = count(runner.Prompt(longest, 0)) - count(runner.Prompt("?", 0))
+    if 2 * tokens > min(lengths):
+        raise UserError(
+            f"--text: {path} has a sentence of {tokens} tokens, {longest[:30]!r}..., and "
+            f"--tokens of {min(lengths)}; {2 * tokens} or more, or a text whose sentences end "
+            "with . ! ? and a space, or with 。！？, would work"
+        )
 
 
 def make_cases(
@@ -149,6 +170,8 @@ def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     haystack = read_haystack(args.text)
     suite.results_folder(args.output, "needle")
     opened = runner.open_respondent(args)
+    if args.text:
+        check_sentences(args.text, haystack, args.tokens, opened.respondent.length)
     cases = make_cases(
         opened.respondent.length,
         args.tokens,

@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from data.conversation import Message
-from data.errors import UserError
+from data.errors import UserError, nearest
 from data.templates import NAMES, end_ids, jinja_template, missing_controls, unfinished
+from data.templates.rendering import RESERVED
+from data.templates.sandbox import variables_of
 from data.tokenizer import Tokenizer
 from model.config import TransformerConfig
 
@@ -78,6 +82,25 @@ def check_template(template: str, tokenizer: Tokenizer) -> None:
             f"--template: found {template}, and the model's tokenizer has no {', '.join(lacking)}; "
             f"{', '.join(usable) or 'a template of its own, with its control tokens,'} would work"
         )
+
+
+def check_template_kwargs(
+    kwargs: Mapping[str, Any], template: str | None, tokenizer: Tokenizer
+) -> None:
+    """Raises UserError if a chat template cannot be given one of these variables, or does not read
+    it, or there is no template."""
+    if template is None:
+        raise UserError(
+            "--template-kwargs: the model's tokenizer has no chat template; with --template, or "
+            "without them, it would work"
+        )
+    read = variables_of(jinja_template(template, tokenizer)) - RESERVED
+    for name in kwargs:
+        if name not in read:
+            raise UserError(
+                f"--template-kwargs: found {name}, which is not a variable that the chat template "
+                f"reads; {nearest(name, read)}without it the prompts would be the same"
+            )
 
 
 def _is_usable(template: str, tokenizer: Tokenizer) -> bool:

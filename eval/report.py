@@ -123,13 +123,13 @@ def curves_of(runs: Sequence[Run]) -> str:
 
 def scores_of(runs: Sequence[Run]) -> str:
     """Returns the table of scores without depth, and the maps of those with one."""
-    by_run = [{score.key: score for score in scores} for scores in scores_by_run(runs)]
-    every = {key: score for scores in by_run for key, score in scores.items()}
+    by_run = scores_by_run(runs)
+    every = [score for scores in by_run for score in scores]
     parts = []
-    for name in dict.fromkeys(score.evaluation for score in every.values()):
+    for name in dict.fromkeys(score.evaluation for score in every):
         parts.append(f"<h3>{text(name)}</h3>")
         keys = sorted(
-            key for key, score in every.items() if score.evaluation == name and score.depth is None
+            {score.key for score in every if score.evaluation == name and score.depth is None}
         )
         if keys:
             head = [
@@ -141,27 +141,23 @@ def scores_of(runs: Sequence[Run]) -> str:
                     for column in (f"{run.name}: score", "95% interval", "cases")
                 ),
             ]
-            rows = [
-                [
-                    every[key].label,
-                    f"{every[key].length}{' *' if every[key].beyond else ''}",
-                    *(cell for scores in by_run for cell in _cells(scores.get(key))),
-                ]
-                for key in keys
-            ]
+            rows = []
+            for scores in (row for key in keys for row in _aligned(key, by_run)):
+                first = next(filter(None, scores))
+                cells = [cell for score in scores for cell in _cells(score)]
+                rows.append([first.label, first.length, *cells])
             parts.append(table(head, rows))
         tasks = dict.fromkeys(
-            score.label
-            for score in every.values()
-            if score.evaluation == name and score.depth is not None
+            score.label for score in every if score.evaluation == name and score.depth is not None
         )
         for task in tasks:
             maps = [
                 _map(
                     [
                         score
-                        for score in scores.values()
+                        for score in scores
                         if (score.evaluation, score.label) == (name, task)
+                        and score.depth is not None
                     ],
                     run.name,
                 )
@@ -170,9 +166,22 @@ def scores_of(runs: Sequence[Run]) -> str:
             parts.append(
                 f'<p>{text(task)}: length against depth</p><div class="side">{"".join(maps)}</div>'
             )
-    if any(score.beyond for score in every.values()):
+    if any(score.beyond for score in every):
         parts.append('<p class="note">* beyond the trained length</p>')
     return "".join(parts) or "<p>No evaluation was found.</p>"
+
+
+def _aligned(key: tuple, by_run: Sequence[Sequence[Score]]) -> list[list[Score | None]]:
+    """Returns the rows of a task and length, a score per run; two if a run has one within and one
+    beyond its trained length."""
+    found = [[score for score in scores if score.key == key] for scores in by_run]
+    if all(len(scores) < 2 for scores in found):
+        return [[next(iter(scores), None) for scores in found]]
+    rows = [
+        [next((score for score in scores if score.beyond == beyond), None) for scores in found]
+        for beyond in (False, True)
+    ]
+    return [row for row in rows if any(row)]
 
 
 def differences_of(runs: Sequence[Run]) -> str:
@@ -237,29 +246,33 @@ def _case_scores(evaluation: EvaluationResults) -> dict:
 
 
 def _cells(score: Score | None) -> list[str]:
-    return (
-        ["", "", ""] if score is None else [f"{score.score:.3f}", score.interval, str(score.cases)]
-    )
+    if score is None:
+        return ["", "", ""]
+    star = " *" if score.beyond else ""
+    return [f"{score.score:.3f}{star}", score.interval, str(score.cases)]
 
 
 def _map(scores: list[Score], title: str) -> str:
     """Returns a table of depths and lengths, with cells coloured from red (0) to green (1)."""
     if not scores:
         return ""
-    sizes = sorted({score.size for score in scores})
+    sizes = sorted({(score.size, bool(score.beyond)) for score in scores})
     depths = sorted({score.depth or 0.0 for score in scores})
-    cells = {(score.size, score.depth or 0.0): score for score in scores}
+    cells = {(score.size, bool(score.beyond), score.depth or 0.0): score for score in scores}
     rows = []
     for depth in depths:
         row = [f"<td>{depth:.0%}</td>"]
         for size in sizes:
-            score = cells.get((size, depth))
+            score = cells.get((*size, depth))
             hover = f"{score.interval}, {score.cases} cases" if score else ""
             color = f"hsl({120 * score.score:.0f} 60% 75%)" if score else "#eee"
             shown = f"{score.score:.2f}" if score else ""
             row.append(f'<td style="background:{color}" title="{hover}">{shown}</td>')
         rows.append("<tr>" + "".join(row) + "</tr>")
-    head = "".join(f"<th>{size:,} {text(scores[0].unit)}</th>" for size in sizes)
+    head = "".join(
+        f"<th>{size:,} {text(scores[0].unit)}{' *' if beyond else ''}</th>"
+        for size, beyond in sizes
+    )
     return (
         f'<figure class="wide"><figcaption>{text(title)}</figcaption><table class="map">'
         f"<tr><th>depth</th>{head}</tr>{''.join(rows)}</table></figure>"

@@ -61,7 +61,10 @@ class Score:
 
     @property
     def key(self) -> tuple:
-        """Identifies rows of two runs to compare: (evaluation, task, folder, unit, size, depth)."""
+        """Identifies rows of two runs to compare: (evaluation, task, folder, unit, size, depth).
+
+        A run may have two scores of one key, within and beyond its trained length.
+        """
         return (
             self.evaluation,
             self.task,
@@ -317,7 +320,8 @@ def _evaluation_of(path: Path, folder: Path, content: dict[str, Any]) -> Evaluat
         scores += [
             Score(
                 "line retrieval",
-                f"{row['family']}, by depth",
+                # Rows of earlier versions lack the source and the side of the trained length.
+                row["family"] + (f" ({row['source']})" if "source" in row else "") + ", by depth",
                 row["num_lines"],
                 "lines",
                 row["depth_from"],
@@ -325,7 +329,7 @@ def _evaluation_of(path: Path, folder: Path, content: dict[str, Any]) -> Evaluat
                 row["accuracy"],
                 row["low"],
                 row["high"],
-                False,
+                row.get("beyond_trained_length", False),
             )
             for row in content.get("by_depth", ())
         ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from data.synthetic.tasks import Exercise, Haystack
 from data.within import parse_json, read_text
 from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
-from eval.needle import read_haystack
+from eval.needle import check_sentences, read_haystack
 from trainer import entry
 from trainer.options import AtLeastOne, AtLeastZero, EachOnce, Tokens, option, parser_of
 
@@ -144,14 +145,15 @@ def _example_units(count: Callable[[runner.Prompt], int]) -> int:
 def _case(
     name: str, tokens: int, options: dict[str, Any], seed: int, units: int, sample: int = 0
 ) -> suite.Case:
-    """Returns a task's case of this many units, meant to have this many tokens.
+    """Returns a task's case, meant to have this many tokens.
 
     Args:
+      units: 1 is the shortest case.
       options: of the task's exercise.
     """
     task = TASKS[name]
     rng = np.random.default_rng([seed, sample, tokens, list(TASKS).index(name)])
-    exercise = task.exercise(rng, max(units, task.least_units), True, **options)
+    exercise = task.exercise(rng, units - 1 + task.least_units, True, **options)
     prompt = runner.Prompt(exercise.text, task.new_tokens, exercise.prefix)
     return suite.Case(name, prompt, exercise.expected, tokens)
 
@@ -164,6 +166,8 @@ class Question(NamedTuple):
     """Any of which is right."""
     documents: tuple[str, ...]
     """Those that hold the answer."""
+    place: str
+    """Its file and line, for messages."""
 
 
 def read_questions(path: str) -> list[Question]:
@@ -181,7 +185,7 @@ def read_questions(path: str) -> list[Question]:
     questions = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            question = _question(line)
+            question = _question(line, f"{path}:{number}")
             if question is None:
                 raise UserError(f"{path}:{number}: not a question; the form is {QA_FORM}")
             questions.append(question)
@@ -190,7 +194,7 @@ def read_questions(path: str) -> list[Question]:
     return questions
 
 
-def _question(line: str) -> Question | None:
+def _question(line: str, place: str) -> Question | None:
     """Returns the question in a line of JSON; None if the line has another form."""
     try:
         row = parse_json(line)
@@ -201,7 +205,7 @@ def _question(line: str) -> Question | None:
         return None
     if not (_is_list_of_texts(answers) and _is_list_of_texts(documents)):
         return None
-    return Question(text, tuple(answers), tuple(documents))
+    return Question(text, tuple(answers), tuple(documents), place)
 
 
 def _is_list_of_texts(value: object) -> bool:
@@ -219,6 +223,9 @@ def qa_cases(
 ) -> list[suite.Case]:
     """Returns RULER's questions about documents: the answer's document among others from the file.
 
+    Each case has another question. A line says of each length which questions are too long for it,
+    and whether the file has fewer than `each` others, or too few documents to fill it once.
+
     Raises:
       UserError: the file cannot be read, or a line has another form.
     """
@@ -226,18 +233,51 @@ def qa_cases(
     documents = list(dict.fromkeys(document for q in questions for document in q.documents))
     cases = []
     for tokens in lengths:
-        for sample in range(each):
-            question = questions[sample % len(questions)]
+        made, too_long, repeat = list[suite.Case](), list[str](), False
+        for sample, question in enumerate(questions):
+            if len(made) == each:
+                break
             others = [document for document in documents if document not in question.documents]
             make = functools.partial(_qa_case, question, others, (seed, sample, tokens))
-            cases.append(make(suite.fit(make, tokens, count, most=len(documents))))
+            try:
+                shown = suite.fit(make, tokens, count)
+            except UserError as error:
+                too_long.append(f"{question.place}: {error}")
+                continue
+            repeat |= shown > len(question.documents) + len(others)
+            made.append(make(shown))
+        _say_what_differs(path, tokens, each, len(made), too_long, repeat)
+        cases += made
     return cases
+
+
+def _say_what_differs(
+    path: str, tokens: int, each: int, made: int, too_long: Sequence[str], repeat: bool
+) -> None:
+    """Prints how the cases of a file and length differ from what was asked for."""
+    if too_long:
+        others = f" (and {len(too_long) - 1} others)" if len(too_long) > 1 else ""
+        print(f"warning: skipped: {too_long[0]}{others}", file=sys.stderr)
+    if made < each:
+        fit = " that fit" if too_long else ""
+        print(
+            f"note: --qa: cases of {tokens:,} tokens: {made}, not {each}, since {path} has no more "
+            f"questions{fit}",
+            file=sys.stderr,
+        )
+    if repeat:
+        print(
+            f"note: --qa: all documents of {path} take fewer than {tokens:,} tokens; they are "
+            "repeated, as in RULER",
+            file=sys.stderr,
+        )
 
 
 def _qa_case(
     question: Question, others: Sequence[str], seed: tuple[int, int, int], shown: int
 ) -> suite.Case:
-    """Returns a case with at most `shown` documents, but always the question's.
+    """Returns a case with `shown` documents, but always the question's; if there are fewer, they
+    are repeated.
 
     Args:
       question: the question.
@@ -247,7 +287,8 @@ def _qa_case(
     """
     rng = np.random.default_rng(seed)
     chosen = [*question.documents, *(others[i] for i in rng.permutation(len(others)))]
-    chosen = chosen[: max(shown, len(question.documents))]
+    shown = max(shown, len(question.documents))
+    chosen = (chosen * -(-shown // len(chosen)))[:shown]
     context = "\n\n".join(
         f"Document {place}:\n{chosen[i]}" for place, i in enumerate(rng.permutation(len(chosen)), 1)
     )
@@ -316,6 +357,8 @@ def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     suite.results_folder(args.output, "ruler")
     opened = runner.open_respondent(args)
     length = opened.respondent.length
+    if args.text:
+        check_sentences(args.text, haystack, args.tokens, length)
     cases = make_cases(length, args.tokens, args.tasks, args.count, args.seed, haystack)
     cases += qa_cases(args.qa, length, args.tokens, args.count, args.seed) if args.qa else []
     about = {"haystack": args.text or "noise, where RULER takes essays", "seed": args.seed}

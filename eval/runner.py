@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +16,16 @@ from data.errors import UserError
 from data.progress import ProgressBar
 from data.templates import NAMES
 from data.tokenizer import Tokenizer
-from eval import adapters
+from eval import adapters, thoughts
 from eval.generation_settings import not_applied
 from eval.journal import JOURNAL, Answer, Journal
-from eval.prompts import Prompt, check_template, prompt_ids, stop_ids
+from eval.prompts import (
+    Prompt,
+    check_template,
+    check_template_kwargs,
+    prompt_ids,
+    stop_ids,
+)
 from model.attention.names import SCHEDULES
 from model.config import TransformerConfig
 from trainer import arguments
@@ -27,6 +34,7 @@ from trainer.options import (
     AboveZero,
     AtLeastOne,
     AtLeastZero,
+    JsonObject,
     StorePath,
     Tokens,
     add_options,
@@ -57,6 +65,11 @@ class GenerationOptions:
         "chat template of the question (default: the model's; plain text if it has none)",
         None,
         choices=NAMES,
+    )
+    template_kwargs: JsonObject | None = option(
+        "variables for the chat template, as JSON, such as '{\"enable_thinking\": false}'",
+        None,
+        metavar="JSON",
     )
     fsdp: AtLeastOne = option("number of devices along fsdp", 1)
     tensor: AtLeastOne = option("number of devices along tensor", 1)
@@ -182,6 +195,24 @@ class Respondent:
     def length(self, prompt: Prompt) -> int:
         """Returns the number of tokens of a prompt."""
         return len(self.ids(prompt))
+
+    @functools.cached_property
+    def _opens_thought(self) -> bool:
+        return thoughts.opens_thought(self.tokenizer, self.template)
+
+    def without_thoughts(
+        self, prompts: Sequence[Prompt], answers: Sequence[Answer]
+    ) -> tuple[list[Answer], dict[str, int]]:
+        """Returns what is scored of the answers to prompts, and `thoughts.counted` of them."""
+        texts = [
+            (answer.generated, thoughts.said(answer.generated, self._opens_thought and not prefix))
+            for answer, prefix in zip(answers, (prompt.prefix for prompt in prompts), strict=True)
+        ]
+        scored = [
+            dataclasses.replace(answer, generated=said or "")
+            for answer, (_, said) in zip(answers, texts, strict=True)
+        ]
+        return scored, thoughts.counted(texts)
 
     def answer(
         self,
@@ -335,15 +366,28 @@ def memory_limit(device: Any, devices: int, gib: float | None) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A command line's model, ready to answer, and its description for results.json."""
+    """A command line's model, ready to answer, and its description for results.json.
+
+    Attributes:
+      tokenizer_path: the folder with its tokenizer's files.
+    """
 
     respondent: Respondent
     params: dict
     about: dict[str, Any]
+    tokenizer_path: Path
 
     def answer(self, prompts: Sequence[Prompt], output: str | Path) -> list[Answer]:
         """Returns the answers, showing progress; reuses those in the folder `output`."""
-        names = ("model", "reads", "quantize", "template", "compute_dtype", "sampling")
+        names = (
+            "model",
+            "reads",
+            "quantize",
+            "template",
+            "template_kwargs",
+            "compute_dtype",
+            "sampling",
+        )
         journal = Journal(
             Path(output) / JOURNAL, {name: self.about[name] for name in names if name in self.about}
         )
@@ -359,7 +403,10 @@ class LoadedModel:
 
 def _reads(config: TransformerConfig, tokenizer: Tokenizer) -> str:
     """Returns a hash of the model's configuration, tokenizer and template, which affect answers."""
-    parts = (repr(config), tokenizer.fingerprint, tokenizer.chat_template or "")
+    # Without fields at their defaults: one that a later version adds must not end an evaluation.
+    values = ((field, getattr(config, field.name)) for field in dataclasses.fields(config))
+    given = {field.name: value for field, value in values if value != field.default}
+    parts = (repr(given), tokenizer.fingerprint, tokenizer.chat_template or "")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -386,6 +433,12 @@ def open_respondent(args: argparse.Namespace) -> LoadedModel:
     if args.template:
         check_template(args.template, tokenizer)
     template = args.template or ("tokenizer" if tokenizer.chat_template else None)
+    if args.template_kwargs:
+        check_template_kwargs(args.template_kwargs, template, tokenizer)
+        # Those that a run was trained with hold unless given.
+        tokenizer = tokenizer.with_template_kwargs(
+            {**tokenizer.template_kwargs, **args.template_kwargs}
+        )
     respondent = Respondent(
         opened.model,
         tokenizer,
@@ -405,7 +458,7 @@ def open_respondent(args: argparse.Namespace) -> LoadedModel:
             "results too",
             file=sys.stderr,
         )
-    return LoadedModel(respondent, opened.read(), about)
+    return LoadedModel(respondent, opened.read(), about, Path(opened.source.tokenizer_path))
 
 
 def _not_applied(source: ModelSource) -> dict[str, Any]:
@@ -445,6 +498,8 @@ def _about(
         "versions": {"jax": jax.__version__, "device": mesh.devices.flat[0].device_kind},
         "command": args.command,
     }
+    if args.template_kwargs:
+        about["template_kwargs"] = args.template_kwargs
     if opened.quantize is not None:
         about |= {"adapter": args.adapter or str(args.checkpoint), "quantize": opened.quantize}
     return about

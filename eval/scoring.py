@@ -24,11 +24,13 @@ class Outcome:
     prompt_tokens: int
     beyond_trained_length: bool = False
     """Whether the prompt with the longest possible answer exceeds the trained length."""
+    scored: str | None = None
+    """What follows a thought in the generated text; None without one."""
 
     @property
     def answer(self) -> int | None:
-        """The last integer of the generated text."""
-        return last_integer(self.generated)
+        """The last integer of the generated text, or of what follows its thought."""
+        return last_integer(self.generated if self.scored is None else self.scored)
 
     @property
     def right(self) -> bool:
@@ -148,12 +150,17 @@ def outcome(
     return Outcome(case, generated, prompt_tokens, prompt_tokens + new_tokens > trained_length)
 
 
+def group_of(item: Outcome) -> tuple[str, int, str, bool]:
+    """Returns family, lines, source and beyond_trained_length of an outcome, by which accuracies
+    are kept apart."""
+    return item.case.family, item.case.num_lines, item.case.source, item.beyond_trained_length
+
+
 def score(outcomes: Iterable[Outcome]) -> list[Score]:
-    """Returns accuracies of outcomes grouped by family, lines, source and beyond_trained_length."""
+    """Returns the accuracies of outcomes by `group_of`."""
     groups: dict[tuple[str, int, str, bool], list[Outcome]] = {}
     for item in outcomes:
-        key = (item.case.family, item.case.num_lines, item.case.source, item.beyond_trained_length)
-        groups.setdefault(key, []).append(item)
+        groups.setdefault(group_of(item), []).append(item)
     scores = []
     for (family, num_lines, source, beyond), group in sorted(groups.items()):
         right = sum(item.right for item in group)

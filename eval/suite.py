@@ -14,7 +14,7 @@ from typing import Any
 
 from data import outputs, printable
 from data.errors import UserError
-from eval import pictures
+from eval import pictures, thoughts
 from eval.journal import Answer
 from eval.runner import LoadedModel, Prompt
 from eval.scoring import last_integer, wilson
@@ -65,7 +65,8 @@ def match_integer(text: str, expected: Sequence[str]) -> float:
 def similarity(text: str, expected: Sequence[str]) -> float:
     """Returns how similar an answer is to the expected one, 0 to 1, as OpenAI's MRCR counts it.
 
-    It is difflib's ratio of what follows the required beginning; 0 without that beginning.
+    It is difflib's ratio of what follows the required beginning; 0 without that beginning. White
+    space around the answer and after the beginning, which MRCR counts, is ignored.
 
     Args:
       text: the answer.
@@ -143,6 +144,12 @@ def score_of(case: Case, answer: Answer) -> float:
     )
 
 
+MOST_CUTS = 8
+"""Steps by which the search for the largest text may follow a wrong slope before it bisects."""
+LEAST_FILLED = 0.9
+"""The share of the requested tokens that the longest possible case needs to have."""
+
+
 def largest(length: Callable[[int], int], limit: int, most: int) -> int:
     """Returns a number of units whose text is within the limit.
 
@@ -150,7 +157,7 @@ def largest(length: Callable[[int], int], limit: int, most: int) -> int:
     long. The length should grow about linearly.
     """
     low, high, shortest = 0, most + 1, length(0)
-    low_length, units = shortest, min(16, most)
+    low_length, units, cuts = shortest, min(16, most), 0
     while high - low > 1:
         size = length(units)
         if size <= limit:
@@ -160,7 +167,11 @@ def largest(length: Callable[[int], int], limit: int, most: int) -> int:
         else:
             high = units
         per_unit = max(size - shortest, 1) / units
-        units = min(max(low + int((limit - low_length) / per_unit), low + 1), high - 1)
+        wanted = low + int((limit - low_length) / per_unit)
+        cuts += wanted >= high
+        if cuts > MOST_CUTS:  # one unit less at a time would take long
+            wanted = (low + high) // 2
+        units = min(max(wanted, low + 1), high - 1)
     return low
 
 
@@ -205,11 +216,17 @@ def cases_of(
       count: tokens of a prompt.
       most: units a case may have.
 
-    If even the shortest case is too long, a warning names it and no case is returned.
+    If even the shortest case is too long, or the longest far too short, a warning names it and no
+    case is returned.
     """
     cases: list[Case] = []
     try:
         units = fit(make, tokens, count, most)
+        if units == most and (longest := _length(make(units), count)) < LEAST_FILLED * tokens:
+            raise UserError(
+                f"{make(1).task}: its longest case takes {longest} tokens, found {tokens}; "
+                f"{longest} or less would work"
+            )
         for sample in range(each):
             make_sample = functools.partial(make, sample=sample)
             case = make_sample(units)
@@ -253,20 +270,21 @@ def run(
     """
     if not cases:
         raise UserError(
-            f"{name}: no task has cases as short as --tokens; the warnings say what each needs"
+            f"{name}: no task has cases of --tokens; the warnings say which lengths would work"
         )
     answers = opened.answer([case.prompt for case in cases], output)
-    results = results_of(cases, answers, opened.respondent.trained_length)
+    scored, counts = opened.respondent.without_thoughts([case.prompt for case in cases], answers)
+    results = results_of(cases, scored, opened.respondent.trained_length)
     folder = Path(output)
     content = {
         "evaluation": name,
-        "about": opened.about | options,
+        "about": opened.about | options | counts,
         "interval": "95%: Wilson, of the mean score",
         "results": [dataclasses.asdict(result) for result in results],
     }
     (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     with open(folder / "cases.jsonl", "w", encoding="utf-8") as file:
-        for case, answer in zip(cases, answers, strict=True):
+        for case, answer, scored_answer in zip(cases, answers, scored, strict=True):
             row = {
                 "task": case.task,
                 "tokens": case.tokens,
@@ -274,7 +292,7 @@ def run(
                 "prompt": case.prompt.key,
                 "expected": case.expected,
                 "generated": answer.generated,
-                "score": score_of(case, answer),
+                "score": score_of(case, scored_answer),
                 "prompt_tokens": answer.prompt_tokens,
             }
             file.write(json.dumps(row) + "\n")
@@ -282,6 +300,8 @@ def run(
         folder / f"{name}.png", dpi=120, metadata=outputs.PICTURE_METADATA
     )
     print_table(results)
+    if note := thoughts.line(counts):
+        print(note, file=sys.stderr)
     print(f"wrote {folder}/results.json, cases.jsonl and {name}.png")
     return results
 

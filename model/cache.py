@@ -268,6 +268,10 @@ class CachedModel:
             {name: np.ascontiguousarray(array[:, order]) for name, array in batch.items()},
         )
 
+    def lower_prefill(self, params: Any, cache: Any, batch: Any) -> Any:
+        """Returns the program of `prefill` for arrays of these shapes, for its memory."""
+        return self._prefill.lower(params, cache, batch)
+
     @functools.cached_property
     def _prefill(self) -> Any:
         def local(params, cache, batch):

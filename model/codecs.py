@@ -164,11 +164,26 @@ def dequantize_absmax(weight: Nf4) -> Float[np.ndarray, "O I/64"]:
     return dynamic_levels()[weight.absmax] * scales + np.float32(weight.offset)
 
 
-def dequantize_nf4(weight: Nf4) -> Float[np.ndarray, "O I"]:
-    """Returns the matrix that the codes represent, float32."""
-    levels = NF4_LEVELS[np.stack([weight.codes >> 4, weight.codes & 15], -1)]
-    absmax = dequantize_absmax(weight)
-    return (levels.reshape(*absmax.shape, NF4_BLOCK) * absmax[..., None]).reshape(len(absmax), -1)
+def dequantize_nf4(
+    weight: Nf4, rows: slice = slice(None), columns: slice = slice(None)
+) -> Float[np.ndarray, "o i"]:
+    """Returns the matrix that the codes represent, or a part of it without steps, float32."""
+    # The two levels of each byte, as one 8-byte number that is looked up at once.
+    pairs = np.stack([NF4_LEVELS.repeat(16), np.tile(NF4_LEVELS, 16)], -1).view(np.uint64)[:, 0]
+    start, stop, _ = columns.indices(2 * weight.codes.shape[1])
+    first, end = start // NF4_BLOCK, math.ceil(stop / NF4_BLOCK)
+    codes = weight.codes[rows, first * NF4_BLOCK // 2 : end * NF4_BLOCK // 2]
+    absmax = dequantize_absmax(weight)[rows, first:end]
+    matrix = np.empty((len(codes), stop - start), np.float32)
+
+    def dequantize(piece):
+        levels = np.take(pairs, codes[piece]).view(np.float32)
+        blocks = levels.reshape(*absmax[piece].shape, NF4_BLOCK) * absmax[piece][..., None]
+        within = slice(start - first * NF4_BLOCK, stop - first * NF4_BLOCK)
+        matrix[piece] = blocks.reshape(len(blocks), -1)[:, within]
+
+    _in_pieces(dequantize, *matrix.shape)
+    return matrix
 
 
 def quantize_int8(weight: Shaped[np.ndarray, "O I"]) -> Int8Rows:

@@ -51,6 +51,8 @@ class TransformerConfig:
       attention_multiplier: multiplies the scores; None for head_dim ** -0.5.
       query_pre_attn_scalar: multiplies the scores by query_pre_attn_scalar ** -0.5; None for
         `attention_multiplier`.
+      llama_4_scaling_beta: multiplies queries at position p by 1 + beta * log(1 + floor(p / o)),
+        where o is `rope`'s original length; 0 for no scaling.
       logits_scaling: divides the logits.
       attn_logit_softcapping, final_logit_softcapping: scores and logits x become
         cap * tanh(x / cap); None for no cap.
@@ -107,6 +109,7 @@ class TransformerConfig:
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
     query_pre_attn_scalar: float | None = None
+    llama_4_scaling_beta: float = 0.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     attn_logit_softcapping: float | None = None
@@ -365,25 +368,31 @@ class TransformerConfig:
         """Returns this model with changed POSITIONS, in Hugging Face's form: `rope_scaling` is a
         dict or None.
 
-        They change `rope`; `local_rope` stays as it is. If `rope_scaling` lacks the original
-        length, it is this model's. Raises like from_hf_dict.
+        They change `rope`; `local_rope` stays as it is, and so do a family's own numbers in
+        `rope_scaling`. If that lacks the original length, it is this model's. Raises like
+        from_hf_dict.
         """
         if not changes:
             return self
-        fields = {**self.to_hf(), **changes}
+        own, rotary = self.to_hf(), self.rope.to_hf()
+        fields = {**own, **changes}
         scaling, original = fields["rope_scaling"], "original_max_position_embeddings"
+        numbers = own["rope_scaling"] or {}
+        kept = {name: value for name, value in numbers.items() if name not in rotary}
         if scaling is None or scaling == {}:  # not None: some families would choose a rule
-            fields["rope_scaling"] = {"rope_type": "default"}
+            fields["rope_scaling"] = {"rope_type": "default", **kept}
         elif isinstance(scaling, dict):
             length = self.rope.original_max_position_embeddings or self.max_position_embeddings
             rule = {"rope_type": scaling["type"]} if "type" in scaling else {}
-            fields["rope_scaling"] = {original: length, **rule, **scaling}
+            fields["rope_scaling"] = {original: length, **kept, **rule, **scaling}
             fields["rope_scaling"].pop("type", None)
         # Both would take precedence over rope_scaling.
         fields |= {"rope_parameters": None, original: None}
+        if "local_rope" in FAMILIES[self.family].takes:
+            local = self.local_rope or self.rope
+            fields["rope_parameters"] = {SLIDING: local.to_hf()}
         changed = self.from_hf_dict(fields)
-        # config.json has no adapter, and setting rope_parameters to None dropped the local
-        # embedding too.
+        # config.json has no adapter, and names a local embedding even for a model without.
         return dataclasses.replace(changed, adapter=self.adapter, local_rope=self.local_rope)
 
     def with_length(self, length: int) -> TransformerConfig:

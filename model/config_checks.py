@@ -190,6 +190,13 @@ def _require_rope(config: TransformerConfig) -> None:
             f"makes {config.rotary_dim} channels; needs an even number of at most head_dim"
         )
     _require_fitting_rope(config, "rope", "rope_scaling")
+    beta = config.llama_4_scaling_beta
+    require_number("llama_4_scaling_beta", beta, above=0, or_equal=True)
+    if beta and config.rope.original_max_position_embeddings is None:
+        raise ValueError(
+            f"llama_4_scaling_beta: found {beta} with rope_type {config.rope.rule!r}, which has no "
+            "original_max_position_embeddings to scale queries by; rope_type 'yarn' has it"
+        )
     if config.local_rope is not None:
         _require_fitting_rope(config, "local_rope", "local_rope")
 
@@ -227,7 +234,7 @@ def _require_family(config: TransformerConfig) -> None:
         "output_bias": config.attention_bias
     }
     for name, value in {**plain, **family.computes}.items():
-        if getattr(config, name) != value:
+        if name not in family.takes and getattr(config, name) != value:
             raise ValueError(
                 f"{name}: found {getattr(config, name)!r}; models of the family {config.family} "
                 f"have {value!r}"

@@ -64,7 +64,8 @@ class Sampling:
         Args:
           draws: numbers that distinguish all prompts answered with this seed.
         """
-        if not self.temperature:
+        # Below this, only ties differ from the likeliest token, and the division would overflow.
+        if self.temperature < 1e-6:
             return jnp.argmax(logits, -1).astype(jnp.int32)
         logits = logits / self.temperature
         if self.top_p < 1:
@@ -152,7 +153,7 @@ class Generator:
             count from 0 over all calls.
 
         Raises:
-          ValueError: too many prompts, one that is empty or too long, or another number of draws.
+          ValueError: see `check`; or another number of draws.
         """
         self.check(prompts)
         count = len(prompts)
@@ -177,7 +178,7 @@ class Generator:
         """Yields the tokens that a call with only this prompt would return, each once computed.
 
         Raises:
-          ValueError: the prompt is empty or too long.
+          ValueError: see `check`.
         """
         self.check([prompt])
         prompts = [prompt, *([] for _ in range(self.rows - 1))]
@@ -201,8 +202,8 @@ class Generator:
           starts: at least 1 and less than the text's length.
 
         Raises:
-          ValueError: too many texts, one that is too short or too long, or a start outside its
-            text.
+          ValueError: too many texts, one that is too short or too long or has an id that the model
+            lacks, or a start outside its text.
         """
         self.check([[0] for _ in texts])
         longest = self.capacity - self.new_tokens + 1  # nothing is predicted after a last token
@@ -214,6 +215,7 @@ class Generator:
                     f"start: found {start} in a text of {len(text)} tokens; needs 1 to "
                     f"{len(text) - 1}"
                 )
+            self._check_ids(text)
         empty: list[list[int]] = [[] for _ in range(self.rows - len(texts))]
         texts, before = [*texts, *empty], np.array([*starts, *(1 for _ in empty)]) - 1
         cache = self._prefill(
@@ -226,8 +228,8 @@ class Generator:
             cache, logs, greedy = self._score(params, cache, self._with_targets(batch, texts))
             is_new = batch["segment_ids"] > 0
             for row, scores in enumerate(likely):
-                scores.log_likelihoods.extend(np.asarray(logs)[row, is_new[row]].tolist())
-                scores.is_greedy.extend(np.asarray(greedy)[row, is_new[row]].tolist())
+                scores.log_likelihoods.extend(logs[row, is_new[row]].tolist())
+                scores.is_greedy.extend(greedy[row, is_new[row]].tolist())
             done = following
         self._cache, self._tokens = cache, [text[:-1] for text in texts]
         return likely[: len(starts)]
@@ -280,13 +282,23 @@ class Generator:
         return score
 
     def check(self, prompts: list[list[int]]) -> None:
-        """Raises ValueError if there are too many prompts, or one is empty or too long."""
+        """Raises ValueError if there are too many prompts, or one is empty, too long, or has an id
+        that the model lacks."""
         if len(prompts) > self.rows:
             raise ValueError(f"prompts: found {len(prompts)}, compiled for {self.rows} rows")
         longest = self.capacity - self.new_tokens
         for prompt in prompts:
             if not 0 < len(prompt) <= longest:
                 raise ValueError(f"prompt: found {len(prompt)} tokens; needs 1 to {longest}")
+            self._check_ids(prompt)
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        rows = self.model.config.vocab_size
+        if max(ids) >= rows:
+            raise ValueError(
+                f"prompt: found the id {max(ids)}, but the model has {rows} rows of vocabulary; a "
+                "tokenizer that fits the model would work"
+            )
 
     def _until_stop(self, ids: list[int]) -> list[int]:
         stops = [i for i, token in enumerate(ids) if token in self.stop_ids]
@@ -466,7 +478,7 @@ class Generator:
             ("tokens", "index", "segment_ids"),
             jax.ShapeDtypeStruct((self.rows, self.chunk), jnp.int32),
         )
-        memory = cached._prefill.lower(params, cache, batch).compile().memory_analysis()
+        memory = cached.lower_prefill(params, cache, batch).compile().memory_analysis()
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
 

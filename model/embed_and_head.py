@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from .attention.kernels.softcap import capped
 from .config import TransformerConfig
-from .frozen import Weight, array, rows
+from .frozen import Weight, array
 from .linear import product
+from .lookup import rows
 from .loss import token_losses
 from .memory.chunked import chunked, chunked_total
 from .norms import scaled_norm

@@ -176,8 +176,7 @@ class ExpertProjection(nnx.Module):
         y = _named(y)
         if not hasattr(self, "bias"):
             return y
-        bias = self.bias[...].at[experts].get(mode="fill", fill_value=0)
-        return (y + bias / share).astype(y.dtype)
+        return (y + _biases(self.bias[...], experts) / share).astype(y.dtype)
 
 
 def _named(grouped: Float[Array, "M N"]) -> Float[Array, "M N"]:
@@ -343,6 +342,25 @@ def _reordered(
 _reordered.defvjp(
     lambda x, order, inverse_order: (x[order], inverse_order),
     lambda inverse_order, dy: (dy[inverse_order], None, None),
+)
+
+
+@jax.custom_vjp
+def _biases(bias: Float[Array, "X N"], experts: Int[Array, " M"]) -> Float[Array, "M N"]:
+    """Returns the experts' biases, 0 for other numbers; the gradient is a product, not a scatter,
+    whose order of additions differs from run to run on GPUs."""
+    return bias.at[experts].get(mode="fill", fill_value=0)
+
+
+def _biases_backward(residuals, dy):
+    experts, bias = residuals
+    is_expert = jnp.arange(len(bias))[:, None] == experts
+    return jnp.dot(is_expert.astype(dy.dtype), dy, precision="highest"), None
+
+
+_biases.defvjp(
+    lambda bias, experts: (_biases(bias, experts), (experts, jnp.zeros((len(bias), 0)))),
+    _biases_backward,
 )
 
 

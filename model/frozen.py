@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
 
 class FrozenWeight(abc.ABC):
@@ -54,14 +54,6 @@ Weight = jax.Array | FrozenWeight
 def array(weight: Weight) -> Float[Array, ...]:
     """Returns a weight that may be frozen as a float32 array."""
     return weight.dequantize(jnp.float32) if isinstance(weight, FrozenWeight) else weight
-
-
-def rows(table: Weight, ids: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-    """Returns rows of a possibly frozen table, float32; the table itself is not cast."""
-    if isinstance(table, FrozenWeight):
-        assert isinstance(table, Plain), "tables are never quantized"
-        return table.value[ids].astype(jnp.float32)
-    return table[ids]
 
 
 def split(weights: Mapping[str, Any]) -> tuple[dict[str, jax.Array], dict[str, FrozenWeight]]:

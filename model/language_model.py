@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
-import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from .attention.names import BATCH_AXES
 from .embed_and_head import EmbedAndHead
-from .loss import LocalLosses, LossSums, global_sums
+from .loss import LocalLosses, LossSums, global_sums, sums_by_document
 from .modules import TokenEnds
 from .parameter_declarations import EndsFactory
 from .transformer import TOKENS, Batch, Transformer
@@ -104,10 +102,8 @@ class LanguageModel(Transformer):
             )
 
             def by_document(values: Float[Array, "B T"]) -> Float[Array, "B D"]:
-                sums = jax.vmap(functools.partial(jax.ops.segment_sum, num_segments=documents + 1))(
-                    values, batch["segment_ids"]
-                )
-                return lax.psum(sums[:, 1:], "sequence")
+                sums = sums_by_document(values, batch["segment_ids"], documents)
+                return lax.psum(sums, "sequence")
 
             weights = batch["loss_weights"]
             return by_document(-losses * weights), by_document(weights)

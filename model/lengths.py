@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .config import TransformerConfig
@@ -50,5 +51,9 @@ def extended(config: TransformerConfig, length: int) -> dict[str, Any]:
             "original_max_position_embeddings": trained,
         }
     else:
-        scaling["factor"] = (config.rope.factor or 1.0) * times
+        factor = config.rope.factor or 1.0
+        scaling["factor"] = factor * times
+        # OLMo 3's files spell out the temperature that YaRN derives from the factor.
+        if scaling.get("attention_factor") == 0.1 * math.log(factor) + 1:
+            del scaling["attention_factor"]
     return {"max_position_embeddings": length, "rope_scaling": scaling}

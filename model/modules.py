@@ -18,7 +18,7 @@ from .experts import MixtureOfExperts
 from .feedforward import Auxiliary, FeedForward
 from .norms import QK_NORMS, RMSNorm
 from .projection import DropoutKeys, Projection, param
-from .rope import apply_rope, attention_scaling, inverse_frequencies
+from .rope import apply_rope, attention_scaling, inverse_frequencies, query_factors
 from .rope_config import RopeConfig
 from .sharding import TensorParallel
 from .stages import ATTENTION, KEYS_VALUES, OUTPUT, QUERIES
@@ -96,9 +96,17 @@ class SelfAttention(nnx.Module):
 
     def queries(self, x: Float[Array, "B T E"], tokens: Tokens) -> Float[Array, "B T Hq D"]:
         """Returns the queries of normalized hidden states, for the heads in the weights."""
-        return self._positioned(
+        queries = self._positioned(
             self._heads(self.q_proj, x, tokens), getattr(self, "q_norm", None), tokens
         )
+        beta, original = (
+            self.config.llama_4_scaling_beta,
+            self.config.rope.original_max_position_embeddings,
+        )
+        if not beta or original is None:
+            return queries
+        factors = query_factors(tokens.info.positions, beta, original)[..., None, None]
+        return (queries * factors).astype(queries.dtype)
 
     def keys_values(
         self, x: Float[Array, "B T E"], tokens: Tokens

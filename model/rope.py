@@ -172,6 +172,12 @@ def angles(
     ) + float_positions * remainder
 
 
+def query_factors(positions: Int[Array, "B T"], beta: float, original: int) -> Float[Array, "B T"]:
+    """Returns the factors of queries that sharpen attention beyond the original length: 1 + beta *
+    log(1 + floor(position / original)), as Llama 4 and Ministral 3 have them."""
+    return 1 + beta * jnp.log(1 + (positions // original).astype(jnp.float32))
+
+
 def apply_rope(
     x: Float[Array, "B T H D"],
     positions: Int[Array, "B T"],

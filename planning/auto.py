@@ -157,10 +157,12 @@ def spread(config: RunConfig, devices: int) -> RunConfig:
     model = choose_model(config.model, config.adapter.path, weights=False).config
     model = dataclasses.replace(model, adapter=None)
     job = Job(config, model, f"{ANY_GPU}:{devices}", config.name)
-    accepted = next((each for each in choices(job, ("mesh",)) if refusal(each) is None), None)
-    if accepted is None:
-        raise UserError(no_mesh(job, f"{devices} devices"))
-    return dataclasses.replace(config, mesh=accepted.run.mesh)
+    reasons = []
+    for each in choices(job, ("mesh",)):
+        if (reason := refusal(each)) is None:
+            return dataclasses.replace(config, mesh=each.run.mesh)
+        reasons.append(reason)
+    raise UserError(reasons[0] if reasons else no_mesh(job, f"{devices} devices"))
 
 
 def machine_of(devices: Sequence[jax.Device]) -> Machine:
@@ -234,11 +236,10 @@ def _nothing_fits(job: Job, machine: Machine) -> UserError:
         key=lambda memory: memory.low,
         default=None,
     )
-    if least is None and "mesh" not in free:
-        no_option = f"{job.name}: no memory options suit {job.axes}"
-        return UserError(next((reason for _, reason in smallest if reason), no_option))
     if least is None:
-        return UserError(no_mesh(job, machine.named))
+        on_mesh = f"{job.name}: no memory options suit {job.axes}"
+        no_option = no_mesh(job, machine.named) if "mesh" in free else on_mesh
+        return UserError(next((reason for _, reason in smallest if reason), no_option))
     needs = f"{least.low:.3g} GiB of {job.device_gib or 0:.3g}"
     if machine.host_gib is not None and least.on_host > machine.host_gib:
         needs += f", and {least.on_host:.3g} GiB of {machine.host_gib:.3g} of the host's"

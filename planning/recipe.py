@@ -14,12 +14,8 @@ from model.attention.names import MESH_AXES
 from model.config import ADJUSTABLE, POSITIONS
 from model.lengths import extended, trained_length
 from trainer.config.fields import AUTO
-from trainer.config.load import (
-    ADAPTERS_LEARNING_RATE,
-    EPOCHS,
-    LEARNING_RATE,
-    WARMUP_FRACTION,
-)
+from trainer.config.load import EPOCHS, WARMUP_FRACTION
+from trainer.config.optimizer import ADAPTERS_LEARNING_RATE, LEARNING_RATE
 from trainer.config.schema import VERSION, MemoryConfig, RunConfig
 from trainer.devices import GPU_MEMORY_SHARE, TPUS
 

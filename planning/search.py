@@ -12,34 +12,41 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
-from model.memory.options import MemoryConfig, check_combination
+from model.memory.options import MemoryConfig
 from model.memory.policies import PREFETCH_POLICIES
-from model.sharding import TensorParallel
+from model.norms import QK_NORMS
+from trainer.build import build_language_model
 from trainer.config.checks import check
 from trainer.config.fields import AUTO
 from trainer.config.schema import MeshConfig
+from trainer.mesh import abstract_mesh
 
 from . import plan as planning
 from .machines import device_count
 from .memory_estimate import estimate_memory
 from .parts import host_parts_gib, parts_gib
-from .plan import DoesNotFit, Job, across_slices
+from .plan import DoesNotFit, Job, across_slices, changed
 
 # The schedules to try; ties in the cost model go to the first.
 SCHEDULES = ("ring", "ulysses", "attention2d")
 QUERY_CHUNKS = 8
 
 
-def best_every_k(layers: int) -> int:
-    """The `every_k` that keeps the fewest layer inputs: layers / k, and k of the current group."""
-    return min((k for k in range(1, layers + 1) if layers % k == 0), key=lambda k: layers / k + k)
+def best_every_k(layers: int, period: int = 1) -> int | None:
+    """The `every_k` that keeps the fewest layer inputs: layers / k, and k of the current group.
+
+    Args:
+      period: after how many layers their kinds repeat. None if no multiple divides the layers.
+    """
+    possible = (k for k in range(period, layers + 1, period) if layers % k == 0)
+    return min(possible, key=lambda k: layers / k + k, default=None)
 
 
 def policies(job: Job) -> list[Job]:
     """The job under each memory policy, from the fastest to the smallest in device memory."""
     job = job.changed(memory={"every_k": MemoryConfig.every_k})  # only some policies read it
-    grouped = dataclasses.replace(job, group_per_key_head=True)
-    every_k = {"remat": "offload_every_k", "every_k": best_every_k(job.model.num_hidden_layers)}
+    norm = QK_NORMS[job.model.qk_norm]
+    in_groups = norm is None or not norm.needs_all_heads
     jobs = [
         job.changed(memory={"remat": remat})
         for remat in (
@@ -51,15 +58,13 @@ def policies(job: Job) -> list[Job]:
             "offload",
         )
     ]
-    jobs += [
-        grouped.changed(memory=options)
-        for options in (
-            {"remat": "offload"},
-            {"remat": "offload", "moments_on_host": True},
-            every_k,
-            {**every_k, "moments_on_host": True},
-        )
-    ]
+    offload: dict[str, Any] = {"remat": "offload"}
+    smallest = [offload] * in_groups + [{**offload, "moments_on_host": True}]
+    if k := best_every_k(job.model.num_hidden_layers, len(job.model.layer_kinds)):
+        every_k = {"remat": "offload_every_k", "every_k": k}
+        smallest += [every_k, {**every_k, "moments_on_host": True}]
+    grouped = dataclasses.replace(job, group_per_key_head=in_groups)
+    jobs += [grouped.changed(memory=options) for options in smallest]
     # The TPU compiler cannot take a frozen base's bfloat16 layers from host memory.
     if not job.run.adapter.rank:
         jobs.append(jobs[-1].changed(memory={"parameters_on_host": True}))
@@ -131,18 +136,9 @@ def _accumulations(job: Job) -> Iterator[Job]:
 
 def refusal(job: Job) -> str | None:
     """Returns why train.py would refuse the job's configuration; None if it would not."""
-    run, model = job.run, job.model
     try:
-        check(dataclasses.replace(run, memory=job.memory))
-        check_combination(
-            job.memory,
-            layers=model.num_hidden_layers,
-            period=len(model.layer_kinds),
-            key_heads=TensorParallel.of(model, run.mesh.tensor).local_key_heads,
-            sequence=run.mesh.sequence,
-            sequence_parallel=run.mesh.sequence_parallel,
-            schedule=run.attention.schedule,
-        )
+        run = check(changed(job.run, memory=job.memory))
+        build_language_model(run, job.model, abstract_mesh(run.mesh))
     except ValueError as error:
         return str(error)
     return None
@@ -274,17 +270,17 @@ def search(
       (the longest job that fits, its plan, the last refusal of the next longer one). The job and
       the plan are None if not even the first context fits.
     """
-    longest, best, refusal = None, None, None
+    longest, best, last = None, None, None
     refused: list[Job] = []
     while job.context <= most:
         for candidate in candidates(job):
             at_any_length = candidate.changed(data={"context_length": 1})
-            if at_any_length in refused:
+            if at_any_length in refused or refusal(candidate) is not None:
                 continue
             try:
                 result = planning.plan(candidate)
             except DoesNotFit as error:
-                refusal = error
+                last = error
                 refused.append(at_any_length)
                 on_try(candidate, error)
                 continue
@@ -294,4 +290,4 @@ def search(
         else:
             break
         job = job.changed(data={"context_length": 2 * job.context})
-    return longest, best, refusal
+    return longest, best, last

@@ -128,7 +128,7 @@ class Collection:
             policies = ["random"]
         self.counts = episode_counts(args.episodes, policies)
         # Tasks of one domain share its folder, but each has separate folders per algorithm.
-        domain = Path(args.output).expanduser() / self.task.domain
+        domain = Path(args.output) / self.task.domain
         self.folders = {
             policy: domain / (args.explorer or f"{ALGORITHMS[policy]}_{self.task.task}") / "buffer"
             for policy in self.counts
@@ -251,7 +251,7 @@ def run(args: Options) -> None:
     task = get_task(args.task)
     _refuse_unused(args)
     make_environment(task, 0)  # this process reports a missing simulator
-    domain = Path(args.output).expanduser() / task.domain
+    domain = Path(args.output) / task.domain
     domain.mkdir(parents=True, exist_ok=True)
     with exclusive(domain / f".{task.name}.lock", f"collects {task.name} into it"):
         if args.explorer in EXPLORERS:
@@ -342,7 +342,7 @@ def explore(args: Options) -> None:
     exploration = Exploration(
         args.explorer,
         get_task(args.task),
-        Path(args.output).expanduser(),
+        Path(args.output),
         episodes=args.episodes,
         action_repeat=args.action_repeat,
         updates=args.updates or UPDATES,

@@ -35,7 +35,7 @@ from trainer.options import FreeText, command, option
 
 def run(args: Options) -> None:
     """Downloads and unpacks what is missing."""
-    root = Path(args.output).expanduser()
+    root = Path(args.output)
     for algorithm in args.algorithm:
         # Refuses an unknown name before the first download.
         archive_folder(root, args.domain, algorithm)

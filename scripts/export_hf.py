@@ -180,8 +180,8 @@ class Options:
         metavar="MODEL",
     )
     fuse_experts: bool = option(
-        "for a mixture: write all experts of a layer in one tensor, as transformers 5 keeps them "
-        "in memory, instead of as published"
+        "for a mixture: write all experts of a layer in one tensor, which of other programs only "
+        "transformers 5 reads, instead of as published"
     )
     verify: bool = option(
         "also compare transformers' logits with ours (needs torch, and memory for two models); "
@@ -202,6 +202,7 @@ def work(arguments: Options) -> None:
     with reading(checkpoint):
         config, base = _write(arguments, checkpoint, out)
     _warn_of_unnamed(checkpoint, base)
+    _warn_of_programs(out, config, arguments.fuse_experts)
     _verify(out, config, arguments.verify)
     averaged = ", averaged weights" if arguments.average else ""
     print(
@@ -285,14 +286,39 @@ def _merged(
 def _warn_of_unnamed(checkpoint: Path, base: str | None) -> None:
     """Warns of a base that the model card cannot name."""
     from data.printable import printable
-    from trainer.huggingface.card import base_without_hub_name
+    from trainer.huggingface.card import base_without_hub_name, is_trained
 
+    if not base and not is_trained(checkpoint):
+        warnings.warn(
+            f"{checkpoint}: imported and not trained, and does not record from which model; pass "
+            "its hub name with --base OWNER/NAME",
+            stacklevel=2,
+        )
     if unnamed := base_without_hub_name(checkpoint, base):
         warnings.warn(
             f"the base is a local folder ({printable(unnamed)}), which the export does not name; "
             "pass its hub name with --base OWNER/NAME",
             stacklevel=2,
         )
+
+
+def _warn_of_programs(out: Path, config: TransformerConfig | None, stacked: bool) -> None:
+    """Warns of what other programs compute otherwise in the folder `out`, or do not load.
+
+    Args:
+      config: of a whole model; None for adapters.
+      stacked: whether a layer's experts are in one tensor.
+    """
+    from data.within import read_json
+    from trainer.huggingface import adapter_config, other_programs
+
+    lines = (
+        other_programs.of_adapter(read_json(out / adapter_config.CONFIG, out))
+        if config is None
+        else other_programs.of_model(config, out, stacked)
+    )
+    for line in lines:
+        warnings.warn(f"{out}: {line}", stacklevel=2)
 
 
 def _verify(out: Path, config: TransformerConfig | None, compare: bool) -> None:

@@ -196,7 +196,7 @@ def inspect(args: Options) -> dict[str, Any]:
         )
         if path
     ]
-    files = episode_files(Path(args.path).expanduser(), task)
+    files = episode_files(Path(args.path), task)
     returns, states, left_out = read_contents(files, task)
     if not returns:
         raise UserError(

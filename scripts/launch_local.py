@@ -113,13 +113,20 @@ def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
 def _forward_stderr(process: subprocess.Popen, first: subprocess.Popen) -> None:
     """Forwards a process's stderr, without a final line that `first` has written too.
 
-    Processes with the same exit status are assumed to have written the same final line.
+    Processes with the same exit status are assumed to have written the same final line. Where
+    nobody reads our stderr, as with `2>&1 | head`, the process's is read all the same: a full pipe
+    would stop the process.
     """
     final_lines = []
     for line in process.stderr or ():
-        final_lines.append(line) if line.startswith(FINAL_LINES) else os.write(2, line)
+        final_lines.append(line) if line.startswith(FINAL_LINES) else _write_error(line)
     if process.wait() not in (first.wait(), -signal.SIGTERM):
-        os.write(2, b"".join(final_lines))
+        _write_error(b"".join(final_lines))
+
+
+def _write_error(text: bytes) -> None:
+    with contextlib.suppress(OSError):  # nobody reads
+        os.write(2, text)
 
 
 def wait(processes: list[subprocess.Popen], received: Sequence[int] = ()) -> int:

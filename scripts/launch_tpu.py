@@ -41,7 +41,7 @@ from typing import Any, NamedTuple, cast
 
 from data.folders import scratch_folder
 from data.printable import printable_output
-from trainer.options import AboveZero, AtLeastZero, add_options, option
+from trainer.options import AboveZero, AtLeastZero, FreeText, add_options, option
 
 from .restarts import CANNOT_PASS, LIMIT, PREEMPTED, STOPPED, TRANSIENT, Restarts
 from .tpu import workers as remote
@@ -382,13 +382,13 @@ class Options:
     spot: bool = option("use cheaper capacity that may be preempted")
     flex_start: str = option("use capacity for up to this time, such as 4h", "", metavar="TIME")
     reservation: str = option("the name of your reservation", "", metavar="R")
-    create_options: str = option(
+    create_options: FreeText = option(
         "additional gcloud options for creating slices, such as '--network=n --service-account=a "
         "--labels=team=x --internal-ips'",
         "",
         metavar="'...'",
     )
-    ssh_options: str = option(
+    ssh_options: FreeText = option(
         "additional gcloud options for ssh and scp, such as --tunnel-through-iap or --internal-ip",
         "",
         metavar="'...'",
@@ -402,7 +402,7 @@ class Options:
     worker: str | None = option(
         "where COMMAND runs, instead of the default above", None, metavar="all|N"
     )
-    setup: str = option(
+    setup: FreeText = option(
         "shell command to run on every worker before the installation", "", metavar="COMMAND"
     )
     poll: AboveZero = option("seconds between checks of the slices", 30, metavar="SECONDS")

@@ -199,12 +199,15 @@ def _objective(checkpoint: str, args: Options) -> "TextObjective":
     """Opens the checkpoint, and the data that the command line names, on the available devices."""
     import jax
 
+    from data.errors import UserError
     from planning.auto import spread
     from trainer.config import load as configuration
     from trainer.mesh import make_mesh, simulate
     from trainer.stages import choose_stage
     from trainer.text import TextObjective
 
+    if any(word.partition("=")[0] in ("--model.path", "--model-path") for word in args.words):
+        raise UserError("--model.path: each --checkpoint takes its place; leave it out")
     config = configuration.load(
         [*args.words, "--model.path", checkpoint], command_flags=vars(args).keys() - {"words"}
     )

@@ -24,7 +24,7 @@ import numpy as np
 
 from data.errors import UserError
 from data.outputs import output_files
-from data.synthetic.tasks import Haystack
+from data.synthetic.tasks import sentences_of
 from data.within import read_text
 from trainer.options import AtLeastOne, AtLeastZero, command, option
 
@@ -131,7 +131,7 @@ def work(args: Options) -> None:
         raise UserError(
             f"{args.book}: cannot read the book ({getattr(error, 'strerror', None) or error})"
         ) from error
-    sentences = list(Haystack.of_text(text).sentences)
+    sentences = sentences_of(text)
     files = {f"{name}.json": b'"context"' for name in TASKS}
     files |= {f"{name}.yaml": b'"doc_to_text": "{{context}}"' for name in TASKS}
     folder = output_files(args.output, files)

@@ -422,7 +422,7 @@ def named_model(name: str) -> TransformerConfig:
     presets = [preset for family in FAMILIES.values() for preset in family.presets]
     if name in presets:
         return TransformerConfig.preset(name)
-    if Path(name).expanduser().is_dir() or ("/" in name and not name.startswith((".", "/", "~"))):
+    if Path(name).is_dir() or ("/" in name and not name.startswith((".", "/", "~"))):
         return open_model(name, weights=False).config
     raise UserError(
         f"--model: found {name!r}; neither a folder, nor org/name on the hub, nor a "

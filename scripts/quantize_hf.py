@@ -40,7 +40,6 @@ def work(arguments: Options) -> None:
     from data.outputs import new_folder
     from model.adapter import AdapterConfig
     from trainer.huggingface.assets import copy_assets
-    from trainer.huggingface.read import StoredCodes
     from trainer.huggingface.write import write_hf
     from trainer.model_source import open_model
     from trainer.source_kinds import HuggingFaceSource, StoredSource
@@ -61,7 +60,7 @@ def work(arguments: Options) -> None:
     dataclasses.replace(source.config, adapter=AdapterConfig(rank=1, quantize="nf4"))
     with contextlib.ExitStack() as stack:
         stored = source.stored(stack)
-        if any(isinstance(parameter, StoredCodes) for parameter in stored.values()):
+        if any(getattr(parameter, "holds_codes", False) for parameter in stored.values()):
             raise UserError(f"{arguments.model}: is already in NF4")
         assets = source.folder / "assets"
         if isinstance(source, HuggingFaceSource):

@@ -3,10 +3,18 @@
 import math
 import re
 from collections.abc import Iterator
+from importlib import metadata
+
+import pytest
 
 from planning.compiled.text import Instruction, Module, parse
 from planning.plan import DEFAULT_RECIPE, changed, compile_run
 from trainer.config.schema import MeshConfig
+
+NEEDS_CUDA = pytest.mark.skipif(
+    not any(distribution.name.startswith("jax-cuda") for distribution in metadata.distributions()),
+    reason="needs JAX's CUDA compiler; make evidence installs it",
+)
 
 
 def compile_step(

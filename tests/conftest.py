@@ -135,7 +135,10 @@ def gcs(monkeypatch, tmp_path):
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
         # Imported only now, since it reads the environment when it is imported.
-        pytest.importorskip("gcsfs", reason="gs:// needs gcsfs, which requirements-tpu.txt brings")
+        gcsfs = pytest.importorskip(
+            "gcsfs", reason="gs:// needs gcsfs, which requirements-tpu.txt brings"
+        )
+        gcsfs.GCSFileSystem.clear_instance_cache()  # with listings of earlier tests' buckets
         yield running
 
 

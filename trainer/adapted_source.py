@@ -56,6 +56,9 @@ class AdaptedSource(ModelSource):
     def tokenizer(self) -> Tokenizer:
         return dataclasses.replace(self.base, tokenizer_path=self.tokenizer_path).tokenizer()
 
+    def check_weights(self, quantize: str) -> None:
+        self.base.check_weights(quantize)
+
     def copy_assets(self, assets: Path) -> None:
         self.base.copy_assets(assets)
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from data.errors import UserError
 from data.lengths import FORM, tokens_of
 from data.printable import printable_output
+from data.within import parse_json
 
 
 def at_least_one(text: str) -> int:
@@ -65,6 +66,19 @@ def store_path(text: str) -> str:
 def free_text(text: str) -> str:
     """The argparse type of a text that may look like a path, such as a question."""
     return text
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The argparse type of a JSON object, such as '{"enable_thinking": false}'."""
+    try:
+        value = parse_json(text)
+    except ValueError:
+        value = None
+    if isinstance(value, dict):
+        return value
+    raise argparse.ArgumentTypeError(
+        f"found {text}; a JSON object such as '{{\"enable_thinking\": false}}' is needed"
+    )
 
 
 def tokens(text: str, least: int = 1) -> int:
@@ -174,14 +188,19 @@ class CommandParser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """One value of an option; refuses a store if the option takes none, and an empty text, such
-        as a shell variable that is not set, unless that is free text or the option's default."""
+        as a shell variable that is not set, unless that is free text or the option's default.
+
+        A shell expands the ~ of `--output ~/x`, but not that of `--output=~/x`."""
         if not arg_string and action.type is not free_text and action.default != "":
             raise argparse.ArgumentError(action, "found '', needs a value")
-        if ":/" in arg_string and action.type not in (store_path, free_text):
-            from data.paths import on_this_machine
+        if action.type is not free_text and (":/" in arg_string or arg_string.startswith("~")):
+            from data.paths import expanded, refuse_store
 
             try:
-                on_this_machine(arg_string)
+                if action.type is not store_path:
+                    refuse_store(arg_string)
+                if arg_string.startswith("~"):
+                    arg_string = str(expanded(arg_string))
             except UserError as error:
                 raise argparse.ArgumentError(action, str(error)) from None
         return super()._get_value(action, arg_string)  # type: ignore[misc]
@@ -207,7 +226,8 @@ class CommandParser(argparse.ArgumentParser):
             super()._print_message(message, sys.stdout if is_help else sys.stderr)
 
     def _meant(self, word: str) -> str:
-        from trainer.config.fields import FIELDS, MEANT
+        from trainer.config.fields import FIELDS
+        from trainer.config.other_trainers import MEANT
 
         name = word.partition("=")[0]
         if not name.startswith("-"):

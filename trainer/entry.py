@@ -31,13 +31,15 @@ from trainer.run.preemption import Preempted
 
 
 def keep_compiled(folder: str | None = None) -> None:
-    """Keeps compiled programs in `folder`, $LONGSTRIPE_CACHE/xla or ~/.cache/longstripe/xla."""
+    """Keeps compiled programs in `folder`, or else where JAX_COMPILATION_CACHE_DIR says, or in
+    $LONGSTRIPE_CACHE/xla or ~/.cache/longstripe/xla."""
     import jax
 
-    from data.paths import cache_folder
+    from data.paths import cache_folder, expanded, is_remote
 
+    folder = folder or os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(cache_folder("xla"))
     jax.config.update(
-        "jax_compilation_cache_dir", os.path.expanduser(folder or cache_folder("xla"))
+        "jax_compilation_cache_dir", folder if is_remote(folder) else str(expanded(folder))
     )
 
 
@@ -147,9 +149,15 @@ def _in_one_line(error: threading.ExceptHookArgs) -> None:
         print(one_line(f"warning: thread {error.thread.name}: {error.exc_value}"), file=sys.stderr)
 
 
-def _show_in_one_line(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Shows a warning without its place in the code, which says nothing to a user."""
-    print(one_line(f"warning: {message}"), file=sys.stderr, flush=True)
+def _show_in_one_line(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """Shows a warning without its place in the code, which says nothing to a user.
+
+    In a cluster process 0 alone does, since the others have the same; but not a RuntimeWarning,
+    which is about numbers that perhaps only one of them has.
+    """
+    is_everyones = not issubclass(category, RuntimeWarning)
+    if not is_everyones or (cluster := _cluster()) is None or cluster.process() == 0:
+        print(one_line(f"warning: {message}"), file=sys.stderr, flush=True)
 
 
 def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:

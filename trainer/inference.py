@@ -16,6 +16,7 @@ from . import entry
 from .adapted_source import AdaptedSource, CheckpointAdapter
 from .build import build_language_model
 from .config.schema import AttentionConfig, MeshConfig, ModelConfig, RunConfig
+from .jax_settings import fix_random_numbers
 from .mesh import make_mesh, simulate
 from .model_source import open_adapter, open_model
 from .source_kinds import ModelSource
@@ -71,6 +72,7 @@ def open_for_inference(
     if simulated:
         simulate(simulated)
     entry.keep_compiled()
+    fix_random_numbers()
     dtype = compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     source = open_adapter(adapter, path) if adapter else open_model(path)
     beside = adapter_of(source, path, quantize)

@@ -22,6 +22,7 @@ from data.errors import UserError
 from model.attention.names import BATCH_AXES, MESH_AXES
 
 from .config.schema import MeshConfig, RunConfig
+from .jax_settings import fix_random_numbers
 from .placement import ring_placed
 from .run.cluster import join
 
@@ -43,6 +44,7 @@ def start_devices(config: RunConfig) -> None:
     join(config.distributed, simulated=bool(config.mesh.simulate), folder=folder)
     if config.mesh.simulate:
         simulate(config.mesh.simulate, config.distributed.num_processes or 1)
+    fix_random_numbers()
 
 
 def simulate(devices: int, processes: int = 1) -> None:

@@ -7,9 +7,11 @@ import datetime
 from pathlib import Path
 from typing import Any
 
+from data.conversation import TEMPLATE_FILES
 from data.errors import UserError
 from data.sources import TURN_FORMATS
 from data.templates import end_ids, missing_controls
+from data.templates.template_file import read_template
 from data.tokenizer import Tokenizer
 from data.within import file_within, read_json
 from model.config import POSITIONS, TransformerConfig
@@ -31,6 +33,7 @@ from .source_kinds import (
     ModelSource,
     ScratchSource,
     StoredSource,
+    load_tokenizer,
 )
 
 
@@ -200,14 +203,15 @@ def choose_model(
             "model.tokenizer: a model from scratch needs a tokenizer; give its folder or .model "
             "file"
         )
-    tokenizer = Tokenizer.load(config.tokenizer)
+    path = Path(config.tokenizer)
+    tokenizer = load_tokenizer(path)
     shape = scratch_config(
         config,
         bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_id,
         pad_token_id=tokenizer.pad_id,
     )
-    scratch = ScratchSource(shape, Path(config.tokenizer))
+    scratch = ScratchSource(shape, path)
     return with_adapter(scratch, adapter_path) if adapter_path else scratch  # refused as a base
 
 
@@ -240,11 +244,14 @@ def scratch_config(config: ModelConfig, **defaults: Any) -> TransformerConfig:
 def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, Tokenizer]:
     """Prepares the model and its tokenizer for the data's chat templates.
 
+    A file as `data.template` replaces the tokenizer's own template.
     With `data.add_control_tokens`, the tokenizer gets every control token that the templates need
     and it lacks, and the model's vocabulary a row for each. The end-of-turn token of the exported
     template (the first conversations') joins the model's eos ids; base models lack it.
     """
     tokenizer, templates = source.tokenizer(), chat_templates(data)
+    if data.template.endswith(TEMPLATE_FILES):
+        tokenizer = tokenizer.with_chat_template(read_template(data.template))
     if data.add_control_tokens:
         tokenizer = tokenizer.with_controls(
             dict.fromkeys(
@@ -260,6 +267,4 @@ def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, T
 
 def chat_templates(data: DataConfig) -> list[str]:
     """The templates of conversation sources, in order."""
-    return [
-        source.template or data.template for source in data.sources if source.format in TURN_FORMATS
-    ]
+    return [data.template_of(source) for source in data.sources if source.format in TURN_FORMATS]

@@ -32,6 +32,7 @@ AtLeastZero = Annotated[int, arguments.at_least_zero]
 AboveZero = Annotated[float, arguments.above_zero]
 NotNegative = Annotated[float, arguments.not_negative]
 FreeText = Annotated[str, arguments.free_text]
+JsonObject = Annotated[dict[str, Any], arguments.json_object]
 StorePath = Annotated[str, arguments.store_path]
 REQUIRED: Any = object()
 FIELDS = (

@@ -334,11 +334,11 @@ class PreferenceObjective(TextObjective):
         return log_likelihoods
 
     def _reference_fingerprint(self) -> str:
-        """Returns a text that changes whenever the reference's log-likelihoods would (beyond
-        rounding)."""
+        """Returns a text that changes whenever the reference's log-likelihoods would."""
         config = self.config
         model, source = self._reference
         parts = {
+            "rules": 2,  # 2: `document_sums` without rounding errors that grow with the length
             "origin": source.fingerprint,
             "shape": repr(model.config),  # from config.json, which is not part of the weights
             "model": dataclasses.asdict(dataclasses.replace(config.model, path=None)),

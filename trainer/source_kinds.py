@@ -13,6 +13,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from data.paths import expanded
 from data.tokenizer import Tokenizer
 from model.attention import Mask
 from model.config import TransformerConfig
@@ -29,13 +30,23 @@ from .huggingface.assets import (
     write_assets,
     write_source_dtype,
 )
-from .huggingface.folder import weights_fingerprint
-from .huggingface.hub_models import hub_name
-from .huggingface.read import read_hf, stored_hf
+from .huggingface.folder import has_weights, weights_fingerprint
+from .huggingface.hub_models import hub_name, is_whole
+from .huggingface.read import check_codes, check_weights, read_hf, stored_hf
 from .huggingface.table import hf_layout
 from .vocabulary import draw_rows
 
 Params = dict[str, jax.Array]
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Loads the tokenizer at a path; a checkpoint's is the one that was trained with.
+
+    Raises:
+      UserError: as `Tokenizer.load`.
+    """
+    path = expanded(path)
+    return Tokenizer.load(path, as_saved=(path / "run.yaml").is_file())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +90,16 @@ class ModelSource(abc.ABC):
             `with_vocabulary`).
         """
 
+    def check_weights(self, quantize: str) -> None:  # noqa: B027 - checkpoints have checksums
+        """Checks the names, shapes and dtypes of the stored weights, if they are there.
+
+        Args:
+          quantize: `adapter.quantize`.
+
+        Raises:
+          ValueError: one cannot be read, or not be quantized so.
+        """
+
     @abc.abstractmethod
     def copy_assets(self, assets: Path) -> None:
         """Copies the source's configuration and tokenizer files to the new folder `assets`."""
@@ -99,9 +120,8 @@ class ModelSource(abc.ABC):
         )
 
     def tokenizer(self) -> Tokenizer:
-        """Loads the model's tokenizer; a checkpoint's is the one that was trained with."""
-        as_saved = (self.tokenizer_path / "run.yaml").is_file()
-        return Tokenizer.load(self.tokenizer_path, as_saved)
+        """Loads the model's tokenizer."""
+        return load_tokenizer(self.tokenizer_path)
 
     def write_assets(
         self, assets: Path, tokenizer: Tokenizer, chat_template: str | None, resolved: str
@@ -185,7 +205,15 @@ class HuggingFaceSource(StoredSource):
     def stored(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
         return stored_hf(self.folder, self.stored_config, stack)
 
+    def check_weights(self, quantize: str) -> None:
+        is_partial = hub_name(str(self.folder)) and not is_whole(self.folder)
+        if not is_partial and has_weights(self.folder):
+            check_weights(self.folder, self.stored_config)
+            check_codes(self.folder, self.stored_config, quantize)
+
     def _read_stored(self, model: LanguageModel, base: Mapping[str, Parameter]) -> Params:
+        if model.config.adapter is not None:
+            check_codes(self.folder, self.stored_config, model.config.adapter.quantize)
         shardings = {name: model.shardings[name] for name in base}
         dtypes = {name: parameter.dtype for name, parameter in base.items()}
         params = read_hf(self.folder, self.stored_config, shardings, dtypes, model.in_memory)

@@ -13,10 +13,11 @@ from model.config import POSITIONS
 
 from .checkpoint.commit import CHECKPOINTS, located
 from .config.checks import check
+from .config.data import Today
 from .config.preference import PreferenceConfig
 from .config.schema import MeshConfig, RunConfig
 from .mesh import start_devices
-from .run.cluster import first_then_others
+from .run.cluster import first_then_others, process
 from .run.directory import EARLIER_STAGES, RunDirectory
 from .run.identity import recorded_identity, saved_steps
 from .run.opening import check_run, has_begun
@@ -172,10 +173,11 @@ def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) ->
     Raises:
       UserError: as `stages_of` and `_first_unfinished`.
     """
-    stages = stages_of(config)
+    stages_of(config)  # finds errors before it waits for other processes
+    start_devices(config)
+    stages = stages_of(_on_one_day(config))
     if len(stages) == 1:
         return train(stages[0], False)
-    start_devices(config)
     # One process checks for all: they would find each other's locks, or folders not visible to
     # others yet.
     first = first_then_others(
@@ -184,13 +186,24 @@ def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) ->
     if first == len(stages):
         location = stages[-1].location
         path = located(location) / CHECKPOINTS / str(saved_steps(location)[-1])
-        print(f"stage {first} of {first} is finished: {path}", flush=True)
+        _say(f"stage {first} of {first} is finished: {path}")
         return path
     for index in range(first, len(stages) - 1):
         _announce(stages, index)
         train(stages[index], True)
     _announce(stages, len(stages) - 1)
     return train(stages[-1], False)
+
+
+def _on_one_day(config: RunConfig) -> RunConfig:
+    """Returns the configuration in which `today` is process 0's day in all processes."""
+
+    def with_day(day: str | None) -> RunConfig:
+        if day is None or not isinstance(config.data.template_date, Today):
+            return config
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, template_date=day))
+
+    return first_then_others(with_day, lambda config: str(config.data.template_date))
 
 
 def _first_unfinished(stages: list[RunConfig]) -> int:
@@ -254,8 +267,13 @@ def _with_chosen_positions(stage: RunConfig) -> RunConfig:
 
 def _announce(stages: list[RunConfig], index: int) -> None:
     stage = stages[index]
-    print(
+    _say(
         f"stage {index + 1} of {len(stages)}: {stage.data.context_length:,} tokens, "
-        f"{stage.train.steps} steps",
-        flush=True,
+        f"{stage.train.steps} steps"
     )
+
+
+def _say(line: str) -> None:
+    """Prints a line in process 0."""
+    if process() == 0:
+        print(line, flush=True)

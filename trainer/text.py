@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +18,12 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from data.batch import Batch, dtypes, permute
+from data.cards import is_pattern
 from data.encode import EncodingRules
 from data.engine import PROCESSES, Engine
 from data.errors import UserError
 from data.loader import Loader
+from data.paths import expanded
 from data.prepare import prepare
 from data.prepared import Prepared
 from data.sources import Source, Sources
@@ -33,6 +37,7 @@ from model.loss import LossSums
 
 from .adapted_source import AdaptedSource
 from .build import build_language_model, shares_prompts
+from .checkpoint.fetch import keep_copy
 from .config import load as configuration
 from .config.data import SourceConfig
 from .config.schema import RunConfig
@@ -40,7 +45,7 @@ from .huggingface import adapter_config
 from .mesh import LocalPart, batch_sharding, is_abstract, local_order, local_part, place_batch
 from .model_source import chat_templates, choose_model, for_templates
 from .objective import DeviceBatch, HostBatch, Loss, LossParams, Objective, Params, Totals
-from .run.cluster import first_then_others
+from .run.cluster import first_then_others, require_same
 from .run.directory import RunDirectory
 from .text_checks import (
     check_new_rows,
@@ -96,7 +101,7 @@ def prepare_text(
         Source(
             path=path_of(source),
             format=source.format,
-            template=source.template or data.template,
+            template=data.template_of(source),
             weight=source.weight,
             fields=source.fields,
             add_bos=source.add_bos,
@@ -133,8 +138,8 @@ def source_names(config: RunConfig) -> tuple[str, ...]:
     """Returns the sources' names in metrics, in order of their numbers.
 
     () for a single source, with or without a held-out file. A source's name is its file's without
-    the suffix, or its task if generated; duplicates get a number: x, x_2. The held-out file comes
-    last.
+    the suffix and the characters of a pattern, or its task if generated; duplicates get a number:
+    x, x_2. The held-out file comes last.
     """
     data = config.data
     if len(data.sources) < 2:
@@ -149,6 +154,8 @@ def source_names(config: RunConfig) -> tuple[str, ...]:
             if is_synthetic
             else path.rstrip("/").rsplit("/", 1)[-1].split(".", 1)[0]
         )
+        if is_pattern(stem):
+            stem = re.sub(r"[*?\[\]]", "", stem).strip("-_") or "files"
         candidates = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
         names.append(next(name for name in candidates if name not in names))
     return tuple(names)
@@ -223,6 +230,7 @@ class TextObjective(Objective):
         self.model = build_language_model(
             self.config, self.source.config.with_length(data.context_length), self.mesh
         )
+        source.check_weights(self.config.adapter.quantize)
 
     @classmethod
     def abstract_model_and_batch(
@@ -250,6 +258,8 @@ class TextObjective(Objective):
 
     def _open_data(self) -> None:
         data, rows = self.config.data, self.config.train.batch_size
+        template = hashlib.sha256((self.tokenizer.chat_template or "").encode()).hexdigest()
+        require_same({"the chat template's sha256": template})
         prepare = functools.partial(
             prepare_text,
             self.config,
@@ -371,13 +381,14 @@ class TextObjective(Objective):
         if self.config.adapter.rank:
             adapted = self.source.config.with_adapter(self.config.adapter)
             adapter_config.write_config(adapted, self.source.name, folder)
+            keep_copy(self.source.name)
 
 
 def _with_absolute_model(config: RunConfig) -> RunConfig:
     """Returns a recipe whose model is not a relative folder, since `models/mine` would elsewhere
     look like a hub name."""
     path = config.model.path
-    if not path or not Path(path).expanduser().is_dir():
+    if not path or not expanded(path).is_dir():
         return config
-    absolute = str(Path(path).expanduser().absolute())
+    absolute = str(expanded(path).absolute())
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=absolute))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.paths import expanded
 from model import lengths
 
 from .adapted_source import AdaptedSource, CheckpointAdapter
@@ -76,7 +77,7 @@ def _run_before(path: str, run: Path) -> Path:
     Args:
       path: its recipe's `model.path`; run: its folder, which may have moved with its stages.
     """
-    before = _run_of(Path(path).expanduser())
+    before = _run_of(expanded(path))
     if before.parent.name == EARLIER_STAGES:
         for folder in (run / EARLIER_STAGES, run.parent):
             if (folder / before.name / "config.yaml").is_file():

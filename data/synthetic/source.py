@@ -22,7 +22,7 @@ import numpy as np
 from data.errors import UserError
 from data.folders import sync
 from data.lengths import tokens_of
-from data.paths import cache_folder, on_this_machine
+from data.paths import cache_folder, refuse_store
 from data.synthetic import tasks
 from data.synthetic.tasks import Exercise
 from data.synthetic.wording import Wording, wording_like
@@ -100,7 +100,7 @@ class Spec(NamedTuple):
                 f"data.sources: found {path}; numbers are needed, as in {form}"
             ) from None
         if spec.like:
-            on_this_machine(spec.like)
+            refuse_store(spec.like)
         if spec.count < 1 or spec.tokens < 0 or spec.seed < 0 or not 0 <= spec.share <= 1:
             raise UserError(
                 f"data.sources: found {path}; a count of 1 or more, a seed of 0 or more and a "

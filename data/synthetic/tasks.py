@@ -13,6 +13,7 @@ import json
 import math
 import re
 import string
+import textwrap
 import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from data.synthetic.split import draw_keys, draw_values, is_evaluation, most_key
 from data.synthetic.wording import Wording
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+LONGEST_PIECE = 1000  # characters
+WITHOUT_SPACE = "[。！？]+[」』”’）]*"  # the end of a Chinese or Japanese sentence
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 LINE_NUMBERS = (1, 50_000)  # lowest, and one above the highest
 MOST_TRAINING_LINES = most_keys(*LINE_NUMBERS, evaluation=False)
@@ -57,6 +60,13 @@ class Exercise(NamedTuple):
     further: tuple[str, str] = ("", "")
 
 
+def sentences_of(text: str) -> list[str]:
+    """Returns the sentences of a text."""
+    flat = re.sub(r"\s+", " ", text).strip()
+    found = re.findall(rf".*?(?:{WITHOUT_SPACE}|[.!?](?= )|$)", flat)
+    return [sentence for sentence in map(str.strip, found) if sentence]
+
+
 @dataclasses.dataclass(frozen=True)
 class Haystack:
     """Text that needles are hidden in.
@@ -72,17 +82,28 @@ class Haystack:
 
     @classmethod
     def of_text(cls, text: str) -> Haystack:
-        """Returns the haystack of a text, cut into sentences."""
-        flat = re.sub(r"\s+", " ", text).strip()
-        return cls("text", tuple(re.split(r"(?<=[.!?])\s+", flat)))
+        """Returns the haystack of a text, cut into sentences; one as long as a table of contents is
+        cut between words."""
+        pieces = (
+            textwrap.wrap(sentence, LONGEST_PIECE, break_long_words=False, break_on_hyphens=False)
+            if len(sentence) > LONGEST_PIECE
+            else [sentence]
+            for sentence in sentences_of(text)
+        )
+        return cls("text", tuple(itertools.chain.from_iterable(pieces)))
 
-    @property
-    def joint(self) -> str:
-        """What is between sentences."""
-        return " " if self.name == "text" else "\n"
+    def spaced(self, sentence: str) -> str:
+        """Returns a sentence with what separates it from the next: nothing in Chinese, Japanese."""
+        if self.name != "text":
+            return f"{sentence}\n"
+        return sentence if re.search(rf"{WITHOUT_SPACE}$", sentence) else f"{sentence} "
+
+    def join(self, sentences: Sequence[str]) -> str:
+        """Returns the text of sentences."""
+        return "".join(map(self.spaced, sentences)).rstrip()
 
     def take(self, units: int) -> list[str]:
-        """Returns `count` sentences; none for the haystack "needles", which needs keys."""
+        """Returns `units` sentences; none for the haystack "needles", which needs keys."""
         if self.name == "noise":
             return [NOISE] * units
         return (
@@ -135,7 +156,8 @@ def needles(
     Args:
       units: sentences of the haystack (of the noise, groups of five).
       keys: number of keys with needles; values: needles per key; queries: keys to ask for.
-      depths: where the needles are, as shares of the haystack; drawn unless given.
+      depths: where the needles are, as shares of the haystack's characters, moved back to the end
+        of a sentence; drawn unless given.
     """
     keys = max(keys, queries)
     count = keys * values
@@ -148,8 +170,10 @@ def needles(
         for key, value in zip([*repeated, *names[keys:]], drawn, strict=True)
     ]
     text = haystack.take(units) + sentences[count:]
-    places = sorted(int(len(text) * depth) for depth in depths) or sorted(
-        rng.integers(0, len(text) + 1, count).tolist()
+    places = sorted(
+        _places([*map(haystack.spaced, text)], depths)
+        if depths
+        else rng.integers(0, len(text) + 1, count).tolist()
     )
     for place, number in sorted(
         zip(places, rng.permutation(count).tolist(), strict=True), reverse=True
@@ -165,13 +189,22 @@ def needles(
     return Exercise(
         f"{article} special magic {kind} {verb} hidden within the following text. Make sure to "
         "memorize it. I will quiz you "
-        f"about the {kind} afterwards.\n{haystack.joint.join(text)}\nWhat "
+        f"about the {kind} afterwards.\n{haystack.join(text)}\nWhat "
         f"{verb}{'' if single else ' all'} the special magic {kind} for {query} mentioned in the "
         "provided text?",
         f" The special magic {kind} for {query} mentioned in the provided text {verb}",
         expected,
         f" {', '.join(expected)}.",
     )
+
+
+def _places(sentences: Sequence[str], depths: Sequence[float]) -> list[int]:
+    """Returns how many sentences end at or before each depth, a share of their characters."""
+    ends = np.cumsum([len(sentence) for sentence in sentences])
+    # In units of a mean sentence, so that the places are exact where all are equally long.
+    ends = ends * len(sentences) / ends[-1]
+    places = np.searchsorted(ends, [len(sentences) * depth for depth in depths], side="right")
+    return [int(place) for place in places]
 
 
 def variables(
@@ -284,11 +317,10 @@ def frequent_words(
       vocabulary: different words; unless given, a twenty-fifth of `units`.
     """
     size = max(vocabulary or units // 25, 8)
-    coded: list[str] = []
-    while len(coded) < size:
-        word = "".join(rng.choice(list(string.ascii_lowercase), 6))
-        if word not in coded:
-            coded.append(word)
+    different: dict[str, None] = {}  # in the order they were drawn
+    while len(different) < size:
+        different["".join(rng.choice(list(string.ascii_lowercase), 6))] = None
+    coded = list(different)
     coded[0] = "..."
     listed = [
         word

@@ -15,7 +15,7 @@ from data.errors import UserError, nearest
 from data.templates.built_in import BUILT_IN, CONTROLS, NAMES
 from data.templates.encoder import Segment, encode, find_controls
 from data.templates.errors import TemplateError
-from data.templates.loss import excluded_ranges, trained_ranges
+from data.templates.loss import Written, excluded_ranges, tail_of, trained_ranges
 from data.templates.notes import notes_of
 from data.templates.rendering import Rendered, Template
 from data.templates.runs import cut
@@ -40,12 +40,13 @@ def jinja_template(template: str, tokenizer: Tokenizer) -> str:
             raise UserError(
                 f"{_FIELD}: found 'tokenizer' (the default: the model's own), and this tokenizer "
                 "has no chat template; choose one, such as --data.template vicuna_v1.1: "
-                f"{', '.join(BUILT_IN)} would work"
+                f"{', '.join(BUILT_IN)}, or your own, data.template: FILE.jinja, would work"
             )
         return tokenizer.chat_template
     if template not in BUILT_IN:
         raise UserError(
-            f"{_FIELD}: found {template!r}; {nearest(template, NAMES)}{', '.join(NAMES)} would work"
+            f"{_FIELD}: found {template!r}; {nearest(template, NAMES)}{', '.join(NAMES)}, or "
+            "as data.template a file FILE.jinja, would work"
         )
     missing = missing_controls(template, tokenizer)
     if missing:
@@ -111,6 +112,7 @@ def encode_conversation(
     tools: Sequence[dict[str, Any]] = (),
     template_kwargs: Mapping[str, Any] = {},
     train_on_everything: bool = False,
+    reads_blocks: bool = True,
 ) -> Encoding:
     """Returns the ids of a conversation in segments with and without loss, and what was left out.
 
@@ -125,11 +127,12 @@ def encode_conversation(
       messages: the turns.
       template: the name of a chat template, one of NAMES.
       tokenizer: the tokenizer; its `template_date` is what strftime_now writes.
-      add_generation_prompt: whether the heading of an assistant's turn follows the conversation.
+      add_generation_prompt: whether the header of an assistant's turn follows the conversation.
       tools: descriptions of tools for the template.
       template_kwargs: variables for the template, overriding the tokenizer's `template_kwargs`.
       train_on_everything: whether the loss covers the template's text and all turns, as by default
         in TRL, but those whose `train` is False.
+      reads_blocks: whether the loss covers the template's {% generation %} blocks, if it has any.
 
     Raises:
       TemplateError: the conversation does not fit the template, such as one with unsupported tool
@@ -138,17 +141,45 @@ def encode_conversation(
     """
     program = _program(template, tokenizer, template_kwargs)
     program, rendered = _rendered(program, messages, tools, add_generation_prompt)
+    if not reads_blocks:
+        rendered = rendered._replace(generated=None)
     notes = notes_of(rendered, messages, tools, program.source, template == "tokenizer")
     if program.arguments_as_text:
         notes |= {ARGUMENTS_AS_TEXT}
     notes |= {UNREAD_VARIABLE + name for name in program.unread_variables(template_kwargs)}
     controls, typed = find_controls(rendered, tokenizer, _generated(messages))
     ranges_of = excluded_ranges if train_on_everything else trained_ranges
-    found = ranges_of(rendered, controls, messages, program, tokenizer, tools)
+    found = ranges_of(Written(rendered, controls, messages, program, tokenizer, tools))
     segments = encode(rendered, controls, found.ranges, tokenizer)
     if train_on_everything:  # a token with any part of an excluded turn is left out
         segments = [replace(segment, train=not segment.train) for segment in segments]
     return Encoding(segments, notes | found.notes | {TYPED + token for token in typed})
+
+
+class Prompt(NamedTuple):
+    """The ids of a conversation with the generation prompt after it."""
+
+    ids: list[int]
+    turns: int
+    """How many of them end with the last turn's text."""
+
+
+def encode_prompt(
+    messages: Sequence[Message],
+    template: str,
+    tokenizer: Tokenizer,
+    tools: Sequence[dict[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] = {},
+) -> Prompt:
+    """Returns the ids of a prompt; arguments and errors as in `encode_conversation`."""
+    program = _program(template, tokenizer, template_kwargs)
+    _, rendered = _rendered(program, messages, tools, True)
+    controls = find_controls(rendered, tokenizer, _generated(messages)).controls
+    end = len(rendered.text)
+    after_turns = (end - len(tail_of(rendered)), end)
+    segments = encode(rendered, controls, [after_turns], tokenizer)
+    turns = sum(len(segment.ids) for segment in segments if not segment.train)
+    return Prompt([token for segment in segments for token in segment.ids], turns)
 
 
 class Unfinished(NamedTuple):

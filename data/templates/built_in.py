@@ -22,13 +22,13 @@ _BOS = "{% if bos_token %}{{ bos_token }}{% endif %}"
 def _two_role_template(
     name: str, system: str, user: str, answer: str, before_first: str = ""
 ) -> str:
-    """Returns a template in FastChat's style ADD_COLON_TWO: headings, EOS after answers.
+    """Returns a template in FastChat's style ADD_COLON_TWO: headers, EOS after answers.
 
     Args:
       name: the template's name, for messages.
       system: the system text of a conversation without a system turn.
-      user: heading of a user's turn.
-      answer: heading of an assistant's turn.
+      user: header of a user's turn.
+      answer: header of an assistant's turn.
       before_first: the text between the system text and the first turn.
     """
     return (
@@ -55,15 +55,15 @@ def _two_role_template(
     )
 
 
-def _control_token_template(bos: str, heading: str, end: str) -> str:
-    """Returns a template in which control tokens mark the heading and end of each turn.
+def _control_token_template(bos: str, header: str, end: str) -> str:
+    """Returns a template in which control tokens mark the header and end of each turn.
 
     Args:
       bos: the conversation's beginning, in Jinja.
-      heading: heading of a turn, with ROLE for its role.
+      header: header of a turn, with ROLE for its role.
       end: the end of a turn; begins with a control token.
     """
-    before, after = (_literal(part) for part in heading.split("ROLE"))
+    before, after = (_literal(part) for part in header.split("ROLE"))
     return (
         bos
         + "{% for message in messages %}{{ "
@@ -74,7 +74,7 @@ def _control_token_template(bos: str, heading: str, end: str) -> str:
         + _literal(end)
         + " }}{% endfor %}"
         "{% if add_generation_prompt %}{{ "
-        + _literal(heading.replace("ROLE", "assistant"))
+        + _literal(header.replace("ROLE", "assistant"))
         + " }}{% endif %}"
     )
 

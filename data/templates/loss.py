@@ -1,11 +1,22 @@
-"""Finds which characters of a rendered conversation are trained on."""
+r"""Finds which characters of a rendered conversation are trained on.
+
+An assistant's turn is trained on from the end of the generation prompt to the end of the token that
+ends the turn. Published templates differ in where these are (⟦ and ⟧ mark what is trained on):
+
+  Qwen 3   <|im_start|>assistant\n⟦<think>\nHm.\n</think>\n\nSix.<|im_end|>⟧\n
+           The generation prompt may end with an empty <think> block, which earlier answers lack.
+  GLM      <|user|>\nHi<|assistant|>⟦Hello<|user|>⟧\nBye<|assistant|>⟦...
+           Nothing ends a turn but the next turn's header, at whose token the model stops.
+  Gemma 4  <|turn>model\n⟦<|tool_call>...<tool_call|><|tool_response>⟧response...⟦Sunny.<turn|>⟧\n
+           The result of a call is within the assistant's turn, whose text may follow it.
+"""
 
 import json
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -21,6 +32,17 @@ NO_END = "no token that ends an answer is in the loss: the template writes none"
 GUESSED = "the beginning of an answer guessed: the template's generation prompt is not before it"
 
 Range = tuple[int, int]
+
+
+class Written(NamedTuple):
+    """A conversation and what its template made of it."""
+
+    rendered: Rendered
+    controls: Sequence[Control]
+    messages: Sequence[Message]
+    template: Template
+    tokenizer: Tokenizer
+    tools: Sequence[dict[str, Any]] = ()
 
 
 class Trained(NamedTuple):
@@ -50,20 +72,14 @@ class _Part(NamedTuple):
     """The field of that text."""
 
 
-def trained_ranges(
-    rendered: Rendered,
-    controls: Sequence[Control],
-    messages: Sequence[Message],
-    template: Template,
-    tokenizer: Tokenizer,
-    tools: Sequence[dict[str, Any]] = (),
-) -> Trained:
+def trained_ranges(written: Written) -> Trained:
     """Returns the ranges of the text that are trained on.
 
     With {% generation %} blocks in the template these are the blocks. Otherwise they are everything
     the assistant has to write in its turns: from the end of the generation prompt to the token that
     ends the turn. Turns whose `train` is False are excluded.
     """
+    rendered, messages = written.rendered, written.messages
     answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
     trained = {number for number in answers if messages[number].train}
     if not trained:
@@ -77,37 +93,31 @@ def trained_ranges(
                 if _block_is_trained(block, turns, answers, trained)
             ]
         )
-    finder = _Borders(rendered, controls, messages, template, tokenizer, tools)
+    boundaries = _TurnBoundaries(written, turns)
     ranges: list[Range] = []
     is_ended = False
     for number in sorted(trained & turns.keys()):
         first, *others = turns[number]
-        ranges.append((finder.start_of(number, first), finder.end_of(number, first)))
-        ranges += [(part.start, finder.usual_end_of(part)) for part in others]
+        ranges.append((boundaries.start_of(number, first), boundaries.end_of(number, first)))
+        ranges += [(part.start, boundaries.usual_end_of(part)) for part in others]
         is_ended |= ranges[-1][1] > turns[number][-1].end
     if ranges and not is_ended:
-        finder.notes.add(NO_END)
-    return Trained(sorted(ranges), frozenset(finder.notes))
+        boundaries.notes.add(NO_END)
+    return Trained(sorted(ranges), frozenset(boundaries.notes))
 
 
-def excluded_ranges(
-    rendered: Rendered,
-    controls: Sequence[Control],
-    messages: Sequence[Message],
-    template: Template,
-    tokenizer: Tokenizer,
-    tools: Sequence[dict[str, Any]] = (),
-) -> Trained:
+def excluded_ranges(written: Written) -> Trained:
     """Returns the ranges of the text that are left out of a loss on everything: those of turns
     whose `train` is False.
 
     Of an assistant's such turn, this is what `trained_ranges` would include; of others' their own
     text.
     """
+    messages = written.messages
     excluded = {number for number, message in enumerate(messages) if not message.train}
     opposite = [replace(message, train=not message.train) for message in messages]
-    left_out = trained_ranges(rendered, controls, opposite, template, tokenizer, tools).ranges
-    for number, parts in _turns(rendered).items() if excluded else ():
+    left_out = trained_ranges(written._replace(messages=opposite)).ranges
+    for number, parts in _turns(written.rendered).items() if excluded else ():
         if number in excluded and messages[number].role != "assistant":
             left_out = [*left_out, *((part.start, part.end) for part in parts)]
     return Trained(sorted(left_out))
@@ -129,11 +139,11 @@ def _block_is_trained(
 def _turns(rendered: Rendered) -> dict[int, list[_Part]]:
     """Returns the turns' positions in the text, by number; turns without text are absent.
 
-    Repeated parts of a call after it, such as its name in the heading of the result, are not the
+    Repeated parts of a call after it, such as its name in the header of the result, are not the
     assistant's.
     """
-    places: list[tuple[int, int, str]] = []  # (start, end, field) of turns' texts, in order
-    parts: list[tuple[int, list[int]]] = []  # turn, numbers of consecutive places of it
+    texts: list[tuple[int, int, str]] = []  # (start, end, field) of turns' texts, in order
+    parts: list[tuple[int, list[int]]] = []  # turn, numbers of consecutive texts of it
     written: set[tuple] = set()  # parts of calls written so far
     repeated: set[int] = set()  # positions of text written before
     at = 0
@@ -141,12 +151,12 @@ def _turns(rendered: Rendered) -> dict[int, list[_Part]]:
         if source is not None:
             text = (id(source), offset, length)
             if source.field == "tool_calls" and text in written:
-                repeated.add(len(places))
+                repeated.add(len(texts))
             written.add(text)
             if not parts or parts[-1][0] != source.turn:
                 parts.append((source.turn, []))
-            parts[-1][1].append(len(places))
-            places.append((at, at + length, source.field))
+            parts[-1][1].append(len(texts))
+            texts.append((at, at + length, source.field))
         at += length
     turns: dict[int, list[_Part]] = {}
     for turn, numbers in parts:
@@ -155,53 +165,42 @@ def _turns(rendered: Rendered) -> dict[int, list[_Part]]:
             numbers.pop()
         if not numbers:
             continue
-        start, (last_start, end, field) = places[first][0], places[numbers[-1]]
-        previous_end = places[first - 1][1] if first else 0
-        next_start = places[following][0] if following < len(places) else at
+        start, (last_start, end, field) = texts[first][0], texts[numbers[-1]]
+        previous_end = texts[first - 1][1] if first else 0
+        next_start = texts[following][0] if following < len(texts) else at
         part = _Part(start, end, previous_end, next_start, last_start, field)
         turns.setdefault(turn, []).append(part)
     return turns
 
 
-class _Borders:
+class _TurnBoundaries:
     """Finds where the assistant's part of a turn begins and ends."""
 
-    def __init__(
-        self,
-        rendered: Rendered,
-        controls: Sequence[Control],
-        messages: Sequence[Message],
-        template: Template,
-        tokenizer: Tokenizer,
-        tools: Sequence[dict[str, Any]],
-    ):
+    def __init__(self, written: Written, turns: dict[int, list[_Part]]):
+        rendered, controls, messages, template, tokenizer, tools = written
+        self._written = written
         self._text = rendered.text
         self._controls = controls
         self._messages = messages
         self._template = template
         self._tokenizer = tokenizer
         self._tools = tools
+        self._turns = turns
         self.notes: set[str] = set()
         """What is uncertain, as the report counts it."""
-        self._before: Sequence[Message] = ()
-        self._prompt: Rendered | None = None
-        """The template's text before the first answer, with the generation prompt."""
-        self._prompt_tail = ""
-        """The part of it after the text of the last turn."""
-        self._heading: _Heading | None = None
-        self._around = _around_answers(
+        self._prompt: _GenerationPrompt | None = None
+        self._texts = _template_texts(
             template.source,
             template.specials,
             template.date,
             json.dumps(template.variables, sort_keys=True, default=str),
         )
-        self._opening = _opening_of(self._around, tokenizer)
-        self._ending = _ending_of(self._around, self._opening, tokenizer)
-        self._first_of_user = _first_control(self._around.user, tokenizer)
-        self._end_token = _first_control(self._around.last, tokenizer)
-        self._is_last_ended = bool(self._end_token) and self._around.last.lstrip().startswith(
-            self._end_token
-        )
+        self._opening = _opening_of(self._texts, tokenizer)
+        self._ending = _ending_of(self._texts, self._opening, tokenizer)
+        self._first_of_user = _first_control(self._texts.user_header, tokenizer)
+        self._end_token = _first_control(self._texts.after_last_answer, tokenizer)
+        after = self._texts.after_last_answer.lstrip()
+        self._is_last_ended = bool(self._end_token) and after.startswith(self._end_token)
         if len(messages) > MAX_CALL_TURNS and any(message.tool_calls for message in messages):
             raise TemplateError(
                 f"a conversation with tool calls of more than {MAX_CALL_TURNS} turns"
@@ -213,11 +212,13 @@ class _Borders:
         gap = self._text[turn.previous_end : turn.start]
         if not number or not gap:
             return turn.start
-        if self._prompt is None and self._heading is None:
-            self._prompt_before(number)
-        if gap == self._prompt_tail:
+        prompt = self._prompt_before(number)
+        if gap == prompt.tail:
             return turn.start
-        length = self._heading_before(number).length_in(gap)
+        # Harmony writes an answer's empty reasoning as a message of its own, so two prompts precede
+        # the text: the answer begins after the first. After a turn without text this may be that
+        # turn's own prompt.
+        length = prompt.end_in(gap, last=number - 1 not in self._turns)
         if length is not None:
             return turn.previous_end + length
         start = None
@@ -242,14 +243,14 @@ class _Borders:
                 prompt = self._template.render(self._messages[:number], self._tools, with_prompt)
             except TemplateError:
                 continue
-            tail = _tail(prompt)
-            known = tail.rstrip() or tail  # other white space may follow a heading
+            tail = tail_of(prompt)
+            known = tail.rstrip() or tail  # other white space may follow a header
             if gap.startswith(known) and (tail or self._text.startswith(prompt.text)):
                 return turn.previous_end + _common_length(gap, tail)
         return None
 
     def _start_as_of_text(self, number: int, turn: _Part) -> int:
-        """Returns where a turn begins, given that its heading is what the generation prompt would
+        """Returns where a turn begins, given that its header is what the generation prompt would
         write too, or what would precede an answer of text alone: the rest opens a call, or
         reasoning."""
         message, before = self._messages[number], self._messages[:number]
@@ -265,70 +266,35 @@ class _Borders:
             except TemplateError:
                 continue
             if with_prompt:
-                starts.append(self._end_of_common(turn, _tail(rendered)))
+                starts.append(self._end_of_common(turn, tail_of(rendered)))
             elif parts := _turns(rendered).get(number):
-                heading = rendered.text[parts[0].previous_end : parts[0].start]
-                starts.append(self._end_of_common(turn, heading))
+                header = rendered.text[parts[0].previous_end : parts[0].start]
+                starts.append(self._end_of_common(turn, header))
         return max(starts, default=turn.start)
 
-    def _end_of_common(self, turn: _Part, heading: str) -> int:
-        """Returns where what precedes a turn ceases to equal a heading, outside control tokens."""
+    def _end_of_common(self, turn: _Part, header: str) -> int:
+        """Returns where what precedes a turn ceases to equal a header, outside control tokens."""
         gap = self._text[turn.previous_end : turn.start]
-        end = turn.previous_end + _common_length(gap, heading)
+        end = turn.previous_end + _common_length(gap, header)
         following = self._first_after(end)
         for control in self._controls[max(following - 1, 0) : following]:
             if control.token_end > end:  # both begin with other control tokens
                 return control.token_start
         return end
 
-    def _prompt_before(self, number: int) -> None:
-        """Renders what precedes a turn, with the generation prompt."""
-        self._before = self._messages[:number]
-        try:
-            self._prompt = self._template.render(self._before, self._tools, True)
-            # If just this precedes an answer, the generation prompt ends where the answer begins:
-            # the usual case, which needs no other rendering.
-            self._prompt_tail = _tail(self._prompt)
-        except TemplateError:  # the template accepts complete conversations only
-            self._heading = _Heading("")
-
-    def _heading_before(self, number: int) -> "_Heading":
-        """Returns the template's generation prompt, given the number of an answer."""
-        if self._prompt is None and self._heading is None:
-            self._prompt_before(number)
-        if self._heading is None:
-            self._heading = self._find_heading()
-        return self._heading
+    def _prompt_before(self, number: int) -> "_GenerationPrompt":
+        """Returns the template's generation prompt, which is rendered before the first answer that
+        needs it."""
+        if self._prompt is None:
+            self._prompt = _GenerationPrompt(self._written, number)
+        return self._prompt
 
     def _opening_before(self, number: int) -> int | None:
         """Returns the id of the control token that opens turns: a user's, or if the template
         refuses conversations that show it, that of the answer with this number."""
         if self._opening is not None:
             return self._opening
-        return self._heading_before(number).opening
-
-    def _find_heading(self) -> "_Heading":
-        """Returns the generation prompt that `_prompt_before` rendered."""
-        before, prompt = self._before, self._prompt
-        assert prompt is not None
-        try:
-            without = self._template.render(before, self._tools).text
-        except TemplateError:
-            without = ""
-        heading = prompt.text[_common_length(prompt.text, without) :]
-        if heading:
-            controls = find_controls(_plain(heading), self._tokenizer).controls
-            return _Heading(heading, controls)
-        # The template has no generation prompt: the text before any answer is not the assistant's.
-        tail = self._prompt_tail
-        try:
-            answer = self._template.render([*before, Message("assistant", "a")], self._tools)
-        except TemplateError:
-            return _Heading("")
-        parts = _turns(answer).get(len(before))
-        usual = answer.text[parts[0].previous_end : parts[0].start] if parts else ""
-        usual = usual[len(tail) :] if usual.startswith(tail) else ""
-        return _Heading("", tail=tail, usual=usual if usual.strip() else "")
+        return self._prompt_before(number).opening
 
     def end_of(self, number: int, turn: _Part) -> int:
         """Returns the end of the token that ends a turn, or else of the turn's text."""
@@ -344,7 +310,7 @@ class _Borders:
         if number + 1 < len(self._messages):
             following = following[: _common_length(following, self._after_call(number, turn))]
         # The turn ends with a control token, after which the template may write more: a newline, or
-        # the next turn's heading if it always writes a generation prompt, as Command R7B's does.
+        # the next turn's header if it always writes a generation prompt, as Command R7B's does.
         end = text_end = turn.end + len(following)
         for control in self._controls[self._first_after(turn.end) :]:
             if control.token_end > text_end:
@@ -355,7 +321,7 @@ class _Borders:
             end = control.token_end
             if control.id == self._tokenizer.eos_id:  # nothing is generated after it
                 break
-        return self._end_of_stop(end, number, turn) if self._around.has_no_end else end
+        return self._end_of_stop(end, number, turn) if self._texts.has_no_end else end
 
     def _after_call(self, number: int, turn: _Part) -> str:
         """Returns what the template writes after a call, whatever turn follows it."""
@@ -385,7 +351,7 @@ class _Borders:
         if call.content:  # Gemma 4's writes it after the call, or after the results
             yield [*before, replace(call, content="")]
         # Apriel's writes the last turn's calls without their ids. The other turn differs from the
-        # following one, whose heading is not the call's.
+        # following one, whose header is not the call's.
         role = "assistant" if self._messages[number + 1].role == "user" else "user"
         yield [*before, call, Message(role, "a")]
 
@@ -402,8 +368,8 @@ class _Borders:
           turn: the answer.
         """
         following = self._messages[number + 1 : number + 2]
-        if self._around.has_no_end and following and following[0].role not in ("user", "tool"):
-            return end  # a model stops at the headings of those who answer it
+        if self._texts.has_no_end and following and following[0].role not in ("user", "tool"):
+            return end  # a model stops at the headers of those who answer it
         first = self._first_after(end)
         if first == len(self._controls):
             return end
@@ -413,24 +379,24 @@ class _Borders:
         return end if self._opens_next_turn(first, turn) else control.token_end
 
     def _opens_next_turn(self, number: int, turn: _Part) -> bool:
-        """Returns whether the control token after an answer begins the next turn's heading.
+        """Returns whether the control token after an answer begins the next turn's header.
 
-        If a template ends an answer with nothing but the next heading, as GLM-4's does, the model
-        stops at that heading's token. Training on it would be wrong if the token opens answers too,
+        If a template ends an answer with nothing but the next header, as GLM-4's does, the model
+        stops at that header's token. Training on it would be wrong if the token opens answers too,
         or if another token ends the last answer.
         """
         control, *later = self._controls[number : number + 2]
-        heading = self._text[control.token_start : turn.next_start]
-        around, first = self._around, self._first_of_user
-        if first and first in around.answer and heading.startswith(first):
+        header = self._text[control.token_start : turn.next_start]
+        texts, first = self._texts, self._first_of_user
+        if first and first in texts.answer_header and header.startswith(first):
             return True
         if later and not self._text[control.token_end : later[0].token_start].strip():
-            return False  # an end token, with the heading's first token after it
+            return False  # an end token, with the header's first token after it
         token = self._text[control.token_start : control.token_end]
-        if around.answer.endswith(heading) and token != self._tokenizer.eos_token:
+        if texts.answer_header.endswith(header) and token != self._tokenizer.eos_token:
             return True
         return self._is_last_ended and (
-            around.user.endswith(heading) or around.system.endswith(heading)
+            texts.user_header.endswith(header) or texts.system_header.endswith(header)
         )
 
     def usual_end_of(self, turn: _Part) -> int:
@@ -439,21 +405,18 @@ class _Borders:
         return turn.end + len(self._ending) if follows else turn.end
 
 
-class _Around(NamedTuple):
-    """A template's texts around turns; empty if it refuses the conversations that show them."""
+class _TemplateTexts(NamedTuple):
+    """What a template writes around turns; empty if it refuses the conversations that show them."""
 
-    user: str = ""
+    user_header: str = ""
     """Before a user's turn that is the first."""
-    answer: str = ""
+    answer_header: str = ""
     """Between a user's turn and the answer."""
-    common: str = ""
-    """After any answer."""
-    last: str = ""
-    """After the last answer."""
-    system: str = ""
-    """Before a system turn."""
+    after_any_answer: str = ""
+    after_last_answer: str = ""
+    system_header: str = ""
     has_no_end: bool = False
-    """Whether nothing ends an answer but the heading of the user's turn that follows."""
+    """Whether nothing ends an answer but the header of the user's turn that follows."""
 
 
 def _first_control(text: str, tokenizer: Tokenizer) -> str:
@@ -462,56 +425,56 @@ def _first_control(text: str, tokenizer: Tokenizer) -> str:
     return text[controls[0].token_start : controls[0].token_end] if controls else ""
 
 
-def _opening_of(around: _Around, tokenizer: Tokenizer) -> int | None:
+def _opening_of(texts: _TemplateTexts, tokenizer: Tokenizer) -> int | None:
     """Returns the id of the control token that opens a user's turn, and often any turn.
 
-    Some templates write the next heading after every answer. It begins as the conversation does.
+    Some templates write the next header after every answer. It begins as the conversation does.
     """
     bos = tokenizer.controls.get(tokenizer.bos_token or "")
-    ids = (control.id for control in find_controls(_plain(around.user), tokenizer).controls)
+    ids = (control.id for control in find_controls(_plain(texts.user_header), tokenizer).controls)
     return next((token for token in ids if bos is None or token != bos.id), None)
 
 
-def _ending_of(around: _Around, opening: int | None, tokenizer: Tokenizer) -> str:
+def _ending_of(texts: _TemplateTexts, opening: int | None, tokenizer: Tokenizer) -> str:
     """Returns a template's text after every answer, up to its last control token.
 
     Command R7B's writes two end tokens, others a text before theirs. Empty if answers in the middle
     end differently from the last one, as in Harmony.
     """
-    common = around.common
+    common = texts.after_any_answer
     end = 0
     for control in find_controls(_plain(common), tokenizer).controls:
         if control.id == opening:
             break
         end = control.token_end
-    if not end and common == around.last:  # plain text ends an answer
+    if not end and common == texts.after_last_answer:  # plain text ends an answer
         return common.rstrip()
     return common[:end]
 
 
 @lru_cache(maxsize=256)
-def _around_answers(
+def _template_texts(
     source: str, specials: tuple[tuple[str, str], ...], date: datetime, variables: str
-) -> _Around:
+) -> _TemplateTexts:
     """Returns a template's texts around the turns of two questions and answers."""
     template = Template(source, specials, date, json.loads(variables))
     roles = ("user", "assistant", "user", "assistant")
     try:
         rendered = template.render([Message(role, "a") for role in roles])
     except TemplateError:
-        return _Around()
+        return _TemplateTexts()
     turns = _turns(rendered)
     if not {0, 1, 3} <= turns.keys():
-        return _Around()
+        return _TemplateTexts()
     middle = rendered.text[turns[1][-1].end : turns[1][-1].next_start]
     last = rendered.text[turns[3][-1].end :]
     user = rendered.text[: turns[0][0].start]
-    return _Around(
-        user=user,
-        answer=rendered.text[turns[1][0].previous_end : turns[1][0].start],
-        common=last[: _common_length(last, middle)],
-        last=last,
-        system=_before_system(template, roles),
+    return _TemplateTexts(
+        user_header=user,
+        answer_header=rendered.text[turns[1][0].previous_end : turns[1][0].start],
+        after_any_answer=last[: _common_length(last, middle)],
+        after_last_answer=last,
+        system_header=_before_system(template, roles),
         has_no_end=not last.strip() and bool(middle.strip()) and user.endswith(middle),
     )
 
@@ -525,41 +488,88 @@ def _before_system(template: Template, roles: Sequence[str]) -> str:
     return rendered.text[: turns[0][0].start] if 0 in turns else ""
 
 
-class _Heading:
-    """A template's text before the assistant's part of a turn."""
+class _GenerationPrompt:
+    """A template's generation prompt; if it has none, the header of an answer."""
 
-    def __init__(
-        self, text: str, controls: Sequence[Control] = (), tail: str = "", usual: str = ""
-    ):
-        """Args:
-        text: the generation prompt, or "". controls: the control tokens in it. tail: without a
-        generation prompt, what is written between the text of the turn before and the answer's
-        heading. usual: without a generation prompt, the heading of an answer.
+    def __init__(self, written: Written, number: int):
+        """Renders what precedes an answer, given its number."""
+        self._written = written
+        self._before = written.messages[:number]
+        self._whole: Rendered | None = None
+        self.tail = ""
+        """What follows the last turn's text, with the generation prompt. An answer after just this
+        begins there: the usual case, which needs no other rendering."""
+        try:
+            self._whole = self._rendered(self._before, with_prompt=True)
+            self.tail = tail_of(self._whole)
+        except TemplateError:  # the template accepts complete conversations only
+            pass
+
+    @property
+    def opening(self) -> int | None:
+        """The id of its first control token."""
+        return self._controls[0].id if self._controls else None
+
+    def end_in(self, gap: str, last: bool) -> int | None:
+        """Returns where it ends in the text between two turns, if it is there; None otherwise.
+
+        Where it is there more than once, `last` selects the last one, otherwise it is the first.
         """
-        self.opening = controls[0].id if controls else None
         # After a result, a template may leave out the prompt's first line end.
-        blank = len(text) - len(text.lstrip()) if text.strip() else 0
-        self._text, self._ends = text[blank:], [control.end - blank for control in controls]
-        self._tail, self._usual = tail, usual
-
-    def length_in(self, gap: str) -> int | None:
-        """Returns where the heading ends in the text before a turn; None if absent."""
-        if not self._text:
-            if not self._tail or not gap.startswith(self._tail):
-                return None
-            rest = gap[len(self._tail) :]
-            common = _common_length(rest, self._usual)
-            is_other = bool(rest and self._usual) and not common
-            return None if is_other else len(self._tail) + common
-        place = gap.rfind(self._text)
+        text = self._text.lstrip() or self._text
+        if not text:
+            return self._header_end_in(gap)
+        place = gap.rfind(text) if last else gap.find(text)
         if place >= 0:
-            return place + len(self._text)
+            return place + len(text)
         # Earlier answers may lack part of the prompt, such as an empty block of reasoning.
-        if not self._ends or (place := gap.rfind(self._text[: self._ends[0]])) < 0:
+        removed = len(self._text) - len(text)
+        ends = [control.end - removed for control in self._controls]
+        if not ends or (place := gap.rfind(text[: ends[0]])) < 0:
             return None
-        common = _common_length(gap[place:], self._text)
-        line = self._text[:common].rfind("\n") + 1
-        return place + max(line, *(end for end in self._ends if end <= common))
+        common = _common_length(gap[place:], text)
+        line = text[:common].rfind("\n") + 1
+        return place + max(line, *(end for end in ends if end <= common))
+
+    def _header_end_in(self, gap: str) -> int | None:
+        """Returns where the header of an answer ends, as `end_in`."""
+        if not self.tail or not gap.startswith(self.tail) or self._header is None:
+            return None
+        rest = gap[len(self.tail) :]
+        common = _common_length(rest, self._header)
+        is_other = bool(rest and self._header) and not common
+        return None if is_other else len(self.tail) + common
+
+    @cached_property
+    def _text(self) -> str:
+        """The generation prompt; "" if the template has none."""
+        if self._whole is None:
+            return ""
+        try:
+            without = self._rendered(self._before).text
+        except TemplateError:
+            without = ""
+        return self._whole.text[_common_length(self._whole.text, without) :]
+
+    @cached_property
+    def _controls(self) -> Sequence[Control]:
+        return find_controls(_plain(self._text), self._written.tokenizer).controls
+
+    @cached_property
+    def _header(self) -> str | None:
+        """What a template without a generation prompt writes between `tail` and an answer's text;
+        None if it refuses an answer."""
+        try:
+            answer = self._rendered([*self._before, Message("assistant", "a")])
+        except TemplateError:
+            return None
+        parts = _turns(answer).get(len(self._before))
+        gap = answer.text[parts[0].previous_end : parts[0].start] if parts else ""
+        header = gap[len(self.tail) :] if gap.startswith(self.tail) else ""
+        return header if header.strip() else ""
+
+    def _rendered(self, messages: Sequence[Message], with_prompt: bool = False) -> Rendered:
+        return self._written.template.render(messages, self._written.tools, with_prompt)
 
 
 def _common_length(first: str, second: str) -> int:
@@ -579,7 +589,7 @@ def _plain(text: str) -> Rendered:
     return Rendered(text, ((len(text), None, 0),), [])
 
 
-def _tail(rendered: Rendered) -> str:
+def tail_of(rendered: Rendered) -> str:
     """Returns the text after a turn's last text."""
     length = 0
     for run_length, source, _ in reversed(rendered.runs):

@@ -68,7 +68,7 @@ class Template(NamedTuple):
         Args:
           messages: the turns.
           tools: descriptions of tools.
-          add_generation_prompt: whether the heading of an assistant's turn follows.
+          add_generation_prompt: whether the header of an assistant's turn follows.
 
         Raises:
           TemplateError: the template refuses the conversation, or does something not allowed.

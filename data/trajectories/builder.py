@@ -106,7 +106,7 @@ def prepare_trajectories(
         of the name `key`.
     """
     task = get_task(task_name)
-    files = [] if key else episode_files(Path(path).expanduser(), task)
+    files = [] if key else episode_files(paths.expanded(path), task)
     name = key or f"trajectories-{_key(files, task)}"
     folder, shared = paths.local_folder(prepared) / name, f"{str(prepared).rstrip('/')}/{name}"
     stored = _read_or_warn(folder)

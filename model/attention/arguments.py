@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .coords import Mask, TokenCoords
+from .coords import MOST_TOKENS, Mask, TokenCoords
 from .kernels import Kernel
 from .layout import check_length, permutation
 
@@ -133,7 +133,8 @@ def one_document(shape: tuple[int, ...], size: int, layout: str, mask: Mask) -> 
 
 
 def checked_coords(name: str, coords: Sequence[Any], shape: tuple[int, ...]) -> TokenCoords:
-    """Returns coordinates; refuses others than integers of the tokens' shape [B, L]."""
+    """Returns coordinates as int32, in which differences of any two are right; refuses others than
+    integers of the tokens' shape [B, L]."""
     if not isinstance(coords, tuple | list) or not 2 <= len(coords) <= len(TokenCoords._fields):
         raise ValueError(
             f"{name}: found {_kind(coords)}; needs TokenCoords(index, segment_ids), or a pair"
@@ -152,7 +153,25 @@ def checked_coords(name: str, coords: Sequence[Any], shape: tuple[int, ...]) -> 
                 f"{name}.{field}: found dtype {jnp.result_type(values)}; needs integers, such as "
                 "int32"
             )
-    return coords
+        # Arrays of JAX may be traced, or on another host.
+        if isinstance(values, np.ndarray) and values.size and np.abs(values).max() > MOST_TOKENS:
+            raise ValueError(
+                f"{name}.{field}: found {values.flat[np.abs(values).argmax()]}; needs numbers that "
+                "int32 holds"
+            )
+    return TokenCoords._make(None if x is None else jnp.asarray(x, jnp.int32) for x in coords)
+
+
+def check_sharing(coords: TokenCoords, kv_coords: TokenCoords) -> None:
+    """Refuses shared prefixes that only the queries or only the keys name."""
+    given, missing = (
+        ("coords", "kv_coords") if kv_coords.shared is None else ("kv_coords", "coords")
+    )
+    if (coords.shared is None) != (kv_coords.shared is None):
+        raise ValueError(
+            f"{missing}.shared: not given, found {given}.shared; queries and keys need both, 0 for "
+            "tokens that share nothing"
+        )
 
 
 def check_shards(q, k, mesh: Mesh, axes: MeshAxes, size: int, layout: str) -> None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 SKIP, FULL, MASKED = 0, 1, 2  # kinds of tiles, see `tile_kind`
+MOST_TOKENS = 2**31 - 1  # coordinates are int32
 
 
 class TokenCoords(NamedTuple):
@@ -82,7 +83,7 @@ class Mask:
         window; without a window they change nothing.
 
     Raises:
-      ValueError: the window is not positive, or global tokens are negative.
+      ValueError: the window is not positive, global tokens are negative, or int32 holds neither.
     """
 
     causal: bool = True
@@ -90,14 +91,14 @@ class Mask:
     global_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
+        if self.window is not None and not 1 <= self.window <= MOST_TOKENS:
             raise ValueError(
-                f"Mask.window: found {self.window}; a window is at least 1 token, or None for no "
-                "window"
+                f"Mask.window: found {self.window}; a window is 1 to {MOST_TOKENS} tokens, or None "
+                "for no window"
             )
-        if self.global_tokens < 0:
+        if not 0 <= self.global_tokens <= MOST_TOKENS:
             raise ValueError(
-                f"Mask.global_tokens: found {self.global_tokens}; a number of tokens is at least 0"
+                f"Mask.global_tokens: found {self.global_tokens}; needs 0 to {MOST_TOKENS} tokens"
             )
 
     def within(self, window: int | None) -> Mask:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 from jaxtyping import Array, Float, PyTree
 
 from .arguments import (
@@ -20,6 +20,7 @@ from .arguments import (
     check_options,
     check_same_tokens,
     check_shards,
+    check_sharing,
     checked_coords,
     checked_layout,
     mesh_axes,
@@ -316,6 +317,7 @@ def attention(
     known_layout = layout if kv_coords is None else ""
     coords = checked_coords("coords", coords, q.shape[:2])
     kv_coords = checked_coords("kv_coords", coords if kv_coords is None else kv_coords, k.shape[:2])
+    check_sharing(coords, kv_coords)
     tokens = PartitionSpec(axes.batch, axes.sequence)
     vectors = PartitionSpec(axes.batch, axes.sequence, axes.heads)
     op = AttentionOp.create(
@@ -332,11 +334,32 @@ def attention(
     def local(q, k, v, q_coords, kv_coords, sinks):
         return tuple(attend(op, Queries(q, q_coords), Keys(k, v, kv_coords), sinks))
 
+    specs = (vectors, vectors, vectors, tokens, tokens, PartitionSpec(axes.heads))
+    arrays = (q, k, v, coords, kv_coords, sinks)
+    if AxisType.Explicit in mesh.axis_types:  # then `shard_map` shards nothing by itself
+        arrays = tuple(_resharded(*pair, mesh) for pair in zip(arrays, specs, strict=True))
     out, lse = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(vectors, vectors, vectors, tokens, tokens, PartitionSpec(axes.heads)),
+        in_specs=specs,
         out_specs=(vectors, PartitionSpec(axes.batch, axes.heads, axes.sequence)),
         check_vma=False,
-    )(q, k, v, coords, kv_coords, sinks)
+    )(*arrays)
     return (out, lse) if return_lse else out
+
+
+def _resharded(tree: PyTree[Array], spec: PartitionSpec, mesh: Mesh) -> PyTree[Array]:
+    """Returns a tree of arrays sharded along those axes of `spec` whose type is Explicit."""
+    explicit = {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    }
+    axes = (
+        tuple(
+            axis for axis in ((part,) if isinstance(part, str) else part or ()) if axis in explicit
+        )
+        for part in spec
+    )
+    sharding = NamedSharding(mesh, PartitionSpec(*axes))
+    return jax.tree.map(lambda x: reshard(x, sharding), tree)

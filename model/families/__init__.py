@@ -12,15 +12,18 @@ from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granitemoe import GRANITEMOE
 from .llama import LLAMA
+from .ministral3 import MINISTRAL3
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .olmo2 import OLMO2
+from .olmo3 import OLMO3
 from .olmoe import OLMOE
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
+from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
 from .solar_open import SOLAR_OPEN
 from .text_part import WRAPPERS, text_fields
@@ -33,8 +36,11 @@ FAMILIES: Mapping[str, Family] = {
         QWEN2,
         QWEN3,
         MISTRAL,
+        MINISTRAL3,
         GRANITE,
         OLMO2,
+        OLMO3,
+        SEED_OSS,
         PHI3,
         SMOLLM3,
         GEMMA2,

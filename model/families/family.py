@@ -36,6 +36,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "is_encoder_decoder": (False, None),
         "kv_lora_rank": (None,),
         "layer_types": (None,),
+        "llama_4_scaling_beta": (0, None),
         "local_rope": (None,),
         "logits_scaling": (1, None),
         "mlp_bias": (False, None),
@@ -56,6 +57,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "qk_layernorm": (False, None),
         "query_pre_attn_scalar": (None,),
         "resid_pdrop": (0, None),
+        "residual_dropout": (0, None),
         "residual_multiplier": (1, None),
         "routed_scaling_factor": (1, None),
         "router_aux_loss_coef": (0, None),
@@ -71,7 +73,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "use_sliding_window": (False, None),
     }
 )
-# Fields of TransformerConfig that follow from the family, not from config.json.
+# Fields of TransformerConfig that follow from the family, not from config.json; a family may take
+# them.
 BY_FAMILY = (
     "output_bias",
     "qk_norm",
@@ -113,7 +116,9 @@ _COUNTS = (
     "no_rope_layer_interval",
     "sliding_window_pattern",
 )
-_OBJECTS = ("rope_parameters", "rope_scaling", "quantization_config")
+# The last two are those of MLX and of older versions of compressed-tensors.
+_QUANTIZATION = ("quantization_config", "quantization", "compression_config")
+_OBJECTS = ("rope_parameters", "rope_scaling", *_QUANTIZATION)
 _LISTS = {"layer_types": str, "no_rope_layers": int}
 # A refusal's advice, if there is more to say than the neutral value.
 _INSTEAD = {
@@ -139,8 +144,8 @@ class Family:
         its config.json.
       defaults: values of fields that config.json may omit, if they differ from TransformerConfig's
         (transformers' defaults).
-      takes: fields of NEUTRAL that the family's models may set; they become TransformerConfig's of
-        the same name.
+      takes: fields of NEUTRAL or BY_FAMILY that the family's models may set; they become
+        TransformerConfig's of the same name.
       ignores: fields of NEUTRAL that transformers does not read in this family, whatever their
         value.
       theta: RoPE's base if config.json omits it.
@@ -201,7 +206,8 @@ class Family:
         for name, spelling in self.spelled.items():
             if spelling in config:
                 config[name] = config.pop(spelling)
-        _check_quantization(config.pop("quantization_config", None), self.stored_as)
+        for name in _QUANTIZATION:
+            _check_quantization(name, config.pop(name, None), self.stored_as)
         self._drop_full_types(config)
         for name, neutral in NEUTRAL.items():
             if name in config and name not in self.takes and config[name] not in neutral:
@@ -269,9 +275,9 @@ class Family:
         return dict(written)
 
     def _writes(self, name: str) -> bool:
-        return (
-            name in self.takes if name in NEUTRAL else name not in ("adapter", "family", *BY_FAMILY)
-        )
+        if name in NEUTRAL or name in BY_FAMILY:
+            return name in self.takes
+        return name not in ("adapter", "family")
 
 
 def _check_types(config: Mapping[str, Any]) -> None:
@@ -294,7 +300,9 @@ def _check_types(config: Mapping[str, Any]) -> None:
             )
 
 
-def _check_quantization(config: Mapping[str, Any] | None, methods: tuple[str, ...]) -> None:
+def _check_quantization(
+    field: str, config: Mapping[str, Any] | None, methods: tuple[str, ...]
+) -> None:
     """Raises ValueError unless weights are unquantized, in one of these methods, or in
     bitsandbytes' NF4 with double quantization."""
     if not config or config.get("quant_method") in methods:
@@ -309,7 +317,7 @@ def _check_quantization(config: Mapping[str, Any] | None, methods: tuple[str, ..
     for name, needed in nf4.items():
         if (config.get(name) or False) != needed:
             raise ValueError(
-                f"quantization_config: {name}: found {config.get(name)!r}, and only {needed!r} is "
+                f"{field}: {name}: found {config.get(name)!r}, and only {needed!r} is "
                 "read, NF4 with double quantization; use the unquantized model, which "
                 "adapter.quantize quantizes on reading"
             )

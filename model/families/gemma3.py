@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .family import Family
+from .local_rope import layer_types, split_ropes, with_layer_types, written
 
 ACTIVATION = "gelu_pytorch_tanh"
 
@@ -34,78 +35,29 @@ class Gemma3Family(Family):
     pattern."""
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family.normalise`. Takes the spellings of transformers 4 (`rope_local_base_freq`)
-        and 5. Like transformers, reads no original length beside the rotary embeddings.
-
-        Raises:
-          ValueError: an object of the wrong type or name, or one that transformers reads otherwise.
-        """
+        """See `Family.normalise` and `split_ropes`. Takes the spellings of transformers 4
+        (`rope_local_base_freq`) and 5."""
         config = without_activation(config, self.architecture)
-        pattern = config.pop("sliding_window_pattern", None) or 6
-        layers = config.get("num_hidden_layers", 26)
-        if config.get("layer_types") is None:
-            config["layer_types"] = [
-                "sliding_attention" if (i + 1) % pattern else "full_attention"
-                for i in range(layers)
-            ]
-        config.pop("original_max_position_embeddings", None)
-        config["rope_parameters"], config["local_rope_parameters"] = _ropes(config)
+        with_layer_types(config, config.pop("sliding_window_pattern", None) or 6, layers=26)
+        full, local = (config.pop(name, None) for name in ("rope_theta", "rope_local_base_freq"))
+        split_ropes(
+            config,
+            self.architecture,
+            full=1e6 if full is None else full,
+            local=1e4 if local is None else local,
+        )
         return config
 
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family.write`. Without a local embedding, layers with a window have the others'."""
-        config = super().write(fields)
-        local = config.pop("local_rope_parameters", fields["rope_parameters"])
-        ropes = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
-        return {**config, "rope_local_base_freq": local["rope_theta"], "rope_parameters": ropes}
-
-
-def _ropes(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Removes the fields of the rotary embeddings from a config.json, and returns that of layers
-    without a window and that of layers with one.
-
-    Raises:
-      ValueError: see `Gemma3Family.normalise`.
-    """
-    ropes, scaling = config.pop("rope_parameters", None) or {}, config.pop("rope_scaling", None)
-    for name in ropes:
-        if name not in ("full_attention", "sliding_attention"):
-            raise ValueError(
-                f"rope_parameters: found {name!r}; objects full_attention and sliding_attention, "
-                "one for each kind of layers, would work"
-            )
-        _check_rope(f"rope_parameters.{name}", ropes[name])
-    _check_rope("rope_scaling", scaling)
-    scaling = scaling or {}
-    if "rope_type" not in scaling and scaling.get("type", "default") != "default":
-        raise ValueError(
-            f"rope_scaling.type: found {scaling['type']!r}, which transformers does not read in "
-            "Gemma 3; rename it rope_type if the model was trained so, else remove rope_scaling"
-        )
-    theta, local_theta = (config.pop(name, None) for name in ("rope_theta", "rope_local_base_freq"))
-    full = {"rope_theta": 1e6 if theta is None else theta}
-    local = {"rope_theta": 1e4 if local_theta is None else local_theta}
-    return (
-        {**full, **(ropes.get("full_attention") or {}), **scaling},
-        {**local, **(ropes.get("sliding_attention") or {})},
-    )
-
-
-def _check_rope(name: str, rope: Any) -> None:
-    """Raises ValueError unless a rotary embedding is an object or null that transformers reads."""
-    if not isinstance(rope, (dict, type(None))):
-        raise ValueError(f"{name}: found {rope!r}; needs an object or null")
-    if rope and rope.get("truncate", True) is not True:
-        raise ValueError(
-            f"{name}.truncate: found {rope['truncate']!r}, which transformers does not read in "
-            "Gemma 3; only true is supported"
-        )
+        """See `Family.write` and `written`."""
+        config = written(super().write(fields), fields)
+        local = config["rope_parameters"]["sliding_attention"]
+        return {**config, "rope_local_base_freq": local["rope_theta"]}
 
 
 def _sizes(
     hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, window: int, **more: Any
 ) -> dict[str, Any]:
-    types = tuple("sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(layers))
     return {
         "hidden_size": hidden,
         "intermediate_size": ffn,
@@ -114,7 +66,7 @@ def _sizes(
         "num_key_value_heads": kv_heads,
         "head_dim": 256,
         "sliding_window": window,
-        "layer_types": types,
+        "layer_types": layer_types(layers, 6),
         "vocab_size": 262144,
         "max_position_embeddings": 32768,
         "tie_word_embeddings": True,

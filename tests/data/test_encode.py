@@ -23,6 +23,7 @@ from data.encode import (
     LONG_PAIR,
     NO_TARGET,
     NOT_PAIRED,
+    OTHER_PROMPT,
     TYPED_IN_TEXT,
     Encoder,
     EncodingRules,
@@ -348,6 +349,74 @@ def test_a_token_with_part_of_an_excluded_turn_is_left_out_of_everything(tiny):
     assert " the" in [tiny.decode([token]) for token in document.tokens.tolist()]
     trained = tiny.decode(document.tokens[document.loss_mask.astype(bool)])
     assert "".join(trained.split()) == ">|>X|>Q|>"  # the last | ends the answer
+
+
+def with_prompt(turns):
+    """Returns turns whose first one is the prompt of the others."""
+    return (replace(turns[0], in_prompt=True, train=False), *turns[1:])
+
+
+LAST_ALONE = (
+    "{% for m in messages %}{{ 'X' if m.role == 'user' and not loop.last }}{{ m.content }}"
+    "{% endfor %}"
+)
+NO_QUESTION_LAST = (
+    "{% if messages[-1].role == 'user' %}{{ raise_exception('no answer') }}{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "trained", "note"),
+    [
+        (LAST_ALONE, ["XQQAAXBBCC", "XQQNNXBBCC"], {OTHER_PROMPT}),  # as in TRL, which warns
+        (NO_QUESTION_LAST, ["AABBCC", "NNBBCC"], set()),  # which TRL refuses
+    ],
+)
+def test_a_prompt_that_the_template_writes_otherwise_alone(letters, template, trained, note):
+    letters.chat_template = template
+    chosen, rejected = (
+        Conversation("a", with_prompt(talk("QQ", answer, "BB", "CC"))) for answer in ("AA", "NN")
+    )
+    encoded = encoder_of(letters, 99).encode(Preference("a", chosen, rejected))
+    (document,) = encoded.documents
+    ids = np.where(document.loss_mask, document.tokens, -1)
+    parts = ids[: document.chosen], ids[document.chosen :]
+    assert [
+        "".join(letters.decode([i]).strip() for i in part if i >= 0) for part in parts
+    ] == trained
+    assert encoded.changes == {NO_END} | note
+    everything = encoder_of(letters, 99, train_on="everything").encode(chosen)
+    assert (
+        everything.documents[0].loss_mask.tolist() == document.loss_mask[: document.chosen].tolist()
+    )
+    assert everything.changes == note
+
+
+def test_both_completions_of_a_pair_begin_where_the_first_leaves_the_prompt(letters):
+    """As in TRL's DPO; each in KTO, which takes them one by one."""
+    letters.chat_template += "{% if add_generation_prompt %}AB{% endif %}"
+    chosen, rejected = (
+        Conversation("a", with_prompt(talk("Q", answer))) for answer in ("ABC", "AXX")
+    )
+    for unpaired, expected in ((False, "BC XX"), (True, "C XX")):
+        encoder = encoder_of(letters, 99, unpaired=unpaired)
+        documents = encoder.encode(Preference("a", chosen, rejected)).documents
+        ids = np.concatenate([document.tokens for document in documents])
+        mask = np.concatenate([document.loss_mask for document in documents])
+        texts = [letters.decode([i]).strip() if m else " " for i, m in zip(ids, mask, strict=True)]
+        assert "".join(texts).split() == expected.split()
+
+
+def test_a_flag_excludes_an_answer_of_a_completion(letters):
+    turns = with_prompt(talk("QQ", "AA", "BB", "CC"))
+    flagged = (*turns[:3], replace(turns[3], train=False))
+    encoded = encoder_of(letters, 99).encode(
+        Preference("a", Conversation("a", flagged), Conversation("a", turns))
+    )
+    (document,) = encoded.documents
+    trained = letters.decode(document.tokens[document.loss_mask.astype(bool)])
+    assert "".join(trained.split()) == "AA" + "AABBCC"
 
 
 def pair(chosen, rejected, prompt="PROMPT"):

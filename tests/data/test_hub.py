@@ -129,7 +129,8 @@ def answers(path):
 )
 def test_named_files_are_downloaded_once_and_read(hub, path, expected, sent):
     files = source_files.find_files(path, (".json", ".jsonl", ".parquet"))
-    assert sorted(hub.sent) == sent
+    card = [] if path.endswith(("more", "train.jsonl")) else ["README.md"]
+    assert sorted(hub.sent) == card + sent
     assert [str(file).partition(f"/{SHA}/")[2] for file in files] == sent
     hub.sent.clear()
     assert answers(path) == expected
@@ -187,11 +188,14 @@ def test_evaluation_splits_next_to_training_files_are_named(hub, monkeypatch, na
         monkeypatch.delitem(FILES, name)
     for name in names:
         monkeypatch.setitem(FILES, name, json.dumps(CHATS[0]).encode())
-    assert Source("hf://datasets/me/chats").other_splits() == others
+    notes = Source("hf://datasets/me/chats").notes(is_held_out=False)
+    assert [note.partition(";")[0] for note in notes] == (
+        [f"also reads {', '.join(others)}"] if others else []
+    )
 
 
 def test_the_report_warns_of_evaluation_splits(hub, monkeypatch, tmp_path):
-    """Once per training source; not for held-out sources, nor for local folders."""
+    """Once per training source; not for held-out sources."""
     for number in range(7):
         monkeypatch.setitem(FILES, f"test-{number}.jsonl", json.dumps(CHATS[3]).encode())
     own = tmp_path / "own"
@@ -207,12 +211,117 @@ def test_the_report_warns_of_evaluation_splits(hub, monkeypatch, tmp_path):
         progress=False,
     )
     names = ", ".join(f"test-{number}.jsonl" for number in range(5))
+    remedy = (
+        "; the path of the training split's folder, file or files, such as 'FOLDER/train*', leaves "
+        "them out"
+    )
     assert [
         line for line in prepared.report.summary().splitlines() if line.startswith("warning")
     ] == [
-        f"warning: {source.path}: also reads {names}, ...; name the folder or file of the training "
-        "split to leave them out"
+        f"warning: {source.path}: also reads {names} and 2 more{remedy}",
+        f"warning: {own}: also reads test.jsonl{remedy}",
     ]
+    assert len(Source(f"{own}/train*").files()) == 1
+    assert not Source(f"{own}/train*").notes(is_held_out=False)
+
+
+CARD = """---
+configs:
+- config_name: good
+  data_files: [{split: train, path: good/train-*}, {split: test, path: good/test-*}]
+- config_name: bad
+  data_files: bad/**
+---
+"""
+OF_CONFIGURATIONS = {
+    "good/train-0.jsonl": b'{"question": "a", "answer": "good"}',
+    "good/train-1.jsonl.gz": gzip.compress(b'{"question": "b", "answer": "better"}'),
+    "good/train.md5": b"",
+    "good/test-0.jsonl": b'{"question": "c", "answer": "test"}',
+    "bad/a/0.jsonl": b'{"question": "a", "answer": "bad"}',
+    ".gitattributes": b"* text",
+}
+
+
+@pytest.fixture
+def configurations(hub, monkeypatch):
+    for name in [*FILES]:
+        monkeypatch.delitem(FILES, name)
+    for name, content in {"README.md": CARD.encode(), **OF_CONFIGURATIONS}.items():
+        monkeypatch.setitem(FILES, name, content)
+
+
+def test_several_configurations_are_refused_before_they_are_downloaded(hub, configurations):
+    path = "hf://datasets/me/chats"
+    for revision in ("", "@main"):
+        with pytest.raises(
+            UserError, match="lists 2 configurations, and none of them as"
+        ) as caught:
+            answers(f"{path}{revision}")
+        assert str(caught.value).endswith(f": {path}{revision}/good, {path}{revision}/bad")
+    assert sorted(hub.sent) == [".gitattributes", "README.md"]
+    assert answers(f"{path}/good") == ["test", "good", "better"]
+    assert answers(f"{path}/bad") == ["bad"]
+
+
+def test_of_a_default_configuration_only_its_files_are_downloaded(hub, configurations, monkeypatch):
+    monkeypatch.setitem(
+        FILES, "README.md", CARD.replace("name: good", "name: good\n  default: yes").encode()
+    )
+    source = Source("hf://datasets/me/chats")
+    assert answers(source.path) == ["test", "good", "better"]
+    names = ["good/test-0.jsonl", "good/train-0.jsonl", "good/train-1.jsonl.gz"]
+    assert sorted(hub.sent) == [".gitattributes", "README.md", *names]
+    assert source.notes(is_held_out=True) == [
+        "reads its default configuration `good` alone; not read: hf://datasets/me/chats/bad"
+    ]
+
+
+def test_the_hubs_conversion_has_a_folder_for_each_configuration(hub, configurations, monkeypatch):
+    monkeypatch.delitem(FILES, "README.md")
+    path = "hf://datasets/me/chats@refs/convert/parquet"
+    with pytest.raises(UserError, match=f"would work: {path}/bad, {path}/good$"):
+        answers(path)
+    assert answers(f"{path}/bad") == ["bad"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("good/train-*", ["good", "better"]),
+        ("good/t*-0.jsonl", ["test", "good"]),
+        ("good/train-[1-9]*", ["better"]),
+        ("good/*.json*", ["test", "good", "better"]),
+        ("good/t*.json?", ["test", "good"]),
+        ("good/*.jsonl.*", ["better"]),
+        ("ba?", ["bad"]),
+        ("good/*.md5", r"has no good/\*"),
+        ("good/x*", r"has no good/x\*"),
+        ("other/x*", r"has no other/x\*"),
+    ],
+)
+def test_the_last_part_of_a_path_may_be_a_pattern(hub, configurations, pattern, expected):
+    path = f"hf://datasets/me/chats/{pattern}"
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            answers(path)
+        return
+    assert answers(path) == expected
+    sent = [name for name in hub.sent if name != "README.md"]
+    assert len(sent) == len(expected)
+
+
+def test_without_a_network_and_a_card_in_the_cache_all_files_are_read_and_a_note_says_so(
+    hub, configurations, monkeypatch
+):
+    """As the cache of an earlier version, which left out the card."""
+    everything = ["test", "good", "better", "bad"]
+    answers("hf://datasets/me/chats/good")
+    answers("hf://datasets/me/chats/bad")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert sorted(answers("hf://datasets/me/chats")) == sorted(everything)
+    notes = Source("hf://datasets/me/chats").notes(is_held_out=True)
+    assert notes == [data_hub.cards.UNKNOWN]
 
 
 @pytest.mark.parametrize("offline", [True, False])
@@ -254,6 +363,20 @@ def test_a_missing_data_set_revision_or_file_is_a_one_line_error(hub, path, word
     with pytest.raises(UserError, match=words) as caught:
         answers(path)
     assert "\n" not in str(caught.value) and hub.sent == []
+
+
+@pytest.mark.parametrize(
+    "download",
+    [
+        lambda: answers("hf://datasets/me/chats/train.jsonl"),
+        lambda: data_hub.download_model("me/model", None, ["*.json"]),
+    ],
+)
+def test_a_cache_that_may_not_be_written_is_named(hub, monkeypatch, download):
+    """As /.cache is for a container's user without a home folder; not even root may make /sys/x."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "/sys/cache")
+    with pytest.raises(UserError, match=r"^/sys/cache: .* \(.*\); HF_HOME=FOLDER with another"):
+        download()
 
 
 def test_a_local_source_sends_no_request_to_the_hub(hub, tmp_path):

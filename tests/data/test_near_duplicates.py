@@ -13,7 +13,6 @@ from data.clean import CleanConfig
 from data.conversation import Text
 from data.encode import EncodingRules
 from data.engine import PROCESSES
-from data.errors import UserError
 from data.job import Unit
 from data.paths import File
 from data.prepare import prepare
@@ -209,5 +208,7 @@ def test_skipped_comparisons_are_reported(tokenizer, tmp_path, monkeypatch):
 
 def test_an_invalid_threshold_is_refused():
     for threshold in (0.2, 1.1, -1.0):
-        with pytest.raises(UserError, match=r"data.clean.near_duplicates: found .* 0, which keeps"):
+        with pytest.raises(
+            ValueError, match=r"data.clean.near_duplicates: found .* 0, which keeps"
+        ):
             CleanConfig(near_duplicates=threshold)

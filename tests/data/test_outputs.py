@@ -1,12 +1,14 @@
 """What commands may write, and where."""
 
 import functools
+import os
 from pathlib import Path
 
 import pytest
 
 from data import outputs
 from data.errors import UserError
+from data.paths import local_folder
 
 OUTPUT_FILE = functools.partial(outputs.output_file, marker=b"of this command")
 
@@ -100,3 +102,32 @@ def test_an_output_in_a_store_is_refused_by_name(check, path, tmp_path, monkeypa
         check(path)
     assert not list(tmp_path.iterdir())
     assert outputs.on_this_machine("run:/2").name == "2"
+
+
+@pytest.mark.parametrize(
+    "folder_of", [lambda path: outputs.checkpoint_path(path, "run_dir"), local_folder]
+)
+def test_a_path_that_is_not_utf_8_is_refused_by_name(folder_of):
+    """Orbax and array_record would refuse it after the training, or the tokenizing."""
+    with pytest.raises(UserError, match=r"^/x/lat\ufffd: is not UTF-8, which"):
+        folder_of(os.fsdecode(b"/x/lat\xe9"))
+    assert folder_of("/x/lat\u00e9") == Path("/x/lat\u00e9")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        outputs.output_folder,
+        OUTPUT_FILE,
+        outputs.new_folder,
+        lambda path: outputs.checkpoint_path(path, "run_dir"),
+    ],
+)
+def test_outputs_go_to_a_home_folder_that_exists(make, tmp_path, monkeypatch):
+    """Not to a folder named ~, as in --output=~/x, which a shell leaves as it is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert make("~/x/y.json") == tmp_path / "home/x/y.json"
+    with pytest.raises(UserError, match=r"^~nobody-here/y.json: there is no user nobody-here here"):
+        make("~nobody-here/y.json")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == []

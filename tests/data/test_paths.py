@@ -7,6 +7,7 @@ import gzip
 import json
 import random
 import shutil
+import subprocess
 import tracemalloc
 from pathlib import Path
 
@@ -241,7 +242,7 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, store, kind):
     assert {*UNREAD} - names == {name for name in UNREAD if "/." in f"/{name}"}
     suffixes = (".json", ".jsonl", ".jsonlines")
     unread = sorted(name for name, is_read in UNREAD.items() if not is_read)
-    assert source_files.unread_files(path, suffixes) == unread
+    assert source_files.find(path, suffixes).unread == unread
     tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
     source = Source(path, template="vicuna_v1.1")
     (note,) = (
@@ -252,6 +253,21 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, store, kind):
         (store.rm(f"/chats/{name}") if kind == "store" else (folder / name).unlink())
     with pytest.raises(UserError, match=r"no \.json .*file in this folder \(found \.ipynb_check"):
         source.files()
+
+
+def test_a_pattern_stands_for_objects_of_a_bucket(gcs):
+    names = ("chats/train-0.txt", "chats/train-01.txt", "chats/train/2.txt", "chats/test.txt")
+    for name in names:
+        gcs.store.objects["bucket", name] = name.encode(), 1
+    for pattern, expected in {
+        "gs://bucket/chats/train*": names[:3],
+        "gs://bucket/chats/train-?.txt": names[:1],
+        "gs://bucket/c*": (names[3], *names[:3]),
+    }.items():
+        files = source_files.find_files(pattern, (".txt",))
+        assert [str(file) for file in files] == [f"gs://bucket/{name}" for name in expected]
+    gcs.store.objects["bucket", "new.txt"] = b"", 1
+    assert paths.File("gs://bucket/new.txt").exists()  # no listing is remembered
 
 
 @pytest.fixture
@@ -328,3 +344,35 @@ def test_a_failed_read_names_the_file(gcs, quick_retries, name, status, reason):
         gcs.store.refused = lambda *_: status
         opened.read()
     assert is_transient(error.value) == (status == 503)
+
+
+@pytest.mark.parametrize("root", ["local", "memory://patterns"])
+def test_the_last_part_of_a_path_may_be_a_pattern(store, tmp_path, root):
+    """It stands for files and folders, unless a file has this very name; the shell agrees."""
+    system = store if paths.is_remote(root) else fsspec.filesystem("file", auto_mkdir=True)
+    root = root if paths.is_remote(root) else str(tmp_path / root)
+    names = ("train-0.txt", "train-1.txt", "train/2.txt", "train.csv.bak", "test-0.txt", "x[0].txt")
+    for name in names:
+        put(system, f"{root}/{name}", name.encode())
+
+    def texts(pattern):
+        return [item.text for item in read(Source(f"{root}/{pattern}", "text"), Report())]
+
+    shell = {
+        "train-*": ["train-0.txt", "train-1.txt"],
+        "train*": ["train-0.txt", "train-1.txt", "train/2.txt"],
+        "t*-0.txt": ["test-0.txt", "train-0.txt"],
+        "train-[1-9].txt": ["train-1.txt"],
+        "train-?.txt": ["train-0.txt", "train-1.txt"],
+        "x[0].txt": ["x[0].txt"],
+    }
+    for pattern, expected in shell.items():
+        assert texts(pattern) == expected
+        if not paths.is_remote(root) and pattern != "x[0].txt":
+            command = ["bash", "-c", f"cd {root} && find {pattern} -name '*.txt' | LC_ALL=C sort"]
+            assert subprocess.check_output(command, text=True).split() == expected
+    notes = Source(f"{root}/train*", "text").notes(is_held_out=False)
+    assert [note.partition(";")[0] for note in notes] == ["not read: train.csv.bak"]
+    for pattern in ("x*.md", "none*", "no/such*"):
+        with pytest.raises(UserError, match=r"no \.txt .* file that this pattern stands for"):
+            texts(pattern)

@@ -6,20 +6,11 @@ import json
 import pytest
 
 from data.clean import CleanConfig, Cleaner
-from data.encode import Encoder, EncodingRules
 from data.preference import PreferenceReader
 from data.reasons import Drop
 from data.report import Report
 from data.sources import Source
 from data.sources import read as read_source
-from data.tokenizer import Tokenizer
-from tests.conftest import REPOSITORY
-
-TINY = REPOSITORY / "data/fixtures/tiny_tokenizer"
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def turns(*texts, first="user"):
@@ -105,7 +96,7 @@ def test_every_shape_of_pairs_is_read(record):
         ({"instruction": "Which?", "input": "A, B."}, "Which?\n\nA, B."),
         ({"instruction": "Which?", "input": "A.", "context": "B."}, "Which?\n\nA.\n\nB."),
         ({"instruction": "Which?", "input": ""}, "Which?"),
-        ({"question": "Which?", "context": "A, B."}, "Which?\n\nA, B."),
+        ({"question": "Which?", "context": "A, B."}, "A, B.\n\nWhich?"),
     ],
 )
 def test_a_prompt_has_the_fields_that_a_question_has_in_conversations(fields, prompt):
@@ -119,7 +110,8 @@ def test_a_prompt_has_the_fields_that_a_question_has_in_conversations(fields, pr
         assert [(m.role, m.content) for m in messages] == expected
     assert [m.train for m in pair.rejected.messages] == [False, False, False, True]
     assert [m.train for m in labelled.conversation.messages] == [False, False, False, True]
-    assert not changes and not unread and not named
+    about = {"`context` put before its question"} if "question" in fields else set()
+    assert changes == about and not unread and not named
     *_, unread = read({**fields, "chosen": "This.", "rejected": "That.", "history": "A post."})
     assert "history" in "".join(unread)
     with pytest.raises(Drop, match="`history` is not a list of pairs"):
@@ -243,25 +235,6 @@ def test_everything_after_an_explicit_prompt_is_in_the_loss():
     begun = [*turns("Hi", "Well,")]
     pair, *_ = read({**LONG, "prompt": begun})
     assert [m.train for m in pair.chosen.messages] == [False, False, True, True, True]
-
-
-def test_the_loss_of_a_pair_covers_trls_completion(tmp_path):
-    from transformers import AutoTokenizer
-
-    Tokenizer.load(TINY).with_controls(["<|im_start|>", "<|im_end|>"]).save(tmp_path, CHATML)
-    ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    encoder = Encoder(Source(""), ours, EncodingRules(4096))
-    [document] = encoder.encode(read(LONG)[0]).documents
-    prompt = theirs.apply_chat_template(
-        LONG["prompt"], add_generation_prompt=True, return_dict=False
-    )
-    ends = {"chosen": slice(document.chosen), "rejected": slice(document.chosen, None)}
-    for name, part in ends.items():
-        whole = theirs.apply_chat_template(LONG["prompt"] + LONG[name], return_dict=False)
-        assert document.tokens[part].tolist() == whole
-        assert document.loss_mask[part].tolist() == [
-            int(number >= len(prompt)) for number in range(len(whole))
-        ]
 
 
 @pytest.mark.parametrize("write", [json.dumps, repr])

@@ -657,6 +657,180 @@ def test_unread_fields_are_counted_per_source(tmp_path):
         assert report.sources[0].unread == {"record field `other`": 1}
 
 
+SQUAD = {
+    "id": "56be",
+    "title": "Notre Dame",
+    "context": "The Grotto is a Marian place of prayer.",
+    "question": "What is the Grotto?",
+    "answers": {"text": ["a place of prayer", "a Marian place"], "answer_start": [22, 15]},
+}
+LONGBENCH = {
+    "input": "Who won?",
+    "context": "A long report.",
+    "answers": ["Ann", "Ann Lee"],
+    "length": 3,
+    "all_classes": None,
+}
+ASKED = "A text.\n\nWhy?"
+OTHERS = "reference answers other than the first left out"
+
+
+@pytest.mark.parametrize(
+    ("record", "question", "answer", "changes"),
+    [
+        (
+            SQUAD,
+            f"{SQUAD['context']}\n\n{SQUAD['question']}",
+            "a place of prayer",
+            {"`context` put before its question", OTHERS},
+        ),
+        (
+            LONGBENCH,
+            "A long report.\n\nWho won?",
+            "Ann",
+            {"`context` put before its question", OTHERS},
+        ),
+        (LONGBENCH | {"input": ""}, "A long report.", "Ann", None),  # a summary
+        ({"query": "Why?", "context": "A text.", "response": "So."}, ASKED, "So.", None),
+        ({"prompt": "Why?", "document": "A text.", "completion": "So."}, ASKED, "So.", None),
+        ({"problem": "Why?", "passage": "A text.", "solution": "So."}, ASKED, "So.", None),
+        ({"question": "Why?", "article": "A text.", "answer": ["So."]}, ASKED, "So.", None),
+        ({"question": "Why?", "context": ["A text."], "answer": "So."}, ASKED, "So.", None),
+        ({"question": ["Why?"], "answers": ["So.", "So."]}, "Why?", "So.", set()),
+        ({"question": ASKED, "context": "A text.", "answer": "So."}, ASKED, "So.", set()),
+        ({"question": "Why?", "context": "", "answers": "So."}, "Why?", "So.", set()),
+        ({"instruction": "Why?", "document": "A text.", "output": "So."}, ASKED, "So.", None),
+        # As before: Dolly's and Alpaca's fields follow the instruction.
+        (
+            {"instruction": "Why?", "input": "A", "context": "B", "response": "So."},
+            "Why?\n\nA\n\nB",
+            "So.",
+            set(),
+        ),
+    ],
+)
+def test_a_text_that_a_question_is_about_comes_before_it(record, question, answer, changes):
+    cleaned = Cleaner().clean(record)
+    assert [turn.content for turn in cleaned.messages] == [question, answer]
+    names = {"context", "document", "passage", "article"} & record.keys()
+    expected = {f"`{name}` put before its question" for name in names}
+    assert (
+        (cleaned.changes - {OTHERS} == expected) if changes is None else cleaned.changes == changes
+    )
+    named = {"record field `title`"} if record is SQUAD else set()
+    assert cleaned.unread - {"record field `length`"} == named
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        {"context": "A text.", "document": "Another text."},  # which of them?
+        {"context": ["A", "B"]},
+        {"context": {"titles": ["A"]}},
+        {"document": "reports/a.pdf"},
+        {"article": "https://example.com/a"},
+    ],
+)
+def test_another_context_is_named_as_unread(context):
+    cleaned = Cleaner().clean({"question": "Why?", "answer": "So.", **context})
+    assert [turn.content for turn in cleaned.messages] == ["Why?", "So."]
+    assert cleaned.unread == {f"record field `{name}`" for name in context}
+
+
+@pytest.mark.parametrize("answers", [[], ["a", 1], {"text": []}, {"value": "a"}, [{"text": "a"}]])
+def test_answers_without_texts_are_no_answer(answers):
+    with pytest.raises(Drop, match="no known shape of a conversation: it has the fields question"):
+        turns({"question": "Why?", "context": "A text.", "answers": answers})
+
+
+@pytest.mark.parametrize("field", ["label", "correct_answer_id", "answerKey"])
+def test_answers_of_which_a_field_names_the_right_one_are_options(field):
+    """As in QuAIL and ReClor; a label of preferences is no number."""
+    record = {"context": "A text.", "question": "Why?", "answers": ["So.", "No."]}
+    with pytest.raises(Drop, match=f"which of them is right: `{field}`"):
+        turns({**record, field: 1})
+    assert turns({**record, field: True}) == turns({**record, field: None}) == turns(record)
+
+
+def test_several_texts_of_other_fields_are_no_answer():
+    with pytest.raises(Drop, match=r"not text: `output` \(list\)"):
+        turns({"instruction": "Hi?", "output": ["Hello.", "Bye."]})
+
+
+def test_a_context_and_answers_can_be_mapped():
+    """Such as gretel's text to SQL, under every pair of targets."""
+    record = {"sql_prompt": "Why?", "sql_context": "A text.", "sql": "So."}
+    for asked, answered in (("user", "assistant"), ("prompt", "completion")):
+        fields = {"sql_prompt": asked, "sql_context": "context", "sql": answered}
+        cleaned = Cleaner(fields=fields).clean(record)
+        assert [turn.content for turn in cleaned.messages] == [ASKED, "So."]
+        assert not cleaned.unread
+    fields = {"q": "question", "refs": "answers"}
+    cleaned = Cleaner(fields={"refs": "answers"}).clean({"question": "Why?", "refs": ["So.", "x"]})
+    assert [turn.content for turn in cleaned.messages] == ["Why?", "So."]
+    assert cleaned.changes == {OTHERS}
+
+
+@pytest.mark.parametrize("name", ["images", "videos", "Audios", "image", "audio"])
+def test_a_record_with_more_than_text_is_dropped(name):
+    """As LLaMA-Factory, ms-swift and LLaVA have them; null columns are no pictures."""
+    tag = f"<{name.lower()}>"
+    record = {"messages": [{"role": "user", "content": f"{tag}What?"}, FLAT[1]]}
+    with pytest.raises(Drop, match=f"of which nothing is read: `{name}`"):
+        turns({**record, name: ["a.png"]})
+    for nothing in (None, [], [None], 0, False):
+        assert turns({**record, name: nothing}) == turns(record)
+    if tag in ("<image>", "<audio>"):  # elsewhere the word may mean anything
+        record = {"messages": FLAT, name: "a.png"}
+        assert Cleaner().clean(record).unread == {f"record field `{name}`"}
+
+
+@pytest.mark.parametrize("format", ["preference", "tokens"])
+def test_other_formats_drop_a_record_with_more_than_text(tmp_path, format):
+    fields = {"prompt": "a", "chosen": "b", "rejected": "c", "tokens": [1, 2]}
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(fields | more) + "\n" for more in ({}, {"images": ["x"]})))
+    report = Report()
+    assert len(list(read(Source(str(path), format), report))) == 1
+    assert [*report.dropped] == ["more than text, of which nothing is read: `images`"]
+
+
+@pytest.mark.parametrize(
+    ("record", "fields"),
+    [
+        (
+            {"Question": "Hi?", "Response": "Hello.", "Complex_CoT": "so"},
+            {"Question": "prompt", "Response": "completion", "Complex_CoT": "reasoning_content"},
+        ),
+        ({"Question": "Hi?", "Response": "Hello.", "CoT": "so"}, {"CoT": "reasoning_content"}),
+        ({"messages": FLAT[:2], "CoT": "so"}, {"CoT": "reasoning_content"}),
+        (
+            {"prompt": FLAT[:1], "completion": FLAT[1:2], "CoT": "so"},
+            {"CoT": "reasoning_content"},
+        ),
+    ],
+)
+def test_a_mapped_field_belongs_to_a_records_only_answer(record, fields):
+    cleaned = Cleaner(fields=fields).clean(record)
+    assert [(turn.role, turn.content) for turn in cleaned.messages] == ONE
+    assert cleaned.messages[1].reasoning == "so" and not cleaned.unread
+
+
+def test_of_several_answers_none_has_the_records_field():
+    cleaned = Cleaner(fields={"CoT": "reasoning_content"}).clean({"messages": FLAT, "CoT": "so"})
+    assert [turn.reasoning for turn in cleaned.messages] == [None] * 4
+    assert cleaned.unread == {"record field `CoT`"}
+    fields = {"who": "role", "says": "content", "dialog": "messages"}
+    dialog = [{"who": "human", "says": "Hi?"}, {"who": "gpt", "says": "Hello."}]
+    cleaned = Cleaner(fields=fields).clean({"dialog": dialog, "who": "Ann"})
+    assert [(turn.role, turn.content) for turn in cleaned.messages] == ONE
+
+
+def test_a_mapped_answer_without_the_field_says_so():
+    with pytest.raises(Drop, match=r"name is missing: `x` \(it has the fields q, a\)"):
+        turns({"q": "Hi?", "a": "Hello."}, fields={"q": "user", "x": "assistant"})
+
+
 def test_docs_have_the_table_of_shapes():
     docs = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
     for shape in SHAPES:

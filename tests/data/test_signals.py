@@ -1,6 +1,7 @@
 """SIGTERM and Ctrl-C end a command at once, wherever it is, before there is anything to save."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -42,6 +43,7 @@ def busy(repository, how="", *before):
     [
         (signal.SIGTERM, 143, "stopped (SIGTERM); rerun the same command to start again\n"),
         (signal.SIGHUP, 143, "stopped (SIGHUP); rerun the same command to start again\n"),
+        (signal.SIGUSR1, 143, "stopped (SIGUSR1); rerun the same command to start again\n"),
         (signal.SIGINT, 130, "stopped\n"),
     ],
 )
@@ -103,6 +105,25 @@ def test_sigterm_ends_a_command_that_is_pid_1(repository):
         == "stopped (SIGTERM); rerun the same command to start again\n"
     )
     assert process.returncode == 143
+
+
+CLOSED = """
+import os, sys, time
+from data.signals import end_at_once
+end_at_once()
+os.write(2, bytes([15, 10, 1]))  # as signals SIGTERM, SIGUSR1 and SIGHUP
+time.sleep(0.2)
+print("nobody reads this", file=sys.stderr, flush=True)
+sys.stdout.flush()
+sys.exit(7)
+"""
+
+
+def test_what_is_written_to_closed_streams_is_no_signal(repository):
+    command = f"{shlex.join([sys.executable, '-c', CLOSED])} >&- 2>&-"
+    assert (
+        subprocess.run(command, shell=True, cwd=repository, timeout=60, check=False).returncode == 7
+    )
 
 
 def test_a_childs_sigterm_does_not_end_its_parent(repository):

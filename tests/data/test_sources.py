@@ -463,6 +463,12 @@ def test_labels_are_the_tokens_at_their_own_places(tmp_path):
     }
 
 
+_OTHER_MASK = (
+    "a field that may say which tokens are trained on (`fields: {NAME: loss_mask}` would read one "
+    "with 1 for those that are): "
+)
+
+
 @pytest.mark.parametrize(
     ("masks", "trained", "unread"),
     [
@@ -483,6 +489,21 @@ def test_labels_are_the_tokens_at_their_own_places(tmp_path):
             None,
             "`assistant_masks` with numbers other than 0 and 1",
         ),
+        ({"label_mask": [False, False, True, True]}, [0, 0, 1, 1], set()),  # OLMo's
+        ({"loss_mask": [0.0, 0.0, 1.0, 1.0]}, [0, 0, 1, 1], set()),
+        ({"loss_mask": [0.0, 0.5, 1.0, 1.0]}, None, "`loss_mask` that does not match the tokens"),
+        # ms-swift's; the labels say what is trained on.
+        (
+            {"labels": [-100, -100, 7, 9], "loss_scale": [0.0, 0.0, 1.0, 1.0]},
+            [0, 0, 1, 1],
+            {"loss_scale"},
+        ),
+        ({"mask": [True, True, False, False]}, None, f"{_OTHER_MASK}`mask`"),  # torchtune's
+        ({"Prompt_Mask": [1, 1, 0, 0]}, None, f"{_OTHER_MASK}`Prompt_Mask`"),
+        ({"loss_weights": [0, 0.5, 1, 1]}, None, f"{_OTHER_MASK}`loss_weights`"),
+        ({"special_tokens_mask": [1, 0, 0, 1]}, [1, 1, 1, 1], {"special_tokens_mask"}),
+        ({"global_attention_mask": [1, 0, 0, 1]}, [1, 1, 1, 1], {"global_attention_mask"}),
+        ({"mask": "User"}, [1, 1, 1, 1], {"mask"}),
     ],
 )
 def test_every_mask_of_tokens_is_read_or_named(tmp_path, masks, trained, unread):
@@ -512,6 +533,18 @@ _PACKED = "several packed documents in a record (the data before packing would w
         ({"attention_mask": [1.0, 1.0, 1.0, 1.0, 0.0, 0.0], "seq_lengths": [4]}, slice(4)),
         ({"attention_mask": [1, 1, 1, 1, 0, 0], "seq_lengths": [6]}, slice(4)),
         ({"attention_mask": [], "position_ids": [], "seq_lengths": []}, slice(6)),
+        ({"seq_lens": [6], "input_pos": [0, 1, 2, 3, 4, 5]}, slice(6)),
+        ({"seq_start_id": [0]}, slice(6)),
+        ({"cu_seqlens": [0, 6], "seq_idx": [1, 1, 1, 1, 1, 1]}, slice(6)),
+        ({"attention_mask": [1, 1, 1, 1, 0, 0], "segment_ids": [1, 1, 1, 1, 0, 0]}, slice(4)),
+        ({"seq_start_id": [0, 3]}, f"{_PACKED}`seq_start_id`"),
+        ({"seq_start_id": [3]}, "`seq_start_id` that does not match the tokens"),
+        ({"cu_seqlens": [0, 3, 6]}, f"{_PACKED}`cu_seqlens`"),
+        ({"cu_seq_lens_q": [0, 3]}, "`cu_seq_lens_q` that does not match the tokens"),
+        ({"segment_ids": [1, 1, 1, 2, 2, 2]}, f"{_PACKED}`segment_ids`"),
+        ({"seq_idx": [0, 0]}, "`seq_idx` that does not match the tokens"),
+        ({"seq_lens": [3, 3]}, f"{_PACKED}`seq_lens`"),
+        ({"input_pos": [0, 1, 2, 0, 1, 2]}, f"{_PACKED}`input_pos`"),
         ({"seq_lengths": [3]}, "`seq_lengths` that do not add up to the number of tokens"),
         ({"seq_lengths": [3, 2]}, "`seq_lengths` that do not add up to the number of tokens"),
         (
@@ -912,7 +945,9 @@ def test_a_saved_data_set_is_read_without_its_caches_and_warns_of_its_test_split
     source = Source(str(tmp_path))
     records = list(read(source, Report()))
     assert [record.messages[0].content for record in records] == ["2?", "0?"]
-    assert source.other_splits() == ["test/data-00000-of-00001.arrow"]
+    assert [note.partition(";")[0] for note in source.notes(is_held_out=False)] == [
+        "also reads test/data-00000-of-00001.arrow"
+    ]
 
 
 def _one_text_in_many_rows(texts, rows):
@@ -963,3 +998,51 @@ def test_a_dictionary_in_proportion_is_read(tmp_path, name):
 def test_one_record_is_counted_in_the_singular():
     report = Report([SourceReport("a.json", records=1, kept=1), SourceReport("b.json", 2, 2)])
     assert report.summary() == "a.json: 1 record, 1 kept\nb.json: 2 records, 2 kept"
+
+
+def test_a_list_in_an_object_has_the_sources_fields(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": 1, "train": [{"q": "a", "a": "b"}]}))
+    records, report = _read(path, fields={"q": "user", "a": "assistant"})
+    assert [turn.content for turn in records[0].messages] == ["a", "b"]
+    (note,) = report.sources[0].notes
+    assert note.endswith("the list in its field `train`; not read: the fields version")
+
+
+@pytest.mark.parametrize(
+    ("format", "record", "fields", "missing"),
+    [
+        ("sharegpt", {"question": "a", "answer": "b"}, {"sistem": "system"}, "`sistem`"),
+        ("sharegpt", {"Question": "a", "Answer": "b"}, {"question": "prompt"}, "`question`"),
+        (
+            "sharegpt",
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            {"who": "role", "thoughts": "reasoning_content", "role": "role"},
+            "`who` or `thoughts`",
+        ),
+        ("text", {"text": "a"}, {"content": "text"}, "`content`"),
+        ("tokens", {"tokens": [1, 2]}, {"prompt_mask": "loss_mask"}, "`prompt_mask`"),
+        ("preference", {"prompt": "a", "chosen": "b", "rejected": "c"}, {"x": "tools"}, "`x`"),
+    ],
+)
+def test_a_mapped_name_that_no_record_has_is_refused(
+    repository, tmp_path, format, record, fields, missing
+):
+    """One record with it is enough; a held-out file, which has the same `fields`, may lack it."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    with pytest.raises(UserError, match=f"none of its 1 records has {missing}; names"):
+        _read(path, format=format, fields=fields)
+    other = tmp_path / "b.jsonl"
+    value = [1, 1] if format == "tokens" else "c"
+    named = dict.fromkeys(fields, value)
+    turn = {"role": "user", "who": "user", "thoughts": "c", "content": "a"}
+    more = {"messages": [turn, *record["messages"][1:]]} if "messages" in record else named
+    other.write_text(path.read_text() + json.dumps({**record, **more}) + "\n")
+    assert len(_read(other, format=format, fields=fields)[0]) in (1, 2)
+    held_out = Sources(
+        (Source(str(other), format, "vicuna_v1.1", fields=fields),),
+        (Source(str(path), format, "vicuna_v1.1", fields=fields),),
+    )
+    tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
+    prepare(held_out, tokenizer, EncodingRules(512), tmp_path / "prepared", progress=False)

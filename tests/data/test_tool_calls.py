@@ -616,7 +616,7 @@ def test_only_the_completion_of_a_prompt_is_trained_on(tmp_path):
                 [
                     {"prompt": "Say hello to the ", "completion": "world, please"},
                     {"prompt": turns, "completion": [{"role": "assistant", "content": "Four."}]},
-                    {"prompt": "a", "completion": ["b"]},
+                    {"prompt": "a", "completion": ["b", "c"]},
                 ],
             )
         )

@@ -6,15 +6,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # The fault, as in the first column of the page's tables -> its tests.
 FAULTS = {
-    "one process has another recipe or data; another source or JAX": (
+    "one process has another recipe, data or `JAX_*` setting; another source or JAX": (
         "processes_that_differ_are_named",
+        "settings_that_change_results_are_recorded_and_equal_in_all_processes",
         "a_process_with_other_code_is_named",
     ),
     "a process does not connect": (
         "while_processes_gather_the_first_one_names_those_absent",
         "a_missing_process_is_named_to_all",
     ),
-    "JAX cannot read the cluster's description": (
+    "JAX cannot read the cluster's description; a host's name does not resolve": (
+        "a_detected_coordinators_name_is_awaited",
+        "a_machine_that_does_not_know_its_own_name_says_so",
         "a_cluster_that_cannot_be_read_is_one_line",
         "variables_that_no_restart_would_mend_are_a_users_error",
     ),
@@ -36,7 +39,7 @@ FAULTS = {
         "a_process_that_lost_its_lease_ends",
         "a_process_that_cannot_renew_ends_before_another_may_take_over",
     ),
-    "SIGTERM while downloading, preparing, compiling": (
+    "SIGTERM or SIGUSR1 while downloading, preparing, compiling": (
         "a_signal_ends_a_command_during_a_long_call",
         "sigterm_ends_a_command_that_is_pid_1",
     ),

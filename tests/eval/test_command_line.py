@@ -74,6 +74,7 @@ def test_a_repeated_value_is_refused(command, words, repeated, capsys):
         (ruler, "--tokens 512 --sample-seed 3", "--sample-seed: is for sampled answers, and the"),
         (ruler, "--tokens 512 --tasks vt cwe --text a.txt", "--text: none of --tasks takes a text"),
         (harness, "--tasks arc_easy --template chatml", "--template: questions are asked in a"),
+        (harness, '--tasks arc_easy --template-kwargs {"a":1}', "--template-kwargs: questions are"),
     ],
 )
 def test_a_flag_without_effect_is_refused(command, words, error, tmp_path, capsys):

@@ -2,6 +2,7 @@
 files runs to its results."""
 
 import argparse
+import functools
 import json
 import random
 from types import SimpleNamespace
@@ -17,6 +18,15 @@ from tests import small_model
 from tests.legacy_llama import legacy_llama
 
 lm_eval = pytest.importorskip("lm_eval", reason="requirements-eval.txt is not installed")
+
+
+@pytest.fixture
+def only_own_tasks(monkeypatch):
+    """lm-eval does not read its 14,000 task files, which takes it half a minute."""
+    from lm_eval.tasks import TaskManager
+
+    manager = functools.partial(TaskManager, include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", manager)
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +220,34 @@ def test_requests_that_are_too_long_are_counted(opened):
     assert (whole.truncated, whole.windowed) == (0, 0)
 
 
+def test_requests_beyond_the_trained_length_are_counted_by_task(opened):
+    """With their answers; the last token of what is only scored is no input of the model."""
+    trained = opened.respondent.trained_length
+    ours = harness.Harness(opened, 2 * trained, 8)
+    tokens = len(ours._encode("word " * 50)) / 50  # of a word
+    lm, few, many = harness.make_model(ours), "word " * 9, "word " * int(1.2 * trained / tokens)
+
+    class Of(Request):
+        def __init__(self, task, *args):
+            self.task_name, self.args = task, args
+
+    lm.loglikelihood([Of("short", few, " end"), Of("long", few, " end"), Of("long", many, " end")])
+    lm.loglikelihood_rolling([Of("rolling", many)])
+    lm.generate_until([Of("written", few, {"max_gen_toks": 3})])
+    prompt = len(ours._encode(few.rstrip()))
+    lengths = {task: ours.lengths_of([task]) for task in ("short", "long", "rolling", "written")}
+    assert lengths["short"] == {"prompt_tokens": prompt, "beyond_trained_length": False}
+    assert lengths["long"]["beyond_trained_length"]
+    assert lengths["long"]["prompt_tokens"] == (prompt + len(ours._encode(many.rstrip()))) / 2
+    assert lengths["rolling"] == {"prompt_tokens": None, "beyond_trained_length": True}
+    assert lengths["written"]["prompt_tokens"] == len(ours._encode(few))
+    assert ours.lengths_of(["short", "long"])["beyond_trained_length"] and ours.beyond == 2
+    ours.asked["edge"] = [harness.Asked(trained - 8, trained)]
+    assert not ours.lengths_of(["edge"])["beyond_trained_length"]
+    ours.asked["edge"] = [harness.Asked(trained - 8, trained + 1)]
+    assert ours.lengths_of(["edge"])["beyond_trained_length"]
+
+
 def test_scoring_takes_the_whole_length(opened, theirs):
     """As in lm-eval, one more than it, because the last token is no input; independent of
     --max-new-tokens. A text that is longer is truncated."""
@@ -310,7 +348,7 @@ def test_chats_are_encoded_and_split_as_by_lm_eval(tmp_path, template, generatio
     ours = harness.Harness.__new__(harness.Harness)
     respondent = SimpleNamespace(template="tokenizer", tokenizer=Tokenizer.load(tmp_path))
     ours.opened = SimpleNamespace(respondent=respondent)
-    ours.length, ours.chats, ours.chats_sorted, scored = 900, {}, [], []
+    ours.length, ours.chats, ours.chats_sorted, ours.asked, scored = 900, {}, [], {}, []
     ours._score = lambda texts, starts: scored.extend(zip(texts, starts, strict=True)) or []
     assert ours.chat_prompt(turns, generation) == context
     pairs = [(context, " A"), (context, "The B")]
@@ -320,7 +358,7 @@ def test_chats_are_encoded_and_split_as_by_lm_eval(tmp_path, template, generatio
     assert ours._encode(context) == reference.tok_encode(context)
 
 
-def test_a_task_of_local_files(hf_model, tmp_path, monkeypatch, capsys):
+def test_a_task_of_local_files(hf_model, tmp_path, monkeypatch, capsys, only_own_tasks):
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
     rows = [
         {"question": f"Is {i} even?", "choices": ["yes", "no"], "label": i % 2} for i in range(6)
@@ -366,7 +404,7 @@ metric_list: [{{metric: acc}}]
     assert results["about"]["truncated_prompts"] == 0 and "even acc" in capsys.readouterr().out
 
 
-def test_short_tasks_of_a_book(hf_model, tmp_path, monkeypatch):
+def test_short_tasks_of_a_book(hf_model, tmp_path, monkeypatch, only_own_tasks):
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     words = ["whale", "ship", "harbour", "captain"] * 60
@@ -430,6 +468,78 @@ def test_an_unknown_task_is_a_one_line_error(hf_model, tmp_path, capsys, flags, 
     assert error.startswith(message) and error.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
+def test_lengths_that_rulers_tasks_were_not_asked_for_have_no_row():
+    """lm-eval's are -1."""
+    metrics = {"4096,none": 0.5, "4096_stderr,none": "N/A", "8192,none": -1}
+    (row,) = harness.rows_of({"results": {"vt": metrics}}, lambda tasks: {})
+    assert (row["task"], row["score"]) == ("vt 4096", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("code", "names"), [({}, True), ({"auto_map": {"AutoTokenizer": 1}}, False)]
+)
+def test_tasks_are_told_of_the_tokenizer(tmp_path, code, names):
+    """Unless transformers would run code of its folder: lm-eval allows that."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(code))
+    assert harness.tokenizer_of(tmp_path) == (str(tmp_path) if names else "")
+
+
+def test_a_task_that_makes_its_own_data(hf_model, tmp_path, monkeypatch, capsys, only_own_tasks):
+    """As lm-eval's RULER does, with the model's tokenizer and --metadata; one that cannot be loaded
+    is a one-line error."""
+    monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "made.py").write_text("""
+def data(max_seq_lengths=None, tokenizer=None, **others):
+    import json
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+
+    if max_seq_lengths is None:
+        raise ImportError("Please install `wonderwords`\\nto run this script")
+    ids = AutoTokenizer.from_pretrained(tokenizer)("a b c")["input_ids"]
+    rows = [{"q": f"{length} {len(ids)}"} for length in max_seq_lengths]
+    path = __file__ + ".json"
+    with open(path, "w") as file:
+        file.write("".join(json.dumps(row) + "\\n" for row in rows))
+    return load_dataset("json", data_files={"test": path})
+""")
+    (tmp_path / "made.yaml").write_text("""
+task: made
+custom_dataset: !function made.data
+test_split: test
+output_type: generate_until
+doc_to_text: "{{q}}"
+doc_to_target: "{{q}}"
+generation_kwargs: {until: [], max_gen_toks: 3}
+metric_list: [{metric: exact_match}]
+metadata: {version: 1.0}
+""")
+    asked = []
+    continuations = harness.Harness.continuations
+
+    def recorded(self, contexts, answers):
+        asked.extend(contexts)
+        return continuations(self, contexts, answers)
+
+    monkeypatch.setattr(harness.Harness, "continuations", recorded)
+    flags = ["--checkpoint", str(hf_model), "--tasks", "made", "--include-path", str(tmp_path)]
+    flags += ["--output", str(tmp_path / "out"), "--fsdp", "8", "--rows", "8"]
+    assert harness.main(flags) == 2
+    (error,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error"))
+    assert error == (
+        "error: --tasks: made: cannot be loaded (ImportError: Please install `wonderwords`)"
+    )
+    more = ["--metadata", '{"max_seq_lengths": [40, 80]}', "--system-instruction", "Be brief."]
+    assert harness.main([*flags, *more]) == 0
+    ids = Tokenizer.load(hf_model).encode("a b c")
+    assert asked == [f"Be brief.{length} {len(ids)}" for length in (40, 80)]
+    about = json.loads((tmp_path / "out" / "results.json").read_text())["about"]
+    assert about["metadata"] == {"max_seq_lengths": [40, 80]}
+    assert about["system_instruction"] == "Be brief."
+    assert about["requests_beyond_trained_length"] == 0
+
+
 def test_metrics_without_a_standard_error_have_no_interval():
     """Perplexities, and any metric of one question; lm-eval writes "N/A". A group has the cases of
     its tasks."""
@@ -441,15 +551,20 @@ def test_metrics_without_a_standard_error_have_no_interval():
         "acc,strict": 0.5,
         "acc_stderr,strict": 0.1,
     }
+
+    def lengths_of(tasks):
+        return {"prompt_tokens": len(tasks), "beyond_trained_length": "law" in tasks}
+
     rows = harness.rows_of(
-        {"results": {"wikitext": metrics}, "n-samples": {"wikitext": {"effective": 62}}}
+        {"results": {"wikitext": metrics}, "n-samples": {"wikitext": {"effective": 62}}}, lengths_of
     )
     grouped = {"results": {"mmlu": {"acc,none": 0.25}}}
     grouped["group_subtasks"] = {"mmlu": ["law", "sciences"], "sciences": ["chemistry", "physics"]}
     grouped["n-samples"] = {
         name: {"original": 99, "effective": 7} for name in ("law", "chemistry", "physics")
     }
-    assert [row["cases"] for row in harness.rows_of(grouped)] == [21]
+    (group,) = harness.rows_of(grouped, lengths_of)
+    assert (group["cases"], group["prompt_tokens"], group["beyond_trained_length"]) == (21, 3, True)
     found = {row["task"]: (row["score"], row["low"], row["high"], row["cases"]) for row in rows}
     assert found == {
         "wikitext word_perplexity": (12.5, None, None, 62),

@@ -99,19 +99,42 @@ def test_the_wording_can_come_from_a_file(tmp_path, wording):
         assert wording_of_file == STRANGE
 
 
-@pytest.mark.parametrize("name", ["200_lines.jsonl", "400_lines.jsonl", "700_lines.jsonl"])
-def test_the_wording_of_longchats_files(repository, name):
-    path = repository.parent / "shared/data/longeval_lines" / name
-    if not path.exists():
-        pytest.skip(f"{path} is not here")
-    wording, (case, *_) = wording_like(path), read(path)
+# The text before and after the lines in LongChat's own files, such as 200_lines.jsonl.
+LONGCHAT_HEAD = (
+    "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' "
+    "and contains a '<REGISTER_CONTENT>' at the end of the line as a numerical value. For each "
+    "line index, memorize its corresponding <REGISTER_CONTENT>. At the end of the record, I will "
+    "ask you to retrieve the corresponding <REGISTER_CONTENT> of a certain line index. Now the "
+    "record start:\n\n"
+)
+LONGCHAT_TAIL = (
+    "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? "
+    "I need the number. "
+)
+
+
+def test_the_wording_of_longchats_files(tmp_path):
+    numbers = {
+        "grotesque-classmate": 42527,
+        "imperfect-bull": 3119,
+        "torpid-kid": 2416,
+        "oval-underpants": 33851,
+    }
+    lines = [f"line {key}: REGISTER_CONTENT is <{number}>\n" for key, number in numbers.items()]
+    prompt = LONGCHAT_HEAD + "".join(lines) + LONGCHAT_TAIL.format(key="torpid-kid")
+    record = {
+        "random_idx": ["torpid-kid", 2],
+        "expected_number": 2416,
+        "num_lines": 4,
+        "token_size": 230,
+        "correct_line": lines[2],
+        "prompt": prompt,
+    }
+    path = tmp_path / "4_lines.jsonl"
+    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    wording = wording_like(path)
     assert wording.line == "line {key}: REGISTER_CONTENT is <{number}>\n"
-    assert wording.head.startswith(
-        "Below is a record of lines I want you to remember."
-    ) and wording.head.endswith("start:\n\n")
-    assert case.prompt.startswith(wording.head)
-    key = case.correct_line.removeprefix("line ").split(":")[0]
-    assert case.prompt.endswith(wording.tail.format(key=key)) and "{key}" in wording.tail
+    assert (wording.head, wording.tail) == (LONGCHAT_HEAD, LONGCHAT_TAIL)
 
 
 def test_a_file_that_does_not_show_its_wording_is_refused(tmp_path):

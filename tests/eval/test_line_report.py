@@ -8,7 +8,7 @@ import pytest
 
 from data.outputs import PICTURE
 from eval.line_cases import LineCase
-from eval.line_report import curves, plot, print_table, write
+from eval.line_report import by_depth, curves, plot, plot_depths, print_table, write
 from eval.scoring import outcome, score
 
 
@@ -47,6 +47,37 @@ def test_files(tmp_path, capsys):
     assert "Line retrieval" in capsys.readouterr().out
 
 
+def test_depths_are_kept_apart_as_scores_are(tmp_path, monkeypatch):
+    """By the side of the trained length and by source; a report shows them apart too."""
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    answered = [
+        outcome(LineCase("", 7, 20, "line", source), answer, tokens, 8192, new_tokens=100)
+        for source, answer, tokens in (
+            ("a.jsonl", "7", 400),
+            ("a.jsonl", "8", 9000),
+            ("b.jsonl", "7", 400),
+            ("b.jsonl", "8", 400),
+        )
+    ]
+    rows = by_depth(answered)
+    found = [(row["source"], row["beyond_trained_length"], row["accuracy"]) for row in rows]
+    assert found == [("a.jsonl", False, 1), ("a.jsonl", True, 0), ("b.jsonl", False, 0.5)]
+    keys = ("family", "num_lines", "source", "beyond_trained_length", "cases", "right")
+    assert [[row[key] for key in keys] for row in rows] == [
+        [getattr(item, key) for key in keys] for item in score(answered)
+    ]
+    plot_depths(rows, tmp_path / "plot.png")
+    (axes,) = drawn[0].axes
+    assert [container.get_label() for container in axes.containers] == [
+        "adjective-noun keys, 20 lines, a.jsonl",
+        "adjective-noun keys, 20 lines, a.jsonl, beyond trained length",
+        "adjective-noun keys, 20 lines, b.jsonl",
+    ]
+
+
 def test_different_families_are_not_joined():
     groups = curves(score(outcomes()))
     assert [[item.num_lines for item in group] for group in groups.values()] == [
@@ -55,6 +86,24 @@ def test_different_families_are_not_joined():
         [700],
     ]
     assert len({family for family, _ in groups}) == 2
+
+
+def test_sources_of_equal_numbers_of_lines_are_not_joined():
+    """Files of different lengths, such as LongChat's, are one curve."""
+
+    def named(*sources):
+        items = [
+            outcome(LineCase("", 7, lines, "line", source), "7", 400, 8192, new_tokens=100)
+            for source, lines in sources
+        ]
+        return {name: len(group) for (name, _), group in curves(score(items)).items()}
+
+    family = "adjective-noun keys"
+    assert named(("a.jsonl", 20), ("b.jsonl", 40)) == {family: 2}
+    assert named(("a.jsonl", 20), ("a.jsonl", 40), ("b.jsonl", 20)) == {
+        f"{family}, a.jsonl": 2,
+        f"{family}, b.jsonl": 1,
+    }
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,45 @@ def test_runs_that_answered_the_same_cases_have_their_differences(runs):
     assert report.differences_of([report.read_run(runs / "after")]) == ""
 
 
+def test_cases_of_one_length_on_both_sides_of_the_trained_length(runs):
+    """Both scores are shown, and both maps' columns; the star is that of the score."""
+    case = LineCase("line a: 7\n?", 7, 20, "line a: 7\n")
+    answered = [
+        outcome(case, answer, tokens, 8192, 10)
+        for answer, tokens in (("7", 400), ("7", 400), ("8", 8190), ("8", 8190), ("7", 8190))
+    ]
+    write_lines(answered, runs / "after" / "lines", {"checkpoint": "after"})
+    write_lines(answered[2:], runs / "before" / "lines", {"checkpoint": "before"})
+    before, after = (report.read_run(runs / name) for name in ("before", "after"))
+
+    def shown(runs):
+        return [row[1:] for row in rows_of(report.scores_of(runs)) if row and "generated" in row[0]]
+
+    within, beyond = ["1.000", "0.34 to 1.00", "2"], ["0.333 *", "0.06 to 0.79", "3"]
+    nothing = ["", "", ""]
+    assert shown([after]) == [["20 lines", *within], ["20 lines", *beyond]]
+    assert shown([before, after]) == [
+        ["20 lines", *nothing, *within],
+        ["20 lines", *beyond, *beyond],
+    ]
+    assert "<th>20 lines</th><th>20 lines *</th>" in report.scores_of([after])
+    write_lines(answered[:2], runs / "after" / "lines", {"checkpoint": "after"})
+    after = report.read_run(runs / "after")
+    assert shown([before, after]) == [["20 lines", *beyond, *within]]  # to be compared
+
+
+def test_depths_of_earlier_versions_are_shown(runs):
+    """Their rows lack source and side."""
+    path = runs / "after" / "lines" / "results.json"
+    content = json.loads(path.read_text())
+    for row in content["by_depth"]:
+        del row["source"], row["beyond_trained_length"]
+    path.write_text(json.dumps(content))
+    assert "adjective-noun keys, by depth: length" in report.scores_of(
+        [report.read_run(runs / "after")]
+    )
+
+
 def evaluate(folder, right):
     """Writes an evaluation of four cases and a map of one cell, with this many right."""
     folder.mkdir(parents=True)

@@ -107,6 +107,30 @@ def test_the_largest_text_within_a_limit(limit):
     assert len(calls) < 40
 
 
+def test_a_slope_that_misleads_costs_few_steps():
+    """Longer words from some length on, as cwe has beyond its list of words: each step must be a
+    large text, built and counted."""
+    calls = []
+
+    def length(units):
+        calls.append(units)
+        return units + 4 * max(units - 1000, 0)
+
+    units = suite.largest(length, 100_000, 10**7)
+    assert 0.98 * 100_000 <= length(units) <= 100_000 and len(calls) < 25
+
+
+def test_a_longest_case_that_is_far_too_short_is_not_given_another_length(capsys):
+    def make(units, sample=0):
+        return suite.Case("t", Prompt("word " * units, 10), (), 500)
+
+    assert [count(case.prompt) for case in suite.cases_of(make, 50, count, 1, most=45)] == [40]
+    assert suite.cases_of(make, 500, count, 1, most=45) == []
+    assert capsys.readouterr().err == (
+        "warning: skipped: t: its longest case takes 55 tokens, found 500; 55 or less would work\n"
+    )
+
+
 def count(prompt):
     """For a tokenizer whose tokens are words."""
     turns = (
@@ -145,6 +169,18 @@ def test_the_words_that_fwe_asks_for_are_more_frequent_than_all_others(capsys):
         words = case.prompt.text.split("coded words. ")[1].split("\nQuestion")[0].split()
         most = collections.Counter(word for word in words if word != "...").most_common(4)
         assert {word for word, _ in most[:3]} == {*case.expected} and most[3][1] < most[2][1]
+
+
+def test_the_length_of_fwe_is_found_without_far_longer_texts():
+    """It took one of twenty times the length, in time that grew with its square."""
+    lengths = []
+
+    def recorded(prompt):
+        lengths.append(count(prompt))
+        return lengths[-1]
+
+    (case,) = ruler.make_cases(recorded, [20_000], ["fwe"], 1)
+    assert max(lengths) < 2 * 20_000 and count(case.prompt) > 0.98 * 20_000 and len(lengths) < 20
 
 
 def uneven(prompt):
@@ -208,7 +244,7 @@ def test_a_task_whose_shortest_case_is_too_long_is_skipped_by_name(capsys):
         "warning: skipped: t: its shortest case takes 101 tokens, found 50; 101 or more"
         in capsys.readouterr().err
     )
-    with pytest.raises(UserError, match="ruler: no task has cases as short as --tokens"):
+    with pytest.raises(UserError, match="ruler: no task has cases of --tokens"):
         suite.run("ruler", None, [], "nowhere", {})
 
 
@@ -281,6 +317,68 @@ def test_a_needle_is_at_its_depth(depth):
     assert len(several.expected) == 3 and several.prompt.new_tokens == 3 * case.prompt.new_tokens
 
 
+def test_the_depth_in_a_text_counts_letters_not_sentences():
+    """As Kamradt's test: at the end of the last sentence before that share of the text."""
+    sentences = ["He ran."] * 400 + [
+        "It was the best of times and the worst of times, they said."
+    ] * 100
+    haystack = tasks.Haystack.of_text(" ".join(sentences))
+    for depth in (0, 0.25, 0.5, 0.75, 1):
+        exercise = tasks.needles(
+            np.random.default_rng(0), 500, True, haystack=haystack, depths=[depth]
+        )
+        text = exercise.text.split("afterwards.\n")[1].split("\nWhat is")[0]
+        before, after = re.split(r"(?:^| )One of the special .*?\.(?: |$)", text)
+        whole = " ".join(sentences)
+        place = depth * len(whole)
+        assert whole.startswith(before) and whole.endswith(after)
+        assert place - len(sentences[-1]) - 1 <= len(before) <= place
+
+
+@pytest.mark.parametrize("end", "。！？")
+def test_a_chinese_text_has_sentences(end):
+    """They end without a space, and none is put between them; quotes end with their mark."""
+    text = f"很久以前{end}「村民们{end}」他们唱歌{end}" * 100
+    haystack = tasks.Haystack.of_text(text)
+    assert haystack.sentences[:4] == (
+        f"很久以前{end}",
+        f"「村民们{end}」",
+        f"他们唱歌{end}",
+        f"很久以前{end}",
+    )
+    exercise = tasks.needles(np.random.default_rng(0), 300, True, haystack=haystack, depths=[0.5])
+    before, after = re.split(r"One of the special .*?\. ", exercise.text.split("\n")[1])
+    assert before + after == text and 0.45 < len(before) / len(text) <= 0.5
+
+
+def test_sentences_of_english_are_cut_as_before():
+    text = 'One.  Two?\nThree! . . . "Four." He e.g. said.No\n\nTHE END'
+    flat = re.sub(r"\s+", " ", text).strip()
+    sentences = tasks.Haystack.of_text(text).sentences
+    assert sentences == tuple(re.split(r"(?<=[.!?])\s+", flat))
+    assert tasks.Haystack.of_text(text).join(sentences) == flat
+
+
+def test_a_table_of_contents_is_cut_between_words():
+    """Its lines end without a full stop; a needle may be between any two pieces."""
+    contents = " ".join(f"CHAPTER {number}" for number in range(361))
+    haystack = tasks.Haystack.of_text(f"{contents} Well, Prince. He bowed.")
+    lengths = [len(sentence) for sentence in haystack.sentences]
+    assert len(lengths) == 6 and max(lengths) <= 1000 and lengths[0] > 980
+    assert haystack.join(haystack.sentences) == f"{contents} Well, Prince. He bowed."
+
+
+def test_a_text_with_too_long_sentences_is_refused_by_name():
+    """In the part that the cases hold; needles are hidden between sentences."""
+    haystack = tasks.Haystack("text", ("Short one here.",) * 2000 + ("word " * 600 + "end.",))
+    needle.check_sentences("book.txt", haystack, [400, 1000], count)
+    with pytest.raises(UserError) as refused:
+        needle.check_sentences("book.txt", haystack, [400, 10_000], count)
+    message = str(refused.value)
+    assert message.startswith("--text: book.txt has a sentence of 600 tokens, 'word word ")
+    assert "and --tokens of 400; 1200 or more, or a text whose sentences end with" in message
+
+
 def test_the_requested_reply_is_the_ith_of_its_kind():
     cases = coreference.make_cases(count, [1500], [4], 8)
     for number, case in enumerate(cases):
@@ -321,17 +419,60 @@ def test_questions_about_documents(tmp_path):
         ruler.qa_cases(str(path), count, [300], 4, 0)
 
 
-def test_a_question_keeps_all_its_documents(tmp_path):
-    """A length at which only one of two documents fits is refused; at more, both are shown."""
+def test_a_question_keeps_all_its_documents(tmp_path, capsys):
+    """A length at which only one of two documents fits is skipped; at more, both are shown."""
     path, documents = tmp_path / "qa.jsonl", ["Ann met Bob. ", "Bob met Cy. "]
     row = {"question": "Who met Cy?", "answers": ["Bob"], "documents": documents}
     path.write_text(json.dumps(row))
-    (case,) = ruler.qa_cases(str(path), count, [700], 1, 0)
-    assert all(document in case.prompt.text for document in documents)
-    needed = count(case.prompt) + ruler.QA_TOKENS
-    assert ruler.qa_cases(str(path), count, [needed], 1, 0)[0].prompt == case.prompt
-    with pytest.raises(UserError, match=f"takes {needed} tokens"):
-        ruler.qa_cases(str(path), count, [needed - 1], 1, 0)
+    assert not ruler.qa_cases(str(path), count, [60], 1, 0)
+    error = capsys.readouterr().err
+    needed = int(re.search(r"qa.jsonl:1: qa: its shortest case takes (\d+) tokens", error)[1])
+    assert f"warning: skipped: {path}:1: qa: " in error
+    (case,) = ruler.qa_cases(str(path), count, [needed], 1, 0)
+    assert all(case.prompt.text.count(document) == 1 for document in documents)
+    assert count(case.prompt) + ruler.QA_TOKENS == needed and not capsys.readouterr().err
+
+
+def test_a_long_question_leaves_the_others(tmp_path, capsys):
+    """The next one takes its place; a line names the first."""
+    path = tmp_path / "qa.jsonl"
+    rows = [
+        {
+            "question": f"Who is {i}?",
+            "answers": ["x"],
+            "documents": ["word " * (900 * (i == 1) + 9)],
+        }
+        for i in range(4)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    cases = ruler.qa_cases(str(path), count, [300, 4000], 3, 0)
+    asked = [(case.tokens, int(case.prompt.text[-2])) for case in cases]
+    assert asked == [(300, 0), (300, 2), (300, 3), (4000, 0), (4000, 1), (4000, 2)]
+    warning, *notes = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: skipped: {path}:2: qa: its shortest case takes ")
+    assert [note for note in notes if "are repeated, as in RULER" not in note] == []
+
+
+def test_no_question_is_asked_twice_and_documents_are_repeated(tmp_path, capsys):
+    """As in RULER's qa.py: another question for each case, and (DOCS * repeats)[:num_docs]."""
+    path = tmp_path / "qa.jsonl"
+    texts = [f"Number {i} is {i}." for i in range(4)]
+    rows = [
+        {"question": f"What is number {i}?", "answers": [str(i)], "documents": [text]}
+        for i, text in enumerate(texts)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    cases = ruler.qa_cases(str(path), count, [2000], 20, 0)
+    assert len({case.prompt.key for case in cases}) == len(cases) == 4
+    for case in cases:
+        shown = collections.Counter(re.findall(r"\nNumber \d is \d\.", case.prompt.text))
+        assert max(shown.values()) - min(shown.values()) <= 1 and len(shown) == 4
+        assert 0.98 * 2000 <= count(case.prompt) + ruler.QA_TOKENS <= 2000
+    assert capsys.readouterr().err.splitlines() == [
+        f"note: --qa: cases of 2,000 tokens: 4, not 20, since {path} has no more questions",
+        f"note: --qa: all documents of {path} take fewer than 2,000 tokens; they are repeated, as "
+        "in RULER",
+    ]
 
 
 def test_questions_about_documents_need_lists(tmp_path):

@@ -156,6 +156,15 @@ def test_dequantizing_nf4_on_a_device_equals_numpy(name, dtype):
     )
 
 
+@pytest.mark.parametrize("rows", [slice(None), slice(3, 100), slice(5, 5)])
+@pytest.mark.parametrize("columns", [slice(None), slice(10, 200), slice(64, 128), slice(319, 320)])
+def test_a_part_of_an_nf4_matrix(rows, columns):
+    """Also within blocks of 64 numbers, and of 256 scales."""
+    codes = codecs.quantize_nf4(np.random.RandomState(3).standard_normal((384, 320)))
+    part = codecs.dequantize_nf4(codes, rows, columns)
+    assert np.array_equal(part, codecs.dequantize_nf4(codes)[rows, columns])
+
+
 def test_dequantizing_int8_on_a_device_equals_numpy():
     """Bit for bit, compiled."""
     rows = codecs.quantize_int8(np.random.RandomState(2).standard_normal((96, 40)))

@@ -156,9 +156,9 @@ def test_all_spellings_of_rope_are_read():
         (
             {
                 "architectures": ["Mistral3ForConditionalGeneration"],
-                "text_config": {"model_type": "ministral3"},
+                "text_config": {"model_type": "pixtral"},
             },
-            ["text_config.model_type", "ministral3", "mistral"],
+            ["text_config.model_type", "pixtral", "ministral3"],
         ),
         (
             {
@@ -187,6 +187,11 @@ def test_all_spellings_of_rope_are_read():
         ({"pretraining_tp": 2}, ["pretraining_tp", "2", "1"]),
         ({"attention_dropout": 0.1}, ["attention_dropout", "0.1", "set it to 0"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"quantization": {"group_size": 64, "bits": 4}}, ["quantization: quant_method", "None"]),
+        (
+            {"compression_config": {"quant_method": "compressed-tensors"}},
+            ["compression_config: quant_method", "'compressed-tensors'", "unquantized"],
+        ),
         (
             {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
             ["rope_scaling", "proportional", "yarn"],

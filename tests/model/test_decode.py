@@ -117,6 +117,19 @@ def test_prompts_that_do_not_fit_are_refused():
         generator({}, [[1], [1]])
 
 
+def test_ids_that_the_model_lacks_are_refused():
+    """As by transformers; their embeddings would be zero."""
+    generator = Generator(llama(tiny()), rows=1, capacity=68, new_tokens=4, stop_ids=(2,))
+    message = "prompt: found the id 130, but the model has 128 rows of vocabulary"
+    for use in (
+        lambda: generator({}, [[1, 130]]),
+        lambda: next(generator.stream({}, [1, 130, 2])),
+        lambda: generator.score({}, [[1, 130]], [1]),
+    ):
+        with pytest.raises(ValueError, match=message):
+            use()
+
+
 @pytest.mark.parametrize("capacity", [4, 3])
 def test_a_capacity_without_room_for_a_prompt_is_refused(capacity):
     with pytest.raises(
@@ -306,7 +319,7 @@ def test_the_longest_prompt_is_the_one_whose_prefill_fills_memory():
             )
         ]
         batch = {name: np.zeros((1, 64), np.int32) for name in ("tokens", "index", "segment_ids")}
-        memory = cached._prefill.lower(*shapes, batch).compile().memory_analysis()
+        memory = cached.lower_prefill(*shapes, batch).compile().memory_analysis()
         return generator, memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
     generator, _ = prefill_bytes(2048)
@@ -329,6 +342,10 @@ def test_sampling_draws_from_the_distribution():
     np.testing.assert_allclose(shares(temperature=0.5), squares / squares.sum(), atol=0.03)
     np.testing.assert_allclose(shares(temperature=1.0, top_p=0.7), [2 / 3, 1 / 3, 0, 0], atol=0.03)
     assert shares(temperature=1.0, top_p=0.1)[0] == shares()[0] == 1
+    for tiny_temperature in (1e-7, 1e-38, 1e-45):  # the logits divided by it are infinite
+        choose = Sampling(temperature=tiny_temperature).choose
+        chosen = choose(jnp.array([[1.0, 3.0, 2.0]]), np.arange(1), jnp.int32(0))
+        assert chosen.tolist() == [1]
     for wrong in ({"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Sampling(**wrong)

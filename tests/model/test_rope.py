@@ -9,12 +9,20 @@ import pytest
 import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from model.config import TransformerConfig
 from model.dropout import TokenInfo
 from model.modules import Tokens
 from model.parameter_declarations import bind
-from model.rope import FLOAT32_LENGTH, angles, apply_rope, attention_scaling, inverse_frequencies
+from model.rope import (
+    FLOAT32_LENGTH,
+    angles,
+    apply_rope,
+    attention_scaling,
+    inverse_frequencies,
+    query_factors,
+)
 from model.rope_config import RopeConfig
 from tests.errors import within
 
@@ -365,6 +373,13 @@ def test_bfloat16_is_rounded_once():
     np.testing.assert_array_equal(
         rotated.astype(jnp.float32), exact.astype(jnp.bfloat16).astype(jnp.float32)
     )
+
+
+def test_query_factors_equal_transformers():
+    theirs = get_llama_4_attn_scale(torch.tensor(POSITIONS), 0.1, 8192)[:, 0, :, 0].numpy()
+    ours = query_factors(jnp.asarray(POSITIONS), 0.1, 8192)
+    np.testing.assert_allclose(ours, theirs, rtol=2e-7)
+    assert len(np.unique(theirs)) == 5
 
 
 def test_odd_head_dim_is_refused():

@@ -41,7 +41,7 @@ def test_flags_of_a_plan_on_slices_name_the_axis_that_crosses_them():
     assert "mesh fsdp 2 x sequence 16, dcn {fsdp: 2}, schedule ring" in answer.settings(chosen)
 
 
-@pytest.mark.parametrize("preset", ["gemma-3-12b", "phi-3-mini-4k"])
+@pytest.mark.parametrize("preset", ["gemma-3-12b", "phi-3-mini-4k", "olmo3-7b"])
 def test_times_count_only_the_pairs_in_windows(preset):
     config, job = TransformerConfig.preset(preset), Job.of(preset, "h100:8", 131072)
     figures = answer.time_figures(job)

@@ -122,6 +122,20 @@ def test_a_command_that_trains_nothing_uses_all_devices_whether_or_not_training_
         spread(recipe("--data.context_length", "100", "--train.batch_size", "1"), 8)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--adapter.rank", "4", "--adapter.train", "[router]"), "adapter.train: found 'router'"),
+        (("--attention.global_tokens", "4"), "attention.global_tokens is 4; the model has no win"),
+    ],
+)
+def test_what_training_refuses_on_every_mesh_is_named(recipe, flags, message):
+    config = recipe(*flags)
+    for plan in (lambda: plan_on(config, cpus(8)), lambda: spread(config, 8)):
+        with pytest.raises(UserError, match=f"^{message}"):
+            plan()
+
+
 def test_a_given_mesh_that_is_not_the_machines_is_named(small_recipe):
     words = ["--config", str(small_recipe), "--memory", "auto", "--mesh.fsdp", "4"]
     words += ["--mesh.sequence", "1", "--mesh.tensor", "1", "--mesh.simulate", "0"]

@@ -4,11 +4,13 @@ trained."""
 import dataclasses
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import jax
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
 import train
 from data.errors import UserError
@@ -230,6 +232,27 @@ def test_dry_run_prints_the_error_that_training_would(pretrained, flags, message
     assert status == 2 and message in error
     status, trained = run_train(capsys, *command, *flags)
     assert status == 2 and lines_starting(trained, "error: ") == [error]
+
+
+def test_weights_that_cannot_be_read_are_refused_as_in_training(
+    pretrained, hf_model, tmp_path, capsys
+):
+    """Their headers are read; a model on the hub of which a file is not downloaded yet passes."""
+    folder = shutil.copytree(hf_model, tmp_path / "models--me--tiny/snapshots/0123")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :-1].copy()
+    save_file(tensors, file)
+    words = [*pretrained[0], "--model.path", str(folder)]
+    status, dry = run_train(capsys, *words, "--dry-run")
+    (error,) = lines_starting(dry, "error: ")
+    assert status == 2 and "tensor lm_head.weight has shape" in error
+    assert run_train(capsys, *words) == (2, error + "\n")
+
+    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    file.unlink()
+    assert run_train(capsys, *words, "--dry-run")[0] == 0
 
 
 def test_another_runs_folder_is_refused_as_in_training(whole_run, recipe, capsys):

@@ -228,7 +228,10 @@ def test_a_runs_own_configuration_is_not_stretched_twice(words, tmp_path, monkey
         lines = []
         found = planned_run(load([*recipe, *begin_again, longer]), LAPTOP, lines.append)
         # As from the model itself, in one step.
-        expected = stretched(load(words("--data.path", longer, "--run_dir", "other")))[0]
+        with_longer = [
+            longer if word.endswith("chats.jsonl") else word for word in words("--run_dir", "other")
+        ]
+        expected = stretched(load(with_longer))[0]
         assert found.model.overrides == expected.model.overrides
         assert found.model.overrides["rope_scaling"]["factor"] == 4.0
         assert found.planned.splitlines() == "\n".join(lines).splitlines()  # without earlier lines

@@ -1,19 +1,35 @@
 """The search proposes nothing that train.py refuses, and both commands propose the same."""
 
+import dataclasses
 import re
 
 import pytest
 import yaml
 
 from data.errors import UserError
-from planning.auto import machine_named, plan_on
+from model.config import TransformerConfig
+from model.families import FAMILIES
+from planning.auto import Machine, machine_named, plan_on
 from planning.machines import topology_of
+from planning.memory_estimate import estimate_memory
 from planning.plan import Job, check_dcn
-from planning.search import best_job, candidates, meshes, no_mesh, policies, refusal
+from planning.search import (
+    best_every_k,
+    best_job,
+    candidates,
+    choices,
+    meshes,
+    no_mesh,
+    policies,
+    refusal,
+    search,
+)
 from scripts import plan
+from trainer.build import build_language_model
 from trainer.config.checks import check
 from trainer.config.load import load
 from trainer.devices import GPU_MEMORY_SHARE
+from trainer.mesh import abstract_mesh
 
 
 def test_fsdp_is_at_most_the_rows_of_an_accumulation_step():
@@ -162,10 +178,53 @@ def test_the_least_parts_of_a_batch_win_even_if_more_would_be_as_fast():
     assert best_job(given).job.run.train.accumulation == 2
 
 
-def test_the_compiler_is_not_asked_about_what_train_refuses():
-    """26 layers in a period of 6 have no interval for offload_every_k."""
-    job = Job.of("gemma-3-1b", "h100:8", 131072)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_every_policy_on_every_mesh_makes_a_model(family):
+    """For a published size of each family, on machines of several shapes. A period of layers that
+    does not divide them has no interval for offload_every_k."""
+    for preset in family.presets:
+        period = len(TransformerConfig.preset(preset).layer_kinds)
+        layers = TransformerConfig.preset(preset).num_hidden_layers
+        for machine, length, rows in (
+            ("h100:1", 8192, 1),
+            ("h100:6", 9000, 2),
+            ("2xv5e:2x4", 4096, 4),
+            ("3xv5e:2x2", 4104, 1),
+        ):
+            job = Job.of(preset, machine, length, batch=rows)
+            for each in choices(job):
+                run = dataclasses.replace(each.run, memory=each.memory)
+                build_language_model(check(run, "plan"), job.model, abstract_mesh(run.mesh))
+                check_dcn(run.mesh, machine)
+            remats = {each.run.memory.remat for each in choices(job)}
+            assert ("offload_every_k" in remats) == (layers % period == 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "period", "best"), [(36, 1, 6), (36, 4, 4), (48, 6, 6), (26, 6, None), (24, 2, 4)]
+)
+def test_the_interval_suits_layers_and_period(layers, period, best):
+    assert best_every_k(layers, period) == best
+
+
+@pytest.mark.parametrize("model", ["smollm3-3b", "olmo2-7b", "olmo3-7b", "gemma-3-1b"])
+def test_on_the_smallest_machine_the_plan_is_one_that_train_accepts(model, auto_recipe):
+    """Where only the policies with the least memory may fit."""
+    config = load(["--config", auto_recipe(model, 8192, 1)])
+    job = Job(config, TransformerConfig.preset(model), "gpu:1", host_gib=500.0)
+    least = min(policies(job), key=lambda each: estimate_memory(each).low)
+    gib = 1.01 * estimate_memory(least).low
+    planned, _ = plan_on(config, Machine("gpu:1", "one device", gib, 500.0))
+    assert planned.memory.parameters_on_host
+    build_language_model(planned, job.model, abstract_mesh(planned.mesh))
+
+
+def test_the_compiler_is_not_asked_about_what_train_refuses(monkeypatch):
+    """Groups of heads given by the recipe, which remat everything cannot have."""
+    job = Job.of("llama-3.1-8b", "h100:8", 131072).changed(memory={"attention_groups": 2})
     refused = [each for each in policies(job) if refusal(each) is not None]
-    assert {each.run.memory.remat for each in refused} == {"offload_every_k"}
-    proposed = candidates(job)
-    assert proposed and not any(each.run.memory.policy.every_k for each in proposed)
+    assert {each.run.memory.remat for each in refused} == {"everything"}
+    assert not any(each.run.memory.remat == "everything" for each in candidates(job))
+    monkeypatch.setattr("planning.plan.plan", lambda job: {"peak_gib": 1.0})
+    longest, _, _ = search(job, most=job.context)
+    assert longest.run.memory.remat == "save_attention"

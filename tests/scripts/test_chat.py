@@ -1,5 +1,6 @@
 """The chat command prefills a document once, and refuses unusable documents."""
 
+import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
@@ -225,3 +226,11 @@ def test_unusable_documents_are_refused(hf_model, tmp_path, capsys):
         "its tokenizer has no chat template; pass the one it was trained with"
         in capsys.readouterr().err
     )
+
+
+def test_a_token_that_the_model_lacks_is_refused(tmp_path, capsys):
+    """The author added tokens and did not resize the model: transformers raises an IndexError."""
+    folder = small_model.write(tmp_path, dataclasses.replace(small_model.CONFIG, vocab_size=300))
+    assert chat.main(arguments(folder, "--question", "Who swam in the sea?")) == 2
+    error = capsys.readouterr().err
+    assert "prompt: found the id " in error and "the model has 300 rows of vocabulary" in error

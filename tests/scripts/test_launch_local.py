@@ -1,4 +1,9 @@
-"""The processes of one start of the launcher share a secret."""
+"""The processes of one start of the launcher share a secret, and none waits for a reader of its
+messages."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -34,3 +39,21 @@ def test_processes_share_a_token_that_is_new_at_each_start(tokens_of_a_start, mo
 def test_a_token_in_the_environment_is_kept(tokens_of_a_start, monkeypatch):
     monkeypatch.setenv("LONGSTRIPE_TOKEN", "secret")
     assert tokens_of_a_start() == ["secret", "secret"]
+
+
+def test_processes_go_on_when_nobody_reads_their_messages():
+    """As with `2>&1 | head`."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    stderr = os.dup(2)
+    talks = "import sys; sys.stderr.write('a line\\n' * 50_000)"  # more than a pipe holds
+    with subprocess.Popen([sys.executable, "-c", talks], stderr=subprocess.PIPE) as process:
+        os.dup2(write_end, 2)
+        try:
+            launch_local._forward_stderr(process, process)
+        finally:
+            os.dup2(stderr, 2)
+            for end in (stderr, write_end):
+                os.close(end)
+            process.kill()
+    assert process.returncode == 0

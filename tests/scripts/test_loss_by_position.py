@@ -240,6 +240,13 @@ def test_skipping_all_batches_is_refused(case, capsys):
     assert "--skip" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", [["--model.path", "m"], ["--model-path=m"]])
+def test_a_model_beside_the_checkpoints_is_refused(tmp_path, capsys, flag):
+    words = ["--data.path", "d", *flag, "--checkpoint", str(tmp_path), "--output", f"{tmp_path}/o"]
+    assert loss_by_position.main(words) == 2
+    assert "--model.path: each --checkpoint takes its place" in capsys.readouterr().err
+
+
 def test_documents_are_cut_into_pieces_that_cannot_attend_to_each_other():
     positions = np.array([[0, 1, 2, 3, 4, 0, 1, 2, 0, 0], [6, 4, 2, 0, 5, 3, 1, 0, 1, 2]])
     segment_ids = np.array([[1, 1, 1, 1, 1, 2, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1, 2, 2, 2]])

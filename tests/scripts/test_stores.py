@@ -119,7 +119,7 @@ def test_every_field_accepts_or_refuses_stores(field, tmp_path, monkeypatch, cap
     [
         ["--config", "gs://bucket/recipe.yaml"],
         ["--data.sources", '[{"path": "synthetic:lines?like=gs://bucket/cases.jsonl"}]'],
-        ["--data.sources", '[{"path": "a.json", "template": "gs://bucket/t.jinja"}]'],
+        ["--data.template", "gs://bucket/t.jinja"],
         ["--evaluations", '[{"test": "line_retrieval", "like": "gs://bucket/cases.jsonl"}]'],
     ],
 )

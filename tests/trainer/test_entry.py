@@ -11,11 +11,13 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from data.errors import UserError
 from planning.topology import topology_devices
 from trainer import entry
+from trainer.huggingface.table import check_numbers
 from trainer.run import cluster
 
 PROGRAM = """
@@ -30,16 +32,34 @@ jax.jit(lambda x: x + 1)(1.0).block_until_ready()
 """
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["by the recipe", "by the environment"])
-def test_compiled_programs_are_kept_where_configured(tmp_path, repository, named):
+@pytest.mark.parametrize(
+    ("recipe", "variables", "kept"),
+    [
+        ("~/shared", {"JAX_COMPILATION_CACHE_DIR": "~/jax"}, "shared"),
+        (None, {"JAX_COMPILATION_CACHE_DIR": "~/jax"}, "jax"),
+        (None, {}, "own"),
+    ],
+    ids=["by the recipe", "by JAX's variable", "by ours"],
+)
+def test_compiled_programs_are_kept_where_configured(tmp_path, repository, recipe, variables, kept):
     subprocess.run(
-        [sys.executable, "-c", PROGRAM, *(["~/shared"] if named else [])],
+        [sys.executable, "-c", PROGRAM, *([recipe] if recipe else [])],
         cwd=repository,
         check=True,
-        env={**os.environ, "LONGSTRIPE_CACHE": "~/own", "HOME": str(tmp_path)},
+        env={**os.environ, "LONGSTRIPE_CACHE": "~/own", "HOME": str(tmp_path), **variables},
     )
-    kept = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
-    assert kept == {"shared" if named else "own"}
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.relative_to(tmp_path).parts[0] for path in files} == {kept}
+
+
+def test_without_a_home_folder_one_line_says_what_would_work(monkeypatch):
+    """As in a container with a random user, who is in no list of users."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("LONGSTRIPE_CACHE", raising=False)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    with pytest.raises(UserError, match=r"^LONGSTRIPE_CACHE, .* HOME is not set, so ~ is no"):
+        entry.keep_compiled()
 
 
 def too_large_for_this_machine():
@@ -164,6 +184,21 @@ def test_a_warning_is_one_line_without_its_place_in_the_code(capfd):
     assert entry.run(lambda: warnings.warn("config.json:\na field", stacklevel=1)) == 0
     assert capfd.readouterr().err == "warning: config.json: a field\n"
     assert warnings.showwarning is show
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_one_of_several_processes_prints_a_warning(process, monkeypatch, capfd):
+    """Of numbers, such as an infinity in its own part of a tensor, each one that has them."""
+    monkeypatch.setattr(cluster, "client", lambda: object())
+    monkeypatch.setattr(cluster, "process", lambda: process)
+
+    def work():
+        warnings.warn("a field", stacklevel=1)
+        check_numbers("x", np.array([np.inf]))
+
+    assert entry.run(work) == 0
+    field, tensor = capfd.readouterr().err.split("warning: tensor x holds infinity")
+    assert tensor and field == ("warning: a field\n" if process == 0 else "")
 
 
 def test_ctrl_c_that_a_library_turns_into_another_error_stops_the_command(capsys):

@@ -59,9 +59,10 @@ def test_flops_of_llama_7b():
         ("mixtral-8x7b", 46_702_792_704, 12.9e9),
         ("qwen3-30b-a3b", 30_532_122_624, 3.3e9),
         ("olmoe-1b-7b", 6_919_161_856, 1.3e9),
+        ("olmo3-7b", 7_298_011_136, 7.3e9),
     ],
 )
-def test_flops_of_mixtures_count_active_parameters(preset, total, active):
+def test_flops_count_active_parameters(preset, total, active):
     """Totals as the hub counts them, and active parameters as published."""
     config = TransformerConfig.preset(preset)
     assert sum(math.prod(parameter.shape) for parameter in declare(config).values()) == total

@@ -13,6 +13,7 @@ from data.tokenizer import Tokenizer
 from eval.line_cases import generate
 from eval.runner import Prompt, prompt_ids, stop_ids
 from model.config import TransformerConfig
+from tests.data.test_rebuilt_tokenizer import _PREPEND, _folder
 from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.schema import ModelConfig
 from trainer.model_source import choose_model, for_templates, open_model
@@ -89,6 +90,18 @@ def test_key_heads_that_do_not_divide_the_heads_are_refused(chosen):
         match="num_key_value_heads: 8 does not divide num_attention_heads 12; these do: 1, 2, 3",
     ):
         chosen("llama-3.1-8b", num_attention_heads=12, hidden_size=768)
+
+
+def test_a_model_from_scratch_takes_a_checkpoints_tokenizer_as_it_was_trained(tmp_path, recwarn):
+    """As with model.path, and unlike the same files without run.yaml, of which transformers builds
+    its own tokenizer, with tokens that the files do not name."""
+    folder = _folder(tmp_path / "assets", _PREPEND, None, None)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    given = ModelConfig(preset="tiny", tokenizer=str(folder))
+    assert choose_model(given).config.bos_token_id is not None and len(recwarn) == 1
+    (folder / "run.yaml").touch()
+    source = choose_model(given)
+    assert source.config.bos_token_id is source.tokenizer().bos_id is None and len(recwarn) == 1
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
 import train
 from data.tokenizer import Tokenizer
@@ -225,8 +226,7 @@ def test_one_evaluation_compares_the_run_and_its_export(run, base, tmp_path, cap
 
 
 def test_stored_codes_are_read_unchanged(base, tmp_path):
-    """An NF4 folder gives the same arrays as quantizing the model while reading it. Any other use
-    of stored codes is refused."""
+    """An NF4 folder gives the same arrays as quantizing the model while reading it."""
     folder = tmp_path / "codes"
     assert quantize_hf.main([str(base), str(folder)]) == 0
     adapter = AdapterConfig(rank=2, quantize="nf4")
@@ -235,8 +235,6 @@ def test_stored_codes_are_read_unchanged(base, tmp_path):
     assert from_numbers.keys() == from_codes.keys() and len(model.quantized_names) == 7
     for name, x in from_numbers.items():
         assert np.array_equal(x, from_codes[name]), name
-    with pytest.raises(ValueError, match=r"stored in NF4.*adapter\.quantize nf4"):
-        open_model(str(folder)).read(llama(open_model(str(base)).config))
 
 
 @pytest.mark.parametrize(
@@ -259,3 +257,66 @@ def test_unsupported_quantization_is_named_and_refused(base, tmp_path, config, f
     assert all(fact in str(error.value) for fact in facts) and "\n" not in str(error.value), (
         error.value
     )
+
+
+@pytest.fixture(scope="module")
+def dynamic(base, tmp_path_factory):
+    """The folder of the model in NF4 without the last layer's feed-forward."""
+    folder = tmp_path_factory.mktemp("dynamic") / "nf4"
+    assert quantize_hf.main([str(base), str(folder)]) == 0
+    file = folder / "model.safetensors"
+    plain, tensors = load_file(base / "model.safetensors"), load_file(file)
+    for name in [name for name in plain if "layers.1.mlp" in name]:
+        tensors = {key: x for key, x in tensors.items() if not key.startswith(name)}
+        tensors[name] = plain[name]
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("quantize", "flags", "fact"),
+    [
+        ("nf4", ["--dry-run"], "is not in NF4, unlike others (llm_int8_skip_modules"),
+        ("int8", [], "is in NF4, and adapter.quantize int8 would quantize its numbers again"),
+    ],
+)
+def test_quantizing_a_folder_with_some_codes_is_refused(
+    command, dynamic, capfd, quantize, flags, fact
+):
+    line = command("refused", "--adapter.quantize", quantize, *flags, model=dynamic)
+    capfd.readouterr()
+    assert train.main(line) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert fact in error and "adapter.quantize none" in error
+
+
+@pytest.mark.slow
+def test_a_folder_with_some_codes_trains_decoded(command, base, dynamic, tmp_path, capfd):
+    """With `quantize: none`, to the same losses and merged weights as the decoded model; a run
+    resumes."""
+    plain = load_file(base / "model.safetensors")
+    # The decoded model, as a folder of its own.
+    assert import_hf.main([str(dynamic), str(tmp_path / "checkpoint")]) == 0
+    assert export_hf.main([str(tmp_path / "checkpoint"), str(tmp_path / "decoded")]) == 0
+    decoded = load_file(tmp_path / "decoded/model.safetensors")
+    assert decoded.keys() == plain.keys()
+    same = [name for name in plain if np.array_equal(decoded[name], plain[name])]
+    assert {name for name in plain if "_proj" not in name or "layers.1.mlp" in name} == set(same)
+
+    flags = ["--adapter.quantize", "none", "--train.steps", "2", "--checkpoint.every", "1"]
+    runs = {}
+    for name, folder in (("nf4", dynamic), ("decoded", tmp_path / "decoded")):
+        line = command(f"dynamic_{name}", *flags, model=folder)
+        capfd.readouterr()
+        assert train.main(line) == 0
+        assert ("matrices in NF4 are decoded" in capfd.readouterr().err) == (name == "nf4")
+        runs[name] = pathlib.Path(line[3])
+        if name == "nf4":  # continues from the first step
+            shutil.rmtree(runs[name] / "checkpoints/2")
+            assert train.main(line) == 0
+    assert losses(runs["nf4"]) == losses(runs["decoded"])
+    for name, run in runs.items():
+        assert export_hf.main([str(run), str(tmp_path / f"{name} merged"), "--merge"]) == 0
+    first, second = (load_file(tmp_path / f"{name} merged/model.safetensors") for name in runs)
+    assert first.keys() == plain.keys()
+    assert all(np.array_equal(first[name], second[name]) for name in first)

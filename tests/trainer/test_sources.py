@@ -110,6 +110,11 @@ def test_sources_are_named_after_their_files():
         "train_2",
         "train_3",
     )
+    assert names("a/train-*", "a/*.jsonl", "b/train-0000?-of-*") == (
+        "train",
+        "files",
+        "train-0000-of",
+    )
     assert names("chats.json", held_out="more.json") == (), (
         "a single source's loss is the overall loss"
     )

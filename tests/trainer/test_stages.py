@@ -18,9 +18,10 @@ from eval import line_cases
 from model.language_model import LanguageModel
 from tests import small_preference, small_run
 from tests.model.build import mesh_of
+from trainer.config.data import DataConfig
 from trainer.config.load import dump, load
 from trainer.config.preference import PreferenceConfig
-from trainer.config.schema import AdapterConfig, ModelConfig
+from trainer.config.schema import AdapterConfig, ModelConfig, RunConfig
 from trainer.config.stage import StageConfig
 from trainer.evaluation import HeldOutLoss
 from trainer.model_source import open_model
@@ -328,9 +329,11 @@ def test_a_single_stage_overrides_the_recipe(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_one_process_decides_for_all_which_stage_is_next(recipe, tmp_path, monkeypatch, process):
+def test_one_process_decides_for_all_which_stage_is_next(
+    recipe, tmp_path, monkeypatch, process, capsys
+):
     """Process 1 relies on process 0's answer, although it does not see the first stage's folder
-    yet, and does not ask for a lock."""
+    yet, and does not ask for a lock. It does not repeat what process 0 prints."""
     config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
     for stage in stages_of(config)[:2] if process == 0 else []:
         pretend_trained(stage)
@@ -338,9 +341,12 @@ def test_one_process_decides_for_all_which_stage_is_next(recipe, tmp_path, monke
         "trainer.stages.first_then_others",
         lambda work, encode: work(None) if process == 0 else work(encode(1)),
     )
+    monkeypatch.setattr("trainer.stages._on_one_day", lambda config: config)
+    monkeypatch.setattr("trainer.stages.process", lambda: process)
     trained = []
     train_stages(config, lambda stage, stage_follows: trained.append(stage.data.context_length))
     assert trained == [256, 512]
+    assert capsys.readouterr().out.count("of 3") == (2 if process == 0 else 0)
 
 
 @pytest.mark.slow
@@ -423,6 +429,18 @@ def test_incompatible_stages_are_refused(recipe, tmp_path, capsys, monkeypatch, 
     path.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"stages": [stage]}))
     assert train.main(["--config", str(path)]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("written", "day"), [("today", "2025-12-31"), ("2026-01-05", "2026-01-05")]
+)
+def test_today_is_the_first_processs_day_in_all(monkeypatch, written, day):
+    """Another process may be in another time zone, or start after midnight."""
+    monkeypatch.setattr("trainer.stages.first_then_others", lambda work, encode: work("2025-12-31"))
+    monkeypatch.setattr("trainer.stages.start_devices", lambda config: None)
+    trained, config = [], RunConfig(data=DataConfig(template_date=written))
+    train_stages(config, lambda stage, _: trained.append(stage.data.template_date))
+    assert trained == [day]
 
 
 def test_the_recipes_stages_are_compatible(repository):

@@ -8,10 +8,13 @@ import re
 import shutil
 
 import pytest
+import transformers
 
 from data.errors import UserError
+from data.templates.built_in import VICUNA
 from trainer.config.load import load
 from trainer.mesh import make_mesh
+from trainer.run.identity import identity
 from trainer.text import TextObjective
 
 
@@ -171,3 +174,30 @@ def test_documents_beyond_the_trained_length_are_reported(opened, pretrained, tm
     assert "trained for" not in capsys.readouterr().err, (
         "a recipe that sets the RoPE base has chosen the length"
     )
+
+
+def test_an_own_template_is_stored_with_the_run(opened, tmp_path):
+    """The file's text is the model's template for training and export; its path may change."""
+    file, moved = tmp_path / "own.jinja", tmp_path / "moved.jinja2"
+    text = VICUNA.replace("ASSISTANT", "PIM")
+    file.write_text(text, encoding="utf-8")
+    first = opened("--data.template", str(file))
+    assert " PIM: " in first.tokenizer.decode(first.prepared.train[0].tokens)
+    first.write_assets(tmp_path / "assets")
+    assert (tmp_path / "assets/chat_template.jinja").read_text(encoding="utf-8") == text
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "assets")
+    assert exported.chat_template == text
+    file.rename(moved)
+    again = opened("--data.template", str(moved))
+    assert again.prepared.folder == first.prepared.folder
+    assert identity(again.config) == identity(first.config)
+    moved.write_text(VICUNA, encoding="utf-8")
+    assert opened("--data.template", str(moved)).prepared.folder != first.prepared.folder
+    with pytest.raises(UserError, match=r"own\.jinja: cannot be read"):
+        opened("--data.template", str(file))
+    sources = json.dumps([{"path": "a.json", "template": "own.jinja"}])
+    with pytest.raises(UserError, match=r"a name; a file would work as data\.template"):
+        opened("--data.sources", sources)
+    sources = json.dumps([{"path": "a.json", "template": "tokenizer"}])
+    with pytest.raises(UserError, match=r"left out, since data\.template own\.jinja replaces"):
+        opened("--data.sources", sources, "--data.template", "own.jinja")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from data.errors import UserError
 from data.folders import building
 from data.paths import cache_folder, on_this_machine
 from data.within import parse_json
-from trainer.checkpoint.commit import CHECKPOINTS, MANIFEST, Files, located, steps_in
+from trainer.checkpoint.commit import CHECKPOINTS, MANIFEST, Files, located, remove, steps_in
 from trainer.checkpoint.manifest import (
     DamagedError,
     ForeignError,
@@ -26,6 +29,9 @@ from trainer.run.bucket import Bucket, in_bucket
 from trainer.run.mirror import Mirror
 
 MODEL = ("model", "assets", "data")  # what readers need; the moments are twice as large
+# A file in a copy: the time of its last use. A copy without it is never removed.
+LAST_USE = ".longstripe-last-use"
+UNUSED_SECONDS = 7 * 24 * 3600  # after which a copy is removed; reading one never takes as long
 
 
 def local_copy(path: str | Path, items: Sequence[str] = MODEL) -> Path:
@@ -41,7 +47,7 @@ def local_copy(path: str | Path, items: Sequence[str] = MODEL) -> Path:
       TransientError: the checkpoint is removed meanwhile.
     """
     if not in_bucket(path):
-        return on_this_machine(path).expanduser()
+        return on_this_machine(path)
     folders, problems = _checkpoints(str(path).rstrip("/")), list[ValueError]()
     for folder in folders:
         try:
@@ -61,13 +67,17 @@ def _copy(folder: Path, items: Sequence[str]) -> Path:
     items = [item for item in items if item in content["items"]]
     copy = cache_folder("checkpoints") / "-".join([fingerprint(folder), *sorted(items)])
     if (copy / MANIFEST).exists():
+        with contextlib.suppress(OSError):  # a copy to be kept, or another user's
+            os.utime(copy / LAST_USE)
         return copy
+    _remove_unused(copy.parent)
     names = [name for name in content["files"] if name.partition("/")[0] in items]
     size = sum(content["files"][name]["size"] for name in names)
     print(f"downloading {folder}: {size / 1e6:,.1f} MB to {copy}", file=sys.stderr, flush=True)
     source = Files(folder)
     with building(copy, lambda whole: (whole / MANIFEST).exists()) as scratch:
         target = Files(scratch)
+        target.write(LAST_USE, b"")
         for name in [*names, MANIFEST]:
             try:
                 target.write(name, source.read(name))
@@ -75,6 +85,20 @@ def _copy(folder: Path, items: Sequence[str]) -> Path:
                 raise DamagedError(f"{folder}: {name} is missing") from None
         verify(scratch, items, name=folder)
     return copy
+
+
+def _remove_unused(copies: Path) -> None:
+    """Removes the copies, and the remains of killed downloads, that no command has used lately."""
+    for file in copies.glob(f"*/{LAST_USE}"):
+        with contextlib.suppress(OSError, UserError):  # another process was faster
+            if time.time() - file.stat().st_mtime > UNUSED_SECONDS:
+                remove(file.parent)
+
+
+def keep_copy(folder: str | Path) -> None:
+    """Exempts a folder from removal, if it is a copy: an adapter names it as its base."""
+    with contextlib.suppress(OSError):  # no copy, or another user's
+        (Path(folder) / LAST_USE).unlink()
 
 
 def run_copy(path: str | Path) -> Path:

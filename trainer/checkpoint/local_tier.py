@@ -37,6 +37,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from data.paths import expanded
 from data.printable import printable
 from data.within import parse_json
 from trainer.checkpoint.local_choice import (
@@ -101,7 +102,7 @@ class LocalTier:
           run_folder: where process 0 finds and keeps `local.json`.
           location: of the run, for messages.
         """
-        self.root, self.location = Path(folder).expanduser().absolute(), location
+        self.root, self.location = expanded(folder).absolute(), location
         self.run_folder = run_folder
         self.mesh = _described(mesh)
         self.process, self.processes = jax.process_index(), jax.process_count()

@@ -23,6 +23,15 @@ from trainer.checkpoint.items import (
 from trainer.checkpoint.manifest import ForeignError, reading
 from trainer.checkpoint.store import CheckpointStore, problem_in_any
 
+# Files of models in other formats -> what they are, and what would work.
+_OTHER_FORMATS = {
+    "consolidated*.pth": "is Meta's own format; the copy in Hugging Face's, with config.json",
+    "consolidated*.safetensors": "is Mistral's own format; the same model's config.json and "
+    "model*.safetensors",
+    "*.gguf": "is llama.cpp's format, which is not read; the model it was made of",
+    "model*.safetensors": "needs the config.json and tokenizer of its model beside it, which",
+}
+
 
 def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
     """The checkpoint folder at `path`; of a run folder the newest good one, of RUN/best the best
@@ -65,8 +74,16 @@ def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
     raise ForeignError(
         f"{path}: no {MANIFEST} (a checkpoint), no {CHECKPOINTS}/ (a run), no config.json (a "
         "Hugging Face model) and no adapter_config.json (an adapter) is in this folder"
-        + (f"; {path / inside[0]} has one and may work" if inside else "")
+        + (f"; {path / inside[0]} has one and may work" if inside else _other_format(path))
     )
+
+
+def _other_format(folder: Path) -> str:
+    """What a folder has of another format, for a message; "" if nothing known."""
+    for pattern, kind in _OTHER_FORMATS.items():
+        if found := sorted(folder.glob(pattern)):
+            return f"; {found[0].name} {kind} would work"
+    return ""
 
 
 def best_or_itself(path: Path) -> Path:

@@ -166,12 +166,19 @@ class Saving:
         self.thread.join()
         if self.error is not None:
             message = f"saving checkpoint {self.target} failed: {self.error}"
+            message += self._resumes(self.error)
             raise SaveError(message, self._may_pass(self.error)) from self.error
         barrier(f"checkpoint {self.target.name} ends")
 
     def _may_pass(self, error: BaseException) -> bool:
         """See SaveError."""
         return jax.process_count() == 1 and is_transient(error) and self.may_clear
+
+    def _resumes(self, error: BaseException) -> str:
+        """What a message adds for a failure that ends several processes but may not recur."""
+        if jax.process_count() == 1 or not is_transient(error):
+            return ""
+        return "; the same command resumes from the last checkpoint"
 
     def _start(self, item: str, arrays: dict[str, Any]) -> None:
         """Has Orbax copy an item's arrays to the host and begin to write them."""
@@ -220,6 +227,7 @@ class Saving:
             self.error = error
             if not self.awaited:  # until then hours may pass, or the process may be killed
                 ends = "it is not saved, and training ends before its next save"
+                ends += self._resumes(error)
                 if self._may_pass(error):
                     ends = "it is not saved; training ends if its next save fails too"
                 problem = storage_error(error, self.target, ends)

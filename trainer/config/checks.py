@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from data.errors import UserError
-from data.paths import on_this_machine
+from data.paths import refuse_store
 from data.trajectories.options import TrajectoryConfig
 
 from .data import DataConfig
@@ -70,7 +70,7 @@ def _check_stores(value: object, source: str, field: str = "") -> None:
         return
     if isinstance(value, str):
         try:
-            on_this_machine(value)
+            refuse_store(value)
         except UserError as error:
             raise UserError(f"{source}: {field}: {error}") from None
     elif isinstance(value, (list, tuple)):

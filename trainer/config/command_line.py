@@ -3,6 +3,7 @@
 import collections
 import json
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -45,13 +46,18 @@ class CommandLine(NamedTuple):
 
 def value_of(flag: Flag, kind: Any) -> Any:
     """Returns a flag's value before its conversion to the field's type: its text, where only the
-    word null is null, for a text; else that of the text as YAML, or the text if it is none."""
+    word null is null, for a text; else that of the text as YAML, or the text if it is none.
+
+    A list of texts is one as YAML, or one text as written, such as no, or with a colon.
+    """
     if is_text(kind):
         return None if flag.text == "null" else flag.text
     try:
-        return parse(flag.text, f"command line: --{flag.name}")
+        value = parse(flag.text, f"command line: --{flag.name}")
     except InvalidYAML:
         return flag.text
+    is_written = kind == tuple[str, ...] and not isinstance(value, list) and value is not None
+    return flag.text if is_written else value
 
 
 def with_recipe_named(words: Sequence[str]) -> list[str]:
@@ -67,16 +73,19 @@ def with_recipe_named(words: Sequence[str]) -> list[str]:
 def split(argv: Iterable[str], command_flags: Iterable[str] = ()) -> CommandLine:
     """Splits a command line into the recipe's path and the other flags, and checks their names.
 
-    A flag may be written with - or _: --run-dir is --run_dir.
+    A flag may be written with - or _: --run-dir is --run_dir. Flags of single cleaning rules
+    replace those of a set, --data.clean SET, before or after it.
 
     Args:
       command_flags: the calling command's flags, offered in spelling suggestions.
 
     Raises:
-      UserError: a flag without value, a word without flag, an unknown field, or not exactly one
-        --config, which may be omitted only with a model and data.
+      UserError: a flag without value, a word without flag, an unknown field, a list or
+        data file given twice, or not exactly one --config, which may be omitted only with a model
+        and data.
     """
     recipes: list[str] = []
+    of_sets: list[Flag] = []
     flags: list[Flag] = []
     auto: list[str] = []
     for written, text in _pairs(argv):
@@ -86,12 +95,12 @@ def split(argv: Iterable[str], command_flags: Iterable[str] = ()) -> CommandLine
         elif name in AUTO:
             auto.append(_automatic(name, text))
         elif name == CLEAN:
-            flags += _clean_flags(text)
+            of_sets += _clean_flags(text)
         else:
             flags.append(_field(written, text, command_flags))
     _require_recipe(recipes, {flag.name for flag in flags})
     _check_values(flags)
-    return CommandLine(recipes[0] if recipes else "", flags, tuple(auto))
+    return CommandLine(recipes[0] if recipes else "", [*of_sets, *flags], tuple(auto))
 
 
 def _pairs(argv: Iterable[str]) -> Iterator[tuple[str, str | None]]:
@@ -203,7 +212,13 @@ def _check_name(name: str, written: str, command_flags: Iterable[str]) -> None:
             *(field for field in FIELDS if "." not in field and field not in RECORDED),
             *(f"{part}.*" for part in SECTIONS if "." not in part),
         ]
-    hint = suggestion(written, [*command_flags, "config", "help", *FIELDS], "--")
+    known = [
+        *command_flags,
+        "config",
+        "help",
+        *(field for field in FIELDS if field not in RECORDED),
+    ]
+    hint = suggestion(written, known, "--")
     raise UserError(f"command line: unknown field --{written}{hint}; valid: {', '.join(valid)}")
 
 
@@ -212,16 +227,24 @@ def _fields_of(section: str) -> list[str]:
 
 
 def _check_values(flags: list[Flag]) -> None:
-    """Refuses values that would silently lose a part.
-
-    That is: keys written twice in one value, and lists or mappings that a later flag would replace.
-    """
+    """Refuses values that would lose a part: keys written twice in one value, lists, mappings and
+    data files given by two flags, and mappings that a later flag would replace. Of any other flag
+    given twice the last one holds, as in other programs; a warning names the first."""
     earlier: list[tuple[Flag, Any]] = []
     for flag in flags:
         value = value_of(flag, FIELDS.get(flag.name, Any))
         for other, other_value in earlier:
-            replaced = other.name == flag.name and isinstance(other_value, dict | list)
-            if replaced or other.name.startswith(f"{flag.name}."):
+            if other.name == flag.name and other_value != value:
+                if remedy := _remedy(flag.name, other, flag):
+                    raise UserError(
+                        f"command line: --{flag.name} is given twice, as {other.text} and "
+                        f"{flag.text}; {remedy}"
+                    )
+                warnings.warn(
+                    f"command line: --{flag.name} {flag.text} replaces {other.text}, given before",
+                    stacklevel=2,
+                )
+            if other.name.startswith(f"{flag.name}."):
                 raise UserError(
                     f"command line: --{flag.name} {flag.text} would drop --{other.name} "
                     f"{other.text} before it; write both as one --{flag.name}"
@@ -229,3 +252,14 @@ def _check_values(flags: list[Flag]) -> None:
         if flag.name in LISTS and isinstance(value, list):
             check_list(flag.name, value, "command line")
         earlier.append((flag, value))
+
+
+def _remedy(name: str, first: Flag, second: Flag) -> str:
+    """What would work instead of a flag that is given twice; "" if the second can only mean to
+    replace the first."""
+    if name == "data.path":
+        paths = json.dumps([{"path": first.text}, {"path": second.text}], ensure_ascii=False)
+        return f"for both, --data.sources '{paths}' would work"
+    values = (value_of(flag, FIELDS.get(name, Any)) for flag in (first, second))
+    has_parts = all(isinstance(value, dict | list) for value in values)
+    return f"write both as one --{name}" if has_parts else ""

@@ -5,7 +5,7 @@ import datetime
 from typing import Any, Literal
 
 from data.clean import CleanConfig
-from data.conversation import DEFAULT_TEMPLATE
+from data.conversation import DEFAULT_TEMPLATE, TEMPLATE_FILES
 from data.tokenizer import TEMPLATE_DATE
 from model.attention.names import Tokens
 
@@ -13,6 +13,10 @@ from .require import require, require_at_least
 
 TODAY = "today"
 """The `template_date` that stands for the day on which a run first starts."""
+
+
+class Today(str):
+    """The date that TODAY was in this process; another time zone, or midnight, gives another."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +54,8 @@ class DataConfig:
     replaces the recipe's sources, or only the path of a single one."""
     template: str = DEFAULT_TEMPLATE
     """Chat template: tokenizer for the model's own, or vicuna_v1.1, koala, llama-2, llama-3,
-    chatml, alpaca, plain. A base model has none, so choose one of the others."""
+    chatml, alpaca, plain. A base model has none, so choose one of the others, or FILE.jinja (or
+    .jinja2, .j2), a local file with a template, which replaces the model's."""
     add_control_tokens: bool = False
     """Add control tokens that the templates need and the tokenizer lacks, with new embedding
     rows."""
@@ -107,12 +112,35 @@ class DataConfig:
                 source.weight,
                 "a positive number",
             )
+            self._check_template(f"data.sources[{index}].template", source.template)
+
+    def _check_template(self, field: str, name: str | None) -> None:
+        """Raises ValueError for a source's template that would be another one's file."""
+        require(
+            not (name or "").endswith(TEMPLATE_FILES),
+            field,
+            name,
+            "a name; a file would work as data.template",
+        )
+        require(
+            name != DEFAULT_TEMPLATE or not self.template.endswith(TEMPLATE_FILES),
+            field,
+            name,
+            f"to be left out, since data.template {self.template} replaces the model's",
+        )
+
+    def template_of(self, source: SourceConfig) -> str:
+        """The name of a source's template; that of a file is the model's, which it replaces."""
+        name = source.template or self.template
+        return DEFAULT_TEMPLATE if name.endswith(TEMPLATE_FILES) else name
 
 
 def _date(text: str) -> str:
-    """Returns a date as YYYY-MM-DD; `today` works too."""
+    """Returns a date as YYYY-MM-DD; for `today` a Today, which stays one."""
+    if isinstance(text, Today):
+        return text
     if text == TODAY:
-        return datetime.date.today().isoformat()
+        return Today(datetime.date.today().isoformat())
     try:
         return datetime.date.fromisoformat(text).isoformat()
     except ValueError:

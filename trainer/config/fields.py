@@ -4,8 +4,8 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from data.clean import SETS
 from data.errors import UserError
@@ -13,6 +13,7 @@ from model.attention.names import Tokens
 from trainer.reporting.rows import is_number
 
 from .data import SourceConfig
+from .other_trainers import MEANT, NO_FIELD, REMARKS
 from .schema import RunConfig
 from .stage import StageConfig
 
@@ -45,113 +46,10 @@ FIELDS: dict[str, Any] = {
 AUTO = ("mesh", "memory")
 # Fields that are lists of sections; the first field of such a section is required.
 LISTS = {"data.sources": SourceConfig, "stages": StageConfig}
-# Mappings; a flag may set one entry: --model.overrides.hidden_size 64.
 # Fields that a run records and nobody sets.
 RECORDED = ("config_version", "planned")
+# Mappings; a flag may set one entry: --model.overrides.hidden_size 64.
 MAPPINGS = ("model.overrides", "attention.schedule")
-# What other trainers call these fields (Hugging Face's TrainingArguments, torchtune, MaxText,
-# Megatron).
-_ELSEWHERE = {
-    "adapter.alpha": ("lora_alpha",),
-    "adapter.dropout": ("lora_dropout",),
-    "adapter.rank": ("lora_r", "lora_rank"),
-    "adapter.targets": ("lora_target_modules", "target_modules", "lora_target"),
-    "adapter.train": ("modules_to_save",),
-    "checkpoint.best": ("metric_for_best_model", "load_best_model_at_end"),
-    "checkpoint.every": ("save_steps", "checkpoint_period", "save_interval"),
-    "checkpoint.keep": ("save_total_limit",),
-    "checkpoint.patience": ("early_stopping_patience",),
-    "data.context_length": (
-        "max_seq_length",
-        "max_seq_len",
-        "seq_len",
-        "seq_length",
-        "sequence_length",
-        "max_target_length",
-        "cutoff_len",
-        "model_max_length",
-        "block_size",
-    ),
-    "data.path": ("dataset", "dataset_name", "train_file", "data_path"),
-    "data.held_out_fraction": ("val_size", "val_split", "eval_fraction"),
-    "data.held_out_path": ("eval_dataset", "eval_file", "validation_file"),
-    "data.train_on": (
-        "assistant_only_loss",
-        "completion_only_loss",
-        "mask_prompt",
-        "roles_to_train",
-        "train_on_inputs",
-        "train_on_prompt",
-    ),
-    "memory.remat": (
-        "gradient_checkpointing",
-        "remat_policy",
-        "activation_checkpointing",
-        "recompute_activations",
-    ),
-    "mesh.sequence": (
-        "context_parallel_size",
-        "cp",
-        "sequence_parallel_size",
-        "ring_size",
-        "sp_degree",
-    ),
-    "mesh.tensor": ("tensor_parallel_size", "tp", "tp_size", "tensor_model_parallel_size"),
-    "mesh.fsdp": ("fsdp_size", "dp_shard", "zero_stage", "ici_fsdp_parallelism"),
-    "model.compute_dtype": ("bf16", "fp16", "dtype", "torch_dtype", "precision", "mixed_precision"),
-    "model.path": ("model_name_or_path", "pretrained", "base_model", "checkpoint_dir", "hf_model"),
-    "optimizer.beta1": ("adam_beta1",),
-    "optimizer.beta2": ("adam_beta2",),
-    "optimizer.clip_norm": ("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad"),
-    "optimizer.epsilon": ("adam_epsilon", "adam_eps"),
-    "optimizer.final_fraction": ("min_lr", "min_lr_ratio", "min_lr_rate"),
-    "optimizer.learning_rate": ("lr", "peak_lr", "max_lr"),
-    "optimizer.name": ("optim", "optimizer_type"),
-    "optimizer.schedule": ("lr_scheduler_type", "lr_schedule", "scheduler", "lr_decay_style"),
-    "optimizer.warmup_fraction": ("warmup_ratio", "lr_warmup_fraction", "warmup_steps_fraction"),
-    "optimizer.warmup_steps": ("warmup", "num_warmup_steps", "warmup_iters", "lr_warmup"),
-    "run_dir": (
-        "output_dir",
-        "save_dir",
-        "out_dir",
-        "base_output_directory",
-        "logdir",
-        "logging_dir",
-    ),
-    "train.accumulation": (
-        "gradient_accumulation_steps",
-        "grad_accum",
-        "gradient_accumulation",
-        "accumulate_grad_batches",
-    ),
-    "train.batch_size": (
-        "per_device_train_batch_size",
-        "micro_batch_size",
-        "global_batch_size",
-        "bs",
-        "batch",
-    ),
-    "train.evaluate_every": ("eval_steps", "eval_interval", "eval_every"),
-    "train.log_every": ("logging_steps", "log_interval", "log_period"),
-    "train.epochs": ("num_train_epochs", "num_epochs", "n_epochs", "max_epochs", "epoch"),
-    "train.steps": ("max_steps", "num_steps", "iters", "train_iters", "total_steps"),
-}
-# What other trainers have, and this one has not, or always.
-_NO_FIELD = {
-    "label_smoothing_factor": "there is no label smoothing for fine-tuning",
-    "neftune_noise_alpha": "there is no NEFTune",
-    "packing": "rows are always packed with documents",
-}
-# How our field differs from what another trainer calls so.
-_REMARKS = {
-    "micro_batch_size": ", rows of a step over all devices and microbatches",
-    "min_lr": ", a share of the peak",
-    "per_device_train_batch_size": ", rows of a step over all devices and microbatches",
-    "train_on_inputs": " everything",
-    "train_on_prompt": " everything",
-}
-# What other trainers call a field -> our name of it.
-MEANT = {name: field for field, names in _ELSEWHERE.items() for name in names}
 
 
 def is_text(kind: Any) -> bool:
@@ -165,13 +63,18 @@ def is_text(kind: Any) -> bool:
 
 
 def suggestion(name: str, valid: Iterable[str], prefix: str = "") -> str:
-    """Returns ' (did you mean PREFIX NAME?)' for another trainer's name or a misspelt one."""
-    plain = name.replace("-", "_").rsplit(".", 1)[-1].lower()
-    if plain in _NO_FIELD:
-        return f" ({_NO_FIELD[plain]})"
+    """Returns ' (did you mean PREFIX NAME?)' for another trainer's name, one that lacks its
+    section, or a misspelt one."""
+    dashes = "--" if prefix == "--" else ""
+    written = name.replace("-", "_")
+    plain = written.rsplit(".", 1)[-1].lower()
+    if plain in NO_FIELD:
+        return f" ({NO_FIELD[plain]})"
     if meant := MEANT.get(plain):
-        remark = _REMARKS.get(plain, "")
-        return f" (did you mean {'--' if prefix == '--' else ''}{meant}{remark}?)"
+        return f" (did you mean {dashes}{meant}{REMARKS.get(plain, '')}?)"
+    fields = [f"{dashes}{field}" for field in FIELDS if field.endswith(f".{written}")]
+    if fields and prefix in ("", "--"):
+        return f" (did you mean {' or '.join(fields)}?)"
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return f" (did you mean {prefix}{matches[0]}?)" if matches else ""
 
@@ -183,19 +86,52 @@ def check_names(recipe: Mapping[str, Any], source: str) -> None:
       source: the recipe's path, for messages.
 
     Raises:
-      UserError: names the field and the nearest valid one, or what should be a mapping.
+      UserError: names all unknown fields, each with the nearest valid one; or what should be a
+        mapping.
     """
-    check_keys(recipe, RunConfig, "", source)
-    for section, cls in SECTIONS.items():
-        value: Any = recipe
-        for part in section.split("."):
-            value = value.get(part, {}) if isinstance(value, Mapping) else {}
-        check_keys(value, cls, f"{section}.", source)
+    check_mapping(recipe, RunConfig, "", source)
+    parts = list(_parts(recipe))
+    _refuse_unknown(parts, source)
+    for part in parts:
+        check_mapping(part.written, part.cls, part.prefix, source)
     data = recipe.get("data", {})
     if data.get("path") and data.get("sources"):
         raise UserError(f"{source}: both data.path and data.sources are given; keep one")
-    check_list("data.sources", data.get("sources") or [], source)
-    check_list("stages", recipe.get("stages") or [], source)
+    for field in LISTS:
+        check_list(field, entry_of(recipe, field) or [], source)
+
+
+class _Part(NamedTuple):
+    """A section of a recipe, or an entry of a list of sections.
+
+    Attributes:
+      written: its fields, or what is written in their place.
+      cls: its dataclass.
+      prefix: begins its fields' names in messages.
+    """
+
+    written: Any
+    cls: type
+    prefix: str
+
+
+def _parts(recipe: Mapping[str, Any]) -> Iterator[_Part]:
+    """Yields what a recipe should have fields in."""
+    yield _Part(recipe, RunConfig, "")
+    for section, cls in SECTIONS.items():
+        yield _Part(entry_of(recipe, section, {}), cls, f"{section}.")
+    for field, cls in LISTS.items():
+        entries = entry_of(recipe, field)
+        for index, entry in enumerate(entries if isinstance(entries, list | tuple) else ()):
+            yield _Part(entry, cls, f"{field}[{index}].")
+
+
+def entry_of(recipe: Mapping[str, Any], field: str, default: Any = None) -> Any:
+    """The value of a dotted field or section of a recipe."""
+    value: Any = recipe
+    for part in field.split("."):
+        value = value.get(part, default) if isinstance(value, Mapping) else default
+    return value
 
 
 def clean_set(name: str, field: str) -> dict[str, Any]:
@@ -237,22 +173,50 @@ def check_list(field: str, entries: Any, source: str) -> None:
 def check_mapping(section: Any, cls: type, prefix: str, source: str) -> None:
     """Requires a section to be a mapping; arguments as in `check_keys`."""
     if not isinstance(section, Mapping):
+        names = field_names(cls)
+        is_entry = prefix.endswith("].") and isinstance(section, str)
+        remedy = f"; {{{names[0]}: {section}}} would work" if is_entry else ""
         raise UserError(
-            f"{source}: {prefix[:-1] or 'a recipe'} expects the fields "
-            f"{', '.join(field_names(cls))}, found {section!r:.200}"
+            f"{source}: {prefix[:-1] or 'a recipe'} expects the fields {', '.join(names)}, found "
+            f"{section!r:.200}{remedy}"
         )
 
 
 def check_keys(section: Any, cls: type, prefix: str, source: str) -> None:
     """Requires a mapping with the fields of `cls`; `prefix` begins the names in messages."""
     check_mapping(section, cls, prefix, source)
-    valid = field_names(cls)
-    for key in section:
-        if key not in valid:
-            hint = suggestion(str(key), valid, prefix)
-            raise UserError(
-                f"{source}: unknown field {prefix}{key}{hint}; valid: {', '.join(valid)}"
-            )
+    _refuse_unknown([_Part(section, cls, prefix)], source)
+
+
+def _refuse_unknown(parts: Iterable[_Part], source: str) -> None:
+    """Raises UserError that names all unknown fields, and then what is no mapping."""
+    unknown: list[str] = []
+    no_mappings: list[str] = []
+    valid: dict[str, list[str]] = {}
+    for written, cls, prefix in parts:
+        if not isinstance(written, Mapping):
+            no_mappings.append(f"{prefix[:-1]} (a section, found {written!r:.80})")
+            continue
+        names = field_names(cls)
+        for key in (str(key) for key in written if key not in names):
+            unknown.append(f"{prefix}{key}{_hint(key, names, prefix)}")
+            valid[prefix] = names
+    if not unknown:
+        return
+    unknown += no_mappings
+    known = "train.py --help all lists the valid ones"
+    if len(valid) == 1:
+        known = f"valid: {', '.join(*valid.values())}"
+    raise UserError(
+        f"{source}: unknown field{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}; {known}"
+    )
+
+
+def _hint(key: str, names: Iterable[str], prefix: str) -> str:
+    """What to write instead of an unknown field of a recipe."""
+    if not prefix and key in FIELDS:
+        return f" (write {': {'.join(key.split('.'))}: ...{'}' * key.count('.')})"
+    return suggestion(key, names, prefix)
 
 
 def check_kinds(recipe: Mapping[str, Any], source: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from data.errors import UserError
-from data.paths import on_this_machine
+from data.paths import expanded, on_this_machine
 from data.printable import printable
 from data.within import read_text
 from model.attention.choice import LIMITS
@@ -20,9 +20,10 @@ from model.config import ADJUSTABLE
 
 from . import command_line, parsing
 from .checks import SWITCHES, check, check_switches
-from .data import TODAY, SourceConfig
-from .fields import AUTO, FIELDS, check_names, clean_set, field_names
+from .data import TODAY, SourceConfig, Today
+from .fields import AUTO, FIELDS, check_names, clean_set, entry_of, field_names
 from .mesh import MeshConfig
+from .optimizer import ADAPTERS_LEARNING_RATE
 from .schema import VERSION, RunConfig
 from .stage import STAGED
 from .yaml_text import MAX_BYTES, parse
@@ -37,7 +38,7 @@ PLANNED = (
     "memory.every_k",
 )
 # For runs without a recipe, and the recipes that scripts.plan writes.
-LEARNING_RATE, ADAPTERS_LEARNING_RATE, WARMUP_FRACTION, EPOCHS = 1e-5, 1e-4, 0.03, 1
+WARMUP_FRACTION, EPOCHS = 0.03, 1
 
 
 def load(argv: Sequence[str], command_flags: Iterable[str] = ()) -> RunConfig:
@@ -83,6 +84,8 @@ def _config_of(recipe: dict[str, Any], words: command_line.CommandLine) -> RunCo
     _refuse_planned_fields(config, source)
     if not config.name:
         config = dataclasses.replace(config, name=_name(words.recipe, flags))
+    if config.adapter.rank and not _is_given(RATE, recipe, flags):
+        config = _with_value(config, RATE.split("."), ADAPTERS_LEARNING_RATE)
     config = _keep_stored_defaults(config, recipe, flags)
     if words.recipe and words.flags:
         source = f"{source} with the command line"
@@ -154,12 +157,11 @@ def _without_recipe(flags: Mapping[str, str]) -> dict[str, Any]:
         flag = command_line.Flag(field, flags.get(field, "null"))
         return command_line.value_of(flag, FIELDS[field])
 
-    rate = ADAPTERS_LEARNING_RATE if value("adapter.rank") else LEARNING_RATE
     warmup = {} if "optimizer.warmup_steps" in flags else {"warmup_fraction": WARMUP_FRACTION}
     return {
         "config_version": VERSION,
         "auto": ["mesh", "memory", "positions"],
-        "optimizer": {"learning_rate": rate, **warmup},
+        "optimizer": warmup,
         "train": {} if "train.steps" in flags or value("stages") else {"epochs": EPOCHS},
     }
 
@@ -182,7 +184,7 @@ def _name(recipe: str, flags: Mapping[str, str]) -> str:
     if recipe:
         return pathlib.Path(recipe).stem
     model = flags["model.path"]
-    folder = pathlib.Path(model).expanduser()
+    folder = expanded(model)
     if folder.is_dir():
         path = pathlib.Path(os.path.abspath(folder))
     else:
@@ -308,57 +310,66 @@ def _reset_disabled_fields(config: RunConfig, flags: Mapping[str, str]) -> RunCo
     return config
 
 
+RATE, OLD_RATE = "optimizer.learning_rate", 2e-5  # once the default, also with adapters
 # Fields whose defaults have changed; older runs keep the values in their folders.
-CHANGED_DEFAULTS = ("data.template", "data.clean.html", "data.clean.rate_limits")
+CHANGED_DEFAULTS = ("data.template", "data.clean.html", "data.clean.rate_limits", RATE)
 
 
 def _keep_stored_defaults(
     config: RunConfig, recipe: Mapping[str, Any], flags: Mapping[str, str]
 ) -> RunConfig:
     """The configuration with what the run in its folder began with: the old defaults, for fields of
-    CHANGED_DEFAULTS that neither the recipe nor a flag gives, and the day, for `today`.
+    CHANGED_DEFAULTS that neither the recipe nor a flag gives, and the day, for `today`. A rate that
+    was no default must be given again.
 
     Standard error says so.
     """
     stored = _stored(config)
     for field in CHANGED_DEFAULTS:
         default = operator.attrgetter(field)(config)
-        value = _entry(stored, field)
-        given = field in flags or _entry(recipe, field) is not None
-        if given or value in (None, default) or not isinstance(value, type(default)):
+        value = entry_of(stored, field)
+        if _is_given(field, recipe, flags) or value in (None, default):
+            continue
+        if not isinstance(value, type(default)):
+            continue
+        if field == RATE and (value != OLD_RATE or _first_stage_has_a_rate(config)):
             continue
         config = _keeping(config, field, value, f"the default is now {default}")
     field = "data.template_date"
-    day, today = _entry(stored, field), config.data.template_date
-    wants_today = flags.get(field, _entry(recipe, field)) == TODAY
+    day, today = entry_of(stored, field), config.data.template_date
+    wants_today = flags.get(field, entry_of(recipe, field)) == TODAY
     if wants_today and isinstance(day, str) and day != today:
         with contextlib.suppress(ValueError):  # no date: opening the run reports the reason
             config = _keeping(config, field, day, f"today is {today}")
     return config
 
 
+def _is_given(field: str, recipe: Mapping[str, Any], flags: Mapping[str, str]) -> bool:
+    """Whether the recipe or a flag gives a field."""
+    return field in flags or entry_of(recipe, field) is not None
+
+
+def _first_stage_has_a_rate(config: RunConfig) -> bool:
+    """Whether the rate stored in the first stage's folder is its own."""
+    return bool(config.stages and config.stages[0].learning_rate)
+
+
 def _keeping(config: RunConfig, field: str, value: Any, otherwise: str) -> RunConfig:
-    """The configuration with a field's value in the run's folder, of which standard error says so.
+    """The configuration with a field's value in the run's folder, of which standard error says so
+    (of numbered processes the first one's).
 
     Args:
       otherwise: what the value would be in a new run, for the message.
     """
     kept = _with_value(config, field.split("."), value)
-    print(
-        f"{config.location}: keeps {field} {printable(str(value))}, with which it began; "
-        f"{otherwise}",
-        file=sys.stderr,
-        flush=True,
-    )
+    if not config.distributed.process_id:
+        print(
+            f"{config.location}: keeps {field} {printable(str(value))}, with which it began; "
+            f"{otherwise}",
+            file=sys.stderr,
+            flush=True,
+        )
     return kept
-
-
-def _entry(written: Mapping[str, Any], field: str) -> Any:
-    """The value of a dotted field in nested mappings; None if absent."""
-    value: Any = written
-    for name in field.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
 
 
 def _with_value(section: Any, names: list[str], value: Any) -> Any:
@@ -425,9 +436,9 @@ def _refuse_planned_fields(config: RunConfig, source: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with all tuples as lists, for YAML and JSON."""
+    """`value` with all tuples as lists and plain texts, for YAML and JSON."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    return value
+    return str(value) if isinstance(value, Today) else value

@@ -6,6 +6,9 @@ from typing import Literal
 
 from .require import require, require_at_least
 
+# The default rate; and the one that `load` sets with adapters, which learn less from the same one.
+LEARNING_RATE, ADAPTERS_LEARNING_RATE = 1e-5, 1e-4
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
@@ -16,8 +19,8 @@ class OptimizerConfig:
     matrices of at least 128 x 128, as in optax; of smaller ones, such as most adapters', all of
     it); or Muon, which orthogonalizes updates of the layers' matrices and trains all other
     parameters by AdamW with Nesterov momentum, without weight decay."""
-    learning_rate: float = 2e-5
-    """Peak learning rate."""
+    learning_rate: float = LEARNING_RATE
+    """Peak learning rate, by default 1e-4 with adapters."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """The learning rate after warm-up: cosine or linear decay to its final share, constant, or
     constant until a decay in the last steps (wsd: warm-up, stable, decay). The last two allow

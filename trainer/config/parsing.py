@@ -13,6 +13,7 @@ from model.attention.names import Tokens
 
 from .command_line import CommandLine, Flag, value_of
 from .fields import FIELDS, LISTS, MAPPINGS, SECTIONS, check_keys, field_names
+from .other_trainers import MEANT_VALUES
 from .schema import RunConfig
 
 _Section = TypeVar("_Section")
@@ -140,7 +141,18 @@ def _checked(field: str, kind: Any, value: Any, source: str, text: str | None = 
         return _converted(kind, value)
     except (_Unfit, ValueError, OverflowError) as error:
         found = value if text is None else text
-        raise UserError(f"{source}: {field}: found {found!s:.200}, expects {expected}") from error
+        raise UserError(
+            f"{source}: {field}: found {found!s:.200}{_meant(field, value)}, expects {expected}"
+        ) from error
+
+
+def _meant(field: str, value: Any) -> str:
+    """' (did you mean ...?)' for another trainer's name of a value, or for several paths."""
+    if field == "data.path" and isinstance(value, list | tuple):
+        sources = ", ".join(f"{{path: {path}}}" for path in value)
+        return f" (did you mean data.sources: [{sources}]?)"
+    meant = MEANT_VALUES.get(field, {}).get(str(value))
+    return f" (did you mean {meant}?)" if meant else ""
 
 
 def _checked_entries(field: str, entries: Sequence[Any], source: str) -> tuple[Any, ...]:
@@ -170,14 +182,18 @@ def _must_not_be_empty(field: str, kind: Any) -> bool:
 
 
 def _converted(kind: Any, value: Any) -> Any:
-    """Returns a value as a type. Raises _Unfit, ValueError or OverflowError if it is no such
-    value."""
+    """Returns a value as a type; one text is a list of texts with one.
+
+    Raises _Unfit, ValueError or OverflowError if it is no such value.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
         return _as_one_of(arguments, value)
     if origin is Literal:
         return _required(value in arguments and not isinstance(value, bool), value)
     if origin is tuple:
+        if arguments[0] is str and isinstance(value, str) and value:
+            return (value,)
         _required(isinstance(value, list | tuple), value)
         return tuple(_converted(arguments[0], inner) for inner in value)
     if origin is dict:

@@ -14,7 +14,7 @@ import secrets
 from typing import Any, Literal
 
 from data.lengths import with_lengths
-from data.paths import cache_folder
+from data.paths import cache_folder, expanded
 from data.trajectories.options import TrajectoryConfig
 from model.adapter import AdapterConfig
 from model.attention.names import Tokens
@@ -307,9 +307,9 @@ class RunConfig:
     run_dir: str | None = None
     """Folder of the run, local or in a bucket (gs://, s3://); runs/NAME by default."""
     compile_cache: str | None = None
-    """Cache of compiled programs; $LONGSTRIPE_CACHE/xla or ~/.cache/longstripe/xla by default. All
-    processes read it and the first one writes: on shared storage (also gs://) one compiles for
-    all."""
+    """Cache of compiled programs; $JAX_COMPILATION_CACHE_DIR, $LONGSTRIPE_CACHE/xla or
+    ~/.cache/longstripe/xla by default. All processes read it and the first one writes: on shared
+    storage (also gs://) one compiles for all."""
 
     def __post_init__(self) -> None:
         require(self.config_version == VERSION, "config_version", self.config_version, str(VERSION))
@@ -356,4 +356,4 @@ class RunConfig:
         if self.in_bucket:
             name = hashlib.sha256(self.location.encode()).hexdigest()[:20]
             return cache_folder("runs") / f"{name}-{os.getpid()}-{_PROCESS}"
-        return pathlib.Path(self.run_dir or f"runs/{self.name}").expanduser()
+        return expanded(self.run_dir or f"runs/{self.name}")

@@ -13,6 +13,7 @@ from typing import Any
 import regex
 from safetensors import SafetensorError, safe_open
 
+from data.paths import expanded
 from data.within import file_within, read_json
 from model.adapter import (
     ALL_LINEAR,
@@ -188,7 +189,7 @@ def read_config(
     Raises:
       ValueError: not an adapter, or an unsupported kind; one line that names the field.
     """
-    path = Path(folder).expanduser() / CONFIG
+    path = expanded(folder) / CONFIG
     try:
         content = read_json(path, path.parent)
     except (FileNotFoundError, NotADirectoryError):

@@ -23,7 +23,7 @@ from model.rope_config import RopeConfig
 from trainer.config.fields import check_kinds
 from trainer.config.yaml_text import MAX_BYTES, parse
 
-from .folder import tensor_dtypes
+from .folder import weight_dtypes
 from .hub_models import SMALL_FILES
 from .table import DTYPES, EMBEDDING, HEAD
 
@@ -37,6 +37,7 @@ ASSET_FILES = tuple(
 
 # Fields of config.json about the source's files that an export lacks or changes.
 _OF_ITS_FILES = ("auto_map", "quantization_config")
+_ORIGINAL = "original_max_position_embeddings"
 # Fields that a change of the rotary embedding invalidates, in all spellings.
 _ROPE = frozenset(
     (
@@ -44,7 +45,7 @@ _ROPE = frozenset(
         "rope_scaling",
         "rope_parameters",
         "rope_local_base_freq",
-        "original_max_position_embeddings",
+        _ORIGINAL,
     )
 )
 
@@ -56,10 +57,7 @@ def copy_assets(folder: str | Path, assets: str | Path) -> None:
     folder, assets = Path(folder), Path(assets)
     copy_files(folder, assets)
     _describe_text_part(assets / "config.json")
-    # Except codes.
-    dtypes = {
-        name: dtype for name, dtype in tensor_dtypes(folder).items() if dtype in DTYPES.values()
-    }
+    dtypes = weight_dtypes(folder)
     if HEAD in dtypes:  # the only tensor of some tied models, whose exports have the other
         dtypes.setdefault(EMBEDDING, dtypes[HEAD])
     write_source_dtype(assets, dtypes)
@@ -107,7 +105,7 @@ def described(
     fields = config.to_hf()
     only_there = [name for name in source if name not in fields]
     try:
-        before = TransformerConfig.from_hf_dict(dict(source)).to_hf()
+        before = _read(source).to_hf()
     except ValueError:  # of another model
         return fields, only_there
     changed = {name for name in fields if name not in before or fields[name] != before[name]}
@@ -150,9 +148,9 @@ def _merged(
     }
     result = {**fields, **kept}
     for rope in ("rope_scaling", "rope_parameters"):
-        unknown = _unknown_numbers(source.get(rope))
         if changed.intersection(_ROPE):
-            left_out += [f"{rope}.{name}" for name in unknown]
+            unknown = _unknown_numbers(source.get(rope)).keys() - (result[rope] or {}).keys()
+            left_out += sorted(f"{rope}.{name}" for name in unknown)
         elif isinstance(result.get(rope), dict) and not any(
             isinstance(value, dict) for value in result[rope].values()
         ):
@@ -162,10 +160,17 @@ def _merged(
     return result, left_out
 
 
+def _read(fields: Mapping[str, Any]) -> TransformerConfig:
+    """Reads a config.json without its warnings, which opening the model has given."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TransformerConfig.from_hf_dict(dict(fields))
+
+
 def _describes(fields: dict[str, Any], config: TransformerConfig) -> bool:
     """Whether these fields of a config.json describe the model."""
     try:
-        model = TransformerConfig.from_hf_dict(fields)
+        model = _read(fields)
     except ValueError:
         return False
     return dataclasses.replace(model, adapter=config.adapter) == config
@@ -197,6 +202,9 @@ def write_config(config: TransformerConfig, assets: str | Path) -> None:
     source = _read_json(path) if path.is_file() else {}
     content, left_out = described(config, source) if source else (config.to_hf(), [])
     content = FAMILIES[config.family].published(content)
+    if config.rope.rule == "llama3":  # llama.cpp reads it here, and otherwise takes 8192
+        content[_ORIGINAL] = config.rope.original_max_position_embeddings
+        left_out = [name for name in left_out if name != _ORIGINAL]
     if left_out:
         warnings.warn(
             f"{path.name} of the source: left out, since they no longer hold: "
@@ -270,6 +278,9 @@ def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
     if (assets / SOURCE_DTYPE_FILE).is_file():
         content = _read_json(assets / SOURCE_DTYPE_FILE)
         dtype, tensors = content["dtype"], content["tensors"]
+        if _counts_scales(assets, dtype, tensors):
+            (dtype,) = set(tensors.values())
+            tensors = {}
     else:
         config = _read_json(assets / "config.json")
         dtype, tensors = config.get("dtype") or config.get("torch_dtype") or "bfloat16", {}
@@ -279,6 +290,15 @@ def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
                 f"source dtype: found {name!r}; supported are {', '.join(DTYPES.values())}"
             )
     return dtype, tensors
+
+
+def _counts_scales(assets: Path, dtype: str, tensors: Mapping[str, str]) -> bool:
+    """Whether a record's float32 is that of the scales of NF4 codes, which earlier versions counted
+    as weights: all weights beside the codes have config.json's dtype."""
+    if dtype != "float32" or trained_quantization(assets) != "nf4":
+        return False
+    config = _read_json(assets / "config.json")
+    return set(tensors.values()) == {config.get("dtype") or config.get("torch_dtype")}
 
 
 def trained_mask(assets: str | Path) -> Mask:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from model.adapter import NF4_BLOCK
-from model.codecs import NESTED_BLOCK, NF4_LEVELS, Nf4, dynamic_levels, nested_count
+from model.codecs import (
+    NESTED_BLOCK,
+    NF4_LEVELS,
+    Nf4,
+    dequantize_nf4,
+    dynamic_levels,
+    nested_count,
+)
 
-from .table import check_numbers
+from .table import DTYPES, HFEntry, check_numbers
 
 STATE = "quant_state.bitsandbytes__nf4"
 # The tensors that accompany a tensor of codes, under its name.
@@ -54,8 +61,8 @@ def read_nf4(
       rows: one parameter's, if the matrix holds several below each other.
 
     Raises:
-      ValueError: names a tensor that is missing, or not in blocks of 64 and 256 with the published
-        levels; or `rows` begin or end within 256 blocks that share a scale.
+      ValueError: names a tensor that is missing, of another size, or not in blocks of 64 and 256
+        with the published levels; or `rows` begin or end within 256 blocks that share a scale.
     """
     missing = [part for part in parts(name) if part not in files]
     if missing:
@@ -66,7 +73,7 @@ def read_nf4(
     arrays = {part: files[f"{name}.{part}"].get_tensor(f"{name}.{part}") for part in _PARTS}
     # Only for the scales: every 4-bit code is valid.
     check_numbers(f"{name}.nested_absmax", arrays["nested_absmax"])
-    state = json.loads(arrays[STATE].tobytes().decode())
+    state = _state(files, name)
     needed = {
         "quant_type": "nf4",
         "blocksize": NF4_BLOCK,
@@ -86,18 +93,74 @@ def read_nf4(
     if first * blocks % NESTED_BLOCK or (end < shape[0] and end * blocks % NESTED_BLOCK):
         raise ValueError(
             f"tensor {name}: rows {first} to {end} share a scale of the second quantization with "
-            "others; use the unquantized model, which adapter.quantize quantizes on reading"
+            "others; adapter.quantize none, which decodes them, or the unquantized model would work"
         )
     nested = arrays["nested_absmax"][
         first * blocks // NESTED_BLOCK : math.ceil(end * blocks / NESTED_BLOCK)
     ]
-    codes = files[name].get_tensor(name).reshape(shape[0], -1)[rows]
+    # The storage may be a wider dtype (bnb_4bit_quant_storage), whose numbers are several codes.
+    codes = files[name].get_tensor(name).reshape(-1).view(np.uint8)
+    if codes.size != math.prod(shape) // 2:
+        raise ValueError(
+            f"tensor {name}: found {codes.size} bytes of codes, needs {math.prod(shape) // 2} for "
+            f"shape {list(shape)}; download it again"
+        )
     return Nf4(
-        codes,
+        codes.reshape(shape[0], -1)[rows],
         arrays["absmax"].reshape(shape[0], -1)[rows],
         nested,
         np.asarray(np.float32(state["nested_offset"])),
     )
+
+
+class _Decoded:
+    """Stands in for the opened file of a matrix in NF4: slices are as bitsandbytes dequantizes
+    them, in the dtype the matrix had before."""
+
+    def __init__(self, files: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> None:
+        self._files, self._name, self._shape = files, name, shape
+
+    def get_slice(self, name: str) -> _Decoded:
+        assert name == self._name
+        return self
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        """Returns a part; errors as in `read_nf4` and `decoded_dtype`."""
+        return dequantize_nf4(self.codes(), *index).astype(decoded_dtype(self._files, self._name))
+
+    def codes(self, rows: slice = slice(None)) -> Nf4:
+        """See `read_nf4`."""
+        return read_nf4(self._files, self._name, self._shape, rows)
+
+
+def decoded(files: Mapping[str, Any], layout: Iterable[HFEntry]) -> dict[str, Any]:
+    """Returns the opened file of each tensor, with matrices instead of codes in NF4."""
+    shapes = {name: shape for entry in layout for name, shape in entry.file_tensors().items()}
+    coded = {name: shape for name, shape in shapes.items() if is_nf4(files, name)}
+    return {**files, **{name: _Decoded(files, name, shape) for name, shape in coded.items()}}
+
+
+def decoded_dtype(files: Mapping[str, Any], name: str) -> str:
+    """Returns the dtype, such as bfloat16, of the matrix that these codes represent.
+
+    Raises:
+      ValueError: it is not recorded, or not one that is read.
+    """
+    dtype = str(_state(files, name).get("dtype"))
+    if dtype not in DTYPES.values():
+        raise ValueError(
+            f"tensor {name}: dtype: found {dtype!r}; supported are {', '.join(DTYPES.values())}"
+        )
+    return dtype
+
+
+def _state(files: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns what the tensor STATE says of the codes `name`."""
+    try:
+        state = json.loads(files[f"{name}.{STATE}"].get_tensor(f"{name}.{STATE}").tobytes())
+        return dict(state.items())
+    except (ValueError, AttributeError):
+        raise ValueError(f"tensor {name}.{STATE}: not a JSON object; download it again") from None
 
 
 def write_nf4(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:

@@ -60,7 +60,9 @@ def model_card(
     sections = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
         f"# {_text(name)}",
-        "Trained with Longstripe: exact attention over sequences split across devices.",
+        "Trained with Longstripe: exact attention over sequences split across devices."
+        if run
+        else "Converted with Longstripe, without training.",
         _facts(checkpoint, config, run, hub_base or base),
     ]
     if library == "peft":
@@ -101,7 +103,7 @@ def _use(config: TransformerConfig, has_new_tokens: bool) -> str:
 def base_without_hub_name(checkpoint: Path, base: str | None) -> str | None:
     """Returns the base model's local folder, which a card cannot name.
 
-    None if the model has a hub name or was trained from scratch.
+    None if the model has a hub name, was trained from scratch, or is not recorded.
 
     Args:
       base: the path or name of that model; None for the recipe's.
@@ -109,6 +111,11 @@ def base_without_hub_name(checkpoint: Path, base: str | None) -> str | None:
     run = read_recipe(checkpoint / "assets" / "run.yaml", checkpoint)
     base = base or (run.get("model") or {}).get("path")
     return base if base and not hub_name(base) else None
+
+
+def is_trained(checkpoint: Path) -> bool:
+    """Whether a run saved this checkpoint, which `scripts.import_hf` may have made too."""
+    return bool(read_recipe(checkpoint / "assets" / "run.yaml", checkpoint))
 
 
 def write_card(checkpoint: Path, config: TransformerConfig, folder: Path, **options: Any) -> None:
@@ -127,13 +134,15 @@ def _facts(
 ) -> str:
     data, attention = run.get("data") or {}, run.get("attention") or {}
     facts = {
-        "Base model": _without_folders(base) or "none: trained from scratch",
+        "Base model": _without_folders(base)
+        or ("none: trained from scratch" if run else "not recorded"),
         "Family": config.family,
         "Longest context in config.json": f"{config.max_position_embeddings:,} tokens",
     }
     if data.get("context_length"):
         facts["Tokens in a row of training"] = f"{data['context_length']:,}"
-    facts["Step"] = checkpoint.name
+    if run:
+        facts["Step"] = checkpoint.name
     if attention.get("window"):
         facts["Sliding window in training"] = f"{attention['window']:,} tokens"
     return "\n".join(f"- {name}: {_text(value)}" for name, value in facts.items())
@@ -151,7 +160,7 @@ def _data_rows(data: dict[str, Any]) -> str:
         cells = (
             _without_folders(source.get("path", "")),
             source.get("format") or "sharegpt",
-            source.get("template") or data.get("template") or "",
+            _without_folders(source.get("template") or data.get("template") or ""),
             source.get("weight", 1.0),
             report.get("records", ""),
             report.get("kept", ""),

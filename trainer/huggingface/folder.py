@@ -8,7 +8,7 @@ import hashlib
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,15 +21,24 @@ from data.within import check_within, check_writable, file_within, is_text, read
 from model.config import TransformerConfig
 from model.families import FAMILIES
 from model.families.text_part import wrapper_of
-from model.quantized_weights import is_quantized
 from model.rope import inverse_frequencies
 from model.rope_config import RopeConfig
 
-from .bitsandbytes import is_nf4, parts
+from .bitsandbytes import decoded_dtype, is_nf4, parts
 from .mxfp4 import with_matrices
 from .names import misnamed, of_text_model, other_parts
-from .table import DTYPES, EMBEDDING, HEAD, HFEntry, layout_of
+from .table import DTYPES, EMBEDDING, HEAD, HFEntry
 
+# What a module has instead of, or beside, its weight -> the programs that quantize it so.
+_QUANTIZED = {
+    "qweight": "GPTQ or AWQ",
+    "weight_packed": "compressed-tensors",
+    "weight_scale_inv": "FP8",
+    "weight_scale": "FP8 or compressed-tensors",
+    "SCB": "bitsandbytes' int8",
+    "biases": "MLX",
+    "weight.absmax": "bitsandbytes' 4 bits, not as NF4",
+}
 _COMPARED_NUMBERS = 1 << 22  # for two tensors at a time
 
 
@@ -41,8 +50,7 @@ def folder_config(folder: str | Path) -> TransformerConfig:
     images.
 
     Raises:
-      ValueError: as `TransformerConfig.from_hf` and `open_tensors`; or the folder has an adapter,
-        or NF4 codes as in `_check_codes`.
+      ValueError: as `TransformerConfig.from_hf` and `open_tensors`; or the folder has an adapter.
     """
     folder = Path(folder)
     _check_no_adapter(folder)
@@ -54,10 +62,6 @@ def folder_config(folder: str | Path) -> TransformerConfig:
                 check_writable(read_json(folder / name, folder), folder / name)
     if (whole := wrapper(folder)) is not None:
         _warn_of_other_parts(folder, whole, config)
-    if has_weights(folder) and read_json(folder / "config.json", folder).get("quantization_config"):
-        with ExitStack() as stack:
-            files = open_tensors(folder, stack)
-            _check_codes(folder, files, layout_of(files, config))
     if not config.tie_word_embeddings or not has_weights(folder):
         return config
     with ExitStack() as stack:
@@ -168,14 +172,22 @@ def _compare_frequencies(
         )
 
 
-def tensor_dtypes(folder: str | Path) -> dict[str, str]:
-    """Tensor name -> dtype of a Hugging Face folder; errors as in `read_hf`."""
+def weight_dtypes(folder: str | Path) -> dict[str, str]:
+    """Tensor name -> dtype of a Hugging Face folder's weights; errors as in `read_hf`.
+
+    That of a matrix in NF4 is the one it had before; its scales, and tensors of other dtypes than
+    DTYPES, are left out.
+    """
     with ExitStack() as stack:
         files = open_tensors(Path(folder), stack)
-        return {
-            name: DTYPES.get(file.get_slice(name).get_dtype(), file.get_slice(name).get_dtype())
+        coded = {name: decoded_dtype(files, name) for name in files if is_nf4(files, name)}
+        scales = {part for name in coded for part in parts(name)}
+        plain = {
+            name: DTYPES.get(file.get_slice(name).get_dtype())
             for name, file in files.items()
+            if name not in coded and name not in scales
         }
+    return coded | {name: dtype for name, dtype in plain.items() if dtype is not None}
 
 
 def weights_fingerprint(folder: str | Path) -> str:
@@ -315,26 +327,10 @@ def check_tensors(
     for entry in layout:
         for name, shape in entry.file_tensors().items():
             expected.add(name)
-            if name not in files:
-                raise ValueError(
-                    f"{folder}: tensor {name} is missing; expected shape {list(shape)}"
-                    f"{_there_instead(name, files)}"
-                )
-            if is_nf4(files, name):
+            if name in files and is_nf4(files, name):
                 expected.update(parts(name))
-                continue
-            tensor = files[name].get_slice(name)
-            if tuple(tensor.get_shape()) != shape:
-                raise ValueError(
-                    f"{folder}: tensor {name} has shape {list(tensor.get_shape())}; "
-                    f"config.json makes it {list(shape)}"
-                )
-            if tensor.get_dtype() not in DTYPES:
-                raise ValueError(
-                    f"{folder}: tensor {name} is {tensor.get_dtype()}; supported are "
-                    f"{', '.join(DTYPES)}"
-                )
-    _check_codes(folder, files, layout)
+            elif fault := _fault(name, shape, files):
+                raise ValueError(f"{folder}: tensor {name} {fault}{_there_instead(name, files)}")
     for name in sorted(set(files) - expected):
         if name == HEAD and config.tie_word_embeddings:
             continue  # an equal copy: compared by `folder_config`
@@ -348,26 +344,29 @@ def check_tensors(
         )
 
 
-def _check_codes(folder: Path, files: Mapping[str, Any], layout: list[HFEntry]) -> None:
-    """Raises ValueError unless all projections of the layers are in NF4, and nothing else is; or
-    nothing is."""
-    tensors = {name: is_quantized(each.name) for each in layout for name in each.file_tensors()}
-    coded = {name for name in tensors if is_nf4(files, name)}
-    for name, needed in tensors.items():
-        if coded and name in files and needed != (name in coded):
-            found = (
-                "is not in NF4, unlike others (llm_int8_skip_modules in config.json)"
-                if needed
-                else "is in NF4, which is read for the layers' projections only"
-            )
-            raise ValueError(
-                f"{folder}: tensor {name} {found}; the unquantized model, which adapter.quantize "
-                "nf4 quantizes on reading, would work"
-            )
+def _fault(name: str, shape: tuple[int, ...], files: Mapping[str, Any]) -> str | None:
+    """What is wrong with a tensor that should be in the files and readable; None if nothing is."""
+    if name not in files:
+        return f"is missing; expected shape {list(shape)}"
+    tensor = files[name].get_slice(name)
+    if tuple(tensor.get_shape()) != shape:
+        return f"has shape {list(tensor.get_shape())}; config.json makes it {list(shape)}"
+    if tensor.get_dtype() not in DTYPES:
+        return f"is {tensor.get_dtype()}; supported are {', '.join(DTYPES)}"
+    return None
 
 
-def _there_instead(name: str, files: Iterable[str]) -> str:
-    """What a file has instead of a missing tensor, for a message; "" if nothing alike."""
+def _there_instead(name: str, files: Collection[str]) -> str:
+    """What a file has instead of a missing or wrong tensor, for a message; "" if nothing alike."""
+    module = name.removesuffix("weight")
+    for part, kind in _QUANTIZED.items():
+        if module + part in files:
+            return (
+                f"; {module}{part} is there, as in {kind}, which is not read; the unquantized "
+                "model, which adapter.quantize quantizes on reading, would work"
+            )
+    if name in files:
+        return ""
     if (other := misnamed(name, files)) is None:
         return ""
     return (

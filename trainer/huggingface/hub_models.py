@@ -9,6 +9,7 @@ from pathlib import Path
 
 from data import hub
 from data.errors import UserError
+from data.paths import expanded
 from data.tokenizer import NAMED_TEMPLATES
 
 from .folder import read_index
@@ -54,9 +55,14 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     Raises:
       ValueError, UserError: no such model.
     """
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if folder.is_dir():
         return folder
+    if folder.is_file():
+        found = " of llama.cpp's format, which is not read," * (folder.suffix == ".gguf")
+        raise ValueError(
+            f"{path}: a file,{found} and a model needs a folder, with config.json and safetensors"
+        )
     name, _, revision = str(path).partition("@")
     if (
         folder.is_absolute()
@@ -83,7 +89,7 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
                 "are forbidden (HF_HUB_OFFLINE or --no-download); the same command with downloads "
                 "gets it again"
             )
-        if not removed and (hub.is_offline() or _is_whole(cached, weights)):
+        if not removed and (hub.is_offline() or is_whole(cached, weights)):
             return cached
     except HFValidationError:
         raise ValueError(
@@ -133,8 +139,8 @@ def hub_has_weights(path: str) -> bool:
     return any(fnmatch.fnmatch(file, form) for file in listed for form in _WHOLE_WEIGHTS)
 
 
-def _is_whole(folder: Path, weights: bool) -> bool:
-    """Whether the cache has all files that are read."""
+def is_whole(folder: Path, weights: bool = True) -> bool:
+    """Whether a folder in the cache has all files that are read."""
     if (folder / "adapter_config.json").is_file():
         return not weights or (folder / "adapter_model.safetensors").is_file()
     if not (folder / "config.json").is_file() or not any(

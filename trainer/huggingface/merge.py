@@ -24,9 +24,6 @@ class Dequantized:
 
     def __getitem__(self, layer: int) -> Float[np.ndarray, ...]:
         shape = self.shape[1:]
-        if self.kind == "nf4" and hasattr(self.stored, "quantized"):
-            # Stored codes, already dequantized.
-            return np.asarray(self.stored[layer])[tuple(map(slice, shape))]
         matrices = quantize_layer(self.name, self.stored, layer, shape, self.kind)
         dequantize: Any = dequantize_nf4 if self.kind == "nf4" else dequantize_int8
         return np.stack([dequantize(matrix).T for matrix in matrices]).reshape(shape)

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from data.errors import UserError
 from data.folders import building, holds_files
 from data.outputs import new_folder
+from data.paths import expanded
 from data.within import file_within, read_json
 from model.adapter import ATTENTION, MAGNITUDE
 from model.attention import Mask
@@ -220,7 +221,7 @@ def read_adapter(folder: str | Path, model: LanguageModel) -> dict[str, jax.Arra
       ValueError: names a tensor that is missing, unknown, or of the wrong shape for this base and
         rank.
     """
-    path = Path(folder).expanduser() / WEIGHTS
+    path = expanded(folder) / WEIGHTS
     file_within(path.parent, WEIGHTS)
     try:
         with safe_open(path, framework="np") as file:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import itertools
+import math
+import warnings
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from model.codecs import Nf4, dequantize_nf4
+from model.adapter import NF4_BLOCK
+from model.codecs import Nf4
 from model.config import TransformerConfig
+from model.quantized_weights import is_quantized
 
-from .bitsandbytes import is_nf4, read_nf4
+from .bitsandbytes import decoded, is_nf4
 from .folder import check_tensors, open_tensors
-from .table import ExpertsEntry, HFEntry, HoldsNaN, hf_layout, layout_of
+from .hub_models import hub_name
+from .table import ExpertsEntry, HFEntry, hf_layout, layout_of
+
+# The end of the names of Unsloth's models of which some layers are not in NF4.
+_DYNAMIC = "-unsloth-bnb-4bit"
 
 
 def read_hf(
@@ -29,7 +38,7 @@ def read_hf(
     """Reads the weights in `folder` as our flat dictionary, parameter name -> array.
 
     Each device's part is read separately from the memory-mapped files, so at most one extra part is
-    in memory.
+    in memory. Matrices in NF4 are decoded as bitsandbytes does; a warning gives the size.
 
     Args:
       config: the model's sizes.
@@ -45,22 +54,18 @@ def read_hf(
         files = open_tensors(Path(folder), stack)
         layout = layout_of(files, config)
         check_tensors(Path(folder), files, layout, config)
+        files = decoded(files, layout)
         params: dict[str, jax.Array] = {}
-        for entry, padded in zip(layout, hf_layout(in_memory or config), strict=True):
-            if isinstance(shardings, Mapping) and entry.name not in shardings:
-                continue
-            first = next(iter(entry.file_tensors()))
-            if is_nf4(files, first):
-                raise ValueError(
-                    f"{folder}: tensor {first} is stored in NF4, which can only be the base of "
-                    "adapters, with adapter.quantize nf4; otherwise use the unquantized model"
-                )
+        is_read = [not isinstance(shardings, Mapping) or x.name in shardings for x in layout]
+        _warn_of_decoding(folder, files, itertools.compress(layout, is_read))
+        both = zip(layout, hf_layout(in_memory or config), strict=True)
+        for entry, padded in itertools.compress(both, is_read):
             sharding = shardings[entry.name] if isinstance(shardings, Mapping) else shardings
             dtype_of_entry = np.dtype(dtype[entry.name] if isinstance(dtype, Mapping) else dtype)
             read = functools.partial(padded_part, files, entry, padded.shape, dtype_of_entry)
             try:
                 params[entry.name] = jax.make_array_from_callback(padded.shape, sharding, read)
-            except HoldsNaN as error:
+            except ValueError as error:  # NaN, or a fault in codes
                 raise ValueError(f"{folder}: {error}") from None
             # Transfers may lag; waiting keeps only one array's parts on the host.
             params[entry.name].block_until_ready()
@@ -74,11 +79,78 @@ def check_weights(folder: str | Path, config: TransformerConfig) -> None:
         check_tensors(Path(folder), files, layout_of(files, config), config)
 
 
+def check_codes(folder: Path, config: TransformerConfig, kind: str) -> None:
+    """Checks that a folder's matrices in NF4, if there are any, suit `adapter.quantize`.
+
+    With nf4 all of the layers' projections must be in NF4, or none; with int8 none.
+
+    Args:
+      kind: `adapter.quantize`.
+
+    Raises:
+      ValueError: names a tensor, and what would work.
+    """
+    if kind == "none":
+        return
+    with ExitStack() as stack:
+        files = open_tensors(folder, stack)
+        entries = [entry for entry in layout_of(files, config) if is_quantized(entry.name)]
+        names = [name for entry in entries for name in entry.file_tensors()]
+        coded, plain = (
+            [name for name in names if name in files and is_nf4(files, name) == quantized]
+            for quantized in (True, False)
+        )
+    if not coded or (kind == "nf4" and not plain):
+        return
+    found = f"{coded[0]} is in NF4, and adapter.quantize {kind} would quantize its numbers again"
+    if kind == "nf4":
+        found = (
+            f"{plain[0]} is not in NF4, unlike others (llm_int8_skip_modules in config.json), and "
+            "adapter.quantize nf4 needs the codes of all layers"
+        )
+    works = "adapter.quantize nf4 trains on the codes, and adapter.quantize none on the numbers"
+    if plain:
+        works = (
+            "adapter.quantize none trains on the decoded numbers, in 16 bits, as other programs "
+            f"train adapters of this model; or use {_siblings(folder)}"
+        )
+    raise ValueError(f"{folder}: tensor {found}; {works}")
+
+
+def _siblings(folder: Path) -> str:
+    """The models that can be quantized instead of one of which some layers are in NF4."""
+    name = (hub_name(str(folder)) or "").partition("@")[0]
+    if not name.endswith(_DYNAMIC):
+        return "the unquantized model"
+    stem = name.removesuffix(_DYNAMIC)
+    return f"{stem} (16 bits) or {stem}-bnb-4bit (all in NF4)"
+
+
+def _warn_of_decoding(
+    folder: str | Path, files: Mapping[str, Any], entries: Iterable[HFEntry]
+) -> None:
+    """Warns if matrices of these entries are in NF4, and so larger in memory than in the files."""
+    sizes = {
+        name: math.prod(shape)
+        for entry in entries
+        for name, shape in entry.file_tensors().items()
+        if is_nf4(files, name)
+    }
+    if sizes:
+        total = sum(sizes.values()) / 1e9
+        warnings.warn(
+            f"{folder}: {len(sizes)} matrices in NF4 are decoded, {2 * total:,.2f} GB in 16 bits "
+            f"instead of {(1 / 2 + 1 / NF4_BLOCK) * total:,.2f} GB",
+            stacklevel=3,
+        )
+
+
 class StoredParameter:
-    """A parameter in a Hugging Face folder's files; slicing reads a layer."""
+    """A parameter in a Hugging Face folder's files; slicing reads a layer, and decodes NF4."""
 
     def __init__(self, files: Mapping[str, Any], entry: HFEntry) -> None:
         self.files, self.entry, self.shape = files, entry, entry.shape
+        self.holds_codes = any(is_nf4(files, name) for name in entry.file_tensors())
 
     def __getitem__(self, layer: int) -> np.ndarray:
         return self._read(self.entry.hf_names()[layer])
@@ -97,22 +169,13 @@ class StoredParameter:
 
 
 class StoredCodes(StoredParameter):
-    """A parameter stored as NF4 codes."""
+    """A projection of the layers of which all are stored as NF4 codes."""
 
     def quantized(self, layer: int) -> list[Nf4]:
         """Returns a layer's stored codes and scales: of one matrix, or of each expert's."""
-        return self._codes(self.entry.hf_names()[layer])
-
-    def _codes(self, name: str) -> list[Nf4]:
-        entry = self.entry
+        entry, name = self.entry, self.entry.hf_names()[layer]
         names = entry.of_experts(name) if isinstance(entry, ExpertsEntry) else [name]
-        return [read_nf4(self.files, part, entry.file_shape, entry.rows) for part in names]
-
-    def _read(self, name: str) -> np.ndarray:
-        entry = self.entry
-        one = entry.of_one if isinstance(entry, ExpertsEntry) else entry
-        matrices = [one.from_hf(dequantize_nf4(codes)) for codes in self._codes(name)]
-        return np.stack(matrices) if isinstance(entry, ExpertsEntry) else matrices[0]
+        return [self.files[part].codes(entry.rows) for part in names]
 
 
 def stored_hf(
@@ -122,9 +185,12 @@ def stored_hf(
     files = open_tensors(Path(folder), stack)
     layout = layout_of(files, config)
     check_tensors(Path(folder), files, layout, config)
+    files = decoded(files, layout)
     return {
         entry.name: (
-            StoredCodes if is_nf4(files, next(iter(entry.file_tensors()))) else StoredParameter
+            StoredCodes
+            if is_quantized(entry.name) and all(is_nf4(files, x) for x in entry.file_tensors())
+            else StoredParameter
         )(files, entry)
         for entry in layout
     }

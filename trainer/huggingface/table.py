@@ -55,6 +55,7 @@ def check_numbers(name: str, tensor: np.ndarray) -> None:
     warnings.warn(
         f"tensor {name} holds infinity, which is kept; unless it is meant, another copy of the "
         "model would work",
+        RuntimeWarning,  # of several processes, this one alone may have read it
         stacklevel=2,
     )
 

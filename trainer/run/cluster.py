@@ -7,6 +7,7 @@ import faulthandler
 import itertools
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ import jax
 # As Orbax does: the public API has no barrier and no view of the backends.
 from jax._src import clusters, distributed, xla_bridge
 
-from data.errors import TransientError, UserError, first_line
+from data.errors import TransientError, UserError, first_line, is_transient
 from data.printable import printable
 from data.signals import before_the_end
 from trainer.config.schema import DistributedConfig
@@ -95,8 +96,7 @@ def join(config: DistributedConfig, simulated: bool, folder: Path | None) -> Non
             JOIN_SECONDS,
             f"process {config.process_id}: not all {config.num_processes} processes joined within "
             f"{JOIN_SECONDS} s, although all had reached {config.coordinator}; one was lost, "
-            "start "
-            "them again",
+            "start them again",
         ):
             _initialize(
                 coordinator_address=config.coordinator,
@@ -118,6 +118,13 @@ def _join_detected() -> None:
     if (detected := _detected()) is None:
         return
     address, number, count, devices = detected
+    if (number, count) == (0, 1):
+        # Two commands in one step of Slurm would be two processes 0 at the same address, where the
+        # second start aborts the first.
+        _use_given_gpus()
+        return
+    host = address.rpartition(":")[0].strip("[]")
+    _require_known(host, "the coordinator's host", DETECT_SECONDS)
     _initialize(
         coordinator_address=address,
         # JAX's coordinator would listen on all interfaces.
@@ -130,6 +137,38 @@ def _join_detected() -> None:
     )
     if number == 0 and devices is not None and (unused := _unused_gpus(count)):
         print(f"warning: {unused}", file=sys.stderr)
+
+
+def _use_given_gpus() -> None:
+    """Limits a process that joins no others to JAX_LOCAL_DEVICE_IDS, as JAX does when it joins."""
+    if given := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
+        jax.config.update("jax_cuda_visible_devices", given)
+        jax.config.update("jax_rocm_visible_devices", given)
+
+
+def _require_known(host: str, what: str, seconds: float = 0) -> None:
+    """Waits until the network knows a host by its name, as a pod's only once that pod runs.
+
+    Raises:
+      UserError, TransientError: it does not within so many seconds.
+    """
+    deadline, has_printed = time.monotonic() + seconds, False
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            problem = (
+                f"{what} has the name {printable(host)}, which this machine cannot resolve "
+                f"({first_line(error)})"
+            )
+            kind = TransientError if seconds or is_transient(error) else UserError
+        if time.monotonic() >= deadline:
+            raise kind(f"{problem}; an entry in /etc/hosts or in the cluster's DNS would work")
+        if not has_printed:
+            print(f"{problem}; waiting for up to {seconds:.0f} s", file=sys.stderr, flush=True)
+            has_printed = True
+        time.sleep(_LOOK_SECONDS)
 
 
 def _detected() -> tuple[str, int, int, Sequence[int] | None] | None:
@@ -391,6 +430,7 @@ def _at_most(seconds: float, message: str) -> Iterator[None]:
 
 
 def _initialize(**arguments: Any) -> None:
+    _reach_without_proxy(arguments["coordinator_address"])
     # JAX's handler of SIGTERM replaces ours and only notes the signal: `trainer.run.notices`
     # installs it when training begins, and an earlier SIGTERM ends the process at once.
     jax.config.update("jax_enable_preemption_service", False)
@@ -400,10 +440,24 @@ def _initialize(**arguments: Any) -> None:
         **arguments,
     )
     if distributed.global_state.num_processes > 1:
+        # Gloo, by which CPUs communicate, looks up each process by the name of its machine.
+        if "cpu" in (cast(Any, jax.config).jax_platforms or "cpu"):
+            _require_known(socket.gethostname(), "this machine")
         before_the_end(end_others)
         threading.Thread(
             target=_end_with_others, name=_end_with_others.__name__, daemon=True
         ).start()
+
+
+def _reach_without_proxy(address: str) -> None:
+    """Keeps gRPC, by which JAX connects the processes, from the proxy of https_proxy or http_proxy,
+    which many clusters set for downloads and which does not lead back into the cluster."""
+    jax.config.update("jax_check_proxy_envs", False)  # JAX's advice to unset them
+    names = ("no_grpc_proxy", "no_proxy", "NO_PROXY")
+    others = next((os.environ[name] for name in names if os.environ.get(name)), "")
+    host = address.rpartition(":")[0].strip("[]")
+    listed = ",".join(filter(None, (others, host)))
+    os.environ["no_grpc_proxy"] = listed  # noqa: SIM112 - gRPC reads no other spelling
 
 
 def _failure() -> dict[str, Any] | None:

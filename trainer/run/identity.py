@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
+from data.conversation import TEMPLATE_FILES
 from data.errors import UserError
 from data.within import read_text
 from trainer.checkpoint.commit import CHECKPOINTS, located, steps_in
@@ -238,6 +239,9 @@ def _identity(written: dict[str, Any]) -> dict[str, Any]:
         }
     # Where the reference is may change, but not whether it is another model.
     flat["preference.ref_model"] = _given(flat.get("preference.ref_model"))
+    # Another path of a chat template's file may have its text, which prepared data are named by.
+    if str(flat.get("data.template")).endswith(TEMPLATE_FILES):
+        flat["data.template"] = "a file"
     if "data.sources" in flat:
         # Newer fields have their defaults in older runs.
         sources = [

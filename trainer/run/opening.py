@@ -10,6 +10,7 @@ import time
 
 from data.errors import UserError
 from data.outputs import checkpoint_path
+from data.paths import expanded
 from data.within import check_within
 from trainer.config import load as configuration
 from trainer.config.schema import RunConfig
@@ -189,9 +190,7 @@ def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
         ]
     # Both may be in the run's folder.
     kept = [
-        pathlib.Path(path).expanduser().resolve()
-        for path in (config.data.prepared, config.compile_cache)
-        if path
+        expanded(path).resolve() for path in (config.data.prepared, config.compile_cache) if path
     ]
     ours = (EARLIER_STAGES, RunDirectory(config.folder).lock.name, TOKEN_FILE)
     files = (

@@ -30,7 +30,9 @@ def token_of(folder: Path | None) -> str:
         return token
     if token := read_text(path, path.parent, _MOST_BYTES).strip():
         return token
-    raise UserError(f"{path}: is empty; a secret such as openssl rand -hex 32 prints would work")
+    raise UserError(
+        f"{path}: is empty; remove it, or write a secret such as openssl rand -hex 32 prints"
+    )
 
 
 @contextlib.contextmanager
@@ -51,8 +53,7 @@ def offered_token(folder: Path | None) -> Iterator[str]:
     new_folders = [parent for parent in path.parents if not parent.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "x", encoding="utf-8", opener=_for_this_user) as file:
-            file.write(secrets.token_hex())
+        _write_new(path, secrets.token_hex())
     except OSError:
         yield token_of(folder)
         return
@@ -63,6 +64,20 @@ def offered_token(folder: Path | None) -> Iterator[str]:
             path.unlink()
             for parent in new_folders:
                 parent.rmdir()
+
+
+def _write_new(path: Path, token: str) -> None:
+    """Writes a file that did not exist, for this user alone; or none, as on a full disk.
+
+    An empty one would be refused at every later start.
+    """
+    opened = open(path, "x", encoding="utf-8", opener=_for_this_user)  # noqa: SIM115
+    try:
+        with opened as file:
+            file.write(token)
+    except OSError:
+        path.unlink()
+        raise
 
 
 def _token_file(folder: Path) -> Path:

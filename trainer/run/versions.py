@@ -1,4 +1,4 @@
-"""The code that trains a run: this project's source and the step's libraries."""
+"""The code that trains a run: this project's source, the step's libraries and JAX's settings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from data.errors import TransientError
+from trainer.jax_settings import chosen_settings
 from trainer.run.cluster import require_same
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,10 +23,10 @@ _SHOWN = 12  # characters of a digest or commit
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Returns name -> version of this project's source and each library.
+    """Returns name -> version of this project's source and each library, and JAX's settings.
 
     `source` is a digest of the project's Python files, committed or not; `commit` is git's, if
-    there is one.
+    there is one. Settings are those of `jax_settings.CHOSEN` that are not the default.
     """
     found = {"source": source_digest(ROOT)}
     if commit := _commit(ROOT):
@@ -34,6 +35,7 @@ def versions() -> dict[str, str]:
         name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
         if name in _LIBRARIES or name.startswith(_PLUGINS):
             found[name] = distribution.version
+    found |= {name: str(value) for name, value in chosen_settings().items() if value is not None}
     return dict(sorted(found.items()))
 
 
@@ -51,19 +53,25 @@ def source_digest(root: Path) -> str:
 
 
 def require_same_code() -> None:
-    """Raises TransientError in every process if one differs from process 0 in source or JAX.
+    """Compares this process with process 0.
 
     A launcher reinstalls before a restart, which may then pass. Only the commit may differ: a tree
     copied without git has the same source.
+
+    Raises:
+      TransientError: in every process, if one has another source or JAX.
+      UserError: in every process, if one has other settings of JAX.
     """
+    settings = chosen_settings()
     require_same(
         {
             f"the version of {name}" if name != "source" else "this project's source": version
             for name, version in versions().items()
-            if name != "commit"
+            if name != "commit" and name not in settings
         },
         TransientError,
     )
+    require_same({name.upper(): value for name, value in settings.items()})
 
 
 def difference(recorded: Mapping[str, str]) -> str:

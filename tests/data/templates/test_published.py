@@ -10,8 +10,11 @@ from datetime import datetime
 import pytest
 
 from data.clean import Cleaner
-from data.conversation import Message
+from data.conversation import Conversation, Message
+from data.encode import Encoder, EncodingRules
 from data.errors import UserError
+from data.preference import PreferenceReader
+from data.sources import Source
 from data.templates import ARGUMENTS_AS_TEXT, encode_conversation
 from data.templates.notes import REASONING_LEFT_OUT
 from data.tokenizer import TEMPLATE_DATE, Tokenizer
@@ -98,6 +101,7 @@ CASES = {
         ],
         None,
     ),
+    "empty reasoning": ([FIRST, _answer("Four.", reasoning_content="")], None),
     "no_think": (
         [{"role": "system", "content": "Be brief. /no_think"}, FIRST, _answer("Four.")],
         None,
@@ -571,3 +575,89 @@ def test_unread_template_variables_are_counted_and_reserved_ones_refused(pair):
     assert notes == {"the template does not read this of chat_template_kwargs: thinking_mode"}
     with pytest.raises(UserError, match="chat_template_kwargs may not give messages"):
         encode_conversation(turns, "tokenizer", ours, template_kwargs={"messages": []})
+
+
+ULM = _user("How is Ulm?")
+CALLS_ULM = _answer("", tool_calls=[_call("weather", city="Ulm")])
+THOUGHT, EMPTY = {"reasoning_content": "Easy."}, {"reasoning_content": ""}
+# Prompts, and two completions of each.
+COMPLETIONS = {
+    "plain": ([SYSTEM, FIRST], [_answer("Four.")], [_answer("Five, or so.")]),
+    "later": ([FIRST, _answer("Four."), SECOND], [_answer("Six.")], [_answer("Ten.")]),
+    "reasoning": ([FIRST], [_answer("Four.", **THOUGHT)], [_answer("Five.", **THOUGHT)]),
+    "empty reasoning": ([FIRST], [_answer("Four.", **EMPTY)], [_answer("Five.", **EMPTY)]),
+    "reasoning in one": ([FIRST], [_answer("<think>\nSo.\n</think>\n\n4.")], [_answer("Five.")]),
+    "calls": ([ULM], [CALLS_ULM, RESULT, _answer("It is sunny.")], [_answer("Who knows?")]),
+    "a result": ([ULM, CALLS_ULM, RESULT], [_answer("Sunny.")], [_answer("It rains.")]),
+    "a question": ([FIRST], [_answer("4."), SECOND, _answer("6.")], [_answer("5.")]),
+}
+
+
+def trls_start(theirs, template, prompt, completions, **options):
+    """Returns the ids of the whole conversations, and where TRL's completions begin in all: see its
+    `common_prefix_length`."""
+
+    def ids(turns, **more):
+        return theirs.apply_chat_template(
+            copy.deepcopy(turns), chat_template=template, return_dict=False, **options, **more
+        )
+
+    begun, wholes = ids(prompt, add_generation_prompt=True), [ids(prompt + c) for c in completions]
+    equal = itertools.takewhile(lambda row: len(set(row)) == 1, zip(begun, *wholes, strict=False))
+    return wholes, sum(1 for _ in equal)
+
+
+# The generation prompts of the first begin within what their generation blocks cover.
+WITH_BLOCKS = ["gptoss_training", "qwen3_training", "deepseek_r1_distill_training"]
+WITHOUT_BLOCKS = ["qwen3", "gptoss", "gemma4", "glm4moe", "llama3_1", "phi3", "cohere2"]
+
+
+@pytest.mark.parametrize("pair", ["tags are tokens"], indirect=True)
+@pytest.mark.parametrize("thinking", [True, False])
+def test_the_completions_of_pairs_are_trls(pair, thinking):
+    tokenizer, theirs = pair
+    options, compared = {"tools": TOOLS, "enable_thinking": thinking}, collections.Counter()
+    for name, case in itertools.product([*WITH_BLOCKS, *WITHOUT_BLOCKS], COMPLETIONS):
+        prompt, *completions = COMPLETIONS[case]
+        template = TEMPLATES[name]
+        ours = tokenizer.with_text_tokens(TAGS)
+        ours.chat_template = template
+        try:
+            wholes, start = trls_start(theirs, template, prompt, completions, **options)
+        except Exception:
+            continue  # refused by the template
+        record = {"prompt": prompt, "chosen": completions[0], "rejected": completions[1]}
+        record |= {"tools": TOOLS, "chat_template_kwargs": {"enable_thinking": thinking}}
+        read, *_ = PreferenceReader().read(copy.deepcopy(record))
+        encoded = Encoder(Source(""), ours, EncodingRules(4096)).encode(read)
+        if encoded.drop_reason:  # the template omits calls
+            continue
+        (document,) = encoded.documents
+        assert document.tokens.tolist() == wholes[0] + wholes[1], (name, case)
+        expected = [number >= start for whole in wholes for number in range(len(whole))]
+        assert document.loss_mask.tolist() == expected, (name, case, ours.decode(wholes[0], False))
+        compared[case] += 1
+    assert all(compared[case] > 6 for case in COMPLETIONS), compared
+
+
+@pytest.mark.parametrize("pair", ["tags are tokens"], indirect=True)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_training", "llama3_1", "gptoss"])
+def test_everything_of_a_completion_is_all_that_follows_its_prompt(pair, name):
+    """As in TRL by default, also for the turns of a user and of tools in a completion."""
+    tokenizer, theirs = pair
+    ours = tokenizer.with_text_tokens(TAGS)
+    ours.chat_template = TEMPLATES[name]
+    encoder = Encoder(Source(""), ours, EncodingRules(4096, train_on="everything"))
+    for prompt, completion, _ in COMPLETIONS.values():
+        [whole], start = trls_start(theirs, TEMPLATES[name], prompt, [completion], tools=TOOLS)
+        written = [{"prompt": prompt, "completion": completion}]
+        if (len(prompt), len(completion)) == (1, 1) and not completion[0].keys() - FIRST.keys():
+            written.append({"prompt": prompt[0]["content"], "completion": completion})
+        if prompt[0] is SYSTEM:
+            written.append({"system": "Be brief.", "prompt": prompt[1:], "completion": completion})
+        for record in written:
+            cleaned = Cleaner().clean(copy.deepcopy({**record, "tools": TOOLS}))
+            conversation = Conversation("", cleaned.messages, tools=cleaned.tools)
+            (document,) = encoder.encode(conversation).documents
+            assert document.tokens.tolist() == whole, record
+            assert document.loss_mask.tolist() == [i >= start for i in range(len(whole))], record

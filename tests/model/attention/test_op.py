@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from model.attention import Mask, TokenCoords, attention, inverse, permutation
+from model.attention.kernels import get_kernel
 
 from .cases import QUICK, check, documents, inputs
 from .dense import dense_attention
@@ -109,6 +110,35 @@ def test_several_axes_may_split_rows_and_heads_may_stay_whole():
 
 
 @pytest.mark.parametrize(
+    ("types", "given"), [("EEE", "nothing"), ("EEE", "documents"), ("AEA", "documents")]
+)
+def test_a_mesh_may_have_explicit_axes(types, given):
+    """As those of `jax.make_mesh` are, whose arrays have their sharding in their types."""
+    kinds = {"E": AxisType.Explicit, "A": AxisType.Auto}
+    mesh = jax.make_mesh((2, 2, 2), ("dp", "cp", "tp"), tuple(kinds[kind] for kind in types))
+    arrays, packed = inputs("8/2", LENGTH), documents("packed", LENGTH)
+    coords = packed if given == "documents" else None
+    with jax.set_mesh(mesh):
+        got = results(mesh, coords, arrays, layout="contiguous", **AXES)
+    options = {"mesh": mesh, "layout": "contiguous", **AXES}
+    outside = jax.jit(lambda q, k, v: attention(q, k, v, coords, **options))(*arrays[:3])
+    expected = dense_attention(*arrays[:3], *(coords or documents("one", LENGTH)), arrays[3])
+    check(got, expected, np.arange(LENGTH))
+    np.testing.assert_allclose(outside, got[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
+def test_coordinates_may_have_any_dtype_of_integers(dtype):
+    """Differences of unsigned ones would wrap around."""
+    arrays, coords = inputs("4/4", LENGTH), documents("packed", LENGTH)
+    mesh, options = mesh_of(cp=1), {"kernel": get_kernel(query_tile=16, key_tile=16), **AXES}
+    got = results(
+        mesh, tuple(x.astype(dtype) for x in coords), arrays, mask=Mask(window=20), **options
+    )
+    check(got, dense_attention(*arrays[:3], *coords, arrays[3], window=20), np.arange(LENGTH))
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (
@@ -133,6 +163,18 @@ def test_several_axes_may_split_rows_and_heads_may_stay_whole():
         ({"coords": ALONE}, "coords: found an array, int32 (2, 48); needs TokenCoords(index, "),
         ({"coords": (ALONE,)}, "coords: found a tuple of 1; needs TokenCoords(index, segment_ids)"),
         ({"coords": (ALONE, None)}, "coords.segment_ids: found shape (); needs [B, L] = (2, 48)"),
+        (
+            {"coords": (ALONE, ALONE + np.int64(2**32))},
+            "coords.segment_ids: found 4294967297; needs numbers",
+        ),
+        (
+            {"coords": (ALONE, ALONE), "kv_coords": (ALONE, ALONE, None, ALONE)},
+            "coords.shared: not given, found kv_coords.shared; queries and keys need both",
+        ),
+        (
+            {"coords": (ALONE, ALONE, None, ALONE), "kv_coords": (ALONE, ALONE)},
+            "kv_coords.shared: not given, found coords.shared; queries and keys need both",
+        ),
         ({"kv_coords": (ALONE, ALONE)}, "coords: not given, found kv_coords; needed unless"),
         ({"k": 24, "v": 24}, "coords: not given, found q (2, 48, 8, 8) and k (2, 24, 8, 8);"),
     ],

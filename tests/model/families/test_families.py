@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import warnings
 from types import MappingProxyType
 
 import jax
@@ -23,7 +24,7 @@ from model.memory.policies import POLICIES
 from tests.errors import within
 from tests.model.build import TILED, llama, mean_loss, packed_batch, permuted, tiny
 from trainer.flops import pairs_per_layer
-from trainer.huggingface.assets import copy_assets
+from trainer.huggingface.assets import copy_assets, described
 from trainer.huggingface.read import read_hf
 from trainer.huggingface.table import hf_layout
 from trainer.huggingface.write import write_hf
@@ -56,6 +57,34 @@ KINDS = {
     "mistral with a window": {"sliding_window": 9},
     "olmo2 with one key head": {"num_key_value_heads": 1},
     "olmo2": {},
+    "olmo3": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    },
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "seed_oss with other biases": {
+        "attention_bias": False,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+    },
+    "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}},
+    "ministral3 with a window": {
+        "sliding_window": 9,
+        "rope_parameters": {
+            **YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0,
+        },
+    },
     "phi3": {
         "rope_parameters": LONGROPE,
         "original_max_position_embeddings": 64,
@@ -207,6 +236,9 @@ ONE_PER_FAMILY = (
     "qwen3",
     "mistral with a window",
     "olmo2",
+    "olmo3",
+    "seed_oss",
+    "ministral3",
     "phi3 in part",
     "smollm3",
     "gemma2",
@@ -539,12 +571,26 @@ MEMORY = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", ["smollm3", "gemma3_text", "qwen3_moe", "granitemoe", "gpt_oss"], indirect=True
+    ("model", "memory"),
+    [
+        (kind, memory)
+        for kind in (
+            "smollm3",
+            "gemma3_text",
+            "olmo3",
+            "ministral3",
+            "qwen3_moe",
+            "granitemoe",
+            "gpt_oss",
+        )
+        for memory in MEMORY
+        if kind != "olmo3" or "groups" not in memory
+    ],
+    indirect=["model"],
 )
-@pytest.mark.parametrize("memory", MEMORY)
 def test_results_do_not_depend_on_how_layers_run(model, memory):
-    """The loss and the gradients of 3 layers in a period of 2, or of a mixture, against the plain
-    scan."""
+    """The loss and the gradients of 3 layers in a period of 2, of scaled queries, or of a mixture,
+    against the plain scan."""
     _, folder, config = model
     batch = packed_batch(config, rows=2, length=64)
 
@@ -614,6 +660,134 @@ def test_presets_match_transformers_configs(family):
         assert (ropes["sliding_attention"]["rope_theta"] if config.local_rope else None) == (
             config.local_rope and config.local_rope.theta
         )
+
+
+# What published files of config.json say of the model, beyond what other families' say.
+PUBLISHED = {
+    "olmo3-32b": {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "attention_bias": False,
+        "eos_token_id": 100257,
+        "pad_token_id": 100277,
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "sliding_window": 4096,
+        "layer_types": ([*["sliding_attention"] * 3, "full_attention"]) * 16,
+        "vocab_size": 100278,
+    },
+    "seed-oss-36b": {
+        "architectures": ["SeedOssForCausalLM"],
+        "model_type": "seed_oss",
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "attention_out_bias": False,
+        "residual_dropout": 0.0,
+        "mlp_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 80,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 524288,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {"rope_type": "default"},
+        "rope_theta": 10000000.0,
+        "vocab_size": 155136,
+    },
+    "ministral-3-3b": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": {
+            "model_type": "ministral3",
+            "head_dim": 128,
+            "hidden_size": 3072,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 16.0,
+                "llama_4_scaling_beta": 0.1,
+                "max_position_embeddings": 262144,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16384,
+                "rope_theta": 1000000.0,
+                "rope_type": "yarn",
+                "type": "yarn",
+            },
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "vocab_size": 131072,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_published_config_describes_the_preset(preset):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read = TransformerConfig.from_hf_dict(PUBLISHED[preset])
+    assert read == TransformerConfig.preset(preset)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "said"),
+    [
+        ({"attention_dropout": 0.1, "residual_dropout": 0.1}, "attention_dropout 0.1 and residual"),
+        ({"attention_dropout": 0.0, "residual_dropout": 0.2}, "residual_dropout 0.2: the model"),
+        ({}, "attention_dropout 0.1 and residual_dropout 0.1: the model is trained without"),
+    ],
+)
+def test_dropout_of_seed_oss_is_left_out_with_a_warning(dropout, said):
+    """Transformers' is 0.1 if config.json does not say."""
+    source = {
+        name: value
+        for name, value in PUBLISHED["seed-oss-36b"].items()
+        if name not in ("attention_dropout", "residual_dropout")
+    }
+    theirs = transformers.AutoConfig.for_model(**source, **dropout)
+    assert theirs.residual_dropout == dropout.get("residual_dropout", 0.1)
+    with pytest.warns(UserWarning, match=f"^config.json: {said}"):
+        config = TransformerConfig.from_hf_dict({**source, **dropout})
+    assert config == TransformerConfig.preset("seed-oss-36b")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        written, left_out = described(config, {**source, **dropout})
+    assert written.items() >= dropout.items() and left_out == [], "an export keeps them"
+
+
+def test_a_published_model_in_fp8_is_refused_by_name():
+    fp8 = {"quant_method": "fp8", "activation_scheme": "static", "dequantize": False}
+    with pytest.raises(
+        ValueError, match=r"^quantization_config: quant_method: found 'fp8', .* use"
+    ):
+        TransformerConfig.from_hf_dict({**PUBLISHED["ministral-3-3b"], "quantization_config": fp8})
 
 
 # Fields of transformers' configs that do not affect a model's computation, and those that a family

@@ -4,6 +4,9 @@ them."""
 import copy
 import dataclasses
 import importlib
+import math
+import re
+import warnings
 
 import numpy as np
 import pytest
@@ -11,8 +14,10 @@ import transformers
 
 from model.config import TransformerConfig
 from model.families import FAMILIES
+from model.lengths import extended
 from model.rope import attention_scaling, inverse_frequencies
 from model.rope_config import RopeConfig
+from trainer.huggingface.assets import described
 
 SIZES = {
     "hidden_size": 64,
@@ -46,12 +51,13 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, **RULES["yarn"]}
 
 def of(family, **fields):
     """Returns the config.json of a small model of a family."""
-    kinds = {"layer_types": ["sliding_attention", "full_attention"]} if "gemma" in family else {}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    kinds = kinds if "local_rope" in FAMILIES[family].takes else {}
     return {"model_type": family, **SIZES, **kinds, **fields}
 
 
-def transformers_rope(fields):
-    """Returns transformers' frequencies and temperature of layers without a window."""
+def transformers_rope(fields, layers="full_attention"):
+    """Returns transformers' frequencies and temperature, of layers of one kind if there are two."""
     fields = copy.deepcopy(fields)  # which transformers changes
     config = transformers.AutoConfig.for_model(**fields)
     name = fields["model_type"].removesuffix("_text")
@@ -62,17 +68,19 @@ def transformers_rope(fields):
         if key.endswith("RotaryEmbedding") and "Scaled" not in key
     )
     rope = kind(config)
-    layers = "full_attention_" if hasattr(rope, "full_attention_inv_freq") else ""
-    scaling = getattr(rope, f"{layers}attention_scaling")
-    return getattr(rope, f"{layers}inv_freq").numpy(), scaling
+    prefix = f"{layers}_" if hasattr(rope, f"{layers}_inv_freq") else ""
+    scaling = getattr(rope, f"{prefix}attention_scaling")
+    return getattr(rope, f"{prefix}inv_freq").numpy(), scaling
 
 
 def check(config, fields):
-    """Compares a model's rotary embedding with that of transformers for a config.json."""
-    frequencies, scaling = transformers_rope(fields)
-    ours = inverse_frequencies(config.rope, config.rotary_dim)
-    np.testing.assert_allclose(ours, frequencies, rtol=6e-7)
-    assert attention_scaling(config.rope) == scaling
+    """Compares a model's rotary embeddings with those of transformers for a config.json."""
+    ropes = {"full_attention": config.rope, "sliding_attention": config.local_rope or config.rope}
+    for layers, rope in ropes.items():
+        frequencies, scaling = transformers_rope(fields, layers)
+        ours = inverse_frequencies(rope, config.rotary_dim)
+        np.testing.assert_allclose(ours, frequencies, rtol=6e-7)
+        assert attention_scaling(rope) == scaling
 
 
 @pytest.mark.parametrize(
@@ -82,7 +90,8 @@ def check(config, fields):
 def test_positions_that_do_not_change_are_the_models(family, rule):
     """Also if one of the changes names the value that the model has."""
     config = TransformerConfig.from_hf_dict(of(family))
-    config = dataclasses.replace(config, rope=RopeConfig(rule, 5e5, **RULES[rule]))
+    scaled = {} if rule == "yarn" else {"llama_4_scaling_beta": 0.0}
+    config = dataclasses.replace(config, rope=RopeConfig(rule, 5e5, **RULES[rule]), **scaled)
     written = config.to_hf()
     assert TransformerConfig.from_hf_dict(written) == config
     assert config.with_positions() == config
@@ -183,6 +192,121 @@ def test_gemma_3s_rope_is_read_as_in_transformers_or_refused(rope, refused):
         transformers_rope(of("gemma3_text", **plain)), transformers_rope(fields), strict=True
     ):
         np.testing.assert_array_equal(ours, theirs)
+
+
+FLAT = {"rope_type": "default", "rope_theta": 5e5}
+SLIDING = {"sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}
+
+
+@pytest.mark.parametrize(
+    ("rope", "refused"),
+    [
+        ({}, None),
+        ({"rope_theta": 5e5, "rope_scaling": YARN | {"rope_theta": 5e5}}, None),
+        ({"rope_parameters": {"full_attention": YARN, **SLIDING}}, None),
+        ({"rope_parameters": {"full_attention": {}, **SLIDING}, "rope_theta": 1e6}, None),
+        ({"rope_parameters": {"full_attention": FLAT, **SLIDING}, "rope_scaling": YARN}, None),
+        ({"rope_parameters": FLAT}, None),
+        ({"rope_parameters": FLAT, "rope_theta": 5e5}, None),
+        ({"rope_parameters": FLAT | {"rope_theta": 1e6}}, "rope_parameters: found 'rope_type'"),
+        ({"rope_parameters": YARN}, "rope_parameters: found 'rope_type'"),
+        ({"rope_theta": 1e6}, "rope_theta: found 1000000.0, which transformers 4 uses in all"),
+        (
+            {"rope_theta": 1e6, "rope_parameters": {"sliding_attention": 5}},
+            "rope_parameters.sliding_attention: found 5; needs an object or null",
+        ),
+        ({"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling.truncate: found False"),
+    ],
+)
+def test_olmo_3s_ropes_are_read_as_in_transformers_or_refused(rope, refused):
+    """What is refused means another model in another version of transformers."""
+    fields = of("olmo3", **rope)
+    if refused is not None:
+        with pytest.raises(ValueError, match=f"^{refused}"):
+            TransformerConfig.from_hf_dict(fields)
+        return
+    config = TransformerConfig.from_hf_dict(fields)
+    for written in (
+        fields,
+        config.to_hf(),
+        FAMILIES["olmo3"].published(described(config, fields)[0]),
+    ):
+        check(config, written)
+    longer = config.with_positions(rope_theta=1e6, rope_scaling=YARN)
+    assert longer.local_rope == config.local_rope
+    check(longer, longer.to_hf())
+
+
+def test_olmo_3s_export_warns_if_only_transformers_5_reads_both_ropes():
+    family, config = FAMILIES["olmo3"], TransformerConfig.preset("olmo3-7b")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert family.published(config.to_hf()) == config.to_hf()
+    with pytest.warns(UserWarning, match=r"^config\.json: only transformers 5 computes the same"):
+        family.published(config.with_positions(rope_theta=1e6).to_hf())
+
+
+def test_a_temperature_that_follows_from_yarns_factor_grows_with_it():
+    config = TransformerConfig.preset("olmo3-7b")
+    longer = config.with_positions(**extended(config, 4 * 65536))
+    assert longer.rope.factor == 32 and longer.max_position_embeddings == 4 * 65536
+    assert attention_scaling(longer.rope) == 0.1 * math.log(32) + 1
+    given = dataclasses.replace(config, rope=dataclasses.replace(config.rope, attention_factor=0.9))
+    assert extended(given, 4 * 65536)["rope_scaling"]["attention_factor"] == 0.9
+
+
+BETA = {"llama_4_scaling_beta": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("rope", "beta"),
+    [
+        ({}, 0.1),
+        ({"rope_parameters": {**YARN, **BETA}}, 0.5),
+        ({"rope_scaling": {**YARN, **BETA}}, 0.5),
+        ({"rope_scaling": {}, "rope_parameters": {**YARN, "type": "yarn", **BETA}}, 0.5),
+        ({"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.0, **BETA}}, 0.5),
+        ({"rope_parameters": {**FLAT, "llama_4_scaling_beta": 0}}, 0),
+        ({"rope_parameters": YARN}, "rope_parameters.llama_4_scaling_beta: missing"),
+        ({"rope_parameters": {}}, "rope_parameters.llama_4_scaling_beta: missing"),
+        (
+            {"rope_parameters": {**YARN, "llama_4_scaling_beta": 1}, "rope_scaling": YARN | BETA},
+            "rope_scaling and rope_parameters contradict each other: llama_4_scaling_beta 0.5 and",
+        ),
+        ({"rope_parameters": {**FLAT, **BETA}}, "llama_4_scaling_beta: found 0.5 with rope_type"),
+        ({"rope_theta": 2e6}, "rope_theta: 2000000.0 and rope_parameters.rope_theta 1000000.0"),
+    ],
+)
+def test_ministral_3s_scaling_of_queries_is_read_or_refused(rope, beta):
+    fields = of("ministral3", **rope)
+    if isinstance(beta, str):
+        with pytest.raises(ValueError, match=f"^{re.escape(beta)}"):
+            TransformerConfig.from_hf_dict(fields)
+        return
+    config = TransformerConfig.from_hf_dict(fields)
+    assert config.llama_4_scaling_beta == beta
+    for written in (fields, config.to_hf()):
+        check(config, written)
+        theirs = transformers.AutoConfig.for_model(**copy.deepcopy(written)).rope_parameters
+        assert theirs["llama_4_scaling_beta"] == beta
+    # Transformers' computation needs the original length, whatever the rule.
+    assert theirs["original_max_position_embeddings"] is not None
+
+
+def test_ministral_3s_queries_are_scaled_alike_when_positions_are_stretched():
+    config = TransformerConfig.preset("ministral-3-3b")
+    longer = config.with_positions(**extended(config, 1 << 20))
+    assert longer == dataclasses.replace(
+        config,
+        rope=dataclasses.replace(config.rope, factor=64.0),
+        max_position_embeddings=1 << 20,
+    )
+    with pytest.raises(ValueError, match=r"^llama_4_scaling_beta: found 0\.1 with rope_type"):
+        config.with_positions(rope_scaling=None)
+    source = config.to_hf()
+    del source["rope_scaling"]
+    written, left_out = described(longer, source)
+    assert TransformerConfig.from_hf_dict(written) == longer and left_out == []
 
 
 def test_an_override_of_gemma_3_may_have_the_older_key():

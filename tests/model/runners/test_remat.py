@@ -15,7 +15,8 @@ from model.memory.policies import POLICIES
 from model.parameter_declarations import declare_layer
 from tests.model.build import llama, mean_loss, packed_batch, tiny
 
-ROWS, LENGTH = 1, 1024  # every other size of the model is smaller than a device's 256 tokens
+# Every other size, model.lookup's blocks of tokens included, is smaller than a device's tokens.
+ROWS, LENGTH = 1, 4096
 SCHEDULES = [
     "ring",
     "all_gather",

@@ -1,7 +1,6 @@
 """What compilers do with frozen weights: no float32 array of their size, and gathers of codes."""
 
 import collections
-from importlib import metadata
 
 import pytest
 
@@ -10,6 +9,7 @@ from model.config import TransformerConfig
 from planning.compiled.text import arrays, parse
 from planning.compiled.transfers import results
 from planning.plan import Job
+from tests.compiled_text import NEEDS_CUDA
 from trainer.config.schema import MeshConfig
 
 MODEL = TransformerConfig(
@@ -72,12 +72,6 @@ def gathered(module):
                 for array in results(instruction):
                     total[array.dtype] += module.runs[computation] * array.nbytes
     return total
-
-
-NEEDS_CUDA = pytest.mark.skipif(
-    not any(distribution.name.startswith("jax-cuda") for distribution in metadata.distributions()),
-    reason="needs JAX's CUDA compiler; make evidence installs it",
-)
 
 
 @pytest.mark.slow

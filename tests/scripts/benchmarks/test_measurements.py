@@ -56,7 +56,12 @@ def test_the_commit_draws_the_figures_that_a_reviewer_remakes(monkeypatch, capfd
         result = load(name)
         assert figure.endswith(result.rows[row_id]["found"])
         assert how.strip() in (result.command, result.rows[row_id].get("command"))
-    every = {f"{name}.{row_id}" for name, result in load_all().items() for row_id in result.rows}
+    every = {
+        f"{name}.{row_id}"
+        for name, result in load_all().items()
+        if name != "drawn"
+        for row_id in result.rows
+    }
     assert {line.split(":")[0] for line in drawn("0123456", 10_000)[::2]} == every
 
 

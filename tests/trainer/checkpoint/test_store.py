@@ -516,16 +516,25 @@ def test_a_failed_save_is_reported(tmp_path, assets, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("code", "may_pass"), [(errno.EIO, True), (errno.ENOSPC, True), (errno.EPERM, False)]
+    ("code", "processes", "may_pass"),
+    [
+        (errno.EIO, 1, True),
+        (errno.ENOSPC, 1, True),
+        (errno.EPERM, 1, False),
+        (errno.EIO, 2, False),
+        (errno.EPERM, 2, False),
+    ],
 )
 def test_a_failed_save_says_whether_the_next_may_succeed(
-    tmp_path, assets, monkeypatch, capsys, code, may_pass
+    tmp_path, assets, monkeypatch, capsys, code, processes, may_pass
 ):
+    """With several processes a failure always ends the run; the last line says if it may resume."""
     finish = saving.ocp.AsyncCheckpointer.wait_until_finished
 
     def fail(checkpointer):
         finish(checkpointer)
         if threading.current_thread() is not threading.main_thread():
+            patch.setattr(jax, "process_count", lambda: processes)
             raise OSError(code, os.strerror(code))
 
     store = CheckpointStore(tmp_path / "run")
@@ -537,7 +546,10 @@ def test_a_failed_save_says_whether_the_next_may_succeed(
             store.wait()
     assert failed.value.may_pass == may_pass
     ends = "training ends " + ("if its next save fails too" if may_pass else "before its next save")
-    assert ends in capsys.readouterr().err
+    resumes = "; the same command resumes from the last checkpoint"
+    resumes = resumes if processes > 1 and code == errno.EIO else ""
+    assert f"{ends}{resumes}\n" in capsys.readouterr().err
+    assert str(failed.value).endswith(f"{os.strerror(code)}{resumes}")
     store.save(2, model={"a": np.ones(4)}, assets=assets)
     store.wait()
     assert store.steps() == [2]

@@ -40,7 +40,7 @@ def test_the_first_page_is_short_and_names_every_section(capsys, monkeypatch):
         assert f"\n  --{name} " in text
     for flag in FLAGS:
         assert f"\n  {flag} " in text
-    assert "Peak learning rate (default: 2e-05)" in text
+    assert "Peak learning rate, by default 1e-4 with adapters (default: 1e-05)" in text
 
 
 def test_all_documents_every_field_that_a_user_may_set(capsys):

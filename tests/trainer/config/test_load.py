@@ -18,6 +18,7 @@ from eval.live_test import LiveTest
 from trainer.config import fields, parsing
 from trainer.config.data import SourceConfig
 from trainer.config.load import dump, load, resolved
+from trainer.config.other_trainers import MEANT, NO_FIELD, REMARKS
 from trainer.stages import stages_of
 
 RECIPE = {
@@ -187,11 +188,55 @@ def test_a_recipe_with_steps_and_epochs_is_refused(tmp_path):
         load(["--config", recipe, *flags])
 
 
-def test_a_command_without_recipe_has_the_defaults_of_its_flags():
+def without_rate(tmp_path, change=None):
+    return write(tmp_path, {"optimizer": {"beta1": 0.9}, **(change or {})}, "no_rate.yaml")
+
+
+def test_one_rule_gives_the_learning_rate_with_and_without_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.delitem(RECIPE, "optimizer")
+    model = ["--model.path", "hf", "--data.path", "a.json"]
+    for words in (model, ["--config", without_rate(tmp_path)]):
+        for rank, rate in (("0", 1e-5), ("8", 1e-4)):
+            command = [*words, "--adapter.rank", rank]
+            assert load(command).optimizer.learning_rate == rate, command
+            given = load([*command, "--optimizer.learning_rate", "3e-5"])
+            assert given.optimizer.learning_rate == 3e-5
+    recipe = without_rate(tmp_path, {"adapter": {"rank": 4}})
+    assert load(["--config", recipe]).optimizer.learning_rate == 1e-4
+    assert load(["--config", recipe, "--adapter.rank", "0"]).optimizer.learning_rate == 1e-5
+    written = write(tmp_path, {"adapter": {"rank": 4}, "optimizer": {"learning_rate": 2e-5}})
+    assert load(["--config", written]).optimizer.learning_rate == 2e-5
+
+
+def test_a_run_that_began_with_the_old_default_rate_keeps_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.delitem(RECIPE, "optimizer")
+    run = tmp_path / "run"
+    command = ["--config", without_rate(tmp_path), "--run_dir", str(run)]
+    began = load([*command, "--optimizer.learning_rate", "2e-5"])
+    run.mkdir()
+    (run / "config.yaml").write_text(dump(began), encoding="utf-8")
+    assert load(command) == began
+    assert capsys.readouterr().err == (
+        f"{run}: keeps optimizer.learning_rate 2e-05, with which it began; the default is now "
+        "1e-05\n"
+    )
+    adapted = [*command, "--adapter.rank", "8"]
+    assert load(adapted).optimizer.learning_rate == 2e-5
+    assert load([*command, "--optimizer.learning_rate", "1e-5"]).optimizer.learning_rate == 1e-5
+    # A rate that its command gave must be given again.
+    other = load([*command, "--optimizer.learning_rate", "3e-4"])
+    (run / "config.yaml").write_text(dump(other), encoding="utf-8")
+    assert load(command).optimizer.learning_rate == 1e-5
+    # A stage's own rate is no default.
+    (run / "stages/1").mkdir(parents=True)
+    (run / "stages/1/config.yaml").write_text(dump(began), encoding="utf-8")
+    stages = ["--stages", "[{context_length: 64, learning_rate: 2e-5}, {context_length: 128}]"]
+    assert load([*command, *stages]).optimizer.learning_rate == 1e-5
+    assert load([*command, "--stages", "[{context_length: 64}]"]).optimizer.learning_rate == 2e-5
+
+
+def test_a_command_without_recipe_trains_for_an_epoch_or_its_stages():
     command = ["--model.path", "hf", "--data.path", "a.json"]
-    for rank, rate in (("0", 1e-5), ("8", 1e-4)):
-        config = load([*command, "--adapter.rank", rank])
-        assert config.optimizer.learning_rate == rate, rank
     stages = ["--stages", "[{context_length: 256, steps: 5}]"]
     (stage,) = stages_of(load([*command, *stages]))
     assert (stage.train.steps, stage.train.epochs) == (5, None)
@@ -335,12 +380,29 @@ def test_only_the_positions_of_a_pretrained_model_may_be_overridden(tmp_path):
             ["did you mean --train.batch_size, rows of a step over all devices and microbatches?"],
         ),
         ("--label_smoothing_factor 0.1", ["(there is no label smoothing for fine-tuning); valid"]),
-        ("--train_on_inputs true", ["did you mean --data.train_on everything?"]),
+        ("--train_on_inputs true", ["did you mean --data.train_on everything, if true?"]),
         ("--eval_dataset x", ["did you mean --data.held_out_path?"]),
+        ("--sequence_len 8", ["did you mean --data.context_length?"]),
+        ("--datasets x", ["did you mean --data.sources?"]),
+        ("--seed 1", ["did you mean --model.seed or --data.seed?"]),
+        ("--steps 1", ["did you mean --train.steps?"]),
+        ("--model_name x", ["did you mean --model.path?"]),
+        ("--chat_template_path x", ["did you mean --data.template?"]),
+        ("--val_set_size 0.1", ["did you mean --data.held_out_fraction, a share?"]),
+        ("--evals_per_epoch 4", ["did you mean --train.evaluate_every, a number of steps?"]),
+        ("--load_in_4bit true", ["did you mean --adapter.quantize nf4, if true?"]),
+        ("--sample_packing true", ["(rows are always packed with documents); valid"]),
+        ("--packed true", ["(rows are always packed with documents); valid"]),
+        ("--special_tokens x", ["(they are the tokenizer's"]),
+        ("--label_smoothing 0.1", ["(preference.label_smoothing is for pairs;"]),
+        ("--dataset_split train", ["(the path names the split's file or folder)"]),
+        ("--beta 0.1", ["did you mean --preference.beta?"]),
         ("--logging_dir x", ["did you mean --run_dir?"]),
         ("--lora_r 8", ["did you mean --adapter.rank?"]),
         ("--adam_beta2 0.9", ["did you mean --optimizer.beta2?"]),
         ("--min_lr 1e-6", ["did you mean --optimizer.final_fraction, a share of the peak?"]),
+        ("--preference.rpo_alpha 1", ["did you mean --preference.sft_weight?"]),
+        ("--preference.loss dpo", ["preference.loss: found dpo (did you mean sigmoid?)"]),
         ("--packing true", ["(rows are always packed with documents)"]),
         ("--model.max-seq-length 4", ["did you mean --data.context_length?"]),
         ("--mesh 4", ["--mesh is a section", "mesh.fsdp"]),
@@ -440,8 +502,8 @@ def test_only_the_positions_of_a_pretrained_model_may_be_overridden(tmp_path):
             ["evaluations.name: found ['train']", "them train, metrics"],
         ),
         (
-            "--adapter.targets [q_proj,v_proj] --adapter.train embed_tokens",
-            ["command line: adapter.train: found embed_tokens, expects list of str"],
+            "--adapter.targets [q_proj,v_proj] --adapter.train [5]",
+            ["command line: adapter.train: found [5], expects list of str"],
         ),
         ("--data.train_on first", ["data.train_on: found first", "one of all, last, everything"]),
         ("--config_version 1", ["--config_version is recorded by runs"]),
@@ -562,6 +624,39 @@ def test_mistakes_on_the_command_line(tmp_path, flags, words):
             {"data": {"sources": [{"path": "a"}, {"path": "b", "weight": -1}]}},
             ["sources[1].weight: found -1.0", "positive"],
         ),
+        (
+            {"trian": {}, "train": {"step": 1}, "adapter": "lora", "num_epochs": 3},
+            [
+                "unknown fields num_epochs (did you mean train.epochs?), trian (did you mean "
+                "train?), train.step (did you mean train.steps?), adapter (a section, found "
+                "'lora'); train.py --help all lists the valid ones"
+            ],
+        ),
+        (
+            {"data": {"sources": [{"path": "a", "wieght": 1, "max_samples": 9}]}},
+            ["unknown fields data.sources[0].max_samples (a source's", ".wieght (did", "; valid: "],
+        ),
+        ({"data.path": "a"}, ["unknown field data.path (write data: {path: ...});"]),
+        ({"data": {"sources": ["a"]}}, ["expects the fields path,", "{path: a} would work"]),
+        (
+            {"data": {"sources": None, "path": ["a", "b"]}},
+            ["data.path: found", "did you mean data.sources: [{path: a}, {path: b}]?"],
+        ),
+        (
+            {"optimizer": {"name": "adamw_bnb_8bit"}},
+            ["(did you mean adamw with optimizer.moment_dtype 8bit?), expects one of adamw"],
+        ),
+        (
+            {"optimizer": {"schedule": "constant_with_warmup"}},
+            ["(did you mean constant with optimizer.warmup_steps?)"],
+        ),
+        ({"adapter": {"rank": 8, "quantize": "4bit"}}, ["found 4bit (did you mean nf4?)"]),
+        ({"adapter": {"rank": 8, "targets": "q_proj,v_proj"}}, ["found 'q_proj,v_proj', needs"]),
+        (
+            {"data": {"clean": {"languages": "en,de"}}},
+            ["data.clean.languages: found 'en,de'", "such as [en, de]"],
+        ),
+        ({"data": {"text_tokens": ""}}, ["data.text_tokens: found , expects list of str"]),
         ({"data": {"text_tokens": 5}}, ["data.text_tokens: found 5", "list of str"]),
         ({"train": 5}, ["train expects", "found 5"]),
         ({"train": {"steps": None}}, ["train.steps: found null, expects int"]),
@@ -869,7 +964,7 @@ def test_a_merged_key_may_be_overridden(tmp_path):
         ),
         (
             ["--model.overrides", "{hidden_size: 64}", "--model.overrides={num_hidden_layers: 3}"],
-            ["--model.overrides", "would drop", "hidden_size", "as one"],
+            ["--model.overrides is given twice", "hidden_size", "as one --model.overrides"],
         ),
         (
             ["--model.overrides.hidden_size", "64", "--model.overrides", "{num_hidden_layers: 3}"],
@@ -877,7 +972,14 @@ def test_a_merged_key_may_be_overridden(tmp_path):
         ),
         (
             ["--data.sources", "[{path: a}]", "--data.sources", "[{path: b}]"],
-            ["--data.sources", "would drop", "as one"],
+            ["--data.sources is given twice", "write both as one --data.sources"],
+        ),
+        (
+            ["--data.path", "a.jsonl", "--data.path", "b.jsonl"],
+            [
+                "--data.path is given twice, as a.jsonl and b.jsonl; for both, --data.sources "
+                '\'[{"path": "a.jsonl"}, {"path": "b.jsonl"}]\' would work'
+            ],
         ),
     ],
 )
@@ -889,22 +991,41 @@ def test_flags_that_would_be_dropped_are_refused(tmp_path, flags, words):
     assert "\n" not in str(error.value)
 
 
-def test_the_last_of_two_flags_wins_and_a_field_may_follow_its_mapping(tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--train.steps=5", "--train.steps", "7"],
+            "--train.steps 7 replaces 5, given before",
+        ),
+        (
+            ["--model.overrides.hidden_size", "64", "--model.overrides.hidden-size", "32"],
+            "--model.overrides.hidden_size 32 replaces 64, given before",
+        ),
+        (
+            ["--attention.schedule", "ring", "--attention.schedule", "all_gather"],
+            "--attention.schedule all_gather replaces ring, given before",
+        ),
+    ],
+)
+def test_of_a_flag_given_twice_the_last_holds_and_a_warning_names_the_first(tmp_path, flags, words):
+    with pytest.warns(UserWarning, match=re.escape(words)):
+        config = load(["--config", write(tmp_path), *flags])
+    assert config == load(["--config", write(tmp_path), *flags[-2:]])
+
+
+def test_a_flag_repeated_and_a_field_after_its_mapping_are_read(tmp_path):
     flags = [
         "--train.steps",
-        "3",
+        "4",
         "--train.steps=4",
-        "--attention.schedule",
-        "ring",
-        "--attention.schedule",
-        "all_gather",
         "--model.overrides",
         "{num_hidden_layers: 3}",
         "--model.overrides.hidden_size",
         "64",
     ]
     config = load(["--config", write(tmp_path), *flags])
-    assert config.train.steps == 4 and config.attention.schedule == "all_gather"
+    assert config.train.steps == 4
     assert config.model.overrides == {"num_hidden_layers": 3, "hidden_size": 64}
 
 
@@ -916,10 +1037,24 @@ def test_unparsable_yaml_names_the_recipe(tmp_path, text):
 
 
 def test_names_from_other_trainers_map_to_existing_fields():
-    for field, names in fields._ELSEWHERE.items():
-        assert field in fields.FIELDS and not set(names) & {
-            name.rsplit(".", 1)[-1] for name in fields.FIELDS
-        }, field
+    assert set(MEANT.values()) <= set(fields.FIELDS)
+    assert not set(MEANT) & {name.rsplit(".", 1)[-1] for name in fields.FIELDS}
+
+
+def test_other_trainers_names_are_not_ours_and_have_one_meaning():
+    own = {name.rsplit(".", 1)[-1] for name in fields.FIELDS} | {*fields.SECTIONS}
+    assert not set(MEANT) & set(NO_FIELD)
+    assert not set(NO_FIELD) & own - {"label_smoothing", "split"}, "only these two of ours"
+    assert set(REMARKS) <= set(MEANT)
+
+
+def test_one_text_is_a_list_of_texts_with_one(tmp_path):
+    flags = ["--adapter.rank", "8", "--adapter.targets", "all-linear"]
+    flags += ["--samples.prompts", "Is it so? Say: yes", "--data.clean.languages", "no"]
+    config = load(["--config", write(tmp_path), *flags])
+    assert config.adapter.targets == ("all-linear",)
+    assert config.samples.prompts == ("Is it so? Say: yes",)
+    assert config.data.clean.languages == ("no",), "not YAML's false"
 
 
 def test_train_alone_lists_the_recipes(repository, capsys):
@@ -1040,6 +1175,10 @@ def test_a_run_of_today_keeps_the_day_of_its_first_start(tmp_path, capsys):
     assert capsys.readouterr().err == (
         f"{run}: keeps data.template_date 2025-12-31, with which it began; today is {today}\n"
     )
+    second = ["--distributed.coordinator", "a:1", "--distributed.process_id", "1"]
+    second += ["--distributed.num_processes", "2"]
+    assert load([*command, *second]).data.template_date == "2025-12-31"
+    assert not capsys.readouterr().err, "the first process says so"
     plain = ["--config", write(tmp_path), "--run_dir", str(run)]
     flag = ["--data.template_date", "today"]
     assert load([*plain, *flag]).data.template_date == "2025-12-31"

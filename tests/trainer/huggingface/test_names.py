@@ -52,6 +52,23 @@ WHOLE = {
         {"model_type": "mistral", "sliding_window": None},
         {"model_type": "pixtral", "head_dim": 8},
     ),
+    "mistral3 of ministral3": (
+        {},
+        {
+            "model_type": "ministral3",
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+        {"model_type": "pixtral", "head_dim": 8},
+    ),
     "llava": (
         {},
         {"model_type": "llama", "tie_word_embeddings": True, "sliding_window": None},
@@ -65,7 +82,9 @@ def make(kind, folder, tokenizer):
     """Writes a random model of images and returns it."""
     whole, text, vision = WHOLE[kind]
     fields = {"text_config": {**SIZES, **text}, "vision_config": {**VISION, **vision}}
-    config = transformers.AutoConfig.for_model(kind, image_token_index=1000, **fields, **whole)
+    config = transformers.AutoConfig.for_model(
+        kind.split()[0], image_token_index=1000, **fields, **whole
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config).float().eval()
     for name, parameter in model.named_parameters():
@@ -188,6 +207,67 @@ def test_other_weights_than_needed_are_named(name, words, hf_model, tmp_path):
     (folder / "model.safetensors").rename(folder / name)
     with pytest.raises(ValueError, match=f"no weights here: {name} is {words}"):
         ours(folder)
+
+
+# Modules of quantized folders as their programs write them: the tensors instead of a weight.
+QUANTIZED = {
+    "GPTQ or AWQ": {"qweight": torch.int32, "qzeros": torch.int32, "scales": torch.float16},
+    "compressed-tensors": {"weight_packed": torch.int32, "weight_scale": torch.bfloat16},
+    "FP8": {"weight": torch.float8_e4m3fn, "weight_scale_inv": torch.float32},
+    "bitsandbytes' int8": {"weight": torch.int8, "SCB": torch.float32},
+    "MLX": {"weight": torch.uint32, "scales": torch.bfloat16, "biases": torch.bfloat16},
+    "bitsandbytes' 4 bits, not as NF4": {
+        "weight": torch.uint8,
+        "weight.absmax": torch.float32,
+        "weight.quant_state.bitsandbytes__fp4": torch.uint8,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_a_quantization_that_config_json_does_not_tell_is_named(kind, hf_model, tmp_path):
+    """From the tensors, with what would work."""
+    folder = shutil.copytree(hf_model, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        rows, columns = tensors.pop(name).shape
+        for part, dtype in QUANTIZED[kind].items():
+            # MLX's dtype is as good as another here: its shape is wrong.
+            shape = (rows, columns // 8) if kind == "MLX" else (rows, columns)
+            tensors[name.removesuffix("weight") + part] = torch.zeros(shape, dtype=dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError,
+        match=rf"tensor model\.layers\.0\.\S+_proj\.weight .*is there, as in {kind}, which is not "
+        "read; the unquantized model",
+    ):
+        ours(folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["consolidated.00.pth", "params.json"], "consolidated.00.pth is Meta's own format"),
+        (["consolidated.safetensors", "params.json"], "is Mistral's own format"),
+        (["model-Q4_K_M.gguf"], "model-Q4_K_M.gguf is llama.cpp's format"),
+        (["model.safetensors", "tokenizer.json"], "model.safetensors needs the config.json"),
+    ],
+)
+def test_other_formats_without_a_config_are_named(names, words, tmp_path):
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=rf"no config\.json .* is in this folder; .*{words}"):
+        open_model(str(tmp_path))
+
+
+def test_a_file_as_a_model_is_named(tmp_path):
+    for name, words in (
+        ("one.gguf", r"of llama\.cpp's format"),
+        ("model.safetensors", "and a model"),
+    ):
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(ValueError, match=rf"{name}: a file, {words}.* needs a folder"):
+            open_model(str(tmp_path / name))
 
 
 def adapter_beside(folder, to):

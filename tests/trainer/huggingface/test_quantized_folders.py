@@ -12,12 +12,13 @@ import pytest
 import torch
 import transformers
 from bitsandbytes.functional import QuantState, dequantize_4bit
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from model.adapter import AdapterConfig
 from model.codecs import NESTED_BLOCK, dequantize_nf4, quantize_nf4
 from scripts import import_hf, quantize_hf
 from tests.model.build import llama
+from trainer.huggingface.assets import copy_assets, source_dtype, write_source_dtype
 from trainer.huggingface.bitsandbytes import nf4_layout, write_nf4
 from trainer.huggingface.read import StoredCodes
 from trainer.huggingface.write import write_hf
@@ -140,39 +141,155 @@ def test_codes_are_read_as_they_are_stored(folders):
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize(
-    ("skipped", "words"),
-    [
-        (["lm_head"], None),
-        (["lm_head", "down_proj"], "layers.0.mlp.down_proj.weight is not in NF4, unlike others"),
-        (
-            ["lm_head", "model.layers.1.mlp.down_proj"],
-            "layers.1.mlp.down_proj.weight is not in NF4, unlike others (llm_int8_skip_modules",
-        ),
-        (["nothing"], "lm_head.weight is in NF4, which is read for the layers' projections only"),
-    ],
-)
-def test_folders_in_which_other_matrices_are_in_nf4_are_refused(
-    tmp_path, repository, skipped, words
-):
-    """As transformers writes them with `llm_int8_skip_modules`; by `open_model`, so that dry runs
-    refuse them too."""
-    save_model(tmp_path / "hf", "llama", repository)
-    options = transformers.BitsAndBytesConfig(
+def quantized_by_transformers(folder, repository, kind="llama", **options):
+    """Returns the folder of a model in NF4 that transformers and bitsandbytes saved, and that
+    model's weights, each as bitsandbytes decodes it."""
+    plain = folder / "plain"
+    if not plain.exists():
+        save_model(plain, kind, repository)
+    config = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        llm_int8_skip_modules=skipped,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        **options,
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "hf", quantization_config=options
+        plain, quantization_config=config, dtype=torch.bfloat16
     )
-    model.save_pretrained(tmp_path / "nf4")
+    saved = folder / "_".join(["nf4", *map(str, options)])
+    model.save_pretrained(saved)
+    for path in (repository / "data/fixtures/tiny_tokenizer").iterdir():
+        (saved / path.name).write_bytes(path.read_bytes())
+    weights = {
+        name: dequantize_4bit(weight.data, weight.quant_state)
+        if getattr(weight, "quant_state", None) is not None
+        else weight.data
+        for name, weight in model.named_parameters()
+    }
+    return saved, weights
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "float32"])
+def test_codes_are_bytes_in_any_storage(tmp_path, repository, storage):
+    """With `bnb_4bit_quant_storage`, as FSDP needs it, a tensor has fewer and wider numbers."""
+    source = save_model(tmp_path / "plain", "llama", repository)
+    assert quantize_hf.main([str(source), str(tmp_path / "nf4")]) == 0
+    file = tmp_path / "nf4/model.safetensors"
+    tensors, expected = load_file(file), {}
+    with contextlib.ExitStack() as stack:
+        for name, stored in open_model(str(tmp_path / "nf4")).stored(stack).items():
+            if isinstance(stored, StoredCodes):
+                expected[name] = stored.quantized(1)[0].codes.copy()
+    coded = [name.removesuffix(".absmax") for name in tensors if name.endswith(".absmax")]
+    for name in coded:
+        tensors[name] = tensors[name].reshape(-1).view(np.dtype(storage)).reshape(-1, 1)
+    save_file(tensors, file, {"format": "pt"})
+    opened = open_model(str(tmp_path / "nf4"))
+    with contextlib.ExitStack() as stack:
+        stored = opened.stored(stack)
+        for name, codes in expected.items():
+            assert np.array_equal(stored[name].quantized(1)[0].codes, codes), name
+    assert len(expected) == 7
+    # An export has the weights' dtype, not that of scales or storage.
+    copy_assets(tmp_path / "nf4", tmp_path / "assets")
+    assert source_dtype(tmp_path / "assets") == ("bfloat16", {})
+
+    tensors[coded[0]] = tensors[coded[0]][:-8]
+    save_file(tensors, file, {"format": "pt"})
+    source, adapter = open_model(str(tmp_path / "nf4")), AdapterConfig(rank=1, quantize="nf4")
+    with pytest.raises(
+        ValueError, match=rf"tensor {re.escape(coded[0])}: found \d+ bytes of codes"
+    ):
+        source.read(llama(dataclasses.replace(source.config, adapter=adapter)))
+
+
+@pytest.mark.parametrize(
+    ("quantize", "declared", "expected"),
+    [
+        ("nf4", "bfloat16", ("bfloat16", {})),
+        ("nf4", "float32", ("float32", {"lm_head.weight": "bfloat16"})),
+        ("none", "bfloat16", ("float32", {"lm_head.weight": "bfloat16"})),
+    ],
+)
+def test_earlier_records_that_counted_scales_are_corrected(tmp_path, quantize, declared, expected):
+    """They said float32, the dtype of the scales, for projections that were bfloat16."""
+    config = {"model_type": "llama", "torch_dtype": declared}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run.yaml").write_text(f"adapter: {{rank: 2, quantize: {quantize}}}")
+    write_source_dtype(tmp_path, {"a": "float32", "b": "float32", "lm_head.weight": "bfloat16"})
+    assert source_dtype(tmp_path) == expected
+
+
+def test_bitsandbytes_storage_is_read(tmp_path, repository):
+    """Of a folder that transformers wrote: the codes of both storages are equal."""
+    first, _ = quantized_by_transformers(tmp_path, repository)
+    second, _ = quantized_by_transformers(
+        tmp_path, repository, bnb_4bit_quant_storage=torch.bfloat16
+    )
+    with contextlib.ExitStack() as stack:
+        plain, wide = (open_model(str(folder)).stored(stack) for folder in (first, second))
+        coded = [name for name in plain if isinstance(plain[name], StoredCodes)]
+        assert len(coded) == 7
+        for name in coded:
+            assert np.array_equal(
+                wide[name].quantized(0)[0].codes, plain[name].quantized(0)[0].codes
+            )
+
+
+@pytest.mark.parametrize(
+    ("kind", "skipped", "words"),
+    [
+        ("llama", ["lm_head"], None),
+        ("phi3", ["lm_head"], None),
+        ("llama", ["lm_head", "down_proj"], "layers.0.mlp.down_proj.weight is not in NF4, unlike"),
+        ("llama", ["lm_head", "model.layers.1.mlp"], "layers.1.mlp.gate_proj.weight is not in NF4"),
+        ("llama", ["nothing"], None),
+    ],
+)
+def test_nf4_is_decoded_without_quantize(tmp_path, repository, kind, skipped, words):
+    """The weights are bitsandbytes', bit for bit, whichever modules `llm_int8_skip_modules` left
+    out; for `adapter.quantize: nf4` the layers' projections must all be in NF4."""
+    folder, weights = quantized_by_transformers(
+        tmp_path, repository, kind, llm_int8_skip_modules=skipped
+    )
+    source = open_model(str(folder))
+    with pytest.warns(UserWarning, match=r"skip_modules: \d+ matrices in NF4 are decoded"):
+        params = source.read(llama(source.config, {"fsdp": 2, "tensor": 2}))
+    copy_assets(folder, tmp_path / "assets")
+    write_hf(params, source.config, tmp_path / "assets", tmp_path / "read")
+    with contextlib.ExitStack() as stack:
+        stored = source.stored(stack)
+        write_hf(stored, source.config, tmp_path / "assets", tmp_path / "stored")
+    for out in ("read", "stored"):
+        written = load_file(tmp_path / out / "model.safetensors")
+        assert written.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert weight.dtype == torch.bfloat16
+            assert np.array_equal(written[name].astype(np.float32), weight.float().numpy()), name
+    exported = json.loads((tmp_path / "read/config.json").read_text(encoding="utf-8"))
+    assert "quantization_config" not in exported
     if words is None:
-        open_model(str(tmp_path / "nf4"))
-        return
-    with pytest.raises(ValueError, match=rf"nf4: tensor [\w.]*{re.escape(words)}"):
-        open_model(str(tmp_path / "nf4"))
+        source.check_weights("nf4")
+    else:
+        with pytest.raises(ValueError, match=rf"{re.escape(words)}.*adapter.quantize none"):
+            source.check_weights("nf4")
+    with pytest.raises(ValueError, match=r"q(kv)?_proj.weight is in NF4, .* int8 would quantize"):
+        source.check_weights("int8")
+    source.check_weights("none")
+
+
+def test_a_dynamic_folder_of_the_hub_names_its_siblings(tmp_path, repository):
+    folder, _ = quantized_by_transformers(
+        tmp_path, repository, llm_int8_skip_modules=["lm_head", "model.layers.1.mlp"]
+    )
+    cached = tmp_path / "models--unsloth--Tiny-unsloth-bnb-4bit/snapshots/0123"
+    cached.parent.mkdir(parents=True)
+    folder.rename(cached)
+    with pytest.raises(
+        ValueError, match=r"unsloth/Tiny \(16 bits\) or unsloth/Tiny-bnb-4bit \(all in NF4\)"
+    ):
+        open_model(str(cached)).check_weights("nf4")
 
 
 def test_a_checkpoint_and_the_folder_it_was_imported_from_quantize_to_the_same_bytes(

@@ -2,6 +2,8 @@
 a host's only process uses all GPUs."""
 
 import os
+import re
+import socket
 import subprocess
 import sys
 import warnings
@@ -9,6 +11,7 @@ import warnings
 import pytest
 
 from data.errors import TransientError, UserError
+from scripts.launch_local import free_port
 from trainer.config.schema import DistributedConfig
 from trainer.run import cluster
 from trainer.run.outcome import WRONG_INPUT, outcome_of
@@ -23,6 +26,7 @@ def joined(monkeypatch):
     monkeypatch.setattr(
         cluster.jax.distributed, "initialize", lambda **arguments: calls.append(arguments)
     )
+    monkeypatch.setenv("no_grpc_proxy", "")  # `join` sets it
     names = "COORDINATOR_ADDRESS", "COORDINATOR_BIND_ADDRESS", "LOCAL_DEVICE_IDS"
     for name in names:
         monkeypatch.delenv(f"JAX_{name}", raising=False)
@@ -41,7 +45,8 @@ def join():
 
 @pytest.mark.parametrize(
     ("node", "bound"),
-    [("127.0.0.1", "127.0.0.1:61447"), ("nowhere.invalid,other", "[::]:61447")],
+    # The second is no interface of this machine, as behind a load balancer.
+    [("127.0.0.1", "127.0.0.1:61447"), ("192.0.2.7,other", "[::]:61447")],
 )
 def test_a_detected_coordinator_listens_on_its_own_interface(joined, monkeypatch, node, bound):
     in_slurm(monkeypatch, node)
@@ -52,6 +57,76 @@ def test_a_detected_coordinator_listens_on_its_own_interface(joined, monkeypatch
     assert (call["num_processes"], call["process_id"]) == (2, 0)
 
 
+def test_a_detected_coordinators_name_is_awaited(joined, monkeypatch, capsys):
+    """A pod has a name once it runs; JAX would ask for it in silence."""
+    in_slurm(monkeypatch, "nowhere.invalid,other")
+    pauses = []
+    monkeypatch.setattr(cluster.time, "sleep", pauses.append)
+    monkeypatch.setattr(cluster.time, "monotonic", lambda: 200.0 * len(pauses))
+    problem = "the coordinator's host has the name nowhere.invalid, which this machine cannot"
+    with pytest.raises(TransientError, match=re.escape(problem)):
+        join()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" resolve ")[0] for line in lines] == [problem]
+    assert not joined and len(pauses) == 2
+    known = iter([socket.gaierror(), []])
+
+    def look_up(*_):
+        if isinstance(answer := next(known), OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(cluster.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(cluster, "bind_address", lambda address: address)
+    join()
+    assert joined
+
+
+def test_a_machine_that_does_not_know_its_own_name_says_so(monkeypatch):
+    """Gloo would end with a traceback."""
+    monkeypatch.setattr(cluster.jax.distributed, "initialize", lambda **_: None)
+    monkeypatch.setattr(cluster.distributed.global_state, "num_processes", 2)
+    monkeypatch.setattr(cluster.socket, "gethostname", lambda: "nowhere.invalid")
+    monkeypatch.setenv("no_grpc_proxy", "")
+    monkeypatch.setattr(cluster, "_end_with_others", lambda: None)
+    monkeypatch.setattr(cluster, "before_the_end", lambda tell: None)
+    with pytest.raises(UserError, match=r"this machine has the name nowhere\.invalid, which"):
+        cluster._initialize(coordinator_address="127.0.0.1:1234")
+    platforms = cluster.jax.config.jax_platforms
+    cluster.jax.config.update("jax_platforms", "cuda")  # without Gloo
+    try:
+        cluster._initialize(coordinator_address="127.0.0.1:1234")
+    finally:
+        cluster.jax.config.update("jax_platforms", platforms)
+
+
+PROXY = """
+import sys
+from trainer import entry
+from trainer.config.schema import DistributedConfig
+from trainer.run import cluster
+
+cluster.JOIN_SECONDS = 10
+config = DistributedConfig(coordinator=sys.argv[1], process_id=0, num_processes=1)
+sys.exit(entry.run(lambda: cluster.join(config, simulated=True, folder=None)))
+"""
+
+
+def test_processes_join_without_the_clusters_proxy(repository):
+    """gRPC would connect by it, where the others are not."""
+    proxies = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    done = subprocess.run(
+        [sys.executable, "-c", PROXY, f"127.0.0.1:{free_port()}"],
+        cwd=repository,
+        env={**os.environ, **proxies, "no_proxy": "example.org"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_jaxs_environment_variable_decides_where_the_coordinator_listens(joined, monkeypatch):
     in_slurm(monkeypatch, "127.0.0.1")
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0:61447")
@@ -59,15 +134,22 @@ def test_jaxs_environment_variable_decides_where_the_coordinator_listens(joined,
     assert joined[0]["coordinator_bind_address"] == "0.0.0.0:61447"
 
 
-def test_a_single_process_joins_nothing(joined):
+def test_a_single_process_joins_nothing(joined, monkeypatch):
+    """Nor does a step's only task: of two commands in its shell, the second would be a second
+    process 0, and end the first."""
     join()
     assert not joined
+    in_slurm(monkeypatch, "nowhere.invalid", NTASKS="1")
+    join()
+    assert not joined
+    in_slurm(monkeypatch, "127.0.0.1", NTASKS="1", PROCID="1")  # JAX refuses it
+    join()
+    assert joined
 
 
 @pytest.mark.parametrize(
     ("tasks", "nodes", "devices", "unused"),
     [
-        ("1", "1", None, ""),
         ("2", "2", None, ""),
         ("16", "2", [3], ""),
         ("4", "2", [3], "4 tasks use one GPU each of 16; with srun --ntasks-per-node=1"),
@@ -103,7 +185,12 @@ def test_given_devices_are_kept(joined, monkeypatch):
     in_slurm(monkeypatch, "127.0.0.1", STEP_NUM_NODES="1", GPUS_ON_NODE="8")
     monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "2,3")
     join()
-    assert joined[0]["local_device_ids"] is None
+    assert joined.pop()["local_device_ids"] is None
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    given = {}
+    monkeypatch.setattr(cluster.jax.config, "update", given.__setitem__)
+    join()
+    assert not joined and set(given.values()) == {"2,3"} and "jax_cuda_visible_devices" in given
 
 
 VISIBLE = """

@@ -103,7 +103,7 @@ def test_the_same_run_resumes_on_any_hardware(config):
         ({"train": TrainConfig(steps=5)}, "train.steps is 100 there and 5 now"),
         (
             {"optimizer": OptimizerConfig(learning_rate=1.0)},
-            "optimizer.learning_rate is 2e-05 there and 1.0 now",
+            "optimizer.learning_rate is 1e-05 there and 1.0 now",
         ),
         (
             {"data": DataConfig(sources=(SourceConfig("a.json", weight=2.0),))},
