@@ -98,6 +98,8 @@ def leave(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    # What threads of a failed save leave may be deleted only now.
+    sys.unraisablehook = _interrupt_again
     sys.exit(code)
 
 
