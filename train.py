@@ -11,7 +11,7 @@ names of flags - and _ are the same. LONGSTRIPE_TRACEBACK=1 shows where an error
 comes from.
 
 Exit codes: 0 trained; 1 a dry run that does not fit; 2 an error that you can
-fix, in one line; 75 one that a restart may pass, such as a lost connection; 130
+fix, in one line; 75 one that a restart may cure, such as a lost connection; 130
 stopped by Ctrl-C, 143 by SIGTERM: the running step is finished and saved, and
 the same command resumes the run; a second Ctrl-C ends at once, as both do
 before the first step.
@@ -84,9 +84,8 @@ def next_commands(config: "RunConfig", processes: int) -> str:
     """
     run, mesh = shlex.quote(config.location), config.mesh
     trained = shlex.quote(f"{config.location}/best") if config.checkpoint.best else run
-    output = (
-        f"runs/{config.name}" if config.in_bucket else run
-    )  # the commands write to this machine
+    # The commands write to this machine.
+    output = f"runs/{config.name}" if config.in_bucket else run
     rows = mesh.rows
 
     def flags(**sizes: int) -> str:

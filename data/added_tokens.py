@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from data.errors import UserError
-from data.within import is_text
+from data.untrusted_files import is_text
 
 CONFIG, OLDER_CONFIG, OLDER_IDS = (
     "tokenizer_config.json",
@@ -25,7 +25,7 @@ LISTED, EXTRA, OLDER_EXTRA = (
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token outside of the vocabulary that was learned; the fields are those of tokenizers."""
+    """A token outside the learned vocabulary; the fields are those of the library tokenizers."""
 
     content: str
     single_word: bool = False
@@ -68,11 +68,11 @@ def tokens_with_ids(files: dict[str, bytes]) -> dict[int, AddedToken]:
     listed = config[LISTED] or {}
     if not isinstance(listed, dict):
         raise UserError(
-            f"{_place(LISTED, CONFIG)} is of type {type(listed).__name__}; an object would work"
+            f"{_field_of(LISTED, CONFIG)} is of type {type(listed).__name__}; an object would work"
         )
     return {
-        _id(number, f"an id of {_place(LISTED, CONFIG)}"): _token(
-            value, f"token {number} of {_place(LISTED, CONFIG)}", special=False
+        _id(number, f"an id of {_field_of(LISTED, CONFIG)}"): _token(
+            value, f"token {number} of {_field_of(LISTED, CONFIG)}", special=False
         )
         for number, value in listed.items()
     }
@@ -100,7 +100,7 @@ def tokens_without_ids(files: dict[str, bytes]) -> list[AddedToken]:
     return [*_named(settings, places), *extra]
 
 
-def _place(name: str, file: str) -> str:
+def _field_of(name: str, file: str) -> str:
     """Returns how messages name a field."""
     return f"its {name} in {file}"
 
@@ -109,13 +109,13 @@ def _settings(files: dict[str, bytes]) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the settings of both configurations, merged as by transformers 5, and where each
     is."""
     config = parse_object(files, CONFIG)
-    places = {name: _place(name, CONFIG) for name in config}
+    places = {name: _field_of(name, CONFIG) for name in config}
     if not config.get(EXTRA) and OLDER_EXTRA in config:
         config[EXTRA], places[EXTRA] = config.pop(OLDER_EXTRA), places[OLDER_EXTRA]
     if LISTED in config:
         return config, places
     older = parse_object(files, OLDER_CONFIG)
-    older_places = {name: _place(name, OLDER_CONFIG) for name in older}
+    older_places = {name: _field_of(name, OLDER_CONFIG) for name in older}
     newer_extra, older_extra = config.get(EXTRA), older.get(EXTRA)
     if isinstance(newer_extra, list) and isinstance(older_extra, list):
         older[EXTRA] = [*newer_extra, *older_extra]

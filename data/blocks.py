@@ -162,10 +162,10 @@ class _Space:
 
     def smallest(self, least: int) -> tuple[int, int] | None:
         """Returns the smallest space of at least this size, and the number of such rows."""
-        place = bisect_left(self._sizes, least)
-        if place == len(self._sizes):
+        index = bisect_left(self._sizes, least)
+        if index == len(self._sizes):
             return None
-        return self._sizes[place], self._rows[self._sizes[place]]
+        return self._sizes[index], self._rows[self._sizes[index]]
 
     def add(self, size: int, rows: int) -> None:
         """Adds rows with this space, or removes them."""

@@ -75,8 +75,8 @@ def has_fields(text: str) -> bool:
 
 
 def configurations(content: bytes) -> list[Configuration] | None:
-    """Returns the configurations that a README.md lists, of which not more than MAX_BYTES + 1 need
-    be given; None if it begins like a card and cannot be read."""
+    """Returns the configurations that a README.md lists; None if it begins like a card and cannot
+    be read. Its first MAX_BYTES + 1 bytes are enough."""
     match = _FIELDS.match(content.decode("utf-8", "replace"))
     if match is None:
         return [] if len(content) <= MAX_BYTES else None
@@ -124,7 +124,7 @@ def with_files(listed: Sequence[Configuration], paths: Collection[str]) -> list[
 
 
 def read_alone(path: str, listed: Sequence[Configuration]) -> Configuration | None:
-    """Returns the default one of a data set's configurations; None if it has not several.
+    """Returns the default one of a data set's configurations; None unless it has several.
 
     Args:
       path: of the whole data set, for messages.
@@ -139,16 +139,16 @@ def read_alone(path: str, listed: Sequence[Configuration]) -> Configuration | No
     if len(defaults) == 1:
         return defaults[0]
     raise UserError(
-        f"{path}: its card lists {len(listed)} configurations, and "
-        f"{len(defaults) or 'none'} of them as the default one; the path of one would work: "
-        f"{_named(path, listed, listed)}"
+        f"{path}: has {len(listed)} configurations, and "
+        f"{f'{len(defaults)} of them are' if defaults else 'none of them is'} the default one; the "
+        f"path of one would work: {_named(path, listed, listed)}"
     )
 
 
 def note(
     path: str, alone: Configuration, listed: Sequence[Configuration], files: Sequence[str]
 ) -> str:
-    """Returns what a report says about a data set of which only one configuration is read.
+    """Returns what a report says if only one of a data set's configurations is read.
 
     Args:
       path: of the whole data set.
@@ -168,12 +168,12 @@ def note(
 
 def _named(path: str, some: Sequence[Configuration], listed: Sequence[Configuration]) -> str:
     """Returns the paths of some of a data set's configurations, for a message."""
-    named = [_place(path.rstrip("/"), each, listed) for each in some[:_MOST_NAMED]]
+    named = [_path_of(path.rstrip("/"), each, listed) for each in some[:_MOST_NAMED]]
     more = f" and {len(some) - _MOST_NAMED:,} more" if len(some) > _MOST_NAMED else ""
     return printable(", ".join(named)) + more
 
 
-def _place(path: str, one: Configuration, listed: Sequence[Configuration]) -> str:
+def _path_of(path: str, one: Configuration, listed: Sequence[Configuration]) -> str:
     """Returns the path of a configuration: its folder, if it has one of its own, otherwise the
     pattern of its training split."""
     own, others = _folders(one), [_folders(each) for each in listed if each is not one]

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from data import shapes
-from data.conversation import Message, Order
+from data.conversation import Message, TurnOrder
 from data.errors import UserError
+from data.exact_duplicates import Seen
 from data.fields import (
     TEXT_FIELDS,
     FieldMap,
@@ -41,7 +42,6 @@ from data.reasons import (
     Drop,
 )
 from data.scraped import before_rate_limit, from_html
-from data.seen import Seen
 from data.table_values import without_unused
 from data.tool_calls import parse_tools
 from data.turn_lists import role_in
@@ -157,7 +157,7 @@ class Cleaner:
     """Cleans the records of one source, in order."""
 
     config: CleanConfig = CleanConfig()
-    order: Order = "any"
+    order: TurnOrder = "any"
     """The order of turns that the template requires."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Maps the records' field names to those that are read, see `data.fields.FieldMap`."""
@@ -241,17 +241,17 @@ class Cleaner:
         if not (targets := names.of_answer(record)):
             return named, set()
         answers = [
-            (place, turn)
-            for place, turn in enumerate(named)
+            (index, turn)
+            for index, turn in enumerate(named)
             if isinstance(turn, dict)
             and role_in(turn) == "assistant"
             and shapes.CONTEXT not in turn
         ]
         if len(answers) != 1:
             return named, set()
-        ((place, answer),) = answers
+        ((index, answer),) = answers
         read = {name for name, target in targets.items() if not has_value(answer.get(target))}
-        named[place] = {**answer, **{targets[name]: record[name] for name in read}}
+        named[index] = {**answer, **{targets[name]: record[name] for name in read}}
         return named, read
 
     def _cleaned(self, read: _Read, changes: set[str]) -> list[Message]:

@@ -12,8 +12,8 @@ from data.errors import UserError, first_line
 
 ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 MOST_TIMES = 200
-"""How many times its file's size a text may have. gzip packs text some 3 to 30 times, and a file
-made to unpack to gigabytes 1,000 times."""
+"""How many times its file's size a text may have. With gzip a text has some 3 to 30 times, and a
+decompression bomb 1,000 times."""
 _UNLIMITED = 1 << 24  # bytes that any file may unpack to
 _BUFFER = 1 << 18
 

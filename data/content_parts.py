@@ -43,7 +43,7 @@ def read_parts(parts: Sequence[Any], role: str | None) -> Parts | None:
     """Returns the parts of a content; None for a tool's result with others than texts.
 
     Raises:
-      Drop: a part is no text, nor an assistant's reasoning or call.
+      Drop: a part is neither text nor an assistant's reasoning or call.
     """
     read = Parts([], [], [], [], set(), set())
     for part in ({"text": part} if isinstance(part, str) else part for part in parts):

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int32
 ROLES = ("system", "user", "assistant", "tool")
 # A template's requirements for turns after a system turn: none, no answer before the first
 # question, or `user assistant (tool assistant)* user ...`.
-Order = Literal["any", "question first", "alternating"]
+TurnOrder = Literal["any", "question first", "alternating"]
 # The default chat template of recipes and sources: the model's.
 DEFAULT_TEMPLATE = "tokenizer"
 # A recipe's chat template of this ending is a file, which replaces the model's.
@@ -61,7 +61,7 @@ def with_last_answer_trained(messages: Sequence[Message]) -> list[Message]:
 
 
 def prompt_of(messages: Sequence[Message]) -> Sequence[Message]:
-    """Returns a conversation's prompt; empty for a conversation that is no completion of one."""
+    """Returns a conversation's prompt; empty if the conversation does not complete a prompt."""
     ends = (number for number, message in enumerate(messages, 1) if message.in_prompt)
     return messages[: max(ends, default=0)]
 

@@ -19,7 +19,7 @@ from data.added_tokens import (
 )
 from data.errors import UserError, first_line
 from data.folders import scratch_folder
-from data.within import file_within
+from data.untrusted_files import file_within
 
 BPE_FILES = ("vocab.json", "merges.txt")
 # Files that say how to convert; the first two name the tokenizer's class.
@@ -120,7 +120,7 @@ def _described(config: dict[str, Any], theirs: Any, library: Any) -> dict[str, A
 
 
 def _pieces(path: Path, model: bytes) -> Any:
-    """Returns the tokens of a sentencepiece model; UserError if it is none."""
+    """Returns the tokens of a sentencepiece model; UserError if the file is not one."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
@@ -174,5 +174,5 @@ def converted(files: dict[str, bytes], undescribed: str) -> tuple[Any, Any]:
             raise UserError(reason) from None
 
 
-def _unreadable(place: str, error: Exception) -> UserError:
-    return UserError(f"{place} cannot be read as a tokenizer ({first_line(error)}); {WOULD_WORK}")
+def _unreadable(what: str, error: Exception) -> UserError:
+    return UserError(f"{what} cannot be read as a tokenizer ({first_line(error)}); {WOULD_WORK}")

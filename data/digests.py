@@ -46,8 +46,7 @@ def file_digests(files: Sequence[File], kept_for: str | Path) -> list[str]:
     is remembered by its version there, and always read if the store gives none.
 
     Args:
-      kept_for: the file or folder whose files these are; what is remembered of it has one file in
-        the cache.
+      kept_for: the file or folder whose files these are; the cache has one file for its digests.
     """
     name = hashlib.sha256(os.fsencode(_resolved(str(kept_for)))).hexdigest()
     kept = cache_folder("digests") / f"{name}.json"
@@ -117,7 +116,7 @@ def _sha256(opened: BinaryIO) -> str:
 
 
 def _read(kept: Path) -> _Records:
-    """Returns what is remembered; nothing if it was not written completely, or was damaged."""
+    """Returns the remembered digests; none if they were not written completely, or are damaged."""
     try:
         checksum, text = kept.read_text(encoding="utf-8").split("\n", 1)
         if checksum == hashlib.sha256(text.encode()).hexdigest():
@@ -128,7 +127,7 @@ def _read(kept: Path) -> _Records:
 
 
 def _write(kept: Path, records: _Records) -> None:
-    """Replaces what is remembered."""
+    """Replaces the remembered digests."""
     text = json.dumps(list(records.items()))
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(

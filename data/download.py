@@ -158,7 +158,7 @@ def _copy(
     size: int | None,
     on_progress: Callable[[int, int | None], object],
 ) -> int:
-    """Writes the response to the file; returns the file's size; UserError beyond the told size."""
+    """Writes the response to the file; returns the file's size; UserError beyond `size`."""
     arrived = start
     on_progress(arrived, size)
     # read1 returns what has arrived, so an interruption loses nothing.

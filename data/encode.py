@@ -68,7 +68,7 @@ class EncodingRules:
     """How conversations are cleaned before they are encoded, and whether long ones are split."""
     train_on: Literal["all", "last", "everything"] = "all"
     """The assistant turns to train on: `all` of a conversation or only the `last`; parts without
-    one are dropped. `everything` trains on the other turns and the template's text too, but for a
+    one are dropped. `everything` trains on the other turns and the template's text too, except a
     prompt and what precedes it."""
     cut_prompts: bool = False
     """Whether a preference pair that is too long loses the beginning of its prompt, or is
@@ -251,8 +251,8 @@ class Encoder:
     ) -> tuple[list[int] | list[None], frozenset[str]]:
         """Returns where the completions of a prompt begin, and what the report counts.
 
-        As in TRL, this is where a document, which begins with the prompt, ceases to equal the
-        prompt with the generation prompt after it; of a pair, where the first of them does. None if
+        As in TRL, a completion begins where its document first differs from the prompt followed by
+        the generation prompt; both completions of a pair begin where the earlier one does. None if
         the template refuses the prompt alone.
         """
         try:
@@ -315,16 +315,17 @@ class Encoder:
         """Returns a document per conversation, with everything after the prompt in the loss,
         including what the template writes after the last turn, as in TRL. A completion with answers
         that a flag excludes has only the others in the loss."""
+        encoder = replace(self, tokenizer=self.tokenizer.remembering())
         try:
             rendered = [
-                self._tokenize(conversation.messages, conversation, reads_blocks=False)
+                encoder._tokenize(conversation.messages, conversation, reads_blocks=False)
                 for conversation in conversations
             ]
         except TemplateError as error:
             return Encoded([], drop_reason=str(error))
         documents = [each.document for each in rendered]
         first = conversations[0]
-        starts, found = self._completion_starts(first.messages, first, documents)
+        starts, found = encoder._completion_starts(first.messages, first, documents)
         notes = found.union(*(each.notes for each in rendered))
         if None not in starts:
             notes -= {GUESSED}

@@ -85,7 +85,7 @@ _TRANSIENT_NAMES = frozenset(
         "TransportError",
     )
 )
-# Errors among those that would recur: of a certificate, of a word before :// that is none.
+# Errors among those that would recur: an invalid certificate, an unknown scheme before ://.
 _LASTING_NAMES = frozenset(
     (
         "CertificateError",
@@ -124,7 +124,7 @@ def is_transient(error: BaseException) -> bool:
 
     These are `TransientError`; errors of the operating system such as EIO, ESTALE, ETIMEDOUT, a
     full disk and a refused connection, also where a library in C++ quotes them; answers of servers
-    such as 503; broken transfers; and time-outs. A certificate that does not hold is none.
+    such as 503; broken transfers; and time-outs. An invalid certificate is not among them.
     """
     links = list(causes(error))
     return not any(_has_name(link, _LASTING_NAMES) for link in links) and any(

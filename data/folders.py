@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import IO, TextIO
 
 from data.errors import TransientError, UserError, file_size_limit, is_transient
 
@@ -25,25 +25,30 @@ _SCRATCH = "longstripe-scratch-"  # prefix of temporary folders' names
 _ABANDONED_SECONDS = 7 * 24 * 3600  # after which one without a lock is removed
 # Bytes; array_record has checksums, which are verified when a record is read.
 HASHED_AT_START = 1 << 24
+# For `try_to_rename`.
+BY_A_RENAME = (
+    "by which a finished folder appears; another file system, or of a mounted bucket one with a "
+    "hierarchical namespace, would work"
+)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def storage_error(
-    error: BaseException, place: object, more_room: str, work: str = ""
+    error: BaseException, folder: object, more_room: str, work: str = ""
 ) -> UserError | None:
     """Returns the error to raise for a full disk or a limit on the size of files; None for others.
 
     Args:
       error: the system's, or a C++ library's, which quotes the system's words.
-      place: the folder, for the message.
+      folder: for the message.
       more_room: what would work with a full disk.
       work: what was being done, such as " while it was written".
     """
     if limit := file_size_limit(error):
-        return UserError(f"{place}: {os.strerror(errno.EFBIG)}{work}; {limit}")
+        return UserError(f"{folder}: {os.strerror(errno.EFBIG)}{work}; {limit}")
     words = [os.strerror(code) for code in _NO_ROOM]
     problem = next((problem for problem in words if problem in str(error)), None)
-    return None if problem is None else TransientError(f"{place}: {problem}{work}; {more_room}")
+    return None if problem is None else TransientError(f"{folder}: {problem}{work}; {more_room}")
 
 
 @contextlib.contextmanager
@@ -75,16 +80,28 @@ def exclusive(path: Path, work: str) -> Iterator[None]:
       TransientError: another process holds it.
     """
     with path.open("a", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TransientError(
-                f"{path.parent}: another process {work}; wait until it has ended, or name another "
-                "folder"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
+        lock(file, path.parent, work)
         yield
+
+
+def lock(file: IO, folder: Path, work: str) -> None:
+    """Locks an open file until it is closed.
+
+    Args:
+      folder: the user's, for the message.
+      work: as in `exclusive`.
+
+    Raises:
+      TransientError: another process holds it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise TransientError(
+            f"{folder}: another process {work}; wait until it has ended, or name another folder"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
 
 
 def sync(path: Path) -> None:
@@ -170,12 +187,14 @@ def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
       is_whole: whether an existing folder can be used; otherwise it is replaced.
 
     Raises:
-      UserError: the parent of `folder` cannot be written to, or not files of this size.
+      UserError: the parent of `folder` cannot be written to, or not files of this size; or
+        folders cannot be renamed there.
       TransientError: its disk is full.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder)
+        try_to_rename(folder.parent, BY_A_RENAME)
         scratch = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
         scratch.mkdir()
         lock = _locked_file(scratch)
@@ -206,8 +225,8 @@ def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
     """Yields an empty temporary folder, and removes it and those of killed processes."""
-    place = Path(tempfile.gettempdir())
-    _remove_unlocked(path for path in place.glob(f"{_SCRATCH}*") if _is_own_folder(path))
+    temporary = Path(tempfile.gettempdir())
+    _remove_unlocked(path for path in temporary.glob(f"{_SCRATCH}*") if _is_own_folder(path))
     outer = Path(tempfile.mkdtemp(prefix=_SCRATCH))
     try:
         with _locked_file(outer):
@@ -228,17 +247,52 @@ def _is_own_folder(path: Path) -> bool:
 
 
 def _publish(scratch: Path, folder: Path, is_whole: Callable[[Path], bool]) -> None:
-    if folder.exists() and not is_whole(folder):
-        damaged = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
-            os.rename(folder, damaged)
-            shutil.rmtree(damaged, ignore_errors=True)
+    is_busy = False
     try:
+        if folder.exists() and not is_whole(folder):
+            damaged = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                os.rename(folder, damaged)
+                shutil.rmtree(damaged, ignore_errors=True)
         os.rename(scratch, folder)
-    except OSError:
-        if not is_whole(folder):  # if not empty, another process has built the same
-            raise
+    except OSError as error:
+        # If it is there and not empty, another process has built the same.
+        if not (folder.is_dir() and is_whole(folder)):
+            is_busy = error.errno == errno.EBUSY
+            if not is_busy:
+                raise
+    if is_busy:  # not raised from EBUSY, which elsewhere may be gone at the next start
+        raise mount_point(folder)
     sync(folder.parent)
+
+
+def mount_point(folder: Path) -> UserError:
+    """Returns the error for a folder that cannot be replaced by another."""
+    return UserError(
+        f"{folder}: is a mount point, which a finished folder cannot replace; a folder in it, such "
+        f"as {folder}/model, would work"
+    )
+
+
+def try_to_rename(folder: Path, purpose: str) -> None:
+    """Tries to rename a folder in `folder` that contains another.
+
+    Args:
+      purpose: the end of the message: what renames are for, and what would work.
+
+    Raises:
+      UserError: this file system cannot, such as a flat bucket mounted by gcsfuse.
+    """
+    with tempfile.TemporaryDirectory(prefix=".trial-", suffix=".tmp", dir=folder) as trial:
+        written = Path(trial) / "checkpoint.tmp"
+        (written / "model").mkdir(parents=True)
+        (written / "model" / "file").write_bytes(b"")
+        try:
+            os.rename(written, written.with_suffix(""))
+        except OSError as error:
+            raise UserError(
+                f"{folder}: a folder cannot be renamed there ({error.strerror}), {purpose}"
+            ) from error
 
 
 def _locked_file(scratch: Path) -> TextIO:

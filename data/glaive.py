@@ -15,7 +15,7 @@ _ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
 
 
 def dialogue(chat: str) -> list[dict] | None:
-    """Returns a dialogue's turns, with calls read; None for a text that is no such dialogue."""
+    """Returns a dialogue's turns, with calls read; None for any other text."""
     before, *pieces = _SPEAKERS.split(chat)
     if not pieces or before.strip():
         return None

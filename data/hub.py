@@ -25,7 +25,7 @@ from data import cards
 from data.compression import ENDINGS
 from data.errors import UserError, first_line
 from data.printable import printable
-from data.within import MAX_JSON_BYTES
+from data.untrusted_files import MAX_JSON_BYTES
 
 T = TypeVar("T")
 PREFIX = "hf://datasets/"
@@ -36,6 +36,13 @@ NOT_RECORDS = (cards.NAME, "dataset_infos.json", "dataset_info.json")
 _OTHER_SPLIT = re.compile(
     r"(?<![a-z])(validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE
 )
+
+
+def on_hub(path: object) -> str:
+    """Returns '; a data set on the hub is named ...', for messages about a missing file whose path
+    may be meant as a name on the hub: OWNER/NAME without the ending of a file's name."""
+    is_name = re.fullmatch(r"[\w-]+/[\w-]+(\.\d[\w-]*)*", str(path), re.ASCII)
+    return f"; a data set on the hub is named {PREFIX}{path}" if is_name else ""
 
 
 def is_hub_dataset(path: str | Path) -> bool:
@@ -74,6 +81,28 @@ def configurations(path: str) -> list[cards.Configuration] | None:
         return None if is_offline() else []
     with card.open("rb") as file:
         return cards.configurations(file.read(cards.MAX_BYTES + 1))
+
+
+def converted_configurations(path: str, suffixes: Sequence[str]) -> list[cards.Configuration]:
+    """Returns the configurations of the hub's conversion of a data set, a folder each, from its
+    list of files; [] if this cannot be had, such as without a network.
+
+    Raises:
+      UserError: as `local_path`.
+    """
+    from huggingface_hub.errors import DryRunError
+
+    repository, revision, _ = _parts(path)
+    with _dataset_errors(path, repository, revision), contextlib.suppress(DryRunError):
+        listed = _download(
+            repository,
+            repo_type="dataset",
+            revision=revision,
+            allow_patterns=_endings("", suffixes),
+            dry_run=True,
+        )
+        return cards.of_folders({os.path.dirname(file.filename) for file in listed})
+    return []
 
 
 def local_path(path: str, suffixes: Sequence[str], patterns: Sequence[str] = ()) -> Path:
@@ -278,12 +307,17 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
         _remove_abandoned(_in_cache(name, "model") / "blobs")
         listed = fetch(dry_run=True)
         if needed and not any(file.filename.endswith(needed) for file in listed):
-            raise UserError(
-                f"{name}: has no {needed.removeprefix('.')} on the hub; pickled weights can "
-                "run code when they are loaded and are refused, another name would work"
-            )
+            raise only_pickled(name)
         _announce(name, [file for file in listed if file.will_download])
         return Path(fetch())
+
+
+def only_pickled(name: str) -> UserError:
+    """Returns the error for a model on the hub without safetensors."""
+    return UserError(
+        f"{name}: has no safetensors on the hub; pickled weights can run code when they are loaded "
+        "and are refused, another name would work"
+    )
 
 
 def _announce(name: str, missing: Sequence[Any]) -> None:
@@ -370,7 +404,7 @@ def _download(name: str, **options: Any) -> Any:
     """
     from huggingface_hub import constants, get_session, snapshot_download
 
-    from data.arrivals import checked, remove_damaged  # only downloads need it
+    from data.download_checks import checked, remove_damaged  # only downloads need it
 
     hooks = get_session().event_hooks
     if _check_answer not in hooks["response"]:
@@ -400,7 +434,7 @@ def cached_model(name: str, revision: str | None, files: Sequence[str]) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    from data.arrivals import remove_damaged
+    from data.download_checks import remove_damaged
 
     remove_damaged(_in_cache(name, "model"))
     return Path(

@@ -193,7 +193,7 @@ class HuggingFace:
         return _encoded(self._full, "a").ids[:1] == [bos_id]
 
     def decode(self, ids: list[int]) -> str:
-        """Returns the text of ids that contain no special token."""
+        """Returns the text of ids, of special tokens too."""
         return self._full.decode(ids, skip_special_tokens=False)
 
 

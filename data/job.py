@@ -12,17 +12,17 @@ import numpy as np
 
 from data import cards, near_duplicates, paths, tables
 from data import sources as source_readers
-from data.conversation import Order, Record, Tokens
+from data.conversation import Record, Tokens, TurnOrder
 from data.digests import file_digests
 from data.encode import Encoded, Encoder, EncodingRules, encode_all
 from data.errors import TransientError, UserError
+from data.exact_duplicates import Seen
 from data.index import IndexEntry, NewIndex
 from data.mismatched import with_mismatched
 from data.near_duplicates import NEAR_DUPLICATE, NOTHING_DROPPED, Dropped
 from data.paths import File
 from data.records import Advance
 from data.report import Report, SourceReport
-from data.seen import Seen
 from data.sources import FileReader, Source, Sources
 from data.templates import jinja_template
 from data.templates.alternation import order_of
@@ -62,7 +62,7 @@ class Job:
     rules: EncodingRules
 
     @cached_property
-    def orders(self) -> list[Order]:
+    def orders(self) -> list[TurnOrder]:
         """The order of turns that each source's template requires."""
         return [
             order_of(source.template, self.tokenizer) if source.has_turns else "any"
@@ -73,9 +73,8 @@ class Job:
         """Returns the folder's name, a hash of contents that does not change if a file moves."""
         encoding = asdict(self.rules)
         if not self.rules.clean.near_duplicates:
-            del encoding["clean"][
-                "near_duplicates"
-            ]  # as in the names of folders before this option
+            # As in the names of folders before this option.
+            del encoding["clean"]["near_duplicates"]
         parts = {
             "rules": RULES,
             **encoding,
@@ -154,7 +153,7 @@ class Job:
             except TransientError:
                 raise
             except UserError:
-                pass  # `documents` hits it again
+                pass  # `documents` meets the error again
 
         return near_duplicates.sign(records(), self.rules.clean.near_duplicates, unit, work)
 
@@ -225,7 +224,7 @@ class Job:
         return with_mismatched(encoded_records, is_held_out, self.rules)
 
     def finish_source(self, number: int, report: SourceReport) -> None:
-        """Checks the report of a source that has been read.
+        """Checks and completes the report of a source that has been read.
 
         Raises:
           UserError: no record can be used, or none has a field that the source's `fields` name.
@@ -233,12 +232,12 @@ class Job:
         source_readers.check_usable(self.sources.all[number], report)
         if number < len(self.sources.train):  # the held-out file has the first source's `fields`
             source_readers.check_fields(self.sources.all[number], report)
+        self.note_path(number, report)
 
-    def add_notes(self, report: Report) -> None:
-        """Adds what the sources' paths give cause to warn of: other paths to the same contents have
-        the same prepared folder."""
-        for number, source in enumerate(self.sources.all):
-            report.sources[number].notes += source.notes(number >= len(self.sources.train))
+    def note_path(self, number: int, report: SourceReport) -> None:
+        """Puts warnings about a source's path into its report."""
+        is_held_out = number >= len(self.sources.train)
+        report.path_notes = self.sources.all[number].notes(is_held_out)
 
     def check_ids(self) -> None:
         """Raises UserError early for an array that would later be refused entirely."""
@@ -272,8 +271,8 @@ def _content(record: Record) -> object:
     ids."""
     if isinstance(record, Tokens):
         return None
-    place = ("source", "record", "file", "line")
-    return {name: value for name, value in asdict(record).items() if name not in place}
+    location = ("source", "record", "file", "line")
+    return {name: value for name, value in asdict(record).items() if name not in location}
 
 
 def processes_for(source: Source) -> int:

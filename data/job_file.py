@@ -16,7 +16,7 @@ from data.job import Job
 from data.printable import printable
 from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
-from data.within import check_within, parse_json
+from data.untrusted_files import check_within, parse_json
 
 
 def job_bytes(job: Job) -> bytes:
@@ -35,7 +35,7 @@ def job_bytes(job: Job) -> bytes:
         "template_date": job.tokenizer.template_date.isoformat(),
         "template_kwargs": dict(job.tokenizer.template_kwargs),
     }
-    # The tokenizer is no dataclass, and its files follow.
+    # The tokenizer is not a dataclass; its files follow.
     arguments = asdict(replace(job, tokenizer=None))  # type: ignore[arg-type]
     return json.dumps({**arguments, "tokenizer": tokenizer}).encode()
 

@@ -38,6 +38,9 @@ class Loader:
 
     fingerprint: str
     """Changes when any batch would change; a checkpoint stores it with the step."""
+    end: int | None = None
+    """The number of rows that are used, counted over all epochs: later ones are empty, so that the
+    last batch may have fewer; None for all. It does not affect the fingerprint."""
 
     def __init__(
         self,
@@ -83,9 +86,8 @@ class Loader:
         # Epoch 0, for the length of an epoch, and two more while reading ahead passes an epoch's
         # end.
         self._plans = lru_cache(maxsize=3)(self._make_plan)
-        self._epoch_ends: list[
-            int
-        ] = []  # number of rows up to the end of each epoch so far; used only if epochs differ
+        # The number of rows up to the end of each epoch so far; used only if epochs differ.
+        self._epoch_ends: list[int] = []
         self.fingerprint = self._make_fingerprint()
 
     def _weights_of(self, documents: Documents) -> Float64[np.ndarray, " N"] | None:
@@ -150,6 +152,8 @@ class Loader:
 
     def _pieces(self, number: int) -> tuple[Piece, ...]:
         """Returns the pieces of a row, counted over all epochs."""
+        if self.end is not None and number >= self.end:
+            return ()
         epoch, row = self.locate(number)
         return self._plan(epoch).row(row)
 

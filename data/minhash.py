@@ -1,7 +1,7 @@
 """MinHash: texts that share most of their shingles get, for some band, the same key.
 
-A shingle is five consecutive words; two texts are as similar as their sets of shingles: what both
-have, divided by what at least one has (Jaccard).
+A shingle is five consecutive words. The similarity of two texts is the Jaccard index of their
+shingles: how many both have, divided by how many at least one has.
 """
 
 import math

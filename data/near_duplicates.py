@@ -128,15 +128,15 @@ def text_of(record: Record) -> tuple[str, int] | None:
     if isinstance(record, Text):
         return record.text, 0
     if isinstance(record, Conversation):
-        return _said(record), 0
+        return _conversation_text(record), 0
     if isinstance(record, Preference):
-        return f"{_said(record.chosen)}\n{_said(record.rejected)}", 0
+        return f"{_conversation_text(record.chosen)}\n{_conversation_text(record.rejected)}", 0
     if isinstance(record, Labelled):
-        return _said(record.conversation), 1 + record.desirable
+        return _conversation_text(record.conversation), 1 + record.desirable
     return None
 
 
-def _said(conversation: Conversation) -> str:
+def _conversation_text(conversation: Conversation) -> str:
     return "\n".join(
         text
         for message in conversation.messages
@@ -243,8 +243,8 @@ class _Records:
         file.seek(_RECORD.itemsize * int(number - self.first[unit]))
         return np.frombuffer(file.read(_RECORD.itemsize), _RECORD)[0]
 
-    def place(self, number: int) -> tuple[int, int, int]:
-        """Returns the records' sort key: the hash, then the position in the source."""
+    def sort_key(self, number: int) -> tuple[int, int, int]:
+        """Returns a record's sort key: the hash, then the position in the source."""
         high, low = self[number]["hash"].tolist()
         return high, low, number
 
@@ -299,7 +299,8 @@ def _groups(records: _Records, search: _Search) -> Iterator[Int64[np.ndarray, " 
 def _similar_pairs(
     records: _Records, numbers: Int64[np.ndarray, " n"], threshold: float
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yields (first, other, shingles shared, all shingles, 0) of similar records, first by place.
+    """Yields (first, other, shingles shared, all shingles, 0) of similar records; first has the
+    smaller `sort_key`.
 
     A record similar to an earlier one is not compared with later ones, so a thousand copies take a
     thousand comparisons, not half a million. A last tuple of zeros ends with the number of records
@@ -307,7 +308,7 @@ def _similar_pairs(
     """
     leaders: list[tuple[int, np.ndarray]] = []
     crowded = 0
-    for number in sorted(numbers.tolist(), key=records.place):
+    for number in sorted(numbers.tolist(), key=records.sort_key):
         own, is_similar = records.shingles(number), False
         for leader, others in leaders if len(own) else ():
             shared, union = minhash.shared_and_all(others, own)
@@ -333,12 +334,12 @@ def _resolve(work: str, units: Sequence[Unit], searches: Sequence[_Search]) -> N
     crowded = int(pairs["crowded"].sum())
     pairs = np.unique(pairs[pairs["crowded"] == 0])
     records = _Records(work, [unit.name for unit in units])
-    places = {
-        int(number): records.place(number)
+    sort_keys = {
+        int(number): records.sort_key(number)
         for number in np.unique(np.concatenate([pairs["first"], pairs["other"]]))
     }
     kept_by: dict[int, tuple[int, float]] = {}
-    by_other = sorted(pairs.tolist(), key=lambda pair: (places[pair[1]], places[pair[0]]))
+    by_other = sorted(pairs.tolist(), key=lambda pair: (sort_keys[pair[1]], sort_keys[pair[0]]))
     for first, other, shared, union, _ in by_other:
         if first not in kept_by and other not in kept_by:
             kept_by[other] = (first, shared / union)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from data.errors import UserError
+from data.folders import BY_A_RENAME, mount_point, try_to_rename
 from data.paths import on_this_machine, require_utf8
-from data.within import check_within
+from data.untrusted_files import check_within
 
 
 def output_folder(path: str | Path) -> Path:
@@ -42,14 +43,10 @@ def check_own(path: str | Path, marker: bytes) -> None:
         hardly anything else.
 
     Raises:
-      UserError: it is something else, or a link to nothing.
+      UserError: it is something else, or a link to nothing, or cannot be written to.
     """
     path = Path(path)
-    if path.is_symlink() and not path.exists():
-        raise UserError(
-            f"{path}: is a link to {os.readlink(path)}, which does not exist and is not made "
-            "through it; name another file, or remove it"
-        )
+    _check_link(path)
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -58,6 +55,21 @@ def check_own(path: str | Path, marker: bytes) -> None:
         raise UserError(
             f"{path}: exists, but was not written by this command, so it is not "
             "overwritten; name another file, or remove it"
+        )
+    try:
+        path.open("ab").close()
+    except OSError as error:  # such as another user's file
+        raise UserError(
+            f"{path}: cannot be written to ({error.strerror}); name another file, or remove it"
+        ) from error
+
+
+def _check_link(path: Path) -> None:
+    """Raises UserError if a path is a link to nothing."""
+    if path.is_symlink() and not path.exists():
+        raise UserError(
+            f"{path}: is a link to {os.readlink(path)}, which does not exist and is not made "
+            "through it; name another path, or remove it"
         )
 
 
@@ -81,7 +93,7 @@ def output_file(path: str | Path, marker: bytes) -> Path:
 
 
 def results_folder(path: str | Path, evaluation: str, *pictures: str) -> Path:
-    """Makes the folder for an evaluation's results.json, cases.jsonl and pictures; returns it.
+    """Makes the folder for an evaluation's answers, results and pictures; returns it.
 
     Args:
       path: the folder.
@@ -91,7 +103,11 @@ def results_folder(path: str | Path, evaluation: str, *pictures: str) -> Path:
     Raises:
       UserError: as `output_files`.
     """
-    markers = {"results.json": evaluation.encode(), "cases.jsonl": b'"generated"'}
+    markers = {
+        "results.json": evaluation.encode(),
+        "cases.jsonl": b'"generated"',
+        "answers.jsonl": b"{",  # `eval.journal` reads whose they are
+    }
     return output_files(path, markers | dict.fromkeys(pictures, PICTURE))
 
 
@@ -117,14 +133,26 @@ def output_files(path: str | Path, markers: Mapping[str, bytes]) -> Path:
 def new_folder(path: str | Path) -> Path:
     """Makes the parent of a folder that a command will create last; returns the folder's path.
 
+    A link to an empty folder stays: the returned path is that of its target.
+
     Raises:
-      UserError: `path` exists and is not an empty folder, or its parent cannot be made or written
-        to.
+      UserError: `path` exists and is not an empty folder, cannot be replaced by the new one, or is
+        a link to nothing; or its parent cannot be made or written to, or has no renames.
     """
     path = on_this_machine(path)
+    _check_link(path)
+    if path.is_symlink():
+        path = path.resolve()
+    if path.exists() and path.samefile(os.curdir):
+        raise UserError(
+            f"{path}: is the folder in which this command runs, which a finished one would "
+            "replace; a folder in it would work"
+        )
+    if path.is_mount():
+        raise mount_point(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path}: exists and is not an empty folder; name another one or remove it")
-    output_folder(path.parent)
+    try_to_rename(output_folder(path.parent), BY_A_RENAME)
     return path
 
 

@@ -192,8 +192,8 @@ def random_numbers(
 ) -> UInt64[np.ndarray, " N"]:
     """Returns a pseudorandom number for each number.
 
-    By splitmix64, not numpy, which does not promise the same random stream in all versions, as a
-    resumed run needs.
+    Uses splitmix64: numpy does not promise the same random stream in all versions, which a resumed
+    run needs.
     """
     value = np.asarray(numbers).astype(np.uint64)
     for salt in (purpose, epoch, seed):

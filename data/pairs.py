@@ -136,9 +136,8 @@ class PairLoader(Loader):
     ) -> PairBatch:
         """Returns the rows of a step, see `Loader.batch`, with `chosen_shares`."""
         batch = cast(PairBatch, super().batch(step, rows, indices))
-        return self._with_shares(
-            batch, np.array([piece.document for piece in self._step_pieces(step)])
-        )
+        numbers = [piece.document for piece in self._step_pieces(step)]
+        return self._with_shares(batch, np.array(numbers, np.int64))
 
     def _with_shares(self, batch: PairBatch, numbers: Int[np.ndarray, " n"]) -> PairBatch:
         tokens = int(self.documents.chosen_trained[numbers].sum())

@@ -150,8 +150,8 @@ def _digests(work: str, unit: Unit) -> Iterator[tuple[tuple[int, int], tuple[int
 def _later_units(
     group: tuple[tuple[int, int], Sequence[tuple[int, bytes]]],
 ) -> Iterator[tuple[tuple[int, int], bytes]]:
-    """Yields ((source, first file), hashes) for each unit, of its conversations in earlier units;
-    the hashes are in order."""
+    """Yields ((source, first file), hashes) for each unit: the hashes, in order, of those of its
+    conversations that an earlier unit also has."""
     (source, _), values = group
     units, hashes = zip(*sorted(set(values)), strict=True)
     digests = np.frombuffer(b"".join(hashes), ">u8").reshape(-1, _DIGEST // 8)

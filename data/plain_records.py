@@ -37,7 +37,7 @@ OTHER_MASK = (
 )
 # What is trained on; the first one given is read (the last is OLMo's), otherwise:
 _MASKS = ("loss_mask", "labels", "label_mask")
-_TRL_MASKS = ("completion_mask", "assistant_masks")  # of which all are read, as in TRL
+_TRL_MASKS = ("completion_mask", "assistant_masks")  # all are read, as in TRL
 # Other names of masks, some of which (torchtune's `mask`) have 1 where a token is not trained on.
 _MAYBE_MASK = re.compile(
     r"(?!.*attention|special_tokens_mask)(.*mask.*|loss_weights?|loss_scale)", re.IGNORECASE
@@ -126,8 +126,8 @@ def parse_tokens(raw: object) -> tuple[Tokens, set[str], set[str]]:
 
 
 def _fields(raw: object, alone: str, known: Collection[str]) -> tuple[dict[str, Any], dict]:
-    """Returns the fields of a record, or a value by itself as the field `alone`; and by their names
-    in `known` those that the record has in capitals."""
+    """Returns the fields of a record under the names in `known`, or a bare value as the field
+    `alone`; and, by these names, how the record writes those that it has in capitals."""
     if not isinstance(raw, dict):
         return {alone: raw}, {}
     written = names_in_capitals(raw, known)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from data import shapes
 from data.clean import TEMPLATE_KWARGS, CleanConfig, Cleaned, Cleaner, own_id
-from data.conversation import Conversation, Labelled, Message, Order, Preference
+from data.conversation import Conversation, Labelled, Message, Preference, TurnOrder
+from data.exact_duplicates import Seen
 from data.fields import (
     CHOSEN,
     LABEL_FIELDS,
@@ -31,7 +32,6 @@ from data.fields import (
     unread_of,
 )
 from data.reasons import DIALOGUE_IN_TEXT, DUPLICATE, NOT_A_RECORD, TURNS_IN_TEXT, Drop
-from data.seen import Seen
 from data.turn_lists import (
     dialogue_prompt,
     dialogue_turns,
@@ -75,7 +75,7 @@ class PreferenceReader:
     """
 
     clean: CleanConfig = CleanConfig()
-    order: Order = "any"
+    order: TurnOrder = "any"
     fields: Mapping[str, str] = field(default_factory=dict)
     seen: Seen = field(default_factory=set[bytes])
     found: set[str] = field(default_factory=set)
@@ -252,8 +252,8 @@ def _with_written_turns(record: dict) -> tuple[dict, set[str]]:
 
 
 def _written_prompt(record: Mapping[str, Any], name: str) -> list[Any] | None:
-    """Returns the turns of a prompt's text, unless other fields are joined to it; of a conversation
-    that may begin with any turn in a field for these."""
+    """Returns the turns of a prompt's text, unless other fields are joined to it. In a field for
+    conversations they may begin with any turn, elsewhere as a prompt does."""
     if record.get(name) is None:
         return None
     value, _ = shapes.with_joined_fields(record, name, [])
@@ -261,7 +261,7 @@ def _written_prompt(record: Mapping[str, Any], name: str) -> list[Any] | None:
 
 
 def _written_completion(record: Mapping[str, Any], name: str) -> list[Any] | None:
-    """Returns the turns of a completion's text; without a prompt, of a whole conversation."""
+    """Returns the turns of a completion's text, or, without a prompt, of a whole conversation."""
     turns = written_turns(record.get(name))
     if turns is None:
         return None

@@ -9,6 +9,7 @@ from data import near_duplicates, paths, prepared
 from data.encode import EncodingRules
 from data.engine import PROCESSES, Engine
 from data.errors import UserError
+from data.exact_duplicates import SeenOnDisk
 from data.folders import building
 from data.index import NewIndex
 from data.job import Job, Unit, check_arrays, processes_for, template_text
@@ -17,7 +18,6 @@ from data.prepared import Prepared
 from data.progress import ProgressBar
 from data.record_store import write_records
 from data.report import Report, dropped_file
-from data.seen import SeenOnDisk
 from data.shard_cache import ShardCache
 from data.sources import Sources
 from data.tokenizer import Tokenizer
@@ -67,8 +67,9 @@ def prepare(
         check_arrays(source)
     job = Job(sources, tokenizer, rules)
     opened = _opened(job, folder, key, progress, engine, cache_gib)
-    if not key:
-        job.add_notes(opened.report)
+    # Other paths to the same contents have the same folder.
+    for number, report in enumerate(opened.report.sources if not key else ()):
+        job.note_path(number, report)
     return opened
 
 

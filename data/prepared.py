@@ -20,7 +20,7 @@ from data.record_store import StoreRecords, open_records, readable
 from data.report import Report, SourceReport
 from data.shard_cache import ShardCache
 from data.sources import Source
-from data.within import check_tree, read_json
+from data.untrusted_files import check_tree, read_json
 
 DROPPED = "dropped.jsonl"
 REPORT = "report.json"

@@ -10,6 +10,8 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from data.errors import TransientError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -39,7 +41,10 @@ def printable(text: str) -> str:
 
 
 class _Output:
-    """A text stream that never fails: replaces what it cannot encode, drops what nobody reads."""
+    """A text stream that replaces what it cannot encode and drops what nobody reads.
+
+    It fails only on a full disk: with a TransientError that names standard output.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -66,13 +71,19 @@ class _Output:
         try:
             yield
         except OSError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             # A pipe without a reader, or a terminal that was closed.
-            if error.errno not in (errno.EPIPE, errno.EIO):
+            if not is_full and error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             # Python would complain at exit about data left in the stream's buffer.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.stream.fileno())
             os.close(nowhere)
+            if is_full and self.stream is not sys.__stderr__:  # which no message can reach
+                raise TransientError(
+                    f"standard output: {error.strerror}; with more room there, or another place "
+                    "for it, the same command would work"
+                ) from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -119,7 +130,7 @@ def printable_output() -> Iterator[None]:
 
 
 def unfiltered(stream: TextIO) -> TextIO:
-    """Returns the stream for output that moves the cursor, such as a bar; it still never fails."""
+    """Returns the stream for output that moves the cursor, such as a bar; else as in `_Output`."""
     return cast(TextIO, _Output(stream.stream if isinstance(stream, _Output) else stream))
 
 

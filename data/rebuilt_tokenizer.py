@@ -18,7 +18,7 @@ _READERS = (READS_ALL, "TokenizersBackend")
 
 
 def rebuilt(path: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Returns the tokenizer.json with which transformers encodes and the tokenizer_config.json that
+    """Returns the tokenizer.json that transformers encodes with and the tokenizer_config.json that
     belongs to it, or nothing if the folder's own tokenizer.json gives the same ids.
 
     In transformers 5 some classes, such as LlamaTokenizer, take no more than vocabulary, merges and

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from data.errors import UserError
+from data.hub import on_hub
 from data.paths import File
 from data.report import SourceReport
 from data.turn_lists import role_in
@@ -144,7 +145,7 @@ def read_records(
         a list.
     """
     if not path.exists():
-        raise UserError(f"{path}: no such file; {WOULD_WORK}")
+        raise UserError(f"{path}: no such file{on_hub(path)}; {WOULD_WORK}")
     with path.open_decompressed() as file:
         window = _Window(path, file, advance)
         first = window.peek()

@@ -64,19 +64,19 @@ def dropped_file(path: Path) -> Iterator[OnDrop]:
     At the end the lines are sorted by source and record, since reading is ahead of encoding by a
     number of records that depends on the number of processes.
     """
-    places: list[tuple[int, int, int]] = []  # source, record, offset of the line
+    locations: list[tuple[int, int, int]] = []  # source, record, offset of the line
     with path.open("w+", encoding="ascii") as file:
 
         def add(record: DroppedRecord) -> None:
-            if len(places) < MOST_DROPPED:
-                places.append((record.source, record.record, file.tell()))
+            if len(locations) < MOST_DROPPED:
+                locations.append((record.source, record.record, file.tell()))
                 file.write(record.to_json() + "\n")
 
         yield add
-        if places == sorted(places):
+        if locations == sorted(locations):
             return
         with path.with_suffix(".sorted").open("w", encoding="ascii") as ordered:
-            for _, _, offset in sorted(places):
+            for _, _, offset in sorted(locations):
                 file.seek(offset)
                 ordered.write(file.readline())
     path.with_suffix(".sorted").replace(path)
@@ -106,6 +106,8 @@ class SourceReport:
     """Names in the source's `fields` that a record or turn has."""
     notes: list[str] = field(default_factory=list)
     """Warnings, such as for a file that ends within a record."""
+    path_notes: list[str] = field(default_factory=list)
+    """Warnings about the path: files that are not read, or of other splits."""
     source: int = 0
     """Number of the source in the recipe."""
     on_drop: OnDrop | None = field(default=None, repr=False, compare=False)
@@ -139,9 +141,9 @@ class SourceReport:
         """Counts as dropped a record previously counted as kept: it could not be encoded, or is a
         near duplicate."""
         self.kept -= 1
-        place = (record.file, record.line)
+        location = (record.file, record.line)
         self._count_dropped(
-            DroppedRecord(self.source, record.record, reason, content, *place, near_duplicate_of)
+            DroppedRecord(self.source, record.record, reason, content, *location, near_duplicate_of)
         )
 
     def count_kept(self, changes: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
@@ -204,15 +206,17 @@ class SourceReport:
             "repaired": dict(sorted(self.repaired.items())),
             "unread": dict(sorted(self.unread.items())),
             "notes": list(self.notes),
+            **({"path_notes": list(self.path_notes)} if self.path_notes else {}),
             **({"found": sorted(self.found)} if self.found else {}),
         }
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> "SourceReport":
         """Returns the report that `to_dict` was called on, without `source` and `on_drop`."""
+        # Reports of earlier versions lack some of these.
         counters = {
             name: Counter(state.get(name, {})) for name in ("dropped", "repaired", "unread")
-        }  # earlier reports lack some
+        }
         return cls(**{**state, **counters, "found": set(state.get("found", ()))})
 
 
@@ -254,7 +258,7 @@ class Report:
     @property
     def notes(self) -> list[str]:
         """The warnings of all sources."""
-        return [note for source in self.sources for note in source.notes]
+        return [note for source in self.sources for note in source.notes + source.path_notes]
 
     def summary(self) -> str:
         """Returns a few lines for the terminal: counts, the file of dropped records, warnings."""
@@ -272,6 +276,8 @@ class Report:
             )
             lines.append(f"{which}, each with its file, line and reason: {self.dropped_file}")
         lines += [
-            f"warning: {source.path}: {note}" for source in self.sources for note in source.notes
+            f"warning: {source.path}: {note}"
+            for source in self.sources
+            for note in source.notes + source.path_notes
         ]
         return "\n".join(lines)

@@ -243,7 +243,7 @@ def records_of(record: dict) -> str | None:
     """Returns the field of a file's object whose list may hold records: the only one of TURN_LISTS,
     without turns, and with nothing else of a record beside it. None if there is none.
 
-    Exchanges in a field that names a conversation are one, unless each has what records have, such
+    Exchanges in a field that names a conversation form one, unless each has what records have, such
     as an `id`. In any other record, a list of exchanges is one conversation.
     """
     names = {str(name).lower(): name for name in record}

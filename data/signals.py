@@ -46,7 +46,7 @@ def end_at_once() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Opens the standard streams that the parent has closed, as with `>&-`, without a reader.
+    """Opens the standard streams that the parent has closed, as with `>&-`, on nothing.
 
     Otherwise the next files would get their numbers, and what libraries write to standard error
     would be read from the pipe as signals.
@@ -56,6 +56,8 @@ def _open_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     if sys.stdout is None:
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     if sys.stderr is None:

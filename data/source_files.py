@@ -13,7 +13,7 @@ from data import cards, hub
 from data.errors import UserError
 from data.folders import is_unfinished
 from data.paths import File, expanded, is_remote, open_file_system
-from data.within import check_within, file_within
+from data.untrusted_files import check_within, file_within
 
 # Caches that the library datasets keeps in a data folder, such as a filtered copy of the data.
 _CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(?:_\d+_of_\d+)?\.arrow")
@@ -23,7 +23,7 @@ _ABOUT_DATA = re.compile(
 )
 
 
-class Found(NamedTuple):
+class SourceFiles(NamedTuple):
     """What the path of a source stands for."""
 
     files: list[File]
@@ -51,7 +51,7 @@ class _Tree(NamedTuple):
 
     @property
     def where(self) -> str:
-        """See Found.where."""
+        """See SourceFiles.where."""
         return "that this pattern stands for" if self.is_pattern else "in this folder"
 
     def below(self, name: str) -> str:
@@ -66,7 +66,9 @@ def find_files(
     return find(path, suffixes, left_out).files
 
 
-def find(path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Path] = ()) -> Found:
+def find(
+    path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Path] = ()
+) -> SourceFiles:
     """Returns the file at `path`, or all files of a tree with one of the suffixes.
 
     If nothing has the name in the last part of a path, this may be a pattern of files and folders.
@@ -75,16 +77,14 @@ def find(path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Pat
     None is hidden, from a folder in `left_out`, or a folder of prepared data or a run.
 
     Raises:
-      UserError: a card lists several configurations and no default one.
+      UserError: there are several configurations and no default one.
     """
     of_hub = hub.is_hub_dataset(path)
-    listed = hub.configurations(str(path)) if hub.is_whole(path) else []
-    alone = cards.read_alone(str(path), listed or [])
-    local = hub.local_path(str(path), suffixes, alone.patterns if alone else ()) if of_hub else path
+    local, listed = _downloaded(str(path), suffixes) if of_hub else (path, [])
     with open_file_system(local) as (file_system, inner_path):
         tree = _tree(file_system, local, inner_path)
         if tree is None:
-            return Found([File(str(local))])
+            return SourceFiles([File(str(local))])
         if hub.is_converted(path):
             listed = cards.of_folders({tree.below(name).rpartition("/")[0] for name in tree.names})
         elif not of_hub and not tree.is_pattern:
@@ -95,17 +95,37 @@ def find(path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Pat
         if alone and listed:
             notes = [cards.note(str(path), alone, listed, [*map(tree.below, names)])]
             names = [name for name in names if alone.has(tree.below(name))]
-        for name in () if is_remote(local) else names:
-            check_within(tree.folder, name)
+        if not is_remote(local):
+            for name in names:
+                check_within(tree.folder, name)
         files = _files_of(file_system, local, names)
         passed_over = dict(zip(_files_of(file_system, local, unread), unread, strict=True))
     top = None if is_remote(local) else Path(tree.folder)
-    return Found(
+    return SourceFiles(
         _without_folders(files, top, left_out),
         [tree.below(passed_over[file]) for file in _without_folders(passed_over, top, left_out)],
         f"of its configuration {alone.name}" if alone else tree.where,
         notes,
     )
+
+
+def _downloaded(
+    path: str, suffixes: Sequence[str]
+) -> tuple[Path, list[cards.Configuration] | None]:
+    """Downloads what is read of a data set on the hub, unless it is in the cache.
+
+    Returns:
+      Its path in the cache, and the configurations that the card of a whole data set lists; None if
+      the card cannot be read.
+
+    Raises:
+      UserError: there are several configurations and no default one; or as `hub.local_path`.
+    """
+    listed = hub.configurations(path) if hub.is_whole(path) else []
+    if hub.is_converted(path):  # refused before it is downloaded
+        cards.read_alone(path, hub.converted_configurations(path, suffixes))
+    alone = cards.read_alone(path, listed or [])
+    return hub.local_path(path, suffixes, alone.patterns if alone else ()), listed
 
 
 def _tree(
@@ -153,7 +173,7 @@ def _listed(
 
 
 def _sorted_out(tree: _Tree, suffixes: Sequence[str], of_hub: bool) -> tuple[list[str], list[str]]:
-    """Returns which files of a tree hold records and which are in Found.unread.
+    """Returns which files of a tree hold records and which are in SourceFiles.unread.
 
     Args:
       tree: the files.

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -12,8 +12,9 @@ import numpy as np
 
 from data import cards, hub, preference, source_files, tables
 from data.clean import CleanConfig, Cleaner
-from data.conversation import DEFAULT_TEMPLATE, Conversation, Order, Record, Text, Tokens
+from data.conversation import DEFAULT_TEMPLATE, Conversation, Record, Text, Tokens, TurnOrder
 from data.errors import UserError
+from data.exact_duplicates import Seen
 from data.fields import (
     RECORD_TARGETS,
     ROLE_TARGETS,
@@ -28,7 +29,6 @@ from data.printable import printable
 from data.reasons import MISSING, NO_SHAPE, TREE_MESSAGE, Drop
 from data.records import MAX_BYTES, Advance, OnlyObject, read_records, would_fit
 from data.report import Report, SourceReport
-from data.seen import Seen
 from data.shapes import records_of
 from data.templates.alternation import order_of
 from data.tokenizer import Tokenizer
@@ -165,13 +165,14 @@ class Source:
         return FORMATS[self.format].would_work
 
     def files(self) -> list[File]:
-        """Returns the source's file, or those of its folder or pattern, sorted by path.
+        """Returns the source's file, or those of its folder or pattern, sorted by path, as of the
+        first call.
 
         Raises:
           UserError: the folder contains no file of the format, or has several configurations and no
             default one.
         """
-        found = self._found()
+        found = self._found
         if not found.files:
             suffixes = FORMATS[self.format].suffixes
             apart = f" apart from {', '.join(self.left_out)}" if self.left_out else ""
@@ -182,7 +183,8 @@ class Source:
             )
         return found.files
 
-    def _found(self) -> source_files.Found:
+    @cached_property
+    def _found(self) -> source_files.SourceFiles:
         return source_files.find(self.path, FORMATS[self.format].suffixes, self.left_out)
 
     def notes(self, is_held_out: bool) -> list[str]:
@@ -191,7 +193,7 @@ class Source:
         Args:
           is_held_out: whether the source is not trained on.
         """
-        found = self._found()
+        found = self._found
         notes = [*found.notes]
         if found.unread:
             notes.append(
@@ -249,7 +251,7 @@ class Sources:
         return number < self.held_out_fraction * 2**64
 
     def leaving_out(self, folder: str) -> "Sources":
-        """Returns the sources, of which no file in a folder is read."""
+        """Returns the sources without the files in a folder."""
         train, held_out = (
             tuple(replace(source, left_out=(folder,)) for source in sources)
             for sources in (self.train, self.held_out)
@@ -263,7 +265,7 @@ def read(
     number: int = 0,
     advance: Advance | None = None,
     clean: CleanConfig = CleanConfig(),
-    order: Order | None = None,
+    order: TurnOrder | None = None,
 ) -> Iterator[Record]:
     """Yields the usable records of a source, and counts every record in `report`.
 
@@ -294,7 +296,7 @@ class FileReader:
     number: int = 0
     """Number of the source in the recipe."""
     clean: CleanConfig = CleanConfig()
-    order: Order | None = None
+    order: TurnOrder | None = None
     """See `read`."""
     among_others: bool | None = None
     """Whether the source has several files; by default whether several are read."""
@@ -434,7 +436,7 @@ class _RecordParser:
 
 
 def _reader_of(
-    source: Source, clean: CleanConfig, order: Order, seen: Seen, found: set[str]
+    source: Source, clean: CleanConfig, order: TurnOrder, seen: Seen, found: set[str]
 ) -> _Reader:
     """Returns a function that reads a source's raw records; `seen` receives their hashes, `found`
     the names in the source's `fields` that they have."""

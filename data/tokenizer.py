@@ -22,7 +22,7 @@ from data.huggingface_engine import HuggingFace
 from data.paths import expanded
 from data.rebuilt_tokenizer import rebuilt
 from data.spans import ControlToken, Spans
-from data.within import check_within, check_writable, file_within, is_text
+from data.untrusted_files import check_within, check_writable, file_within, is_text
 
 NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # beside the default one, chat_template.jinja
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # used with `tools`
@@ -85,6 +85,8 @@ class Tokenizer:
     """What strftime_now writes in a chat template."""
     template_kwargs: Mapping[str, Any]
     """Further variables of chat templates, such as {"enable_thinking": False}."""
+    memory: dict[Any, Any] | None = None
+    """Encoded texts, and prompts rendered by `data.templates`; see `remembering`."""
 
     def __init__(
         self,
@@ -272,6 +274,14 @@ class Tokenizer:
         tokenizer.template_kwargs = dict(kwargs)
         return tokenizer
 
+    def remembering(self) -> "Tokenizer":
+        """Returns this tokenizer for a pair's conversations: their prompt is rendered, and texts
+        that both have are encoded, once."""
+        tokenizer = copy.copy(self)
+        vars(tokenizer)["typed_pattern"] = self.typed_pattern  # compiled once for all copies
+        tokenizer.memory = {}
+        return tokenizer
+
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text that begins a document, without BOS, EOS and control tokens."""
         return list(self.encode_spans(text).ids)
@@ -290,14 +300,28 @@ class Tokenizer:
             return Spans([], [])
         if len(text) <= SHORT:
             return self._encode_short(text, beginning)
-        return self._engine.encode(_NOT_IN_TEXT.sub("\ufffd", text), beginning)
+        memory = {} if self.memory is None else self.memory
+        if (text, beginning) not in memory:
+            encoded = self._engine.encode(_NOT_IN_TEXT.sub("\ufffd", text), beginning)
+            memory[text, beginning] = encoded
+        return memory[text, beginning]
 
-    def decode(self, ids: Sequence[int] | Int[np.ndarray, " n"], skip_special: bool = True) -> str:
+    def decode(
+        self,
+        ids: Sequence[int] | Int[np.ndarray, " n"],
+        skip_special: bool = True,
+        keep: Sequence[str] = (),
+    ) -> str:
         """Returns the text of ids: without special tokens, but with others such as <think>, as in
-        transformers; or with the texts of all control tokens."""
+        transformers; or with the texts of all control tokens.
+
+        Args:
+          keep: special tokens that are not skipped.
+        """
         ids = [int(token) for token in ids]
         if skip_special:
-            special = {control.id for control in self.controls.values() if control.special}
+            skipped = [token for text, token in self.controls.items() if text not in keep]
+            special = {control.id for control in skipped if control.special}
             return self._engine.decode([token for token in ids if token not in special])
         texts = {control.id: control.text for control in self.controls.values()}
         text = ""

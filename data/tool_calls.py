@@ -101,26 +101,26 @@ def _function(call: dict[str, Any]) -> Any:
 
 def _raw_arguments(call: dict[str, Any]) -> Any:
     """Returns the arguments of a call as written, None if it has none."""
-    fields, name = _arguments_place(call)
+    fields, name = _find_arguments(call)
     return None if name is None else fields[name]
 
 
-def _arguments_place(call: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+def _find_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     """Returns the fields with a call's arguments, which are its `function` or stand beside it, and
     the arguments' name there; None instead of the name if there are no arguments."""
-    places = (_function(call), call)
-    for fields in places:
+    holders = (_function(call), call)
+    for fields in holders:
         for name in _ARGUMENTS:
             if has_value(fields.get(name)) or fields.get(name) == {}:
                 return fields, name
     # An empty text stands for no arguments if nothing else does.
-    fields = next((fields for fields in places if first_present(fields, _ARGUMENTS)), call)
+    fields = next((fields for fields in holders if first_present(fields, _ARGUMENTS)), call)
     return fields, first_present(fields, _ARGUMENTS)
 
 
 def rewrites_arguments(value: Any) -> bool:
-    """Returns whether the arguments of any call are JSON text in another form than they are
-    written in, such as without spaces."""
+    """Returns whether the arguments of any call are JSON text that will be written differently,
+    for example because it has no spaces."""
     return any(map(_rewrites, value if isinstance(value, list) else [value]))
 
 
@@ -143,10 +143,10 @@ def unread_call_fields(value: Any) -> set[str]:
 def _unread_names(call: dict[str, Any]) -> set[Any]:
     """Returns the names of a call's fields, in its `function` or beside it, that nothing reads."""
     function = _function(call)
-    place, arguments = _arguments_place(call)
+    holder, arguments = _find_arguments(call)
     unread = set()
     for fields in (function, call):
-        read = {"function", arguments if fields is place else None}
+        read = {"function", arguments if fields is holder else None}
         read |= {"name"} if fields.get("name") == function["name"] else set()
         read |= {"type"} if fields.get("type") in _CALL_TYPES else set()
         read |= {"id"} if fields is call and isinstance(call.get("id"), str) else set()

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from data.content_parts import Parts, read_parts
-from data.conversation import ROLES, Message, Order
+from data.conversation import ROLES, Message, TurnOrder
 from data.fields import (
     IN_LOSS,
     REASONING_FIELDS,
@@ -89,7 +89,7 @@ def read_messages(
     turns: Sequence[object], findings: Findings, loss_mask: object = None
 ) -> list[Message]:
     """Returns raw turns as messages; reasoning turns become part of the answer after them, and
-    calls in turns one after another become one turn.
+    consecutive turns of calls become one turn.
 
     Args:
       turns: the turns.
@@ -128,8 +128,8 @@ def _with_thoughts(message: Message, thoughts: Sequence[Message]) -> Message:
 def _with_calls_joined(
     turns: Sequence[object], read: Sequence[tuple[str, Message]], findings: Findings
 ) -> list[tuple[str, Message]]:
-    """Joins the calls of `tool_call` turns one after another, which were made at once, as ms-swift
-    does. A call with reasoning of its own, or another place in the loss, stays a turn."""
+    """Joins the calls of consecutive `tool_call` turns, which were made together, as ms-swift does.
+    A call with its own reasoning, or another place in the loss, stays a turn."""
     result: list[tuple[str, Message]] = []
     may_join = False
     for turn, (role, message) in zip(turns, read, strict=True):
@@ -286,8 +286,8 @@ def _further_fields(
     """Reads a turn's other fields, adds them to `read`, and notes those that nothing has read.
 
     Returns:
-      Whether no flag excludes it from the loss; of a tool's result, its call's id and the tool's
-      name.
+      Whether no flag excludes the turn from the loss; and for a tool's result the id of its call
+      and the tool's name, each None if absent.
     """
     train, call_id, name = _trained(turn, role, read, findings), None, None
     if role == "tool":
@@ -322,8 +322,8 @@ def _with_values(turn: dict) -> dict:
 
 
 def _result(content: object, turn: dict, role_field: str | None, findings: Findings) -> object:
-    """Returns a tool's result that is another JSON value than a text as JSON text. Null is one
-    only if no other field of the turn may hold the result."""
+    """Returns a tool's result as JSON text if it is a JSON value other than text. Null counts as a
+    result only if no other field of the turn may hold it."""
     others = _with_values(turn).keys() - {role_field, "name", "tool_call_id"}
     is_null = content is None and not others and any(name in turn for name in TEXT_FIELDS)
     if not is_null and not isinstance(content, _JSON_TYPES):
@@ -483,7 +483,7 @@ def with_call_ids(messages: list[Message], changes: set[str]) -> list[Message]:
                 {**call, "id": call.get("id") or new_id(turn, number, call)}
                 for number, call in enumerate(message.tool_calls)
             )
-            # Calls in turns one after another were made at once; others came after all results.
+            # Calls in consecutive turns were made together; others came after all results.
             is_next = bool(result) and bool(result[-1].tool_calls)
             unanswered = [*(unanswered if is_next else ()), *calls]
             written = replace(message, tool_calls=calls)
@@ -497,7 +497,7 @@ def with_call_ids(messages: list[Message], changes: set[str]) -> list[Message]:
     return result
 
 
-def in_order(messages: list[Message], order: Order, changes: set[str]) -> list[Message]:
+def in_order(messages: list[Message], order: TurnOrder, changes: set[str]) -> list[Message]:
     """Returns the turns up to the last answer.
 
     Args:

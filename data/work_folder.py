@@ -28,10 +28,10 @@ def worker_scratch(what: str) -> Iterator[Path]:
         except UserError:
             raise
         except Exception as error:  # array_record raises RuntimeError
-            place = getattr(error, "filename2", None) or tempfile.gettempdir()
+            path = getattr(error, "filename2", None) or tempfile.gettempdir()
             problem = storage_error(
                 error,
-                f"{place} of {platform.node()}",
+                f"{path} of {platform.node()}",
                 "with more room there, or another folder in TMPDIR, the same command goes on",
                 f" while a {what} was written",
             )

@@ -21,7 +21,7 @@ import numpy as np
 from data import printable
 from data.errors import UserError
 from data.outputs import output_file
-from data.within import parse_json, read_text
+from data.untrusted_files import parse_json, read_text
 from eval.scoring import paired_interval
 from trainer import entry
 from trainer.options import command, option
@@ -143,10 +143,11 @@ def read(folder: Path) -> dict[Group, dict[Case, float]]:
 
 
 def print_table(rows: Sequence[Difference]) -> None:
-    """Prints a table of at most 80 columns per task, with a line per length."""
+    """Prints a table per task, with a line per length."""
     from rich.table import Table
 
-    console = printable.console(soft_wrap=True, highlight=False)
+    # Wide, so that a narrow terminal wraps lines, where rich would cut numbers.
+    console = printable.console(soft_wrap=True, highlight=False, width=1000)
     for task in dict.fromkeys(row.task for row in rows):
         console.print(task, markup=False)
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)

@@ -19,6 +19,7 @@ import difflib
 import itertools
 import json
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,7 +58,7 @@ class Options:
     tasks: str = option("task names, separated by commas")
     include_path: str | None = option("folder with your own tasks", None, metavar="DIR")
     metadata: JsonObject | None = option(
-        "what tasks that make their own data are told, as JSON, such as "
+        "settings for tasks that make their own data, as JSON, such as "
         "'{\"max_seq_lengths\": [4096, 8192]}' for lm-eval's RULER",
         None,
         metavar="JSON",
@@ -132,7 +133,7 @@ class Harness:
             self.opened.params, capacity, new_tokens, self.length
         )
         if self._last is not None and self._last is not generator:
-            self._last.forget()  # there is memory for one cache
+            self._last.free_cache()  # there is memory for only one cache
         self._last = generator
         return generator
 
@@ -164,8 +165,8 @@ class Harness:
         return [self.tokenizer.bos_id, *ids] if self.tokenizer.adds_bos else ids
 
     def _after_something(self, ids: list[int]) -> list[int]:
-        """Returns ids that begin with BOS, or EOS without one, as lm-eval puts it before texts that
-        follow nothing."""
+        """Returns ids that begin with BOS, or with EOS if there is no BOS: lm-eval puts it before
+        texts without a context."""
         tokenizer = self.tokenizer
         first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         return ids if first is None or ids[:1] == [first] else [first, *ids]
@@ -201,9 +202,10 @@ class Harness:
         """Returns each continuation's log-likelihood, and whether greedy decoding gives it.
 
         Spaces at a context's end belong to the continuation, as in lm-eval. Together they may have
-        `length` + 1 tokens: nothing is generated, and the last token is no input of the model.
+        `length` + 1 tokens: nothing is generated, and the model does not read the last token.
 
         Args:
+          pairs: contexts and their continuations.
           tasks: of each pair.
         """
         texts, starts = [], []
@@ -261,7 +263,7 @@ class Harness:
         respondent, groups = self.opened.respondent, dict[int, list[int]]()
         most = respondent.capacity(self.length)
         for number in numbers:
-            # The last token of a text that is scored is no input of the model.
+            # The model does not read the last token of a text that is scored.
             tokens = len(ids[number]) + (new_tokens or -1)
             groups.setdefault(respondent.capacity_within(tokens, most), []).append(number)
         for capacity, group in sorted(groups.items()):
@@ -323,7 +325,7 @@ class Harness:
         `generation`, up to the end of the last turn, for the model to continue.
 
         Raises:
-          UserError: it has none.
+          UserError: the model has no chat template.
         """
         if not self.opened.respondent.template:
             raise UserError(
@@ -348,8 +350,8 @@ class Harness:
 def _rolling_windows(ids: list[int], length: int) -> list[tuple[list[int], list[int]]]:
     """Returns lm-eval's windows of a text: the tokens before, at least one, and those scored.
 
-    The last window is filled up with earlier tokens, which are not scored again. What is scored is
-    no input of the model at its last token, so a window has up to `length` + 1 tokens.
+    The last window is filled up with earlier tokens, which are not scored again. The model does not
+    read the last scored token, so a window has up to `length` + 1 tokens.
     """
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -408,7 +410,7 @@ def rows_of(
     for task, metrics in results["results"].items():
         for name, value in metrics.items():
             metric, _, filtered = name.partition(",")
-            # One without a filter, such as sample_len, is no metric.
+            # A key without a filter, such as sample_len, is not a metric.
             if not isinstance(value, int | float) or "stderr" in metric or not filtered:
                 continue
             if metric.isdecimal() and value == -1:
@@ -510,9 +512,10 @@ def _evaluate_tasks(
     """
     import lm_eval
 
+    model = make_model(harness)
     try:
         return lm_eval.simple_evaluate(
-            model=make_model(harness),
+            model=model,
             tasks=tasks,
             num_fewshot=args.few_shot,
             limit=args.limit,
@@ -523,11 +526,18 @@ def _evaluate_tasks(
     except UserError:
         raise
     except Exception as error:
-        if harness.asked:
+        if harness.asked or not _raised_by_tasks(error):
             raise
         raise UserError(
             f"--tasks: {args.tasks}: cannot be loaded ({type(error).__name__}: {first_line(error)})"
         ) from error
+
+
+def _raised_by_tasks(error: Exception) -> bool:
+    """Whether lm-eval or a task raised an error that `_evaluate_tasks` caught; our own code, which
+    lm-eval calls through this module, did not."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+    return bool(frames) and not any(frame.f_globals is globals() for frame in frames)
 
 
 def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from data.outputs import PICTURE, PICTURE_METADATA, output_files
 from data.progress import ProgressBar
 from data.trajectories.options import TrajectoryConfig
 from data.trajectories.rows import ACTION, RETURN_TO_GO, REWARD, STATE, Scales
-from data.within import read_json
+from data.untrusted_files import read_json
 from eval.scoring import bootstrap
 from trainer import entry
 from trainer.options import AtLeastOne, AtLeastZero, StorePath, option, parser_of
@@ -233,7 +233,8 @@ def attention_by_episode(
     agent: Agent, rows: int, decisions: int
 ) -> Float[np.ndarray, "layers episodes"]:
     """Returns the share of attention that the states of the context's last episode pay to each
-    episode, float32: the mean over heads and the first `rows` environments. Each layer's sum to 1.
+    episode, float32: the mean over heads and the first `rows` environments. Each layer's shares sum
+    to 1.
 
     Args:
       agent: after its last complete episode.
@@ -260,8 +261,8 @@ def attention_by_episode(
         "segment_ids": padded_rows(np.ones_like(kinds), 0),
     }
     group = padded_rows(episode, -1)
-    asked = padded_rows((kinds == STATE) & (episode == episode[-1]), 0)
-    shares = attention_mass(model, agent.params, batch, group, int(episode[-1]) + 1, asked)
+    query_mask = padded_rows((kinds == STATE) & (episode == episode[-1]), 0)
+    shares = attention_mass(model, agent.params, batch, group, int(episode[-1]) + 1, query_mask)
     return np.asarray(shares)
 
 

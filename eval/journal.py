@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from data.within import parse_json, read_bytes
+from data.folders import lock
+from data.untrusted_files import check_within, parse_json, read_bytes
 
 JOURNAL = "answers.jsonl"
 
@@ -28,25 +28,34 @@ class Journal:
     Raises:
       UserError: the file holds answers of another model or with other settings; names the first
         difference.
+      TransientError: another process evaluates into it.
     """
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path = path
-        self.answers: dict[str, Answer] = {}
-        content = read_bytes(path, path.parent) if os.path.lexists(path) else b""
+        check_within(path.parent, path)  # refuses a pipe too
+        self._file = open(path, "a+b")  # noqa: SIM115 - open as long as the evaluation
+        try:
+            lock(self._file, path.parent, "evaluates into it")
+            self.answers = self._read(about)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self, about: dict[str, Any]) -> dict[str, Answer]:
+        """Returns the answers in the file, and removes what follows them; errors as above."""
+        content = read_bytes(self.path, self.path.parent)
         rows, offset = _whole_lines(content)
-        if rows:
-            self.answers = _answers(path, rows, about)
-        elif not json.dumps(about).encode().startswith(content):
+        answers = _answers(self.path, rows, about) if rows else {}
+        if not rows and not json.dumps(about).encode().startswith(content):
             raise UserError(
-                f"{path}: not an evaluation's answers, so it is not overwritten; "
+                f"{self.path}: not an evaluation's answers, so it is not overwritten; "
                 "another --output, or removing this file, would work"
             )
-        self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 - open as long as the evaluation
         self._file.truncate(offset)
-        self._file.seek(offset)
         if not rows:
             self._write(about)
+        return answers
 
     def add(self, key: str, answer: Answer) -> None:
         """Adds an answer."""

@@ -24,7 +24,7 @@ from data.synthetic import words
 from data.synthetic.split import draw_keys, draw_values
 from data.synthetic.tasks import OWN_LINES
 from data.synthetic.wording import Wording, wording_like
-from data.within import parse_json, read_text
+from data.untrusted_files import parse_json, read_text
 
 __all__ = ["KEY_STYLES", "LineCase", "Wording", "generate", "read", "wording_like", "write"]
 FORM = (
@@ -236,7 +236,7 @@ def _reserved_lines(
     """Returns keys and numbers that no generated training text has.
 
     Raises:
-        UserError: there are fewer.
+        UserError: there are fewer than `lines` of them.
     """
     try:
         keys = draw_keys(rng, key_style, lines, reserved=True)

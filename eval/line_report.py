@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from data import printable
 from data.errors import UserError
 from data.outputs import PICTURE_METADATA
-from data.within import read_json
+from data.untrusted_files import read_json
 from eval import pictures
 from eval.scoring import Outcome, Score, group_of, score, wilson
 

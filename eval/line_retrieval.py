@@ -172,7 +172,7 @@ def cases_that_fill(
 
     wording = line_cases.wording_like(args.like) if args.like else None
     most = len(line_cases.SHORT_KEYS) if args.keys == "short" else line_cases.MOST_LINES
-    lines = suite.largest(first_length, tokens, most)
+    lines = suite.largest_within(first_length, tokens, most)
     while lines:
         cases = _generate(args, lines)
         longest = max(map(length, cases))

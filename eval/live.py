@@ -101,8 +101,9 @@ def with_tests(config: RunConfig) -> RunConfig:
 
 
 def known_tokens(config: RunConfig, source: ModelSource, longest: int = 0) -> int | None:
-    """Returns how many tokens a pretrained model has positions for, by its files or its training
-    documents; None for one from scratch, or if its rule or the recipe's rope_theta decides.
+    """Returns the context length that a pretrained model's positions support, by its files or its
+    training documents; None for a model from scratch, or if its RoPE rule or the recipe's
+    rope_theta supports any length.
 
     Args:
       source: the model with the recipe's positions.

@@ -19,7 +19,7 @@ import numpy as np
 
 from data.errors import UserError
 from data.synthetic.tasks import Haystack, needles
-from data.within import read_text
+from data.untrusted_files import read_text
 from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
 from trainer import entry

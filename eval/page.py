@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from data.printable import printable
 
 _LARGEST = 1e300
 COLORS = ("#1f5fa8", "#c2571a")
+# Of a chart, and of the margins round its axes.
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 400, 250, 52, 16, 12, 40
 STYLE = """
 :root { color-scheme: light; }
 * { box-sizing: border-box; }
@@ -75,66 +78,102 @@ def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
     Args:
       log: the x axis is logarithmic.
     """
-    width, height, left, bottom, top, right = 400, 250, 52, 40, 12, 16
-    points = [point for curve in series.values() for point in curve if _is_drawn(*point, log)]
+    drawn = {
+        name: [point for point in curve if _is_drawn(*point, log)] for name, curve in series.items()
+    }
+    points = [point for curve in drawn.values() for point in curve]
     if not points:
         return ""
-    scale = math.log2 if log else float
-    scaled, values = [scale(x) for x, _ in points], [y for _, y in points]
-    x_low, x_high = min(scaled), max(scaled)
-    x_ticks = [x for x in ticks(x_low, x_high, whole=log) if x_low <= x <= x_high] or [x_low]
-    y_ticks = ticks(min(values), max(values))
-    y_low, y_high = y_ticks[0], y_ticks[-1]
-    x_span, y_span = x_high - x_low or 1.0, y_high - y_low
-
-    def place(x: float, y: float) -> str:
-        across = left + (scale(x) - x_low) / x_span * (width - left - right)
-        down = height - bottom - (y - y_low) / y_span * (height - bottom - top)
-        return f"{across:.1f},{down:.1f}"
-
-    marks = []
-    for y in y_ticks:
-        _, down = place(points[0][0], y).split(",")
-        marks.append(
-            f'<line x1="{left}" x2="{width - right}" y1="{down}" y2="{down}" stroke="#ddd"/>'
-            f'<text x="{left - 6}" y="{down}" text-anchor="end" dominant-baseline="middle">'
-            f"{number(y)}</text>"
-        )
-    for x in x_ticks:
-        across = left + (x - x_low) / x_span * (width - left - right)
-        marks.append(
-            f'<text x="{across:.1f}" y="{height - bottom + 16}" text-anchor="middle">'
-            f"{number(2**x if log else x)}</text>"
-        )
-    for index, (name, curve) in enumerate(series.items()):
-        color = COLORS[index % 2]
-        dash = ("", ' stroke-dasharray="6 4"', ' stroke-dasharray="2 3"')[index // 2 % 3]
-        path = " ".join(place(x, y) for x, y in curve if _is_drawn(x, y, log))
-        marks.append(
-            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}>'
-            f"<title>{text(name)}</title></polyline>"
-        )
-        marks += [
-            f'<circle cx="{dot.split(",")[0]}" cy="{dot.split(",")[1]}" r="3" fill="{color}"/>'
-            for dot in path.split()
-            if len(curve) <= 24
-        ]
+    plot = _Plot.of(points, log)
+    marks = [*plot.axes()]
+    for index, (name, curve) in enumerate(drawn.items()):
+        marks += plot.curve(name, curve, index, with_dots=len(series[name]) <= 24)
     marks.append(
-        f'<text x="{(left + width) / 2}" y="{height - 8}" text-anchor="middle">'
+        f'<text x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 8}" text-anchor="middle">'
         f"{text(x_label)}</text>"
-    )
-    squares = ("&#9632;", "&#9633;")
-    legend = " ".join(
-        f'<span style="color:{COLORS[index % 2]}">{squares[index > 1]} {text(name)}</span>'
-        for index, name in enumerate(series)
     )
     return (
         f"<figure><figcaption>{text(y_label)}</figcaption>"
-        f'<svg viewBox="0 0 {width} {height}" role="img" '
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{text(y_label)} against {text(x_label)}" '
         f'font-size="12" font-family="sans-serif">'
         f"{''.join(marks)}</svg>"
-        f"<figcaption>{legend}</figcaption></figure>"
+        f"<figcaption>{_legend(series)}</figcaption></figure>"
+    )
+
+
+class _Plot(NamedTuple):
+    """The area of a chart within its axes, and the values at its borders.
+
+    Attributes:
+      x_low, x_span: the axis's first value and length: logarithms to base 2 if it is logarithmic.
+    """
+
+    x_low: float
+    x_span: float
+    x_ticks: list[float]
+    y_low: float
+    y_span: float
+    y_ticks: list[float]
+    log: bool
+
+    @classmethod
+    def of(cls, points: Sequence[tuple[float, float]], log: bool) -> _Plot:
+        """Returns the plot that these points fill."""
+        scale = math.log2 if log else float
+        xs, ys = [scale(x) for x, _ in points], [y for _, y in points]
+        low, high = min(xs), max(xs)
+        x_ticks = [x for x in ticks(low, high, whole=log) if low <= x <= high] or [low]
+        y_ticks = ticks(min(ys), max(ys))
+        span = y_ticks[-1] - y_ticks[0] or 1.0
+        return cls(low, high - low or 1.0, x_ticks, y_ticks[0], span, y_ticks, log)
+
+    def across(self, x: float) -> str:
+        """Returns the horizontal coordinate of a value on the axis."""
+        return f"{LEFT + (x - self.x_low) / self.x_span * (WIDTH - LEFT - RIGHT):.1f}"
+
+    def down(self, y: float) -> str:
+        """Returns the vertical coordinate of a value."""
+        height = HEIGHT - BOTTOM - TOP
+        return f"{HEIGHT - BOTTOM - (y - self.y_low) / self.y_span * height:.1f}"
+
+    def axes(self) -> Iterator[str]:
+        """Yields the ticks' lines and numbers."""
+        for y in self.y_ticks:
+            down = self.down(y)
+            yield (
+                f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{down}" y2="{down}" stroke="#ddd"/>'
+                f'<text x="{LEFT - 6}" y="{down}" text-anchor="end" dominant-baseline="middle">'
+                f"{number(y)}</text>"
+            )
+        for x in self.x_ticks:
+            yield (
+                f'<text x="{self.across(x)}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">'
+                f"{number(2**x if self.log else x)}</text>"
+            )
+
+    def curve(
+        self, name: str, points: Sequence[tuple[float, float]], index: int, with_dots: bool
+    ) -> Iterator[str]:
+        """Yields a curve's line and, if it shows them, its points; `index` selects the style."""
+        color = COLORS[index % 2]
+        dash = ("", ' stroke-dasharray="6 4"', ' stroke-dasharray="2 3"')[index // 2 % 3]
+        scale = math.log2 if self.log else float
+        coordinates = [(self.across(scale(x)), self.down(y)) for x, y in points]
+        path = " ".join(f"{across},{down}" for across, down in coordinates)
+        yield (
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}>'
+            f"<title>{text(name)}</title></polyline>"
+        )
+        for across, down in coordinates if with_dots else ():
+            yield f'<circle cx="{across}" cy="{down}" r="3" fill="{color}"/>'
+
+
+def _legend(names: Iterable[str]) -> str:
+    squares = ("&#9632;", "&#9633;")
+    return " ".join(
+        f'<span style="color:{COLORS[index % 2]}">{squares[index > 1]} {text(name)}</span>'
+        for index, name in enumerate(names)
     )
 
 

@@ -50,8 +50,8 @@ class Prompt:
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> list[int]:
-    """Returns a prompt's ids: turns in the chat template, or without one plain text, which begins
-    with BOS if the tokenizer adds it, as in training."""
+    """Returns a prompt's ids: turns in the chat template; without a template, plain text that
+    begins with BOS if the tokenizer adds it, as in training."""
     turns = (Message("user", prompt.text),) if isinstance(prompt.text, str) else prompt.text
     if template:
         return unfinished(turns, template, tokenizer).followed_by(prompt.prefix, tokenizer)
@@ -72,7 +72,7 @@ def stop_ids(
 
 
 def check_template(template: str, tokenizer: Tokenizer) -> None:
-    """Raises UserError if a tokenizer cannot write a chat template, with those that it can."""
+    """Raises UserError, naming usable templates, if a tokenizer cannot write this one."""
     usable = [name for name in NAMES if _is_usable(name, tokenizer)]
     if template not in usable:
         lacking = missing_controls(template, tokenizer) or (
@@ -87,8 +87,8 @@ def check_template(template: str, tokenizer: Tokenizer) -> None:
 def check_template_kwargs(
     kwargs: Mapping[str, Any], template: str | None, tokenizer: Tokenizer
 ) -> None:
-    """Raises UserError if a chat template cannot be given one of these variables, or does not read
-    it, or there is no template."""
+    """Raises UserError if there is no chat template, or it cannot be given one of these variables,
+    or does not read one."""
     if template is None:
         raise UserError(
             "--template-kwargs: the model's tokenizer has no chat template; with --template, or "

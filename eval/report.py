@@ -127,48 +127,43 @@ def scores_of(runs: Sequence[Run]) -> str:
     every = [score for scores in by_run for score in scores]
     parts = []
     for name in dict.fromkeys(score.evaluation for score in every):
-        parts.append(f"<h3>{text(name)}</h3>")
-        keys = sorted(
-            {score.key for score in every if score.evaluation == name and score.depth is None}
-        )
-        if keys:
-            head = [
-                "task",
-                "length",
-                *(
-                    column
-                    for run in runs
-                    for column in (f"{run.name}: score", "95% interval", "cases")
-                ),
-            ]
-            rows = []
-            for scores in (row for key in keys for row in _aligned(key, by_run)):
-                first = next(filter(None, scores))
-                cells = [cell for score in scores for cell in _cells(score)]
-                rows.append([first.label, first.length, *cells])
-            parts.append(table(head, rows))
-        tasks = dict.fromkeys(
-            score.label for score in every if score.evaluation == name and score.depth is not None
-        )
-        for task in tasks:
-            maps = [
-                _map(
-                    [
-                        score
-                        for score in scores
-                        if (score.evaluation, score.label) == (name, task)
-                        and score.depth is not None
-                    ],
-                    run.name,
-                )
-                for run, scores in zip(runs, by_run, strict=True)
-            ]
-            parts.append(
-                f'<p>{text(task)}: length against depth</p><div class="side">{"".join(maps)}</div>'
-            )
+        of_name = [[score for score in scores if score.evaluation == name] for scores in by_run]
+        parts += [f"<h3>{text(name)}</h3>", _scores_by_length(runs, of_name)]
+        parts += _scores_by_depth(runs, of_name)
     if any(score.beyond for score in every):
         parts.append('<p class="note">* beyond the trained length</p>')
     return "".join(parts) or "<p>No evaluation was found.</p>"
+
+
+def _scores_by_length(runs: Sequence[Run], by_run: Sequence[Sequence[Score]]) -> str:
+    """Returns the table of an evaluation's scores without depth; "" if there are none."""
+    keys = sorted({score.key for scores in by_run for score in scores if score.depth is None})
+    if not keys:
+        return ""
+    head = ["task", "length"]
+    for run in runs:
+        head += [f"{run.name}: score", "95% interval", "cases"]
+    rows = []
+    for scores in (row for key in keys for row in _aligned(key, by_run)):
+        first = next(filter(None, scores))
+        cells = [cell for score in scores for cell in _cells(score)]
+        rows.append([first.label, first.length, *cells])
+    return table(head, rows)
+
+
+def _scores_by_depth(runs: Sequence[Run], by_run: Sequence[Sequence[Score]]) -> list[str]:
+    """Returns the maps of an evaluation's scores with a depth, task after task."""
+    deep = [[score for score in scores if score.depth is not None] for scores in by_run]
+    parts = []
+    for task in dict.fromkeys(score.label for scores in deep for score in scores):
+        maps = [
+            _map([score for score in scores if score.label == task], run.name)
+            for run, scores in zip(runs, deep, strict=True)
+        ]
+        parts.append(
+            f'<p>{text(task)}: length against depth</p><div class="side">{"".join(maps)}</div>'
+        )
+    return parts
 
 
 def _aligned(key: tuple, by_run: Sequence[Sequence[Score]]) -> list[list[Score | None]]:

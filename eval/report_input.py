@@ -5,13 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data.errors import UserError, first_line
-from data.within import read_json, read_text
+from data.untrusted_files import read_json, read_text
 from trainer.config.fields import check_kinds
 from trainer.config.yaml_text import InvalidYAML, parse
 from trainer.reporting.rows import is_number, read_rows, read_steps
@@ -20,6 +21,8 @@ from trainer.run.directory import EARLIER_STAGES
 from trainer.run.results import evaluated, is_of_run
 
 CONFIG = "config.yaml"
+RESULTS = "results.json"
+CURVES = "loss_by_position.json"
 # Metrics that count from the beginning of the run or of the stage.
 COUNTS = ("step", "tokens_seen", "compile_seconds")
 
@@ -152,12 +155,14 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     for path in evaluations:
         if not path.is_dir():
             raise UserError(f"--evaluations: {path} is not a folder")
+    found = {root: _result_files(root) for root in (*evaluations, folder)}
     # By the resolved path, since --evaluations may name folders of the run.
     files = sorted(
         {
             path.resolve(): (path, root)
-            for root in (*evaluations, folder)
-            for path in root.rglob("results.json")
+            for root, paths in found.items()
+            for path in paths
+            if path.name == RESULTS
         }.values()
     )
     results = [evaluation for path, root in files if (evaluation := _evaluation(path, root))]
@@ -165,15 +170,32 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
         _check_model(evaluation, folder)
     curves: dict[str, Any] = {}
     for root in (folder, *evaluations):
-        for path in sorted(root.rglob("loss_by_position.json")):
-            found = _json(path, root).get("curves", {})
-            if not (isinstance(found, dict) and all(map(_is_curve, found.values()))):
+        for path in sorted(path for path in found[root] if path.name == CURVES):
+            losses = _json(path, root).get("curves", {})
+            if not (isinstance(losses, dict) and all(map(_is_curve, losses.values()))):
                 raise UserError(
                     f"{path}: its curves are not tables of losses; without it, the report can be "
                     "made"
                 )
-            curves |= found
+            curves |= losses
     return Run(folder, _config(stages[-1] / CONFIG, folder), _logs(stages, folder), results, curves)
+
+
+def _result_files(root: Path) -> list[Path]:
+    """Returns the files of results below a folder; a warning names folders that may not be read."""
+
+    def warn(error: OSError) -> None:
+        print(
+            f"warning: {error.filename}: cannot be read ({error.strerror}); evaluations in it are "
+            "not in the report",
+            file=sys.stderr,
+        )
+
+    return [
+        Path(folder, name)
+        for folder, _, names in os.walk(root, onerror=warn)
+        for name in {RESULTS, CURVES}.intersection(names)
+    ]
 
 
 def _is_curve(rows: Any) -> bool:

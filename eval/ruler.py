@@ -24,7 +24,7 @@ import numpy as np
 from data.errors import UserError
 from data.synthetic import tasks
 from data.synthetic.tasks import Exercise, Haystack
-from data.within import parse_json, read_text
+from data.untrusted_files import parse_json, read_text
 from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
 from eval.needle import check_sentences, read_haystack
@@ -166,7 +166,7 @@ class Question(NamedTuple):
     """Any of which is right."""
     documents: tuple[str, ...]
     """Those that hold the answer."""
-    place: str
+    location: str
     """Its file and line, for messages."""
 
 
@@ -194,7 +194,7 @@ def read_questions(path: str) -> list[Question]:
     return questions
 
 
-def _question(line: str, place: str) -> Question | None:
+def _question(line: str, location: str) -> Question | None:
     """Returns the question in a line of JSON; None if the line has another form."""
     try:
         row = parse_json(line)
@@ -205,7 +205,7 @@ def _question(line: str, place: str) -> Question | None:
         return None
     if not (_is_list_of_texts(answers) and _is_list_of_texts(documents)):
         return None
-    return Question(text, tuple(answers), tuple(documents), place)
+    return Question(text, tuple(answers), tuple(documents), location)
 
 
 def _is_list_of_texts(value: object) -> bool:
@@ -240,9 +240,9 @@ def qa_cases(
             others = [document for document in documents if document not in question.documents]
             make = functools.partial(_qa_case, question, others, (seed, sample, tokens))
             try:
-                shown = suite.fit(make, tokens, count)
+                shown = suite.units_to_fill(make, tokens, count)
             except UserError as error:
-                too_long.append(f"{question.place}: {error}")
+                too_long.append(f"{question.location}: {error}")
                 continue
             repeat |= shown > len(question.documents) + len(others)
             made.append(make(shown))
@@ -289,8 +289,9 @@ def _qa_case(
     chosen = [*question.documents, *(others[i] for i in rng.permutation(len(others)))]
     shown = max(shown, len(question.documents))
     chosen = (chosen * -(-shown // len(chosen)))[:shown]
+    shuffled = [chosen[i] for i in rng.permutation(len(chosen))]
     context = "\n\n".join(
-        f"Document {place}:\n{chosen[i]}" for place, i in enumerate(rng.permutation(len(chosen)), 1)
+        f"Document {number}:\n{document}" for number, document in enumerate(shuffled, 1)
     )
     instruction = (
         "Answer the question based on the given documents. Only give me the answer and do not "

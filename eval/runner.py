@@ -197,20 +197,20 @@ class Respondent:
         return len(self.ids(prompt))
 
     @functools.cached_property
-    def _opens_thought(self) -> bool:
+    def _opens_thought(self) -> str:
         return thoughts.opens_thought(self.tokenizer, self.template)
 
     def without_thoughts(
         self, prompts: Sequence[Prompt], answers: Sequence[Answer]
     ) -> tuple[list[Answer], dict[str, int]]:
         """Returns what is scored of the answers to prompts, and `thoughts.counted` of them."""
-        texts = [
-            (answer.generated, thoughts.said(answer.generated, self._opens_thought and not prefix))
-            for answer, prefix in zip(answers, (prompt.prefix for prompt in prompts), strict=True)
-        ]
+        texts = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            opened = "" if prompt.prefix else self._opens_thought
+            texts.append((answer.generated, thoughts.after_thought(answer.generated, opened)))
         scored = [
-            dataclasses.replace(answer, generated=said or "")
-            for answer, (_, said) in zip(answers, texts, strict=True)
+            dataclasses.replace(answer, generated=text or "")
+            for answer, (_, text) in zip(answers, texts, strict=True)
         ]
         return scored, thoughts.counted(texts)
 
@@ -243,7 +243,7 @@ class Respondent:
         for capacity, new_tokens, keys in self._batches(waiting, ids):
             if generator is None or generator is not self.generators.get((capacity, new_tokens)):
                 if generator is not None:
-                    generator.forget()  # there is memory for one cache
+                    generator.free_cache()  # there is memory for only one cache
                 generator = self.generator(
                     params, capacity, new_tokens, max(map(len, ids.values()))
                 )
@@ -251,12 +251,12 @@ class Respondent:
                 params, [ids[key] for key in keys], [waiting[key].draw for key in keys]
             )
             for key, generated in zip(keys, generated_ids, strict=True):
-                answers[key] = Answer(self.tokenizer.decode(generated), len(ids[key]))
+                answers[key] = Answer(thoughts.text_of(generated, self.tokenizer), len(ids[key]))
                 if journal:
                     journal.add(key, answers[key])
                 on_answer(repeats[key])
         if generator:
-            generator.forget()
+            generator.free_cache()
         return [answers[prompt.key] for prompt in prompts]
 
     def _batches(
@@ -395,6 +395,14 @@ class LoadedModel:
             known = sum(prompt.key in journal.answers for prompt in prompts)
             if known:
                 print(f"{known} of {len(prompts)} answers exist already")
+            others = len(journal.answers.keys() - {prompt.key for prompt in prompts})
+            if others:
+                print(
+                    f"note: {output}: results.json will be of these {len(prompts)} cases only; the "
+                    f"answers to {others} others stay in {JOURNAL}; with another --output the "
+                    "earlier results are kept too",
+                    file=sys.stderr,
+                )
             with ProgressBar("answering", len(prompts), "answers") as bar:
                 return self.respondent.answer(self.params, prompts, journal, bar.advance)
         finally:

@@ -151,8 +151,8 @@ def outcome(
 
 
 def group_of(item: Outcome) -> tuple[str, int, str, bool]:
-    """Returns family, lines, source and beyond_trained_length of an outcome, by which accuracies
-    are kept apart."""
+    """Returns family, lines, source and beyond_trained_length of an outcome; each combination gets
+    its own accuracy."""
     return item.case.family, item.case.num_lines, item.case.source, item.beyond_trained_length
 
 

@@ -46,24 +46,24 @@ def clean(text: str) -> str:
 
 
 def match_all(text: str, expected: Sequence[str]) -> float:
-    """Returns the share of expected texts that occur, in any case and order (string_match_all)."""
+    """Returns the share of expected texts that occur, ignoring case (RULER's string_match_all)."""
     text = clean(text).lower()
     return sum(item.lower() in text for item in expected) / len(expected)
 
 
 def match_any(text: str, expected: Sequence[str]) -> float:
-    """Returns 1 if any expected text occurs, in any case (RULER's string_match_part)."""
+    """Returns 1 if any expected text occurs, ignoring case (RULER's string_match_part), else 0."""
     text = clean(text).lower()
     return float(any(item.lower() in text for item in expected))
 
 
 def match_integer(text: str, expected: Sequence[str]) -> float:
-    """Returns 1 if the last integer of the text is the expected one (LongChat's line retrieval)."""
+    """Returns 1 if the text's last integer is the expected one (LongChat's test), else 0."""
     return float(last_integer(text) == int(expected[0]))
 
 
 def similarity(text: str, expected: Sequence[str]) -> float:
-    """Returns how similar an answer is to the expected one, 0 to 1, as OpenAI's MRCR counts it.
+    """Returns how similar an answer is to the expected one, 0 to 1, as OpenAI's MRCR does.
 
     It is difflib's ratio of what follows the required beginning; 0 without that beginning. White
     space around the answer and after the beginning, which MRCR counts, is ignored.
@@ -145,12 +145,12 @@ def score_of(case: Case, answer: Answer) -> float:
 
 
 MOST_CUTS = 8
-"""Steps by which the search for the largest text may follow a wrong slope before it bisects."""
+"""Steps that the search for the largest text may take along a wrong slope before it bisects."""
 LEAST_FILLED = 0.9
 """The share of the requested tokens that the longest possible case needs to have."""
 
 
-def largest(length: Callable[[int], int], limit: int, most: int) -> int:
+def largest_within(length: Callable[[int], int], limit: int, most: int) -> int:
     """Returns a number of units whose text is within the limit.
 
     It is the largest number, or one whose text fills 99% of the limit; 0 if even one unit is too
@@ -175,7 +175,7 @@ def largest(length: Callable[[int], int], limit: int, most: int) -> int:
     return low
 
 
-def fit(
+def units_to_fill(
     make: Callable[[int], Case], tokens: int, count: Callable[[Prompt], int], most: int = 10**7
 ) -> int:
     """Returns the number of units with which `make`'s case fills `tokens`, answer included.
@@ -190,7 +190,7 @@ def fit(
     def length(units: int) -> int:
         return _length(make(max(units, 1)), count)
 
-    units = largest(length, tokens, most)
+    units = largest_within(length, tokens, most)
     if not units:
         raise UserError(
             f"{make(1).task}: its shortest case takes {length(1)} tokens, found {tokens}; "
@@ -209,19 +209,17 @@ def cases_of(
     """Returns `each` cases of at most `tokens` tokens, answers included.
 
     All have as many units as fill `tokens` in the case of `make(units)`; a longer sample gets fewer
-    units.
+    units. If even the shortest case is too long, or the longest far too short, a warning names it
+    and the remaining cases are skipped.
 
     Args:
       make: returns a case of `units` units; a second argument, `sample`, numbers the cases from 0.
       count: tokens of a prompt.
       most: units a case may have.
-
-    If even the shortest case is too long, or the longest far too short, a warning names it and no
-    case is returned.
     """
     cases: list[Case] = []
     try:
-        units = fit(make, tokens, count, most)
+        units = units_to_fill(make, tokens, count, most)
         if units == most and (longest := _length(make(units), count)) < LEAST_FILLED * tokens:
             raise UserError(
                 f"{make(1).task}: its longest case takes {longest} tokens, found {tokens}; "
@@ -231,7 +229,7 @@ def cases_of(
             make_sample = functools.partial(make, sample=sample)
             case = make_sample(units)
             if _length(case, count) > tokens:
-                case = make_sample(fit(make_sample, tokens, count, units - 1))
+                case = make_sample(units_to_fill(make_sample, tokens, count, units - 1))
             cases.append(case)
     except UserError as error:
         left = "" if not cases else f"; {len(cases)} of {each} cases are left"
@@ -267,6 +265,9 @@ def run(
     Args:
       name: of the evaluation and of its picture.
       options: how the cases were made, for results.json.
+
+    Raises:
+      UserError: there are no cases; or as `Respondent.answer`.
     """
     if not cases:
         raise UserError(

@@ -16,7 +16,7 @@ PROJECTIONS = (*ATTENTION, *FEED_FORWARD)
 # A mixture's router, as PEFT names it in most families.
 ROUTER = "gate"
 ALL_LINEAR = "all-linear"
-# The last part of the name of DoRA's column lengths.
+# The last part of the name of DoRA's magnitudes, the trained lengths of columns.
 MAGNITUDE = "lora_magnitude_vector"
 # The last parts of the names of an adapter's parameters.
 ADAPTER_PARTS = ("lora_A", "lora_B", MAGNITUDE)
@@ -205,7 +205,7 @@ class AdapterConfig:
 
     def check_targets(self, family: str, fused: Iterable[Sequence[str]]) -> None:
         """Raises ValueError if targets include some but not all projections stored as rows of one
-        tensor, for which a PEFT file has one adapter.
+        tensor: a PEFT file has one adapter for the whole tensor.
 
         Args:
           fused: the projections of each such tensor.

@@ -27,7 +27,7 @@ from .linear import product
 from .loss import LocalLosses, LossSums, global_sums
 from .memory.chunked import chunked, chunked_total
 from .norms import RMSNorm, scaled_norm
-from .parameter_declarations import EndsFactory
+from .parameter_declarations import EmbedAndHeadFactory
 from .projection import param
 from .transformer import TOKENS, Batch, Transformer
 from .weight_gathering import Shards
@@ -44,7 +44,7 @@ class Kind(enum.IntEnum):
 
 
 MIXTURE_DEVIATION = 0.2
-"""Deviation of each component of a mixture of actions, which are in -1 .. 1."""
+"""Standard deviation of each component of a mixture of actions, which are in -1 .. 1."""
 
 
 class TrajectorySizes(NamedTuple):
@@ -73,7 +73,7 @@ class ActionMixture(NamedTuple):
     log_probabilities: Float[Array, "B T K"]
 
 
-class TrajectoryEnds(nnx.Module):
+class TrajectoryEmbedAndHead(nnx.Module):
     """The modules before and after the layers: an embedding per kind of token, the final norm and
     the action head."""
 
@@ -116,9 +116,9 @@ class AgenticTransformer(Transformer):
             )
 
     @property
-    def ends(self) -> EndsFactory:
+    def embed_and_head_factory(self) -> EmbedAndHeadFactory:
         """The embeddings, the final norm and the action head."""
-        return functools.partial(TrajectoryEnds, sizes=self.sizes)
+        return functools.partial(TrajectoryEmbedAndHead, sizes=self.sizes)
 
     # On a device
 

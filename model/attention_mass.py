@@ -1,4 +1,4 @@
-"""What attention looks at: the share that some tokens pay to groups of tokens, layer by layer.
+"""How much attention some tokens pay to groups of tokens, layer by layer.
 
 Attention's output is a mean of values. For a value that is 1 at a group's tokens and 0 elsewhere,
 that mean is the group's share, so each layer attends a second time, with such values, by the
@@ -30,10 +30,10 @@ def attention_mass(
     batch: Batch,
     group: Int[Array, "B L"] | Int[np.ndarray, "B L"],
     groups: int,
-    asked: Bool[Array, "B L"] | Bool[np.ndarray, "B L"],
+    query_mask: Bool[Array, "B L"] | Bool[np.ndarray, "B L"],
 ) -> Float[Array, "N G"]:
     """Returns the share of each layer's attention on each group, in 0 .. 1, float32: the mean over
-    heads and over the asked tokens of all rows.
+    heads and over the tokens in `query_mask` of all rows.
 
     A layer's shares sum to 1, or to less if it has attention sinks or tokens are in no group.
 
@@ -41,7 +41,7 @@ def attention_mass(
       model: on a mesh without the axis tensor, in any layout.
       batch: of the model, [B, L, ...] each.
       group: of each token, 0 .. groups - 1, or a negative number for none.
-      asked: whether a token's attention counts.
+      query_mask: whether a token's attention counts.
 
     Raises:
       ValueError: the mesh has an axis tensor.
@@ -51,7 +51,7 @@ def attention_mass(
     model = dataclasses.replace(model, schedule=in_any_layout(model.schedule))
 
     def local(params: Shards, batch: Batch) -> Float[Array, "N G"]:
-        group, asked = batch["group"], batch["asked"]
+        group, query_mask = batch["group"], batch["query_mask"]
         coords, info = model.local_coords(batch), TokenInfo(batch["positions"])
         layers = model.layers(info.positions.shape[1] * model.mesh.shape["sequence"])
         x, shards = model.local_embed(params, batch), model.weights.of_layers(params)
@@ -63,13 +63,13 @@ def attention_mass(
             )
             q, k, v = layer.project(weights, x, info)
             share = _shares(layer, weights, q, k, coords, group, groups)
-            shares.append(jnp.einsum("btg,bt->g", share, asked.astype(jnp.float32)))
+            shares.append(jnp.einsum("btg,bt->g", share, query_mask.astype(jnp.float32)))
             attended = layer.attend(weights, q, k, v, coords)
             x = layer.finish(weights, x, attended, info).hidden
-        total, tokens = lax.psum((jnp.stack(shares), jnp.sum(asked)), EVERY_TOKEN)
+        total, tokens = lax.psum((jnp.stack(shares), jnp.sum(query_mask)), EVERY_TOKEN)
         return total / tokens
 
-    every = {**batch, "group": group, "asked": asked}
+    every = {**batch, "group": group, "query_mask": query_mask}
     return jax.jit(model.sharded(local, PartitionSpec()))(params, every)
 
 
@@ -84,7 +84,7 @@ def _shares(
 ) -> Float[Array, "B T G"]:
     """Returns each token's attention on each group, the mean over heads."""
     width, parts = k.shape[-1], []
-    for first in range(0, groups, width):  # as many groups at once as a value has numbers
+    for first in range(0, groups, width):  # as many groups at once as values have channels
         values = jax.nn.one_hot(group - first, width, dtype=k.dtype)
         values = jnp.broadcast_to(values[:, :, None], k.shape)
         attended = layer.attend(weights, q, k, values, coords)

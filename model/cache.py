@@ -35,8 +35,9 @@ from .transformer import TOKENS, Batch, Transformer
 from .weight_gathering import Shards
 
 ROWS = PartitionSpec(BATCH_AXES)
-# Bytes of a layer's keys that `extend` reads at once, and of its values. They are copied out of the
-# array of all layers: on a CPU, into its cache; on other platforms an iteration costs more.
+# The most bytes of a layer's keys, and of its values, that `extend` copies out of the array of all
+# layers at once: few on a CPU, so that they stay in its cache; more on other platforms, where each
+# iteration costs more.
 CPU_BYTES_AT_ONCE = 1 << 20
 BYTES_AT_ONCE = 1 << 25
 
@@ -232,7 +233,7 @@ class CachedModel:
 
         Args:
           batch: the model's inputs, and `index` and `segment_ids` [B, n]: a token's index in its
-            row, at which it is kept, and 1, or 0 for padding, which is not kept.
+            row, which is its place in the cache, and 1, or 0 for padding, which is not kept.
 
         Returns:
           The cache with the new tokens, and the head's results for them.

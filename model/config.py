@@ -286,8 +286,7 @@ class TransformerConfig:
     @classmethod
     def from_hf_dict(cls, config: dict[str, Any]) -> TransformerConfig:
         """Reads a Hugging Face config; absent fields take the defaults of transformers' config
-        class for the family. Of a model of images and text, reads the text model; see
-        `text_fields`.
+        class for the family. Of a vision-language model, reads the text model; see `text_fields`.
 
         Accepts both spellings of the rotary embedding: `rope_theta` with `rope_scaling`, and
         `rope_parameters` (transformers 5). Raises ValueError for anything that would make the model
@@ -302,7 +301,7 @@ class TransformerConfig:
         try:
             return cls._of_family(family, family.read(config))
         except ValueError as error:
-            raise ValueError(family.in_its_words(str(error))) from None
+            raise ValueError(family.with_config_name(str(error))) from None
 
     @classmethod
     def _of_family(cls, family: Family, config: dict[str, Any]) -> TransformerConfig:
@@ -388,7 +387,7 @@ class TransformerConfig:
             fields["rope_scaling"].pop("type", None)
         # Both would take precedence over rope_scaling.
         fields |= {"rope_parameters": None, original: None}
-        if "local_rope" in FAMILIES[self.family].takes:
+        if "local_rope" in FAMILIES[self.family].configurable:
             local = self.local_rope or self.rope
             fields["rope_parameters"] = {SLIDING: local.to_hf()}
         changed = self.from_hf_dict(fields)

@@ -175,8 +175,8 @@ def _require_token_ids(config: TransformerConfig) -> None:
         ("pad_token_id", (config.pad_token_id,)),
     ):
         for value in values:
-            # -1 is what some published configs say for "none"; it indexes nothing here, so it
-            # does no harm.
+            # -1 is what some published configs say for "none"; a `pad_token_id` of -1 is the last
+            # row of the embedding, as in torch.
             if value is not None and not (is_int(value) and -1 <= value <= MOST):
                 raise ValueError(f"{name}: {value!r} is not a token id")
 
@@ -234,7 +234,7 @@ def _require_family(config: TransformerConfig) -> None:
         "output_bias": config.attention_bias
     }
     for name, value in {**plain, **family.computes}.items():
-        if name not in family.takes and getattr(config, name) != value:
+        if name not in family.configurable and getattr(config, name) != value:
             raise ValueError(
                 f"{name}: found {getattr(config, name)!r}; models of the family {config.family} "
                 f"have {value!r}"
@@ -248,7 +248,7 @@ def _require_family(config: TransformerConfig) -> None:
             )
     for name in (f.name for f in dataclasses.fields(config) if f.name in NEUTRAL):
         if (
-            name not in (*family.takes, *family.computes)
+            name not in (*family.configurable, *family.computes)
             and getattr(config, name) not in NEUTRAL[name]
         ):
             raise ValueError(

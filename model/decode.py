@@ -131,9 +131,9 @@ class Generator:
         self.cached = CachedModel(model, type(model).local_logits, rows, capacity)
         self.chunk = -(-chunk // self.cached.ranks) * self.cached.ranks
         self.prefilled = self.answered = 0
-        self.forget()
+        self.free_cache()
 
-    def forget(self) -> None:
+    def free_cache(self) -> None:
         """Frees the cache; call it before passing parameters other than the last call's."""
         self._cache: Cache | None = None
         # The tokens in the cache.
@@ -314,7 +314,7 @@ class Generator:
         ends = np.maximum([len(prompt) - 1 for prompt in prompts], 0)
         done = np.minimum(done, ends)
         # The cache's memory is reused: until the call succeeds, nothing counts as cached.
-        self.forget()
+        self.free_cache()
         cache = self.cached.truncate(cache, done.astype(np.int32))
         while (done < ends).any():
             batch, done = self._next_chunk(prompts, done, ends)

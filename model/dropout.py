@@ -4,8 +4,8 @@ kept; the backward pass recomputes it.
 
 Each element has a 32-bit number, from the seed, the step, the row, the token's index in the row,
 the layer, the projection and the feature; it is kept if that number is at least the rate times
-2^32. Each is folded in by adding its product with an odd constant and applying MurmurHash3's
-finalizer (Appleby), a bijection on 32 bits.
+2^32. Each of these is folded in by adding its product with an odd constant and applying
+MurmurHash3's finalizer (Appleby), a bijection on 32 bits.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def token_keys(seed: int, step: Int[Array, ""], index: Int[Array, "B L"]) -> UIn
     return _mix(_mix(key, jnp.arange(index.shape[0])[:, None]), index)
 
 
-def kept(
+def zero_dropped(
     x: Float[Array, "B T *F"],
     keys: UInt32[Array, "B T"],
     rate: float,
@@ -83,17 +83,17 @@ def kept(
       projection: the number of the projection that reads x; masks differ between projections.
       first: the number of the first feature, if x has only part of them.
     """
-    return _kept(x, _mix(keys, projection), jnp.asarray(first, jnp.uint32), rate)
+    return _zero_dropped(x, _mix(keys, projection), jnp.asarray(first, jnp.uint32), rate)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _kept(x, keys, first, rate):
+def _zero_dropped(x, keys, first, rate):
     features = first + jnp.arange(math.prod(x.shape[2:]), dtype=jnp.uint32)
     numbers = _mix(keys[..., None], features).reshape(x.shape)
     return jnp.where(numbers >= jnp.uint32(round(rate * 2**32)), x, jnp.zeros((), x.dtype))
 
 
-_kept.defvjp(
-    lambda x, keys, first, rate: (_kept(x, keys, first, rate), (keys, first)),
-    lambda rate, residuals, dy: (_kept(dy, *residuals, rate), None, None),
+_zero_dropped.defvjp(
+    lambda x, keys, first, rate: (_zero_dropped(x, keys, first, rate), (keys, first)),
+    lambda rate, residuals, dy: (_zero_dropped(dy, *residuals, rate), None, None),
 )

@@ -57,21 +57,34 @@ class EmbedAndHead:
 
     def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         """Returns the tokens' rows of the table. Rows are cast after indexing the float32 table, so
-        that its gradient is float32."""
+        that its gradient is float32.
+
+        The row of `pad_token_id` gets no gradient here, as in transformers (`padding_idx` of
+        torch.nn.Embedding), even if that token is part of the text, as SmolLM2's <|im_end|> is. A
+        tied head trains it.
+        """
 
         def embed(weights, arrays, constants):
             table, ids = weights["embed_tokens.weight"], constants["tokens"]
+            learned = True if self._padding_row is None else ids != self._padding_row
             local_size = self.parallel.vocab_size // self.parallel.tensor
             if self.parallel.tensor > 1:
                 ids = ids - self.parallel.rank() * local_size
             is_local = (ids >= 0) & (ids < local_size)
-            embedded = jnp.where(is_local[..., None], rows(table, jnp.where(is_local, ids, 0)), 0.0)
+            embedded = rows(table, jnp.where(is_local, ids, 0), is_local & learned)
+            embedded = jnp.where(is_local[..., None], embedded, 0.0)
             return self.parallel.reduce_output(
                 (embedded * self.config.embedding_scale).astype(self.dtype), "vocab"
             )
 
         with jax.named_scope("embed"):
             return chunked(embed, weights, {}, {"tokens": tokens}, dtype=self.dtype)
+
+    @property
+    def _padding_row(self) -> int | None:
+        """The row of `pad_token_id`; a negative one counts from the end, as in torch."""
+        token = self.config.pad_token_id
+        return None if token is None else token + self.config.vocab_size * (token < 0)
 
     def logits(self, weights: Weights, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Returns float32 logits of the whole vocabulary on every tensor rank. For evaluation: not

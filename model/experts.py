@@ -86,8 +86,8 @@ def router_sums(logits: Float[Array, "T X"], routes: Routes, real: Bool[Array, "
     }
 
 
-def zeros(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-    """Returns a part of an adapter; `parameters.draw_adapters` draws A."""
+def _zero_adapter(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+    """Returns a zero A or B of an adapter; `parameters.draw_adapters` then draws A."""
     return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes, inputs=1, stages=(OUTPUT,))
 
 
@@ -107,8 +107,8 @@ class Router(nnx.Module):
             )
         self.adapter = config.adapter_of(ROUTER)
         if self.adapter is not None:
-            self.lora_A = zeros((shape[0], self.adapter.rank), ("embed", "rank"))
-            self.lora_B = zeros((self.adapter.rank, shape[1]), ("rank", "router"))
+            self.lora_A = _zero_adapter((shape[0], self.adapter.rank), ("embed", "rank"))
+            self.lora_B = _zero_adapter((self.adapter.rank, shape[1]), ("rank", "router"))
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T X"]:
         """Returns float32 logits of normalized hidden states."""
@@ -157,8 +157,8 @@ class ExpertProjection(nnx.Module):
         self.adapter = config.adapter_of(name)
         if self.adapter is not None:
             rank = self.adapter.rank
-            self.lora_A = zeros((shape[0], inputs, rank), ("experts", axes[0], "rank"))
-            self.lora_B = zeros((shape[0], rank, outputs), ("experts", "rank", axes[1]))
+            self.lora_A = _zero_adapter((shape[0], inputs, rank), ("experts", axes[0], "rank"))
+            self.lora_B = _zero_adapter((shape[0], rank, outputs), ("experts", "rank", axes[1]))
 
     def __call__(
         self, x: Float[Array, "M K"], sizes: Int[Array, " X"], experts: Int[Array, " M"], share=1
@@ -215,7 +215,7 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "T E"], routes: Routes, parallel: TensorParallel
     ) -> Float[Array, "T E"]:
-        """Returns the weighted sums of the experts' outputs, this tensor rank's summand.
+        """Returns this tensor rank's partial sums of the experts' weighted outputs.
 
         If `expert` splits the experts, each of its ranks gets all ranks' tokens and runs its
         experts on them, and the sums return to the tokens' ranks. An all-to-all with static shapes
@@ -239,7 +239,7 @@ class Experts(nnx.Module):
         count: int,
         first: Any = 0,
     ) -> Float[Array, "T E"]:
-        """Returns the summands of the experts from `first` on, `count` of them."""
+        """Returns the partial sums of the experts from `first` on, `count` of them."""
         experts = routes.experts.reshape(-1) - first
         # Other experts' rows come last.
         experts = jnp.where((experts >= 0) & (experts < count), experts, count)
@@ -249,7 +249,7 @@ class Experts(nnx.Module):
         rows = _sorted_rows(x, order, inverse_order)
         by_row = experts[order]
         gated = self.gated(self.gate_proj(rows, sizes, by_row), self.up_proj(rows, sizes, by_row))
-        # Each tensor rank's summand has its share of the biases.
+        # Each tensor rank's partial sum has its share of the biases.
         shares = parallel.tensor if parallel.mlp else 1
         outputs = _reordered(self.down_proj(gated, sizes, by_row, shares), inverse_order, order)
         outputs = outputs.reshape(*routes.experts.shape, -1).astype(jnp.float32)
@@ -293,8 +293,8 @@ class MixtureOfExperts(nnx.Module):
         return parallel.reduce_output(y, "mlp"), sums
 
     def _shared(self, x: Float[Array, "B T E"], parallel: TensorParallel) -> Float[Array, "B T E"]:
-        """Returns this tensor rank's summand of the shared expert's output."""
-        y = self.shared_expert.summand(x, parallel)
+        """Returns this tensor rank's partial sum of the shared expert's output."""
+        y = self.shared_expert.partial_sum(x, parallel)
         if not self.config.shared_expert_gate:
             return y
         gate = product("bte,eo->bto", x, self.shared_expert_gate.weight[...], jnp.float32)
@@ -381,7 +381,8 @@ class RouterTotals(NamedTuple):
 def router_losses(
     sums: Auxiliary, totals: RouterTotals, config: TransformerConfig
 ) -> dict[str, Float[Array, ""]]:
-    """Returns a device's summands of the router losses, on the scale of the tokens' losses' sum.
+    """Returns a device's partial sums of the router losses, on the scale of the sum of the tokens'
+    losses.
 
     The balance loss is transformers' (Switch Transformer, arXiv 2101.03961, equations 4 to 6, over
     the tokens of all layers together), the z-loss ST-MoE's (arXiv 2202.08906, equation 5), averaged
@@ -412,7 +413,7 @@ def router_measures(
     wrong; and the mean entropy of a token's probabilities, in nats.
 
     Args:
-      part, whole: of the part, and of the batch; the highest load is no mean of the parts' loads.
+      part, whole: of the part, and of the batch: the highest load is not a mean of the parts'.
       entropy: the sum over the part's tokens and all layers.
     """
     assert config.num_experts_per_tok is not None

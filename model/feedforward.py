@@ -46,13 +46,13 @@ class FeedForward(nnx.Module):
     ) -> tuple[Float[Array, "B T E"], Auxiliary]:
         """Returns the feed-forward of normalized hidden states, summed over the tensor ranks, and
         no auxiliary sums."""
-        down = self.summand(parallel.all_gather_tokens(x), parallel, info.dropout)
+        down = self.partial_sum(parallel.all_gather_tokens(x), parallel, info.dropout)
         return self.down_proj.add_bias(parallel.reduce_output(down, "mlp")), {}
 
-    def summand(
+    def partial_sum(
         self, x: Float[Array, "B T E"], parallel: TensorParallel, dropout: DropoutKeys = None
     ) -> Float[Array, "B T E"]:
-        """Returns this tensor rank's summand, without the last bias."""
+        """Returns this tensor rank's partial sum, without the last bias."""
         gate = self.gate_proj.add_bias(self.gate_proj(x, parallel, dropout))
         up = self.up_proj.add_bias(self.up_proj(x, parallel, dropout))
         return self.down_proj(self.activation(gate) * up, parallel, dropout)

@@ -135,7 +135,7 @@ def _over_blocks(sizes: Int[Array, " G"], block: int, step: Callable, carry: Any
 
 
 def _padded(x: Float[Array, "M K"], block: int) -> Float[Array, "M_b K"]:
-    """The rows followed by a block of zeros, into which the last block may reach."""
+    """The rows, then a block of zeros, since the last block may reach beyond the rows."""
     return jnp.pad(x, ((0, block), (0, 0)))
 
 

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 from .attention.names import BATCH_AXES
 from .embed_and_head import EmbedAndHead
 from .loss import LocalLosses, LossSums, global_sums, sums_by_document
-from .modules import TokenEnds
-from .parameter_declarations import EndsFactory
+from .modules import TokenEmbedAndHead
+from .parameter_declarations import EmbedAndHeadFactory
 from .transformer import TOKENS, Batch, Transformer
 from .weight_gathering import Shards
 
@@ -25,9 +25,9 @@ class LanguageModel(Transformer):
     addition to the coordinates."""
 
     @property
-    def ends(self) -> EndsFactory:
+    def embed_and_head_factory(self) -> EmbedAndHeadFactory:
         """The embedding table, the final norm and the head."""
-        return TokenEnds
+        return TokenEmbedAndHead
 
     @property
     def embed_and_head(self) -> EmbedAndHead:
@@ -38,23 +38,21 @@ class LanguageModel(Transformer):
 
     def local_embed(self, params: Shards, batch: Batch) -> Float[Array, "B T E"]:
         """Returns the first layer's input."""
-        ends = self.embed_and_head
-        return ends.embed(self.weights.gather_named(params, ends.embedding_names), batch["tokens"])
+        embed_and_head = self.embed_and_head
+        weights = self.weights.gather_named(params, embed_and_head.embedding_names)
+        return embed_and_head.embed(weights, batch["tokens"])
 
     def local_logits(self, params: Shards, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Returns float32 logits of the whole vocabulary, from the last layer's output."""
-        ends = self.embed_and_head
-        return ends.logits(self.weights.gather_named(params, ends.head_names), x)
+        embed_and_head = self.embed_and_head
+        weights = self.weights.gather_named(params, embed_and_head.head_names)
+        return embed_and_head.logits(weights, x)
 
     def local_losses(self, params: Shards, batch: Batch) -> LocalLosses:
         """Returns the losses of this device's tokens."""
-        ends, (x, sums) = self.embed_and_head, self.local_layers(params, batch)
-        total, losses = ends.losses(
-            self.weights.gather_named(params, ends.head_names),
-            x,
-            batch["targets"],
-            batch["loss_weights"],
-        )
+        embed_and_head, (x, sums) = self.embed_and_head, self.local_layers(params, batch)
+        weights = self.weights.gather_named(params, embed_and_head.head_names)
+        total, losses = embed_and_head.losses(weights, x, batch["targets"], batch["loss_weights"])
         return LocalLosses(
             total, losses, self.auxiliary_losses(sums, batch), self.measures(sums, batch)
         )
@@ -96,10 +94,9 @@ class LanguageModel(Transformer):
         """
 
         def local(params, batch):
-            ends, (x, _) = self.embed_and_head, self.local_layers(params, batch)
-            losses = ends.token_losses(
-                self.weights.gather_named(params, ends.head_names), x, batch["targets"]
-            )
+            embed_and_head, (x, _) = self.embed_and_head, self.local_layers(params, batch)
+            weights = self.weights.gather_named(params, embed_and_head.head_names)
+            losses = embed_and_head.token_losses(weights, x, batch["targets"])
 
             def by_document(values: Float[Array, "B T"]) -> Float[Array, "B D"]:
                 sums = sums_by_document(values, batch["segment_ids"], documents)

@@ -1,4 +1,4 @@
-"""How many tokens a model's positions are made for, and how to stretch them."""
+"""The context length that a model's positions support, and how to extend it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .families import FAMILIES
 
 
 def trained_length(config: TransformerConfig) -> int | None:
-    """Returns the tokens that positions are made for: the length in training, or as far as its
-    scaling stretches that.
+    """Returns the number of tokens that the positions support: the length in training, or the one
+    to which the model's RoPE scaling extends it.
 
-    None for the rule `dynamic`, which stretches as far as a row is long.
+    None for the rule `dynamic`, which extends it to the length of any row.
     """
     if config.rope.rule == "dynamic":
         return None
@@ -25,15 +25,15 @@ def trained_length(config: TransformerConfig) -> int | None:
     )
 
 
-def extended(config: TransformerConfig, length: int) -> dict[str, Any]:
-    """Returns the POSITIONS that stretch a model to `length` tokens, as a recipe's
+def extended_positions(config: TransformerConfig, length: int) -> dict[str, Any]:
+    """Returns the POSITIONS that extend a model to `length` tokens, as a recipe's
     model.overrides take them.
 
-    Positions that are not scaled are stretched by YaRN, by a whole factor; in a family whose
-    files cannot name YaRN by RoPE's base (NTK-aware: base * factor^(d / (d - 2)), so that the
-    slowest pair of d numbers turns as much more slowly). Where they are scaled, the factor of
-    their rule grows. Empty where the length is reached, and for `longrope`, whose factors fit
-    one length.
+    Unscaled positions are extended by YaRN with a whole factor. A family whose files cannot name
+    YaRN gets a larger RoPE base instead (NTK-aware: base * factor^(d / (d - 2)), which slows the
+    slowest pair of the d rotated channels by the factor). Where positions are already scaled, the
+    factor of their rule grows. Empty if the model already supports the length, and for `longrope`,
+    whose factors fit one length.
     """
     trained = trained_length(config)
     if trained is None or length <= trained or config.rope.rule == "longrope":

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from .frozen import FrozenWeight, Weight
 
 
-def letters(equation: str) -> list[str]:
+def einsum_subscripts(equation: str) -> list[str]:
     """Returns the axes of x, of w and of the result in an einsum equation."""
     return equation.replace("->", ",").split(",")
 
@@ -44,7 +44,7 @@ def _product_forward(equation, x, w, dtype):
 def _product_backward(equation, _, residuals, dy):
     x, w = residuals
     dy = dy.astype(x.dtype)
-    x_axes, w_axes, y_axes = letters(equation)
+    x_axes, w_axes, y_axes = einsum_subscripts(equation)
     dx = jnp.einsum(f"{y_axes},{w_axes}->{x_axes}", dy, w.astype(x.dtype))
     dw = jnp.einsum(f"{x_axes},{y_axes}->{w_axes}", x, dy, preferred_element_type=jnp.float32)
     return dx.astype(x.dtype), dw.astype(w.dtype)
@@ -59,8 +59,8 @@ def _frozen_product(equation, x, w, dtype):
 
 
 def _frozen_forward(equation, x, w, dtype):
-    # The weight is kept as stored, and dequantized again by the backward pass; of x only the dtype
-    # is needed.
+    # The weight is kept as stored, and the backward pass dequantizes it again; it needs only the
+    # dtype of x.
     return jnp.einsum(equation, x, w.dequantize(x.dtype), preferred_element_type=dtype), (
         w,
         jnp.zeros(0, x.dtype),
@@ -69,7 +69,7 @@ def _frozen_forward(equation, x, w, dtype):
 
 def _frozen_backward(equation, _, residuals, dy):
     w, like = residuals
-    x_axes, w_axes, y_axes = letters(equation)
+    x_axes, w_axes, y_axes = einsum_subscripts(equation)
     return jnp.einsum(
         f"{y_axes},{w_axes}->{x_axes}", dy.astype(like.dtype), w.dequantize(like.dtype)
     ), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .frozen import FrozenWeight, Plain, Weight
 from .memory.chunked import over_chunks
@@ -14,32 +14,40 @@ BLOCK = 512
 """Tokens whose equal ids are joined by one product."""
 
 
-def rows(table: Weight, ids: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-    """Returns rows of a possibly frozen table, float32; the table itself is not cast."""
+def rows(
+    table: Weight, ids: Int[Array, "B T"], learned: Bool[Array, "B T"]
+) -> Float[Array, "B T E"]:
+    """Returns rows of a possibly frozen table, float32; the table itself is not cast.
+
+    Args:
+      learned: the tokens whose gradient reaches the table.
+    """
     if isinstance(table, FrozenWeight):
         assert isinstance(table, Plain), "tables are never quantized"
         return table.value[ids].astype(jnp.float32)
-    return _rows(table, ids)
+    return _rows(table, ids, learned)
 
 
 @jax.custom_vjp
-def _rows(table: Float[Array, "V E"], ids: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+def _rows(
+    table: Float[Array, "V E"], ids: Int[Array, "B T"], learned: Bool[Array, "B T"]
+) -> Float[Array, "B T E"]:
     """Returns rows of a table. The gradient is bitwise repeatable: on GPUs, where a scatter adds
     the tokens of a repeated id in whatever order threads arrive, it is `sums_by_block`."""
     return table[ids]
 
 
 def _rows_backward(residuals, gradient):
-    ids, table = residuals
+    ids, learned, table = residuals
     zeros = jnp.zeros((len(table), gradient.shape[-1]), gradient.dtype)
+    ids = jnp.where(learned, ids, jnp.iinfo(ids.dtype).max)  # outside the table: dropped
     arrays = ids.reshape(1, -1), gradient.reshape(1, -1, gradient.shape[-1])
-    return lax.platform_dependent(
-        zeros, *arrays, cuda=sums_by_block, default=_sums_by_scatter
-    ), None
+    sums = lax.platform_dependent(zeros, *arrays, cuda=sums_by_block, default=_sums_by_scatter)
+    return sums, None, None
 
 
 _rows.defvjp(
-    lambda table, ids: (table[ids], (ids, jnp.zeros((len(table), 0)))),
+    lambda table, ids, learned: (table[ids], (ids, learned, jnp.zeros((len(table), 0)))),
     _rows_backward,
 )
 
@@ -47,7 +55,7 @@ _rows.defvjp(
 def _sums_by_scatter(
     zeros: Float[Array, "V E"], ids: Int[Array, "1 T"], values: Float[Array, "1 T E"]
 ) -> Float[Array, "V E"]:
-    return zeros.at[ids].add(values)
+    return zeros.at[ids].add(values, mode="drop")
 
 
 def sums_by_block(
@@ -62,11 +70,11 @@ def sums_by_block(
 
     def add(total, block):
         ids, values = (x[0] for x in block)
-        place = jnp.arange(len(ids))
+        position = jnp.arange(len(ids))
         same = ids[:, None] == ids
         sums = jnp.dot(same.astype(values.dtype), values, precision="highest")
         # All but an id's first token go to rows outside the table, each to another one: dropped.
-        rows = jnp.where(jnp.argmax(same, 1) == place, ids, len(total) + place)
+        rows = jnp.where(jnp.argmax(same, 1) == position, ids, len(total) + position)
         return total.at[rows].add(sums, mode="drop", unique_indices=True), ()
 
     return over_chunks(add, zeros, (ids, values), min(BLOCK, ids.shape[1]))[0]

@@ -143,8 +143,8 @@ def _logits_at(
 ) -> Float[Array, "B c"]:
     """The logit of each target; `size` is V.
 
-    Its gradient compares with the targets instead of scattering, which compilers do not fuse: the
-    gradient of all logits would first be written and read in float32.
+    Its gradient compares with the targets instead of scattering: compilers do not fuse a scatter,
+    so the gradient of all logits would first be written and read in float32.
     """
     del size
     return jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]

@@ -242,7 +242,7 @@ LAYER_MODULES: dict[str, type[DecoderLayer]] = {
 }
 
 
-class TokenEnds(nnx.Module):
+class TokenEmbedAndHead(nnx.Module):
     """The modules before and after the layers: the embedding table, the final norm and the head."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):

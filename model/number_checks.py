@@ -12,7 +12,7 @@ MOST = 2**31 - 1  # devices use int32
 
 
 def is_int(value: Any) -> TypeGuard[int]:
-    """Whether a value is a whole number, which true and false are not."""
+    """Whether a value is a whole number; True and False do not count."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -26,8 +26,8 @@ def require_int(name: str, value: Any, at_least: int) -> None:
 
 
 def require_number(name: str, value: Any, above: float, or_equal: bool = False) -> None:
-    """Raises ValueError, naming the field, unless the value is a number above (`or_equal`: or at)
-    `above` within float32."""
+    """Raises ValueError, naming the field, unless float32 holds the value and it is greater than
+    `above`, or, with `or_equal`, at least `above`."""
     good = (
         isinstance(value, (int, float))
         and not isinstance(value, bool)

@@ -111,11 +111,11 @@ def _declared_axes() -> dict[str, tuple[str, ...]]:
     axes: dict[str, tuple[str, ...]] = {}
     for name, family in FAMILIES.items():
         biases: dict[str, Any] = {
-            field: True for field in ("attention_bias", "mlp_bias") if field in family.takes
+            field: True for field in ("attention_bias", "mlp_bias") if field in family.configurable
         }
-        if "num_experts" in family.takes:
+        if "num_experts" in family.configurable:
             biases |= {"num_experts": 1, "num_experts_per_tok": 1}
-        if "shared_expert_intermediate_size" in family.takes:
+        if "shared_expert_intermediate_size" in family.configurable:
             biases["shared_expert_intermediate_size"] = 1
         config = TransformerConfig(
             family=name, tie_word_embeddings=False, **biases, **family.computes

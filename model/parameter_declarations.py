@@ -16,7 +16,7 @@ from flax import nnx
 
 from .config import TransformerConfig
 from .frozen import Weight, array
-from .modules import LAYER_MODULES, DecoderLayer, TokenEnds
+from .modules import LAYER_MODULES, DecoderLayer, TokenEmbedAndHead
 from .quantized_weights import declare_parts, is_quantized
 from .sharding import Parameter
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 # The prefix of the layers' stacked parameters in the flat dictionary.
 LAYERS = "layers."
 # Makes the module of parameters before and after the layers, from the model's sizes and `rngs`.
-EndsFactory = Callable[..., nnx.Module]
+EmbedAndHeadFactory = Callable[..., nnx.Module]
 
 
 def flat(state: nnx.State) -> dict[str, Any]:
@@ -62,14 +62,16 @@ def declare_layer(config: TransformerConfig) -> dict[str, Parameter]:
     return _declared(_layer_module(config)[1], "model.layers.{i}.")
 
 
-def declare(config: TransformerConfig, ends: EndsFactory = TokenEnds) -> dict[str, Parameter]:
+def declare(
+    config: TransformerConfig, embed_and_head: EmbedAndHeadFactory = TokenEmbedAndHead
+) -> dict[str, Parameter]:
     """Returns every parameter, by name; those of the layers are stacked on a leading axis.
 
     Args:
-      ends: makes the module of the parameters before and after the layers.
+      embed_and_head: makes the module of the parameters before and after the layers.
     """
     parameters = _declared(
-        nnx.state(nnx.eval_shape(lambda: ends(config, rngs=nnx.Rngs(0)))), "model."
+        nnx.state(nnx.eval_shape(lambda: embed_and_head(config, rngs=nnx.Rngs(0)))), "model."
     )
     for name, parameter in declare_layer(config).items():
         parameters[LAYERS + name] = dataclasses.replace(
@@ -97,8 +99,8 @@ def declare(config: TransformerConfig, ends: EndsFactory = TokenEnds) -> dict[st
 def in_order(config: TransformerConfig) -> dict[str, Parameter]:
     """Returns every parameter of a language model, in order of use."""
     declared = declare(config)
-    names = (_made_order(LAYER_MODULES[config.norms], config), _made_order(TokenEnds, config))
-    (table, *others), layers = names[1], [LAYERS + name for name in names[0]]
+    layers = [LAYERS + name for name in _made_order(LAYER_MODULES[config.norms], config)]
+    table, *others = _made_order(TokenEmbedAndHead, config)
     return {name: declared[name] for name in (table, *layers, *others)}
 
 
@@ -124,10 +126,11 @@ def _made_order(module: Callable[..., nnx.Module], config: TransformerConfig) ->
 
 
 def unpadded_shapes(
-    config: TransformerConfig, ends: EndsFactory = TokenEnds
+    config: TransformerConfig, embed_and_head: EmbedAndHeadFactory = TokenEmbedAndHead
 ) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter without the padding that a mesh may add in memory."""
-    return {name: tuple(parameter.shape) for name, parameter in declare(config, ends).items()}
+    parameters = declare(config, embed_and_head)
+    return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
 
 def bind(config: TransformerConfig, weights: dict[str, Weight]) -> DecoderLayer:

@@ -22,7 +22,7 @@ from .modules import LAYER_MODULES
 from .padding import pad, sizes_in_memory, whole_heads
 from .parameter_declarations import (
     LAYERS,
-    EndsFactory,
+    EmbedAndHeadFactory,
     bind,
     declare,
     declare_layer,
@@ -61,7 +61,7 @@ class ModelParameters(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def ends(self) -> EndsFactory:
+    def embed_and_head_factory(self) -> EmbedAndHeadFactory:
         """Makes the module that declares the parameters before and after the layers."""
 
     @functools.cached_property
@@ -87,7 +87,7 @@ class ModelParameters(abc.ABC):
             name: dataclasses.replace(parameter, dtype=jnp.dtype(self.dtype).name)
             if parameter.frozen and not parameter.constant and weight_of(name) == name
             else parameter
-            for name, parameter in declare(self.in_memory, self.ends).items()
+            for name, parameter in declare(self.in_memory, self.embed_and_head_factory).items()
         }
 
     @functools.cached_property
@@ -99,7 +99,7 @@ class ModelParameters(abc.ABC):
     @functools.cached_property
     def unpadded_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter without padding."""
-        return unpadded_shapes(self.config, self.ends)
+        return unpadded_shapes(self.config, self.embed_and_head_factory)
 
     @functools.cached_property
     def specs(self) -> dict[str, PartitionSpec]:
@@ -156,7 +156,7 @@ class ModelParameters(abc.ABC):
             return dict(sorted({**params, **self.init_magnitudes(params)}.items()))
 
         def padded(key):
-            arrays = draw(self.config, key, self.ends)
+            arrays = draw(self.config, key, self.embed_and_head_factory)
             return {
                 name: pad(array, self.parameters[name].shape).astype(self.parameters[name].dtype)
                 for name, array in arrays.items()
@@ -240,11 +240,11 @@ class ModelParameters(abc.ABC):
 
 
 def draw(
-    config: TransformerConfig, key: jax.Array, ends: EndsFactory
+    config: TransformerConfig, key: jax.Array, embed_and_head: EmbedAndHeadFactory
 ) -> dict[str, Float[Array, ...]]:
     """Returns fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0,
     adapters from `draw_adapters`. To be jitted with output shardings."""
-    ends_key, layers_key = jax.random.split(key)
+    outer_key, layers_key = jax.random.split(key)
 
     def init_layer(key):
         layer = nnx.state(LAYER_MODULES[config.norms](config, rngs=nnx.Rngs(key)))
@@ -253,15 +253,15 @@ def draw(
     layers = jax.vmap(init_layer)(jax.random.split(layers_key, config.num_hidden_layers))
     outside = {
         name: leaf[...]
-        for name, leaf in flat(nnx.state(ends(config, rngs=nnx.Rngs(ends_key)))).items()
+        for name, leaf in flat(nnx.state(embed_and_head(config, rngs=nnx.Rngs(outer_key)))).items()
     }
     return dict(sorted({**outside, **layers, **draw_adapters(config, key)}.items()))
 
 
 def draw_adapters(config: TransformerConfig, key: jax.Array) -> dict[str, Float[Array, ...]]:
     """Returns fresh adapters as PEFT draws them: A uniform within 1 / sqrt(inputs), each expert's
-    too, B zero; DoRA's lengths follow from the weights (`ModelParameters.init_magnitudes`). To be
-    jitted with output shardings."""
+    too, B zero; DoRA's magnitudes follow from the weights (`ModelParameters.init_magnitudes`). To
+    be jitted with output shardings."""
     adapters = {
         LAYERS + name: parameter
         for name, parameter in declare_layer(config).items()

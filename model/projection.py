@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, UInt32
 
 from .adapter import PROJECTIONS
 from .config import TransformerConfig
-from .dropout import kept
+from .dropout import zero_dropped
 from .frozen import FrozenWeight
-from .linear import letters, product
+from .linear import einsum_subscripts, product
 from .sharding import TensorParallel
 
 Shape = tuple[int, ...]
@@ -62,7 +62,7 @@ class Projection(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.equation, self.name, self.adapter = equation, name, config.adapter_of(name)
-        x_axes, w_axes, _ = letters(equation)
+        x_axes, w_axes, _ = einsum_subscripts(equation)
         self.inputs = inputs = len(set(x_axes) & set(w_axes))
         stages = (stage,)
         self.weight = param(rngs, shape, axes, std, inputs, stages=stages)
@@ -100,7 +100,7 @@ class Projection(nnx.Module):
         y = product(self.equation, x, self.weight.get_value())
         if self.adapter is None:
             return y
-        x_axes, w_axes, y_axes = letters(self.equation)
+        x_axes, w_axes, y_axes = einsum_subscripts(self.equation)
         scale, adapter_x = self.adapter.scale, x
         if dropout is not None:
             adapter_x = self._dropped(x, parallel, dropout)
@@ -132,18 +132,20 @@ class Projection(nnx.Module):
         axis = self.input_axes[0]
         split = parallel.tensor > 1 and axis in ("heads", "mlp") and getattr(parallel, axis)
         first = parallel.rank() * math.prod(x.shape[2:]) if split else 0
-        return kept(x, dropout, self.adapter.dropout_rate, PROJECTIONS.index(self.name), first)
+        return zero_dropped(
+            x, dropout, self.adapter.dropout_rate, PROJECTIONS.index(self.name), first
+        )
 
     def norms(self, parallel: TensorParallel, dtype: Any) -> Float[Array, ...]:
-        """Returns the length of each output's column of W + s A B over all inputs, without gradient
+        """Returns the norm of each output's column of W + s A B over all inputs, without gradient
         (Liu et al., DoRA, arXiv 2402.09353, section 4.3), rounded to the compute dtype like the
-        trained lengths.
+        trained magnitudes.
 
         A B is not formed: with w, a and b for the columns, |w + s A b|^2 = |w|^2 + 2 s b . (A^T w)
         + s^2 b . (A^T A) b.
         """
         assert self.adapter is not None
-        w_axes = letters(self.equation)[1]
+        w_axes = einsum_subscripts(self.equation)[1]
         weight = self.weight.get_value()
         a = self.lora_A[...]
         b = self.lora_B[...]

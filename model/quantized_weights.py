@@ -66,7 +66,7 @@ class Nf4Weight(FrozenWeight):
         would be broadcast there to the weight's shape, and kept for all layers.
         """
         axis, shape = self.axis, self.absmax.shape
-        # A broadcast, not a concatenation, for which CPU compilers make a branch per element.
+        # A broadcast: CPU compilers turn a concatenation into a branch per element.
         shifts = jnp.array([4, 0], jnp.uint8).reshape(2, *[1] * (len(shape) - axis - 1))
         pairs = (jnp.expand_dims(self.codes, axis + 1) >> shifts) & 15
         blocks, table = lax.optimization_barrier(
@@ -159,7 +159,7 @@ def weight_of(name: str) -> str:
 
 
 def weights_in(name: str, array: Any) -> int:
-    """Returns how many of a model's numbers an array represents: codes their weight, scales none.
+    """Returns how many of a model's weights an array stands for; none if it holds scales.
 
     Args:
       array: has a shape and a dtype.
@@ -251,7 +251,7 @@ def _assemble(
     padded: Mapping[str, tuple[int, ...]],
     spec: PartitionSpec,
 ) -> FrozenWeight:
-    """`assemble` of one matrix, of which this many leading axes are inputs."""
+    """`assemble` of one matrix, whose first `inputs` axes are inputs."""
     block = NF4_BLOCK if "nested" in parts else 1
     own_blocks = [n // block if i == inputs - 1 else n for i, n in enumerate(own.shape)]
     padded_blocks = [

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from model.rope_config import RopeConfig
 
-# The longest row with transformers' float32 angles; other implementations run LLaMAs up to this
-# length.
+# The longest row that gets transformers' float32 angles, bit for bit: other implementations run
+# LLaMAs up to this length.
 FLOAT32_LENGTH = 1 << 17
 
 
@@ -22,8 +22,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int | None = No
 
     Follows transformers' modeling_rope_utils operation by operation in float32. That matters: at
     position 131071 one unit in the last place of the fastest frequency is 0.008 radians, so a more
-    exact table would be a *different* model. (The product of position and frequency is different,
-    see `angles`.)
+    exact table would be a *different* model. (In long rows the product of position and frequency
+    is more exact than transformers'; see `angles`.)
 
     Args:
       length: tokens in the whole row; only used by the rules `dynamic` and `longrope`. Beyond the
@@ -95,11 +95,11 @@ def _dynamic_theta(rope: RopeConfig, head_dim: int, length: int | None) -> np.fl
     if length is None or length <= original:
         return np.float32(rope.theta)
     factor = _number(rope.factor)
-    stretch = np.float32(factor) * np.float32(length) / np.float32(original) - np.float32(
+    extension = np.float32(factor) * np.float32(length) / np.float32(original) - np.float32(
         factor - 1
     )
     exponent = np.float64(np.float32(head_dim / (head_dim - 2)))
-    return np.float32(rope.theta) * np.power(np.float64(stretch), exponent).astype(np.float32)
+    return np.float32(rope.theta) * np.power(np.float64(extension), exponent).astype(np.float32)
 
 
 def _yarn(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -163,7 +163,7 @@ class TensorParallel:
         return 1 if self.heads else self.key_heads
 
     def reduce_output(self, x: Float[Array, "B T E"], axis: str) -> Float[Array, "B T E"]:
-        """Returns hidden states from the ranks' summands of a product over the split logical
+        """Returns hidden states from the ranks' partial sums of a product over the split logical
         `axis`; with `split_tokens` only this rank's T / tensor tokens."""
         if self.split_tokens:
             return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
@@ -225,40 +225,24 @@ class Sharding:
             if axis not in RULES:
                 raise ValueError(f"{name}: no sharding rule for its axis {axis!r}")
         rules = [RULES[axis] for axis in parameter.axes]
-        chosen: list[list[str]] = [[] for _ in rules]
         granularity = parameter.granularity or (1,) * len(rules)
         shape = [
             size // together for size, together in zip(parameter.shape, granularity, strict=True)
         ]
-        local_shape = list(shape)
-
-        def split(i: int, mesh_axis: str) -> bool:
-            size = self.mesh.shape[mesh_axis]
-            if local_shape[i] % size:
-                return False
-            local_shape[i] //= size
-            chosen[i].append(mesh_axis)
-            return True
-
-        storage_axes = list(self.storage_axes)
+        splits, storage_axes = _Splits(self.mesh, shape), self.storage_axes
         for i, (axis, rule) in enumerate(zip(parameter.axes, rules, strict=True)):
-            if rule.expert and self.mesh.shape["expert"] > 1:
-                storage_axes = [name for name in storage_axes if name != "expert"]
-                divides = split(i, "expert")
+            if rule.expert:
+                storage_axes = tuple(name for name in storage_axes if name != "expert")
+                divides = splits.split(i, "expert")
                 assert divides, "`Transformer` refuses such an axis"
-            if rule.tensor and self.mesh.shape["tensor"] > 1 and getattr(self.parallel, axis):
-                split(i, "tensor")
-        candidates = [
+            if rule.tensor and getattr(self.parallel, axis):
+                splits.split(i, "tensor")
+        by_preference = sorted(
             (rule.storage, -shape[i], i) for i, rule in enumerate(rules) if rule.storage is not None
-        ]
-        for mesh_axis in storage_axes:
-            if self.mesh.shape[mesh_axis] > 1:
-                for _, _, i in sorted(candidates):
-                    if split(i, mesh_axis):
-                        break
-        return PartitionSpec(
-            *(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in chosen)
         )
+        for mesh_axis in storage_axes:
+            splits.split_first([i for *_, i in by_preference], mesh_axis)
+        return splits.spec()
 
     def specs(self, parameters: dict[str, Parameter]) -> dict[str, PartitionSpec]:
         """Returns the spec of each parameter."""
@@ -269,6 +253,36 @@ class Sharding:
         return {
             name: NamedSharding(self.mesh, spec) for name, spec in self.specs(parameters).items()
         }
+
+
+class _Splits:
+    """The mesh axes that split each axis of an array, added one after another."""
+
+    def __init__(self, mesh: Mesh, shape: Sequence[int]) -> None:
+        self.mesh, self.local_shape = mesh, list(shape)
+        self.chosen: list[list[str]] = [[] for _ in shape]
+
+    def split(self, i: int, mesh_axis: str) -> bool:
+        """Splits axis i over a mesh axis if the latter divides it; returns whether it does."""
+        size = self.mesh.shape[mesh_axis]
+        if self.local_shape[i] % size:
+            return False
+        if size > 1:
+            self.local_shape[i] //= size
+            self.chosen[i].append(mesh_axis)
+        return True
+
+    def split_first(self, axes: Iterable[int], mesh_axis: str) -> None:
+        """Splits the first of these axes that a mesh axis divides."""
+        for i in axes:
+            if self.split(i, mesh_axis):
+                return
+
+    def spec(self) -> PartitionSpec:
+        """Returns the mesh axes of each axis."""
+        return PartitionSpec(
+            *(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in self.chosen)
+        )
 
 
 def mesh_axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The stages of a layer, by which it is run in pieces: each parameter declares which of them read
+"""The stages of a layer, which may run separately: each parameter declares the ones that read
 it."""
 
 # Queries; keys and values; attention itself; and what follows attention.

@@ -188,8 +188,8 @@ class Transformer(ModelParameters):
         return output._replace(hidden=self.parallel.all_gather_tokens(output.hidden))
 
     def auxiliary_losses(self, sums: Auxiliary, batch: Batch) -> dict[str, Float[Array, ""]]:
-        """Returns this device's summands of auxiliary losses from the layers' auxiliary sums, by
-        name: float32, on the scale of the weighted sum of the tokens' losses, to which they are
+        """Returns this device's partial sums of auxiliary losses from the layers' auxiliary sums,
+        by name: float32, on the scale of the weighted sum of the tokens' losses, to which they are
         added. None for dense layers.
 
         Args:

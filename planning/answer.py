@@ -16,7 +16,7 @@ from trainer.config.fields import AUTO
 from trainer.config.mesh import dcn_text
 
 from .costs.hardware import Hardware
-from .costs.measured import highest_mfu, kind, slowest, worst_over_high_end
+from .costs.measured import highest_mfu, kind, slowest, worst_over_upper_end
 from .machines import device_count, several_of
 from .memory_estimate import MemoryEstimate
 from .plan import Job
@@ -179,10 +179,10 @@ def time_lines(job: Job, **options: Any) -> list[str]:
     figures = time_figures(job, **options)
     if not figures or job.hardware is None:
         return [f"time: not estimated; {no_time(job)}"]
-    over = worst_over_high_end(kind(job.hardware))
+    over = worst_over_upper_end(kind(job.hardware))
     lines = [
-        f"time: from {_low_end(job.hardware, figures['MFU'][1])},",
-        f"      to {_high_end(job)}",
+        f"time: from {_lower_end(job.hardware, figures['MFU'][1])},",
+        f"      to {_upper_end(job)}",
         f"      (for a system not among those measured, this end was too low by up to {over:.2g}x)",
     ]
     return lines + [
@@ -199,16 +199,16 @@ def no_time(job: Job) -> str:
     return job.untimed
 
 
-def _low_end(hardware: Hardware, mfu: float) -> str:
-    """Returns the source of the low end of a time range, given the step's MFU there."""
+def _lower_end(hardware: Hardware, mfu: float) -> str:
+    """Returns the source of the lower end of a time range, given the step's MFU there."""
     highest = highest_mfu(hardware)
     if mfu < highest * (1 - 1e-9):
         return f"matrix products alone at the full rate of {hardware.peak / 1e12:,.0f} TFLOP/s"
     return f"the highest MFU measured on such machines, {highest:.1%} of the peak"
 
 
-def _high_end(job: Job) -> str:
-    """Returns the source of the high end of the job's time range."""
+def _upper_end(job: Job) -> str:
+    """Returns the source of the upper end of the job's time range."""
     estimate, seconds = job.estimate(), _time_range(job)
     assert job.hardware is not None and estimate is not None and seconds is not None
     if seconds.high <= estimate.seconds:
@@ -254,7 +254,7 @@ def advice(job: Job) -> Iterator[str]:
 
 
 def _adapter_advice(job: Job) -> Iterator[str]:
-    """Yields the adapters, LoRA before QLoRA, with which a job fits that does not fit without."""
+    """Yields the adapters, LoRA before QLoRA, that make a job fit that does not fit without."""
     adapter = job.run.adapter
     if adapter.quantize != "none" or job.run.trajectories.path:
         return

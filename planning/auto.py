@@ -33,8 +33,8 @@ from .compiled import GIB
 from .machines import ANY_GPU, device_count, host_gib
 from .memory_estimate import estimate_memory
 from .plan import Job, across_slices
-from .positions import stretched, without_earlier_answer
-from .search import best_job, choices, no_mesh, refusal
+from .positions import with_extended_positions, without_earlier_answer
+from .search import best_job, choices, most_common, no_mesh, refusal
 
 HOST_SHARE = 0.9  # share of a host's memory that a run may fill, as in the launchers' flags
 PINNED_GIB = 64.0  # GiB a process may pin by default with JAX on GPUs
@@ -59,7 +59,7 @@ class Machine:
 
 
 class NothingFits(UserError):
-    """No mesh and memory options with which the run fits on the machine; says what would fit."""
+    """No choice of mesh and memory options makes the run fit on the machine; says what would."""
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -96,9 +96,9 @@ def planned_run(
     `resolve`.
 
     Args:
-      machine: only `planned_for_machine` needs one.
-      say: takes each answer as a line. Whether the run fits is known before its data are prepared,
-        on which only `positions` depend.
+      machine: None if nothing is `planned_for_machine`.
+      say: called with each answer, as a line, as soon as it is known: that on mesh and memory
+        before the data are prepared, which only `positions` need.
     """
     planned = without_earlier_answer(config) if "positions" in config.auto else config
     if planned_for_machine(config):
@@ -106,7 +106,7 @@ def planned_run(
         planned, reason = plan_on(planned, machine)
         say(reason)
     if "positions" in config.auto:
-        planned, reason = stretched(planned)
+        planned, reason = with_extended_positions(planned)
         say(reason)
     return planned
 
@@ -147,7 +147,7 @@ def spread(config: RunConfig, devices: int) -> RunConfig:
     """Returns the configuration on a mesh of all devices with the recipe's memory options, for
     commands that train nothing: whether gradients and moments would fit does not matter to them.
 
-    Every such mesh splits the parameters over all devices; a given one stays.
+    Every such mesh splits the parameters over all devices; a mesh that the recipe gives stays.
 
     Raises:
       UserError, ValueError: the model cannot be opened, or no mesh suits rows and batch.
@@ -162,7 +162,7 @@ def spread(config: RunConfig, devices: int) -> RunConfig:
         if (reason := refusal(each)) is None:
             return dataclasses.replace(config, mesh=each.run.mesh)
         reasons.append(reason)
-    raise UserError(reasons[0] if reasons else no_mesh(job, f"{devices} devices"))
+    raise UserError(most_common(reasons) if reasons else no_mesh(job, f"{devices} devices"))
 
 
 def machine_of(devices: Sequence[jax.Device]) -> Machine:
@@ -227,8 +227,8 @@ def _reason(job: Job, machine: Machine, tried: int) -> str:
 
 
 def _nothing_fits(job: Job, machine: Machine) -> UserError:
-    """Returns the error, of one line, that nothing fits, and what would fit; or what else is in the
-    way of every mesh and memory option."""
+    """Returns the one-line error that nothing fits, with what would; or, if some rule refuses every
+    mesh and memory option, the most common rules' errors."""
     free = job.run.auto
     smallest = [(each, refusal(each)) for each in choices(_in_most_parts(job), free)]
     least = min(
@@ -239,7 +239,8 @@ def _nothing_fits(job: Job, machine: Machine) -> UserError:
     if least is None:
         on_mesh = f"{job.name}: no memory options suit {job.axes}"
         no_option = no_mesh(job, machine.named) if "mesh" in free else on_mesh
-        return UserError(next((reason for _, reason in smallest if reason), no_option))
+        reasons = [reason for _, reason in smallest if reason]
+        return UserError(most_common(reasons) if reasons else no_option)
     needs = f"{least.low:.3g} GiB of {job.device_gib or 0:.3g}"
     if machine.host_gib is not None and least.on_host > machine.host_gib:
         needs += f", and {least.on_host:.3g} GiB of {machine.host_gib:.3g} of the host's"

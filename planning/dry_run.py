@@ -16,7 +16,9 @@ from typing import Any
 
 import jax
 
+from data import hub
 from data.errors import UserError
+from data.paths import expanded
 from data.prepared import Prepared
 from model.config import TransformerConfig
 from trainer.best import BestCheckpoint
@@ -25,6 +27,7 @@ from trainer.config.checks import peak_warning
 from trainer.config.schema import RunConfig
 from trainer.devices import GPU_MEMORY_SHARE
 from trainer.evaluation import held_out_names
+from trainer.huggingface.hub_models import hub_has_weights, resolve_model_path
 from trainer.mesh import abstract_mesh
 from trainer.objective import Objective
 from trainer.objectives import objective_class
@@ -161,6 +164,8 @@ def _report(objective: Objective, target: _Target) -> bool:
     if config.train.epochs is not None:  # now that its steps are known
         check_run(config)
     if isinstance(objective, TextObjective):
+        for line in _weight_lines(objective, named):
+            print(line)
         _describe_text(objective)
     else:
         print(
@@ -225,11 +230,35 @@ def _opened(config: RunConfig, prepare: Prepare) -> Objective:
     return objective
 
 
+def _weight_lines(objective: TextObjective, elsewhere: bool) -> Iterator[str]:
+    """Yields lines on weights that are not on this machine, and that training would download or
+    need.
+
+    Args:
+      elsewhere: whether the run is to train on another machine, which may have them.
+
+    Raises:
+      UserError, ValueError: as training would raise for them.
+    """
+    for path, source in objective.pretrained.items():
+        if not source.lacks_weights:
+            continue
+        if not expanded(path).is_dir() and not hub.is_offline():
+            if hub_has_weights(path) is False:
+                raise hub.only_pickled(path.partition("@")[0])
+            yield f"weights: {path} is not downloaded yet; training downloads it"
+        elif elsewhere:
+            yield f"weights: none in {path}; training needs them there"
+        else:
+            resolve_model_path(path)
+            source.check_weights("none")
+
+
 def _describe_text(objective: TextObjective) -> None:
     """Prints the rows, epochs and padding of the prepared data."""
     config, loader, prepared = objective.config, objective.loader, objective.prepared
     rows, train, length = len(loader), config.train, config.data.context_length
-    seen, documents = train.steps * train.batch_size, prepared.train
+    seen, documents = objective.rows_taken(train.steps), prepared.train
     print(prepared.report.summary())
     if config.preference.loss is not None:
         print(*_pair_lines(config, prepared), sep="\n")

@@ -79,12 +79,12 @@ class MemoryEstimate:
 
     @property
     def low(self) -> float:
-        """The low end of the estimate's range."""
+        """The lower end of the estimate's range."""
         return self.low_share * self.total
 
     @property
     def high(self) -> float:
-        """The high end of the estimate's range."""
+        """The upper end of the estimate's range."""
         return self.high_share * self.total
 
     @property

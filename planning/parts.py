@@ -1,4 +1,4 @@
-"""The known parts of a step's memory: lower bounds by which a search skips candidates."""
+"""The known parts of a step's memory: lower bounds, so that a search can skip candidates."""
 
 from __future__ import annotations
 

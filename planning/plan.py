@@ -306,6 +306,7 @@ class DoesNotFit(Exception):
 
     Attributes:
       needs_gib, has_gib: the sizes, in GiB.
+      by: whose figures these are.
     """
 
     def __init__(
@@ -314,6 +315,7 @@ class DoesNotFit(Exception):
         has_gib: float,
         parts: dict[str, float] | None = None,
         memory: str = "",
+        by: str = "the compiler",
     ):
         """`parts`: known before compiling, in GiB; `memory`: which one, if not the device's."""
         largest = sorted((parts or {}).items(), key=lambda item: -item[1])
@@ -325,7 +327,7 @@ class DoesNotFit(Exception):
         super().__init__(
             sizes_text(needs_gib, has_gib) + (f" of {memory}" if memory else "") + listed
         )
-        self.needs_gib, self.has_gib = needs_gib, has_gib
+        self.needs_gib, self.has_gib, self.by = needs_gib, has_gib, by
 
 
 def compile_run(

@@ -1,4 +1,4 @@
-"""`auto: [positions]`: stretches a pretrained model's RoPE as far as the documents need.
+"""`auto: [positions]`: extends a pretrained model's RoPE as far as the documents need.
 
 Positions restart in each document, so the longest document decides, not the rows that hold several.
 The answer is part of a run's identity: a run keeps the one with which it began.
@@ -13,7 +13,7 @@ from typing import Any
 
 from data.errors import UserError
 from model.config import POSITIONS
-from model.lengths import extended, trained_length
+from model.lengths import extended_positions, trained_length
 from trainer.config.checks import check
 from trainer.config.schema import RunConfig
 from trainer.model_source import choose_model, for_templates
@@ -27,7 +27,7 @@ from trainer.text_checks import longest_document
 from .reference_positions import reference_positions
 
 
-def stretched(config: RunConfig) -> tuple[RunConfig, str]:
+def with_extended_positions(config: RunConfig) -> tuple[RunConfig, str]:
     """Returns the configuration with the POSITIONS that its longest training document needs, also
     those of `preference.ref_model`, and what was chosen and why, which also joins `planned`.
 
@@ -59,14 +59,15 @@ def stretched(config: RunConfig) -> tuple[RunConfig, str]:
 
 
 def without_earlier_answer(config: RunConfig) -> RunConfig:
-    """Returns the configuration as the user gave it: a run's own one, used as a recipe, without the
-    POSITIONS that it says were chosen, which would be stretched once more."""
+    """Returns the configuration as the user gave it: from a run's own configuration, used as a
+    recipe, removes the POSITIONS that were chosen then, which would be extended once more."""
     overrides = config.model.overrides
     length = overrides.get("max_position_embeddings")
     if "model.overrides {" in config.planned and isinstance(length, int):
         given = {name: value for name, value in overrides.items() if name not in POSITIONS}
         model = dataclasses.replace(config.model, overrides=given)
-        chosen = extended(choose_model(model, config.adapter.path, weights=False).config, length)
+        without = choose_model(model, config.adapter.path, weights=False)
+        chosen = extended_positions(without.config, length)
         if {**given, **chosen} == overrides and _named(chosen) in config.planned:
             config = dataclasses.replace(config, model=model)
     preference = config.preference
@@ -86,7 +87,7 @@ def _begun(config: RunConfig, source: ModelSource) -> tuple[dict[str, Any], str]
     overrides = recorded_identity(run)["model.overrides"]
     length = overrides.get("max_position_embeddings") if isinstance(overrides, dict) else None
     # From the length, so that other differences from the folder's run are still refused.
-    positions = extended(source.config, length) if isinstance(length, int) else {}
+    positions = extended_positions(source.config, length) if isinstance(length, int) else {}
     if positions:
         how = _named(positions)
     elif isinstance(overrides, dict) and any(name in POSITIONS for name in overrides):
@@ -108,14 +109,15 @@ def _needed(config: RunConfig, source: ModelSource) -> tuple[dict[str, Any], str
     rows, ours = config.data.context_length, f"the model is trained for {trained:,}"
     if rows <= trained:
         return {}, f"RoPE: unchanged; rows have {rows:,} tokens, {ours}"
-    if not extended(source.config, rows):
+    if not extended_positions(source.config, rows):
         return {}, f"RoPE: unchanged; {ours}, and the factors of its rule {rule} fit one length"
     check_run(config)  # before the data are prepared, which can take hours
     longest = _longest(config, source)
     if longest <= trained:
         return {}, f"RoPE: unchanged; the longest document has {longest:,} tokens, {ours}"
     # Some models state more than they were trained for; an export states no less.
-    positions = extended(source.config, max(longest, source.config.max_position_embeddings))
+    length = max(longest, source.config.max_position_embeddings)
+    positions = extended_positions(source.config, length)
     return positions, (
         f"RoPE: stretched to the longest document, {longest:,} tokens, since {ours}: "
         f"{_named(positions)}"

@@ -12,7 +12,7 @@ from data.conversation import DEFAULT_TEMPLATE
 from model.adapter import AdapterConfig
 from model.attention.names import MESH_AXES
 from model.config import ADJUSTABLE, POSITIONS
-from model.lengths import extended, trained_length
+from model.lengths import extended_positions, trained_length
 from trainer.config.fields import AUTO
 from trainer.config.load import EPOCHS, WARMUP_FRACTION
 from trainer.config.optimizer import ADAPTERS_LEARNING_RATE, LEARNING_RATE
@@ -163,7 +163,7 @@ def _positions(job: Job, overrides: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_theta" in overrides:  # the recipe sets the length
         return {}
     own = {name: overrides[name] for name in POSITIONS if name in overrides}
-    return extended(job.model.with_positions(**own) if own else job.model, job.context)
+    return extended_positions(job.model.with_positions(**own) if own else job.model, job.context)
 
 
 def _optimizer(job: Job, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _template_lines(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def _length_lines(job: Job, recipe: Mapping[str, Any]) -> list[str]:
-    """Returns the header's line about rows longer than the model is trained for: to what the recipe
+    """Returns the header's line about rows longer than the model is trained for: how far the recipe
     stretches RoPE, or that it cannot."""
     trained, overrides = trained_length(job.model), recipe.get("model", {}).get("overrides", {})
     if trained is None or job.context <= trained:

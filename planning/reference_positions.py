@@ -1,5 +1,5 @@
 """`auto: [positions]` for `preference.ref_model`: the log-likelihoods of a reference whose RoPE
-ends before the documents do mean nothing, so it is stretched as the trained model is."""
+ends before the documents do mean nothing, so it is extended as the trained model is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from model.config import TransformerConfig
-from model.lengths import extended, trained_length
+from model.lengths import extended_positions, trained_length
 from trainer.config.schema import ModelConfig, RunConfig
 from trainer.model_source import choose_model
 from trainer.run.directory import RunDirectory
@@ -38,12 +38,12 @@ def reference_positions(
     if run.config.exists():
         recorded = recorded_identity(run)["preference.ref_overrides"]
         length = recorded.get("max_position_embeddings") if isinstance(recorded, dict) else None
-        return extended(reference, length) if isinstance(length, int) else {}
+        return extended_positions(reference, length) if isinstance(length, int) else {}
     # The same model before training: both have the same RoPE, also where no document needs it.
-    positions = extended(reference, trained_model.max_position_embeddings)
+    positions = extended_positions(reference, trained_model.max_position_embeddings)
     if positions and reference.with_positions(**positions).rope == trained_model.rope:
         return positions
     trained, rows = trained_length(reference), config.data.context_length
-    if trained is None or not extended(reference, rows) or longest() <= trained:
+    if trained is None or not extended_positions(reference, rows) or longest() <= trained:
         return {}
-    return extended(reference, max(longest(), reference.max_position_embeddings))
+    return extended_positions(reference, max(longest(), reference.max_position_embeddings))

@@ -6,10 +6,11 @@ The cost model orders the candidates. `best_job` goes by the estimates alone, fo
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from model.memory.options import MemoryConfig
@@ -35,8 +36,10 @@ QUERY_CHUNKS = 8
 def best_every_k(layers: int, period: int = 1) -> int | None:
     """The `every_k` that keeps the fewest layer inputs: layers / k, and k of the current group.
 
+    None if no multiple of the period divides the layers.
+
     Args:
-      period: after how many layers their kinds repeat. None if no multiple divides the layers.
+      period: after how many layers their kinds repeat.
     """
     possible = (k for k in range(period, layers + 1, period) if layers % k == 0)
     return min(possible, key=lambda k: layers / k + k, default=None)
@@ -92,8 +95,8 @@ def best_job(job: Job, free: Collection[str] = AUTO) -> Best:
     """Returns the fastest job that fits, by the estimates, of those that train.py accepts.
 
     Jobs that certainly fit precede those that may fit; then the fewest parts of a batch win
-    (`train.accumulation`, from the job's on), then the high end of the time range. On each mesh the
-    first policy that fits is the fastest. The schedule stays.
+    (`train.accumulation`, from the job's on), then the upper end of the time range. On each mesh
+    the first policy that fits is the fastest. The schedule stays.
 
     Args:
       free: the sections to choose, of `mesh` and `memory`; the others stay the job's.
@@ -145,7 +148,7 @@ def refusal(job: Job) -> str | None:
 
 
 def _seconds(job: Job) -> float:
-    """Returns the high end of the job's time range; 0 if the cost model estimates none."""
+    """Returns the upper end of the job's time range; 0 if the cost model estimates none."""
     try:
         seconds = job.time_range()
     except ValueError:
@@ -153,46 +156,94 @@ def _seconds(job: Job) -> float:
     return seconds.high if seconds else 0.0
 
 
+def every_choice(job: Job) -> Iterator[tuple[int, Job]]:
+    """Yields the job on every mesh, with every schedule and memory policy, and the policy's
+    number; train.py may refuse some."""
+    for mesh, schedule in itertools.product(meshes(job), SCHEDULES):
+        if mesh.sequence > 1 or schedule == SCHEDULES[0]:
+            yield from enumerate(policies(job.changed(mesh=mesh, attention={"schedule": schedule})))
+
+
 def candidates(job: Job) -> list[Job]:
     """The job on every mesh, with every schedule and memory policy, the fastest first.
 
-    The high end of the cost model's range decides.
-
-    Candidates that train.py refuses are left out, as are those whose parameters, moments and kept
-    activations alone are too large, and those without a rule in the cost model.
+    The upper end of the cost model's range decides; those without a rule there come last. Left out
+    are candidates that train.py refuses, and those whose parameters, moments and kept activations
+    alone are too large.
     """
     ranked = []
-    for mesh, schedule in itertools.product(meshes(job), SCHEDULES):
-        if mesh.sequence == 1 and schedule != SCHEDULES[0]:
+    for number, candidate in every_choice(job):
+        if _too_large(candidate) is not None:
             continue
-        for number, candidate in enumerate(
-            policies(job.changed(mesh=mesh, attention={"schedule": schedule}))
-        ):
-            if not _may_fit(candidate):
-                continue
-            try:
-                seconds = candidate.time_range()
-            except ValueError:
-                continue
-            # Estimates within a percent or so count as equal: then the policy that keeps more goes
-            # first, and the schedule named first.
-            rank = float(f"{seconds.high:.2g}") if seconds else 0, number
-            # The cost model assumes that weights arrive during compute; prefetching, which achieves
-            # that, goes first.
-            prefetches = candidate.run.memory.remat in PREFETCH_POLICIES
-            variants = [candidate]
-            if schedule == "ring" and mesh.sequence > 1 and prefetches:
-                variants.insert(0, candidate.changed(memory={"prefetch": True}))
-            ranked += [(rank, variant) for variant in variants if refusal(variant) is None]
+        try:
+            seconds = candidate.time_range()
+            high = seconds.high if seconds else 0.0
+        except ValueError:
+            high = math.inf
+        # Estimates within a percent or so count as equal: then the policy that keeps more goes
+        # first, and the schedule named first.
+        rank = float(f"{high:.2g}"), number
+        # The cost model assumes that weights arrive during compute; prefetching, which achieves
+        # that, goes first.
+        mesh, prefetches = candidate.run.mesh, candidate.run.memory.remat in PREFETCH_POLICIES
+        variants = [candidate]
+        if candidate.run.attention.schedule == "ring" and mesh.sequence > 1 and prefetches:
+            variants.insert(0, candidate.changed(memory={"prefetch": True}))
+        ranked += [(rank, variant) for variant in _allowed(variants)]
     return [candidate for _, candidate in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def _may_fit(job: Job) -> bool:
-    """Whether the known parts fit on the device and on the host."""
-    for parts, limit in ((parts_gib, job.device_gib), (host_parts_gib, job.host_gib)):
-        if limit is not None and sum(parts(job.run, job.model).values()) > limit:
-            return False
-    return True
+def allowed_policies(job: Job) -> list[Job]:
+    """Returns those of `policies` that train.py does not refuse."""
+    return _allowed(policies(job))
+
+
+def _allowed(jobs: Iterable[Job]) -> list[Job]:
+    return [job for job in jobs if refusal(job) is None]
+
+
+def _too_large(job: Job) -> DoesNotFit | None:
+    """Returns how much of the device's or the host's memory the known parts need, whichever they
+    exceed more; None if they fit."""
+    errors = []
+    for parts_of, limit, memory in (
+        (parts_gib, job.device_gib, ""),
+        (host_parts_gib, job.host_gib, "the host's memory"),
+    ):
+        parts = parts_of(job.run, job.model)
+        if limit is not None and (needs := sum(parts.values())) > limit:
+            errors.append(DoesNotFit(needs, limit, parts, memory, by="its known parts"))
+    return max(errors, key=_times_too_large, default=None)
+
+
+def _times_too_large(error: DoesNotFit) -> float:
+    return error.needs_gib / error.has_gib if error.has_gib else math.inf
+
+
+def no_candidate(job: Job, choices: Iterable[Job]) -> Exception:
+    """Returns the error that says why a job has none of `candidates` or `allowed_policies`.
+
+    If train.py refuses all choices: its most common reasons, which say what would work. Else what
+    the smallest of the others needs.
+    """
+    reasons = [(choice, refusal(choice)) for choice in choices]
+    if not reasons:
+        return ValueError(no_mesh(job, job.topology))
+    needs = [_too_large(choice) for choice, reason in reasons if reason is None]
+    if not needs:
+        return ValueError(most_common(reason for _, reason in reasons if reason))
+    return min(filter(None, needs), key=_times_too_large)
+
+
+def most_common(reasons: Iterable[str]) -> str:
+    """Returns the two most common reasons for refusing choices, with their numbers; or the only
+    one."""
+    counts = collections.Counter(reasons)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return "; ".join(
+        f"{reason} ({count} of {counts.total()} choices)" for reason, count in counts.most_common(2)
+    )
 
 
 def meshes(job: Job) -> list[MeshConfig]:
@@ -225,7 +276,7 @@ def meshes(job: Job) -> list[MeshConfig]:
 
 
 def no_mesh(job: Job, machine: str) -> str:
-    """Returns the line that refuses a job for which `meshes` finds none.
+    """Returns the line that refuses a job if `meshes` finds none for it.
 
     Args:
       machine: the devices' name, for people.
@@ -255,15 +306,15 @@ def _ignore(job: Job, result: Any) -> None:
 
 def search(
     job: Job,
-    candidates: Callable[[Job], list[Job]] = policies,
+    candidates: Callable[[Job], list[Job]] = allowed_policies,
     on_try: Callable[[Job, Any], None] = _ignore,
     most: int = 1 << 31,
 ) -> tuple[Job | None, dict[str, Any] | None, DoesNotFit | None]:
     """The longest context that fits, doubling from the job's up to `most`.
 
     Args:
-      candidates: makes a job's candidates, in the order to try; one that does not fit is not tried
-        at longer contexts.
+      candidates: makes a job's candidates, which train.py accepts, in the order to try; one that
+        does not fit is not tried at longer contexts.
       on_try: called with each tried job and its plan or refusal.
 
     Returns:
@@ -275,7 +326,7 @@ def search(
     while job.context <= most:
         for candidate in candidates(job):
             at_any_length = candidate.changed(data={"context_length": 1})
-            if at_any_length in refused or refusal(candidate) is not None:
+            if at_any_length in refused:
                 continue
             try:
                 result = planning.plan(candidate)

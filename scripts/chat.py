@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from data.conversation import Message
 from data.errors import UserError
 from data.printable import printable
-from data.within import read_text
+from data.untrusted_files import is_text, read_text
 from eval import adapters, runner
 from trainer import entry
 from trainer.options import FreeText, StorePath, Tokens, option, parser_of
@@ -155,8 +155,10 @@ class Talk:
           show: called with each piece of the answer as soon as it is generated.
 
         Raises:
-          UserError: the conversation is too long.
+          UserError: the conversation is too long, or the question is not UTF-8.
         """
+        if not is_text(question):
+            raise UserError(f"the question was not asked, since it is not UTF-8: {question}")
         turns = [*self.turns, self._user(question)]
         ids = self._ids(turns)
         longest = self.length - self.new_tokens
@@ -185,7 +187,7 @@ class Talk:
         before, generator = self.generator, self._generator(prompt_tokens + self.new_tokens)
         if generator is before:
             return
-        before.forget()  # there is memory for one cache
+        before.free_cache()  # there is memory for only one cache
         generator.answered = before.answered  # it numbers the samples of all answers
         self.generator = generator
 

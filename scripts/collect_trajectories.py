@@ -55,7 +55,7 @@ WORKERS = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class EpisodeRequest:
     """One episode to collect.
 
     Attributes:
@@ -76,34 +76,34 @@ class Order:
     std: Any = None
 
 
-def _policy(order: Order, size: int) -> Policy:
-    """Returns the policy of an order, for actions of `size` numbers."""
-    generator = np.random.default_rng((order.seed, 1))
+def _policy(request: EpisodeRequest, size: int) -> Policy:
+    """Returns the policy of a request, for actions of `size` numbers."""
+    generator = np.random.default_rng((request.seed, 1))
     noise = np.zeros(size)
 
     def act(state: np.ndarray) -> np.ndarray:
         nonlocal noise
-        if order.policy == "random":
+        if request.policy == "random":
             return generator.uniform(-1, 1, size)
-        if order.policy == "ou":
+        if request.policy == "ou":
             noise = 0.85 * noise + 0.4 * generator.normal(size=size)
             return noise
-        return order.weights @ ((state - order.mean) / order.std)
+        return request.weights @ ((state - request.mean) / request.std)
 
     return act
 
 
-def collect(order: Order) -> tuple[float, np.ndarray, np.ndarray, int]:
+def collect(request: EpisodeRequest) -> tuple[float, np.ndarray, np.ndarray, int]:
     """Plays one episode and writes it.
 
     Returns:
       The episode's return, and the sum, the sum of squares and the number of its states.
     """
-    task = get_task(order.task)
-    policy = _policy(order, task.action_size)
-    episode = play_episode(task, order.seed, order.action_repeat, policy)
-    write_episode(order.folder, "collected", order.index, episode)
-    states = episode.observation[: -1 : order.action_repeat].astype(np.float64)
+    task = get_task(request.task)
+    policy = _policy(request, task.action_size)
+    episode = play_episode(task, request.seed, request.action_repeat, policy)
+    write_episode(request.folder, "collected", request.index, episode)
+    states = episode.observation[: -1 : request.action_repeat].astype(np.float64)
     return episode_return(episode.reward), states.sum(0), np.square(states).sum(0), len(states)
 
 
@@ -145,10 +145,10 @@ class Collection:
             **search,
         }
 
-    def order(self, policy: str, index: int, **linear: Any) -> Order:
-        """Returns the order of an episode."""
+    def request(self, policy: str, index: int, **linear: Any) -> EpisodeRequest:
+        """Returns the request for an episode."""
         start = index - index % 2 if policy == "search" and self.search_config.paired else index
-        return Order(
+        return EpisodeRequest(
             self.task.name,
             policy,
             index,
@@ -160,19 +160,19 @@ class Collection:
 
     def collect_unguided(self, executor: Executor, on_episode: Callable[[int], object]) -> None:
         """Collects the missing episodes of policies that do not learn."""
-        orders = [
-            self.order(policy, index)
+        requests = [
+            self.request(policy, index)
             for policy in self.folders
             if policy != "search"
             for index in range(self.counts[policy])
         ]
         missing = [
-            order
-            for order in orders
-            if not list(order.folder.glob(f"collected_{order.index}_*.npz"))
+            request
+            for request in requests
+            if not list(request.folder.glob(f"collected_{request.index}_*.npz"))
         ]
-        on_episode(len(orders) - len(missing))
-        for finished in as_completed([executor.submit(collect, order) for order in missing]):
+        on_episode(len(requests) - len(missing))
+        for finished in as_completed([executor.submit(collect, request) for request in missing]):
             finished.result()
             on_episode(1)
 
@@ -199,7 +199,7 @@ class Collection:
         on_episode(min(search.iteration * size, self.counts["search"]))
         while search.iteration < iterations:
             results = []
-            for result in executor.map(collect, self._search_orders(search)):
+            for result in executor.map(collect, self._search_requests(search)):
                 results.append(result)
                 on_episode(1)
             returns = np.array([result[0] for result in results])
@@ -213,11 +213,11 @@ class Collection:
         if search.iteration == iterations:
             # Nothing is learned from part of an iteration; with more episodes it is replayed
             # identically.
-            for _ in executor.map(collect, self._search_orders(search)[:rest]):
+            for _ in executor.map(collect, self._search_requests(search)[:rest]):
                 on_episode(1)
 
-    def _search_orders(self, search: Search) -> list[Order]:
-        """Returns the next iteration's orders: each direction added to and subtracted from the
+    def _search_requests(self, search: Search) -> list[EpisodeRequest]:
+        """Returns the next iteration's requests: each direction added to and subtracted from the
         policy."""
         policies = [
             search.weights + sign * self.search_config.noise * direction
@@ -226,7 +226,7 @@ class Collection:
         ]
         first = search.iteration * self.search_config.episodes
         return [
-            self.order("search", first + index, weights=weights, mean=search.mean, std=search.std)
+            self.request("search", first + index, weights=weights, mean=search.mean, std=search.std)
             for index, weights in enumerate(policies)
         ]
 

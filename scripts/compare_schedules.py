@@ -85,9 +85,25 @@ def cost_jobs(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], list[str
     Raises:
       UserError, ValueError: an option is invalid; the message is one line.
     """
-    from model.attention.layout import LAYOUTS, check_length
     from scripts.plan_options import resolve_machine
 
+    _check_options(args)
+    resolve_machine(args)
+    job = _on_hardware(args) if args.hardware else _on_machine(args)
+    if args.schedule == "local" and job.sequence > 1:
+        raise UserError(f"--schedule: found local for --sequence {job.sequence}; it needs 1")
+    layouts, left_out = _layouts(args.layout, job)
+    jobs = [
+        (name, dataclasses.replace(job, schedule=SCHEDULES[name], layout=layout))
+        for name in ([args.schedule] if args.schedule else SCHEDULES)
+        for layout in layouts
+        if name != "local" or job.sequence == 1
+    ]
+    return jobs, left_out
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises UserError for options that a comparison does not read, lacks, or does not know."""
     for option, value in vars(args).items():
         if option not in READ and value not in (None, False):
             raise UserError(
@@ -103,12 +119,19 @@ def cost_jobs(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], list[str
         raise UserError(
             f"--schedule: found {args.schedule!r}; expected one of {', '.join(SCHEDULES)}"
         )
-    resolve_machine(args)
-    job = _on_hardware(args) if args.hardware else _on_machine(args)
-    if args.schedule == "local" and job.sequence > 1:
-        raise UserError(f"--schedule: found local for --sequence {job.sequence}; it needs 1")
+
+
+def _layouts(chosen: str | None, job: Any) -> tuple[list[str], list[str]]:
+    """Returns the layouts that the job's length allows, of the chosen one or all, and those left
+    out, each with the reason.
+
+    Raises:
+      ValueError: none is allowed.
+    """
+    from model.attention.layout import LAYOUTS, check_length
+
     layouts, refusals = [], {}
-    for layout in [args.layout] if args.layout else LAYOUTS:
+    for layout in [chosen] if chosen else LAYOUTS:
         try:
             check_length(job.length, job.sequence, layout)
             layouts.append(layout)
@@ -116,13 +139,7 @@ def cost_jobs(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], list[str
             refusals[layout] = error
     if not layouts:
         raise next(iter(refusals.values()))
-    jobs = [
-        (name, dataclasses.replace(job, schedule=SCHEDULES[name], layout=layout))
-        for name in ([args.schedule] if args.schedule else SCHEDULES)
-        for layout in layouts
-        if name != "local" or job.sequence == 1
-    ]
-    return jobs, [f"{layout} ({error})" for layout, error in refusals.items()]
+    return layouts, [f"{layout} ({error})" for layout, error in refusals.items()]
 
 
 def _on_hardware(args: argparse.Namespace) -> Any:

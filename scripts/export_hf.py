@@ -118,7 +118,7 @@ def _warn_of_base(config: TransformerConfig, base: str, out: Path) -> None:
 
 
 def _differences(config: TransformerConfig, base: TransformerConfig) -> list[str]:
-    """Returns the fields of config.json with which the base's model computes something else."""
+    """Returns the fields of config.json that make the base compute something else."""
     from model.config import ROUTER_LOSSES
 
     ours, theirs = config.to_hf(), base.to_hf()
@@ -180,8 +180,8 @@ class Options:
         metavar="MODEL",
     )
     fuse_experts: bool = option(
-        "for a mixture: write all experts of a layer in one tensor, which of other programs only "
-        "transformers 5 reads, instead of as published"
+        "for a mixture: write all experts of a layer in one tensor instead of as published; of "
+        "other programs, only transformers 5 reads this"
     )
     verify: bool = option(
         "also compare transformers' logits with ours (needs torch, and memory for two models); "
@@ -296,8 +296,8 @@ def _warn_of_unnamed(checkpoint: Path, base: str | None) -> None:
         )
     if unnamed := base_without_hub_name(checkpoint, base):
         warnings.warn(
-            f"the base is a local folder ({printable(unnamed)}), which the export does not name; "
-            "pass its hub name with --base OWNER/NAME",
+            f"the base has no hub name ({printable(unnamed)}), so the model card names none; pass "
+            "one with --base OWNER/NAME",
             stacklevel=2,
         )
 
@@ -309,7 +309,7 @@ def _warn_of_programs(out: Path, config: TransformerConfig | None, stacked: bool
       config: of a whole model; None for adapters.
       stacked: whether a layer's experts are in one tensor.
     """
-    from data.within import read_json
+    from data.untrusted_files import read_json
     from trainer.huggingface import adapter_config, other_programs
 
     lines = (

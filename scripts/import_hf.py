@@ -44,7 +44,7 @@ def work(arguments: Options) -> None:
     from trainer.huggingface.read import check_weights, read_hf
 
     # Refuses an unusable folder before the slow read of all weights.
-    new_folder(checkpoint_path(arguments.checkpoint, "CHECKPOINT"))
+    out = checkpoint_path(new_folder(arguments.checkpoint), "CHECKPOINT")
     source = resolve_model_path(arguments.hf_dir)
     config = folder_config(source)
     check_weights(source, config)
@@ -54,9 +54,7 @@ def work(arguments: Options) -> None:
         if config != TransformerConfig.from_hf(scratch):  # a separate head
             write_config(config, scratch)
         params = read_hf(source, config, cpu)
-        save_checkpoint(
-            arguments.checkpoint, model=params, assets=scratch, shapes=unpadded_shapes(config)
-        )
+        save_checkpoint(out, model=params, assets=scratch, shapes=unpadded_shapes(config))
     count = sum(value.size for value in params.values())
     print(f"{arguments.checkpoint}: {count:,} parameters from {source}")
 

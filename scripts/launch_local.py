@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -29,7 +28,6 @@ from typing import NamedTuple
 from data.errors import first_line, is_transient
 from data.printable import printable, printable_output
 from trainer.options import AtLeastOne, AtLeastZero, option, other_words, parse
-from trainer.run.shared_token import TOKEN
 
 from .restarts import Restarts, may_pass
 from .run_status import read_status, run_folder
@@ -71,15 +69,11 @@ def free_port() -> int:
 def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
     """Starts train.py in `count` processes; process 0 is the coordinator.
 
-    They share a secret, LONGSTRIPE_TOKEN or a new one, so that no other program can take the place
-    of one of them.
-
     Args:
         count: number of processes.
         flags: train.py's flags.
     """
     address = f"127.0.0.1:{free_port()}"
-    environment = {**os.environ, TOKEN: os.environ.get(TOKEN) or secrets.token_hex()}
     processes = []
     for number in range(count):
         own_flags = [
@@ -95,7 +89,6 @@ def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
         processes.append(
             subprocess.Popen(
                 [*PYTHON, str(TRAIN), *flags, *own_flags],
-                env=environment,
                 process_group=0,
                 stderr=subprocess.PIPE if number else None,
             )
@@ -113,9 +106,9 @@ def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
 def _forward_stderr(process: subprocess.Popen, first: subprocess.Popen) -> None:
     """Forwards a process's stderr, without a final line that `first` has written too.
 
-    Processes with the same exit status are assumed to have written the same final line. Where
-    nobody reads our stderr, as with `2>&1 | head`, the process's is read all the same: a full pipe
-    would stop the process.
+    Processes with the same exit status are assumed to have written the same final line. Even if
+    nobody reads our stderr, as with `2>&1 | head`, the process's is read: a full pipe would stop
+    the process.
     """
     final_lines = []
     for line in process.stderr or ():

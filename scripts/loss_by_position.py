@@ -271,7 +271,7 @@ def _steps(args: Options, split: str, total: int, size: int) -> range:
         size: rows per batch.
 
     Raises:
-        UserError: there is none.
+        UserError: no batch is left to measure.
     """
     from data.errors import UserError
 

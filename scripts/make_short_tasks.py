@@ -25,7 +25,7 @@ import numpy as np
 from data.errors import UserError
 from data.outputs import output_files
 from data.synthetic.tasks import sentences_of
-from data.within import read_text
+from data.untrusted_files import read_text
 from trainer.options import AtLeastOne, AtLeastZero, command, option
 
 SENTENCES = 3  # per context

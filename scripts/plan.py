@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.outputs import PICTURE, PICTURE_METADATA, output_file, output_files
-from data.within import read_text
+from data.untrusted_files import read_text
 from scripts.compare_schedules import compare
 from scripts.plan_options import free_sections, jobs_of, parser
 from trainer import entry
@@ -312,7 +312,7 @@ def compile_job(job: Job, args: argparse.Namespace, suffix: str) -> Job | None:
                 search_compiled(job, args) if args.search or args.best else (job, plan(job), {})
             )
     except DoesNotFit as error:
-        print(f"does not fit, by the compiler: {error}", file=sys.stderr)
+        print(f"does not fit, by {error.by}: {error}", file=sys.stderr)
         return None
     result |= estimates(result, job, args)
     show(result)
@@ -357,10 +357,17 @@ def search_compiled(
 
     Raises:
       DoesNotFit: nothing fits.
-      ValueError: no mesh suits the length.
+      ValueError: train.py refuses every choice.
     """
     from planning.plan import DoesNotFit
-    from planning.search import candidates, policies, search
+    from planning.search import (
+        allowed_policies,
+        candidates,
+        every_choice,
+        no_candidate,
+        policies,
+        search,
+    )
 
     tries = []
 
@@ -388,9 +395,11 @@ def search_compiled(
         )
 
     most = {} if args.search else {"most": job.context}
-    longest, best, refusal = search(job, candidates if args.best else policies, on_try, **most)
+    make = candidates if args.best else allowed_policies
+    longest, best, refusal = search(job, make, on_try, **most)
     if longest is None or best is None:
-        raise refusal or ValueError("--best: no mesh of these devices suits this length")
+        choices = (each for _, each in every_choice(job)) if args.best else policies(job)
+        raise refusal or no_candidate(job, choices)
     print()
     return longest, best, {"next": None if refusal is None else str(refusal), "tries": tries}
 

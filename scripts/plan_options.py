@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from data.templates.built_in import NAMES
-from data.within import read_text
+from data.untrusted_files import read_text
 from model.attention.names import MESH_AXES
 from model.memory.options import MemoryConfig
 from model.memory.policies import POLICIES
@@ -77,8 +77,8 @@ class Options:
     )
     batch: AtLeastOne | None = option("rows per step (default 1)", None)
     accumulation: AtLeastOne | None = option(
-        "parts of a batch, computed one after another (default 1); where it chooses, the "
-        "planner takes more if fewer do not certainly fit",
+        "parts of a batch, computed one after another (default 1); if the planner chooses mesh or "
+        "memory, it takes more if fewer do not certainly fit",
         None,
     )
     schedule: Annotated[Any, partial(parse, source="--schedule")] | None = option(
@@ -300,7 +300,7 @@ def _on_some_mesh(job: Job) -> Job:
     axis, else one of those that the planner chooses from.
 
     Raises:
-      UserError: there is none.
+      UserError: no mesh suits the job.
     """
     from data.errors import UserError
     from planning.machines import device_count

@@ -101,7 +101,7 @@ def step_flops(args: Options) -> dict[str, float]:
 
 
 def memory_rate() -> float:
-    """Returns the bytes per second at which an addition reads and writes a large array."""
+    """Returns the bytes per second that an addition of large arrays reads and writes."""
     import jax
     import jax.numpy as jnp
 

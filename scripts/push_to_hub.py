@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from data.errors import UserError
+from data import hub
+from data.errors import UserError, is_transient
 from data.printable import printable
-from data.tokenizer import NAMED_TEMPLATES, template_files
-from data.within import file_within
+from data.tokenizer import NAMED_TEMPLATES
+from data.untrusted_files import file_within
 from trainer import entry
 from trainer.options import FreeText, command, option
 
 # Weights may be split over several files.
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
-_OTHERS = (
+_INDEX = "model.safetensors.index.json"
+_CONFIGS = {"model": "config.json", "adapter_model": "adapter_config.json"}  # by the weights' name
+_TEXTS = (
     "README.md",
-    "model.safetensors.index.json",
-    "adapter_config.json",
-    "trained_config.json",
     "LICENSE",
     "LICENSE.md",
     "LICENSE.txt",
@@ -32,23 +34,56 @@ def export_files(folder: Path) -> tuple[list[str], list[str]]:
     """Returns the names of an export's files, and of everything else in its folder.
 
     Raises:
-      UserError: the folder is not an export, or a link in it leads outside.
+      UserError: the folder is not a complete export, or a link in it leads outside.
     """
-    from trainer.huggingface.assets import ASSET_FILES
-
     names = sorted(_names(folder)) if folder.is_dir() else []
-    known = {*ASSET_FILES, *_OTHERS, *template_files(folder)}
     files = [
-        name
-        for name in names
-        if (name in known or _WEIGHTS.fullmatch(name)) and file_within(folder, name)
+        name for name in names if (name in _TEXTS or _is_loaded(name)) and file_within(folder, name)
     ]
-    if not any(map(_WEIGHTS.fullmatch, files)):
+    _check_complete(folder, files)
+    return files, [name for name in names if name not in files]
+
+
+def _is_loaded(name: str) -> bool:
+    """Whether a file of this name is a part of a model or adapter, which programs load."""
+    from trainer.huggingface.hub_models import SMALL_FILES
+
+    is_small = any(fnmatchcase(name, form) for form in SMALL_FILES)
+    return is_small or name == _INDEX or _WEIGHTS.fullmatch(name) is not None
+
+
+def _check_complete(folder: Path, files: list[str]) -> None:
+    """Raises UserError if a file of the export is missing or cut off, as after a copy that was
+    interrupted."""
+    from safetensors import SafetensorError, safe_open
+
+    from trainer.huggingface.folder import read_index
+
+    weights = [name for name in files if _WEIGHTS.fullmatch(name)]
+    if not weights:
         raise UserError(
             f"{folder}: contains no exported model (no .safetensors); pass a folder written by "
             "scripts.export_hf"
         )
-    return files, [name for name in names if name not in files]
+    needed = {_CONFIGS[re.split(r"[-.]", name)[0]] for name in weights}
+    if _INDEX in files:
+        needed |= {path.name for path in read_index(folder / _INDEX).values()}
+    elif any("-of-" in name for name in weights):
+        needed.add(_INDEX)
+    if missing := sorted(needed.difference(files)):
+        raise UserError(
+            f"{folder}: not a complete export: {missing[0]} is missing; one copied or exported "
+            "again would work"
+        )
+    for name in weights:
+        try:
+            with safe_open(folder / name, framework="np"):
+                pass
+        except SafetensorError as error:
+            raise UserError(
+                f"{folder / name}: not a complete safetensors file ({error}); one copied or "
+                "exported again would work"
+            ) from None
 
 
 def _names(folder: Path) -> Iterator[str]:
@@ -87,44 +122,98 @@ def check_name(repository: str) -> None:
         raise UserError(f"{repository}: lacks its owner; expected OWNER/{repository}")
 
 
-def push(folder: Path, repository: str, public: bool, message: str) -> str:
-    """Uploads the files of an export and returns the repository's address.
+def earlier_files(files: Collection[str], repository: str) -> tuple[list[str], str | None]:
+    """Returns the files of a model that the repository has besides `files`, and its commit.
+
+    Programs would load such files of an earlier push instead of the new ones, or with them. If
+    there is no such repository yet, returns no files, and None.
 
     Raises:
-      UserError: as for `export_files`; or there is no token, or the hub refuses.
+      UserError: the hub refuses, or cannot be asked.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    info = None
+    with _named_errors(repository), contextlib.suppress(RepositoryNotFoundError):
+        info = HfApi().model_info(repository)
+    if info is None:
+        return [], None
+    there = [sibling.rfilename for sibling in info.siblings or ()]
+    return [name for name in there if _is_loaded(name) and name not in files], info.sha
+
+
+def push(folder: Path, repository: str, public: bool, message: str, replace: bool) -> str:
+    """Uploads the files of an export and returns the repository's address.
+
+    Args:
+      replace: whether to remove the repository's `earlier_files`, in the same commit.
+
+    Raises:
+      UserError: as for `export_files`; or there is no token, the hub refuses, or the repository has
+        such files and they are not to be removed.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
     files, _ = export_files(folder)
-    if (token := get_token()) is None:
+    if hub.is_offline():
+        raise UserError("HF_HUB_OFFLINE is set, which forbids uploads; unset it")
+    if get_token() is None:
         raise UserError("no Hugging Face hub token was found; run `hf auth login` or set HF_TOKEN")
+    removed, commit = earlier_files(files, repository)
+    if removed and not replace:
+        raise UserError(
+            f"{repository}: has files of an earlier model, which would be loaded with this export "
+            f"or instead of it: {printable(', '.join(removed))}; --replace removes them in the "
+            "same commit, or use another repository"
+        )
     api = HfApi()
-    try:
+    with _named_errors(repository):
         address = api.create_repo(repository, private=not public, exist_ok=True)
         # File by file: upload_folder sends everything in the folder.
         api.create_commit(
             repository,
-            [CommitOperationAdd(name, folder / name) for name in files],
+            [
+                *(CommitOperationAdd(name, folder / name) for name in files),
+                *map(CommitOperationDelete, removed),
+            ],
             commit_message=message,
+            parent_commit=commit,  # refused if another push has added files meanwhile
         )
+    return str(address)
+
+
+@contextlib.contextmanager
+def _named_errors(repository: str) -> Iterator[None]:
+    """Makes an error of the hub one line, with what would work and without the token."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # The hub's message may repeat the token.
+    def shown(text: str) -> str:
+        token = get_token()
+        return printable(text).replace(token, "hf_...") if token else printable(text)
+
+    try:
+        yield
     except HfHubHTTPError as error:
-        # The hub's message may repeat the token.
-        reason = printable(error.server_message or str(error).splitlines()[0]).replace(
-            token, "hf_..."
-        )
+        status = error.response.status_code
+        reason = shown(error.server_message or str(error).splitlines()[0])
+        remedy = ""
+        if is_transient(error):
+            remedy = "; repeat the command later"
+        elif status in (401, 403, 404):
+            remedy = "; use a token that may write to this owner's repositories"
         raise UserError(
-            f"{repository}: {api.endpoint} answered {error.response.status_code} ({reason}); "
-            "use a token that may write to this owner's repositories"
+            f"{repository}: {constants.ENDPOINT} answered {status} ({reason}){remedy}"
         ) from None
     # The HTTP library's exceptions differ between versions of huggingface_hub.
     except Exception as error:
-        reason = printable(f"{type(error).__name__}: {error}").replace(token, "hf_...")
         raise UserError(
-            f"{repository}: not pushed to {api.endpoint} ({reason}); check the network and repeat "
-            "the command"
+            f"{repository}: not pushed to {constants.ENDPOINT} "
+            f"({shown(f'{type(error).__name__}: {error}')}); check the network and repeat the "
+            "command"
         ) from error
-    return str(address)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,17 +232,21 @@ class Options:
         "the repository; created if it does not exist", positional=True, metavar="OWNER/NAME"
     )
     public: bool = option("make a new repository public")
+    replace: bool = option(
+        "remove an earlier model's files that this export lacks, in the same commit"
+    )
     dry_run: bool = option("only list the files to upload; needs no token")
     message: FreeText = option("commit message", "Upload by Longstripe")
 
 
 def work(arguments: Options) -> None:
     """See Options."""
-    check_name(arguments.repository)
-    print(listing(arguments.folder, arguments.repository), flush=True)
+    folder, repository = arguments.folder, arguments.repository
+    check_name(repository)
+    print(listing(folder, repository), flush=True)
     if not arguments.dry_run:
-        address = push(arguments.folder, arguments.repository, arguments.public, arguments.message)
-        print(f"{arguments.folder}: pushed to {printable(address)}")
+        address = push(folder, repository, arguments.public, arguments.message, arguments.replace)
+        print(f"{folder}: pushed to {printable(address)}")
 
 
 main = command(Options, work)

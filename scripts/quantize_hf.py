@@ -14,8 +14,9 @@ class Options:
     """Writes a Hugging Face folder whose layers' projections are in NF4 with double quantization.
 
     transformers loads it with bitsandbytes, and adapter training (adapter.quantize nf4) uses the
-    codes as they are, without quantizing first. Needs no accelerator, and memory for only one
-    matrix.
+    codes as they are, without quantizing first. Matrices that are in NF4 already are kept, and the
+    others quantized, in folders that have both (llm_int8_skip_modules, such as Unsloth's dynamic
+    ones). Needs no accelerator, and memory for only one matrix.
     """
 
     model: str = option(
@@ -40,6 +41,7 @@ def work(arguments: Options) -> None:
     from data.outputs import new_folder
     from model.adapter import AdapterConfig
     from trainer.huggingface.assets import copy_assets
+    from trainer.huggingface.read import projections_in_nf4
     from trainer.huggingface.write import write_hf
     from trainer.model_source import open_model
     from trainer.source_kinds import HuggingFaceSource, StoredSource
@@ -60,15 +62,18 @@ def work(arguments: Options) -> None:
     dataclasses.replace(source.config, adapter=AdapterConfig(rank=1, quantize="nf4"))
     with contextlib.ExitStack() as stack:
         stored = source.stored(stack)
-        if any(getattr(parameter, "holds_codes", False) for parameter in stored.values()):
-            raise UserError(f"{arguments.model}: is already in NF4")
-        assets = source.folder / "assets"
+        assets, kept = source.folder / "assets", ""
         if isinstance(source, HuggingFaceSource):
+            coded, others = projections_in_nf4(source.folder, source.stored_config)
+            if not others:
+                raise UserError(f"{arguments.model}: is already in NF4")
+            if coded:
+                kept = f" ({len(coded)} matrices in NF4 are kept, {len(others)} are quantized)"
             assets = stack.enter_context(scratch_folder())
             copy_assets(source.folder, assets)
         write_hf(stored, source.config, assets, out, nf4=True)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    print(f"{arguments.hf_dir}: {size / 1e9:,.2f} GB of weights, from {arguments.model}")
+    print(f"{arguments.hf_dir}: {size / 1e9:,.2f} GB of weights, from {arguments.model}{kept}")
 
 
 main = command(Options, work)

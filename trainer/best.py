@@ -21,7 +21,7 @@ class BestCheckpoint:
       step, value: the best measurement; None before the first.
       waited: measurements since the best.
       is_measured: whether some evaluation measures the metric.
-      before: the step and value of the best before.
+      before: the step and value of the previous best.
       last: the step and value of the last measurement.
     """
 
@@ -103,7 +103,7 @@ class BestCheckpoint:
         return math.isfinite(value) and (self.value is None or sign * value < sign * self.value)
 
     def forget(self, step: int, instead: int) -> None:
-        """Returns to the best before, if `step`, whose checkpoint could not be saved, is the best.
+        """Returns to the previous best if `step`, whose checkpoint could not be saved, is the best.
 
         Args:
           instead: the step that is saved now, which may be better than that.

@@ -84,7 +84,7 @@ _LINKS = (
 
 
 def _tpu(page: str, network: str = "", **facts) -> Device:
-    """A TPU of a page of Google's; `network`: the page's words that `slice_link` comes from."""
+    """A TPU as on one of Google's pages; `network`: its words from which `slice_link` follows."""
     google = f"cloud.google.com/tpu/docs/{page}"
     return Device(
         **facts,
@@ -191,7 +191,7 @@ TPUS: dict[str, Device] = {
         host_gib=180,
     ),
     # Ironwood. A chip has 2,307 TFLOP/s and 7,380 GB/s for its two cores, each of them a device;
-    # the links are per chip: as many as a v5p's, whose 1,200 GB/s of both ways together it has.
+    # the links are per chip, as many as a v5p's and with the same total of 1,200 GB/s both ways.
     "tpu7x": _tpu(
         "tpu7x",
         "DCN bandwidth per chip (two devices) 100 Gbps",
@@ -352,7 +352,7 @@ UNLISTED_KINDS = (
 def peak_flops(device_kind: str) -> float | None:
     """The dense bfloat16 FLOP/s of a device by JAX's `device_kind`; None for unlisted kinds.
 
-    The longest listed prefix decides, in any case.
+    The longest listed prefix of the kind decides; upper and lower case are the same.
     """
     peaks: dict[str, float | None] = {
         kind: device.peak_flops for device in DEVICES.values() for kind in device.kinds

@@ -31,7 +31,7 @@ from trainer.run.preemption import Preempted
 
 
 def keep_compiled(folder: str | None = None) -> None:
-    """Keeps compiled programs in `folder`, or else where JAX_COMPILATION_CACHE_DIR says, or in
+    """Caches compiled programs in `folder`; by default in $JAX_COMPILATION_CACHE_DIR, or else in
     $LONGSTRIPE_CACHE/xla or ~/.cache/longstripe/xla."""
     import jax
 
@@ -48,7 +48,7 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
     """Runs a command's work and returns its exit code.
 
     Args:
-      work: may return an exit code, and may raise a user's error, or another one.
+      work: may return an exit code; may raise a user's error or any other.
       output: the file or folder that the command writes, for full-disk errors that name no file.
 
     The code is that of `work`, or 0. For an error it is that of `trainer.run.outcome.outcome_of`: 2
@@ -68,6 +68,8 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
     try:
         with contextlib.nullcontext() if output is None else named_errors(Path(output)):
             code = work()
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where an error becomes one line
     except (Exception, KeyboardInterrupt) as error:
         outcome = outcome_of(error)
         if outcome.code == TRY_AGAIN and (cluster := _cluster()) is not None:
@@ -127,8 +129,8 @@ _RAISED_TOO = (
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """A filter for Orbax's log, which prints errors that it also raises, tracebacks, and, at each
-    save where every process writes locally, that it logs no sizes."""
+    """A filter for Orbax's log: leaves out tracebacks, errors that Orbax also raises, and its note,
+    at each save in which every process writes locally, that it logs no sizes."""
     if "size logging disabled" in str(record.msg):
         return False
     if not os.environ.get("LONGSTRIPE_TRACEBACK"):
@@ -154,8 +156,8 @@ def _in_one_line(error: threading.ExceptHookArgs) -> None:
 def _show_in_one_line(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     """Shows a warning without its place in the code, which says nothing to a user.
 
-    In a cluster process 0 alone does, since the others have the same; but not a RuntimeWarning,
-    which is about numbers that perhaps only one of them has.
+    In a cluster only process 0 shows it, since the others have the same one; a RuntimeWarning is
+    about what perhaps only one process has, such as its numbers, so each shows its own.
     """
     is_everyones = not issubclass(category, RuntimeWarning)
     if not is_everyones or (cluster := _cluster()) is None or cluster.process() == 0:

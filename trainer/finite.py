@@ -27,12 +27,12 @@ class FiniteSteps:
     Attributes:
       updates: steps without skipped ones.
       skipped: steps since the last update.
-      sound_step: the last one after which the loss was still finite.
+      last_finite_step: the last one after which the loss was still finite.
     """
 
     def __init__(self, config: TrainConfig, objective: Objective, store: CheckpointStore) -> None:
         self.config, self.objective, self.store = config, objective, store
-        self.updates, self.skipped, self.sound_step = 0, 0, -1
+        self.updates, self.skipped, self.last_finite_step = 0, 0, -1
 
     @classmethod
     def restored(
@@ -45,7 +45,7 @@ class FiniteSteps:
         """Goes on from a checkpoint's data."""
         steps = cls(config, objective, store)
         steps.updates, steps.skipped = data["updates"], data.get("skipped", 0)
-        steps.sound_step = data["step"] - 1
+        steps.last_finite_step = data["step"] - 1
         return steps
 
     @property
@@ -60,7 +60,7 @@ class FiniteSteps:
           UserError: the run should stop at a step that is not finite.
         """
         if self._is_finite(step, metrics):
-            self.updates, self.skipped, self.sound_step = self.updates + 1, 0, step
+            self.updates, self.skipped, self.last_finite_step = self.updates + 1, 0, step
         else:
             self.skipped += 1
 
@@ -128,7 +128,7 @@ class FiniteSteps:
 
     def _sound_checkpoints(self) -> str:
         """Says which checkpoints gave a finite loss in the step after them."""
-        sound = [step for step in self.store.steps() if step <= self.sound_step]
+        sound = [step for step in self.store.steps() if step <= self.last_finite_step]
         if not sound:
             return "no checkpoint is known to be good"
         return f"{self.store.path(sound[-1])} is good"

@@ -29,6 +29,7 @@ def fix_random_numbers() -> None:
             warnings.warn(
                 f"{name.upper()} is {found} and is not used: with {value}, a seed draws the same "
                 "weights and samples in every run",
+                RuntimeWarning,  # of several processes, this one alone may have the variable
                 stacklevel=2,
             )
             jax.config.update(name, value)

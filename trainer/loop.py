@@ -320,9 +320,8 @@ class _Training:
     def _progress(self) -> dict[str, float]:
         """Returns the run's progress under the names used in the log."""
         rows = self.objective.rows_per_epoch
-        epoch = {"epoch": self.state.step * self.config.train.batch_size / rows} if rows else {}
         return {
-            **epoch,
+            **({"epoch": self.state.rows_seen / rows} if rows else {}),
             "tokens_seen": self.state.tokens_seen,
             "wall_seconds": self.state.wall_seconds,
         }

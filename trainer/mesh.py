@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import cast
 
 import jax
@@ -40,8 +41,9 @@ def start_devices(config: RunConfig) -> None:
     Raises:
       UserError: see `join` and `simulate`.
     """
-    folder = None if config.in_bucket else config.folder
-    join(config.distributed, simulated=bool(config.mesh.simulate), folder=folder)
+    # Not the whole path: machines may mount the run's folder at different ones.
+    run = Path(config.location).absolute().name
+    join(config.distributed, simulated=bool(config.mesh.simulate), run=run)
     if config.mesh.simulate:
         simulate(config.mesh.simulate, config.distributed.num_processes or 1)
     fix_random_numbers()

@@ -13,19 +13,19 @@ from data.sources import TURN_FORMATS
 from data.templates import end_ids, missing_controls
 from data.templates.template_file import read_template
 from data.tokenizer import Tokenizer
-from data.within import file_within, read_json
+from data.untrusted_files import file_within, read_json
 from model.config import POSITIONS, TransformerConfig
 from model.number_checks import MOST, is_int
 
 from .adapted_source import AdaptedSource, AdapterSource, CheckpointAdapter, PeftAdapter
 from .checkpoint.commit import MANIFEST
-from .checkpoint.fetch import local_copy
+from .checkpoint.fetch import MODEL, SMALL, copied, local_copy
 from .checkpoint.readers import assets_dir, best_or_itself
 from .config.data import DataConfig
 from .config.schema import ModelConfig
 from .huggingface import adapter_config
 from .huggingface.assets import trained_quantization
-from .huggingface.folder import folder_config, has_weights
+from .huggingface.folder import folder_config
 from .huggingface.hub_models import hub_has_weights, hub_name, resolve_model_path
 from .source_kinds import (
     CheckpointSource,
@@ -44,12 +44,14 @@ def open_model(path: str, weights: bool = True) -> StoredSource | AdaptedSource:
     an adapter, which names its base.
 
     Args:
-      weights: whether they will be read; otherwise a hub model is downloaded without them.
+      weights: whether they will be read; otherwise a model on the hub or in a bucket is downloaded
+        without them.
 
     Raises:
       ValueError: no such model, or an unsupported architecture; the message says what would work.
     """
-    folder = best_or_itself(local_copy(path))
+    local, address = copied(path, MODEL if weights else SMALL)
+    folder = best_or_itself(local)
     if _is_adapter(folder):
         return open_adapter(path)
     if folder.is_dir() and not (folder / "config.json").exists():
@@ -59,14 +61,16 @@ def open_model(path: str, weights: bool = True) -> StoredSource | AdaptedSource:
         config = TransformerConfig.from_hf(assets)
         # Verified by the search for a run's newest undamaged checkpoint.
         verified = not (folder / MANIFEST).exists()
-        source: StoredSource = CheckpointSource(config, assets, assets.parent, config, verified)
+        source: StoredSource = CheckpointSource(
+            config, assets, assets.parent, config, address, verified
+        )
     else:
         is_local = folder.is_dir()
         folder = resolve_model_path(path, weights)
         if _is_adapter(folder) and (weights or is_local or not _has_more_on_hub(folder, path)):
             return open_adapter(str(folder))  # on the hub
         config = folder_config(folder)
-        source = HuggingFaceSource(config, folder, folder, config)
+        source = HuggingFaceSource(config, folder, folder, config, "" if is_local else path)
     return source.ending_at(_generation_ends(source.tokenizer_path))
 
 
@@ -74,12 +78,12 @@ def _is_adapter(folder: Path) -> bool:
     """Whether a folder has a PEFT adapter and no whole model; some have a config.json too."""
     if not (folder / adapter_config.CONFIG).is_file():
         return False
-    return not ((folder / "config.json").exists() and has_weights(folder))
+    return not ((folder / "config.json").exists() and any(folder.glob("model*.safetensors*")))
 
 
 def _has_more_on_hub(folder: Path, name: str) -> bool:
     """Whether an adapter that was downloaded without weights is beside a whole model on the hub."""
-    return (folder / "config.json").exists() and hub_has_weights(name)
+    return (folder / "config.json").exists() and bool(hub_has_weights(name))
 
 
 def adapter_source(path: str) -> tuple[AdapterSource, str]:
@@ -205,11 +209,13 @@ def choose_model(
         )
     path = Path(config.tokenizer)
     tokenizer = load_tokenizer(path)
+    ends = (tokenizer.bos_id, tokenizer.eos_id)
     shape = scratch_config(
         config,
         bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_id,
-        pad_token_id=tokenizer.pad_id,
+        # The embedding of a padding token is not trained, which that of a text's token must be.
+        pad_token_id=None if tokenizer.pad_id in ends else tokenizer.pad_id,
     )
     scratch = ScratchSource(shape, path)
     return with_adapter(scratch, adapter_path) if adapter_path else scratch  # refused as a base

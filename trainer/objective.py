@@ -185,6 +185,10 @@ class Objective(abc.ABC):
     def lengths(self, step: int) -> Int[np.ndarray, " documents"]:
         """Returns the tokens of each document in the batch of step `step` (from 0), for FLOPs."""
 
+    def rows_taken(self, steps: int) -> int:
+        """Returns the rows in the first `steps` batches, without empty ones at the run's end."""
+        return self.config.train.rows_taken(steps, self.rows_per_epoch)
+
     def shared_lengths(self, step: int) -> Int[np.ndarray, " documents"] | int:
         """Returns how many tokens of earlier documents each document of `lengths` also sees."""
         return 0

@@ -245,8 +245,8 @@ def _scale_by_factored_rms(model: _Declared) -> optax.GradientTransformation:
 
 
 def _is_factored(parameter: Parameter, shape: tuple[int, ...]) -> bool:
-    """Whether Adafactor's second moment is a row and a column: of matrices large enough, as in
-    optax."""
+    """Whether Adafactor's second moment is a row and a column, as for matrices that are large
+    enough in optax."""
     return parameter.is_matrix and min(_matrix_shape(parameter, shape)[-2:]) >= 128
 
 

@@ -55,7 +55,7 @@ def option(text: str, default: Any = REQUIRED, *, positional: bool = False, **mo
 
 
 def other_words(metavar: str, text: str = "") -> Any:
-    """Returns a field of all words that are no option of the command, such as a recipe's fields.
+    """Returns a field for all words that are not the command's options, such as a recipe's fields.
 
     Args:
       metavar: how the usage names them; text: what the help ends with.

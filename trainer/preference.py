@@ -237,6 +237,12 @@ class PreferenceObjective(TextObjective):
         reference = {"fingerprint": source.fingerprint, **source.config.to_hf()}
         return {**super().inputs, "reference": reference}
 
+    @property
+    def pretrained(self) -> dict[str, ModelSource]:
+        """See `TextObjective.pretrained`."""
+        ref = self.config.preference.ref_model if self.config.preference.needs_reference else None
+        return super().pretrained | ({ref: self._reference[1]} if ref else {})
+
     def _load(self, split: str) -> PairLoader:
         data = self.config.data
         documents = getattr(self.prepared, split)
@@ -261,10 +267,11 @@ class PreferenceObjective(TextObjective):
             this run.
         """
         options = self.config.preference
-        path = options.ref_model
+        path, weights = options.ref_model, not is_abstract(self.mesh)
         if options.ref_without_adapter:
             # New adapters add nothing to their base.
-            source, _ = for_templates(choose_model(self.config.model), self.config.data)
+            chosen = choose_model(self.config.model, weights=weights)
+            source, _ = for_templates(chosen, self.config.data)
             return self.model, source
         if path is None:
             return self.model, self.source
@@ -276,7 +283,8 @@ class PreferenceObjective(TextObjective):
         )
         config = dataclasses.replace(self.config, model=section, adapter=AdapterConfig())
         try:
-            chosen = choose_model(section, field="preference.ref_model")
+            chosen = choose_model(section, weights=weights, field="preference.ref_model")
+            self._check_weights(chosen, "none")
         except ValueError as error:
             raise ValueError(f"preference.ref_model: {error}") from None
         source, tokenizer = for_templates(chosen, config.data)

@@ -28,8 +28,8 @@ class Pairs(NamedTuple):
 
     @property
     def means(self) -> Float[Array, "B P 2"]:
-        """The mean log-likelihood of a completion's tokens; in slots without a pair that of some
-        likelihood below 1, so that all numbers are finite."""
+        """The mean log-likelihood of a completion's tokens; in slots without a pair, that of an
+        arbitrary likelihood below 1, so that all numbers are finite."""
         tokens = jnp.maximum(self.tokens, 1.0)
         return jnp.where(self.tokens > 0, self.log_likelihoods / tokens, -1.0)
 

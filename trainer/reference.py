@@ -20,7 +20,7 @@ from jaxtyping import Float, Float32
 from data.errors import UserError
 from data.pairs import PairBatch, PairLoader
 from data.progress import ProgressBar
-from data.within import read_bytes
+from data.untrusted_files import read_bytes
 
 from .overlap import one_behind
 from .run.cluster import first_then_others

@@ -21,7 +21,8 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Bool, Float, Int, UInt8, UInt32
 
 BLOCK = 128
-# The largest number of a block becomes 1.75, the largest below 2 that three bits of mantissa hold.
+# A block's largest number becomes 1.75, the value of the largest code; it would be 1.875 if zero
+# did not take a code.
 _LARGEST = 1.75
 _DROPPED = 20  # of float32's 23 bits of mantissa
 # The code 1 is the least positive number: 2**-15 of the block's power of two, or 2**-31.
@@ -30,12 +31,12 @@ _SIGNED_OFFSET, _UNSIGNED_OFFSET = ((127 - exponent << 3) - 1 for exponent in (1
 
 def random_bits(shape: tuple[int, ...], step: Int[Array, ""], name: str) -> UInt32[Array, ...]:
     """Returns 32 random bits for each element of an array: a hash of step, name and index."""
-    place = jnp.full(shape, zlib.crc32(name.encode()), jnp.uint32)
+    element = jnp.full(shape, zlib.crc32(name.encode()), jnp.uint32)
     for axis in range(len(shape)):
         # A different odd factor per axis, so that padding an array changes no element's bits.
         factor = zlib.crc32(f"axis {axis}".encode()) | 1
-        place += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(factor)
-    return _mixed(_mixed(place) ^ _mixed(step.astype(jnp.uint32) + jnp.uint32(0x9E3779B9)))
+        element += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(factor)
+    return _mixed(_mixed(element) ^ _mixed(step.astype(jnp.uint32) + jnp.uint32(0x9E3779B9)))
 
 
 def _mixed(x: UInt32[Array, ...]) -> UInt32[Array, ...]:

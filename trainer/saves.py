@@ -125,7 +125,7 @@ class Saves:
     def no_time_to_finish(self) -> str | None:
         """Returns why a SIGTERM now would end the run within its step; None if there is time.
 
-        Called by another thread than the loop's. A save that is under way is waited for.
+        Called from a thread other than the loop's. Waits for a save that is under way.
         """
         grace, begun = self.config.grace_seconds, time.monotonic()
         step_seconds = self.watchdog.step_seconds_left()

@@ -30,8 +30,8 @@ from .huggingface.assets import (
     write_assets,
     write_source_dtype,
 )
-from .huggingface.folder import has_weights, weights_fingerprint
-from .huggingface.hub_models import hub_name, is_whole
+from .huggingface.folder import has_any_weights, has_weights, weights_fingerprint
+from .huggingface.hub_models import hub_name
 from .huggingface.read import check_codes, check_weights, read_hf, stored_hf
 from .huggingface.table import hf_layout
 from .vocabulary import draw_rows
@@ -79,7 +79,7 @@ class ModelSource(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """The base's name in an adapter's configuration: its hub name or its folder."""
+        """The base's name in an adapter's configuration: its hub name, address or folder."""
 
     @abc.abstractmethod
     def read(self, model: LanguageModel, seed: int = 0) -> Params:
@@ -90,14 +90,19 @@ class ModelSource(abc.ABC):
             `with_vocabulary`).
         """
 
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether no weights are here: the folder has none, or they are not downloaded yet."""
+        return False
+
     def check_weights(self, quantize: str) -> None:  # noqa: B027 - checkpoints have checksums
-        """Checks the names, shapes and dtypes of the stored weights, if they are there.
+        """Checks the names, shapes and dtypes of the stored weights.
 
         Args:
           quantize: `adapter.quantize`.
 
         Raises:
-          ValueError: one cannot be read, or not be quantized so.
+          ValueError: one cannot be read, or cannot be quantized this way.
         """
 
     @abc.abstractmethod
@@ -106,8 +111,13 @@ class ModelSource(abc.ABC):
 
     def with_vocabulary(self, tokenizer: Tokenizer) -> Self:
         """Returns this model with a vocabulary row for each of the tokenizer's ids."""
-        size = max(self.config.vocab_size, tokenizer.vocab_size)
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, vocab_size=size))
+        size, pad = self.config.vocab_size, self.config.pad_token_id
+        if tokenizer.vocab_size <= size:
+            return self
+        if pad is not None and pad < 0:  # a row from the end; it stays the same one
+            pad += size
+        config = dataclasses.replace(self.config, vocab_size=tokenizer.vocab_size, pad_token_id=pad)
+        return dataclasses.replace(self, config=config)
 
     def ending_at(self, ids: Iterable[int]) -> Self:
         """Returns this model with `ids` added to its eos ids."""
@@ -160,15 +170,18 @@ class StoredSource(ModelSource):
     Attributes:
       folder: the folder of its files.
       stored_config: the sizes of the weights in the files.
+      address: where the folder was copied from: org/name[@revision] on the hub, or a checkpoint in
+        a bucket; "" for a local one.
     """
 
     folder: Path
     stored_config: TransformerConfig
+    address: str = ""
 
     @property
     def name(self) -> str:
         folder = str(self.folder.absolute())
-        return hub_name(folder) or folder
+        return self.address or hub_name(folder) or folder
 
     @abc.abstractmethod
     def stored(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
@@ -205,11 +218,15 @@ class HuggingFaceSource(StoredSource):
     def stored(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
         return stored_hf(self.folder, self.stored_config, stack)
 
+    @property
+    def lacks_weights(self) -> bool:
+        if hub_name(str(self.folder)):
+            return not has_weights(self.folder)
+        return not has_any_weights(self.folder)
+
     def check_weights(self, quantize: str) -> None:
-        is_partial = hub_name(str(self.folder)) and not is_whole(self.folder)
-        if not is_partial and has_weights(self.folder):
-            check_weights(self.folder, self.stored_config)
-            check_codes(self.folder, self.stored_config, quantize)
+        check_weights(self.folder, self.stored_config)
+        check_codes(self.folder, self.stored_config, quantize)
 
     def _read_stored(self, model: LanguageModel, base: Mapping[str, Parameter]) -> Params:
         if model.config.adapter is not None:

@@ -29,6 +29,8 @@ class TrainingState:
       optimizer_state: moments and counters.
       step: number of finished steps.
       tokens_seen: tokens of the finished steps, without padding.
+      rows_left_out: rows before the next batch that were not trained, since the run was extended
+        after a last step that had only some of a batch's rows.
       logged: the newest checkpoint's record of the logs.
       evaluated: whether the evaluations that are due after `step` have been done.
       finite: which steps had a finite loss.
@@ -86,11 +88,17 @@ class TrainingState:
             "evaluated": self.evaluated,
             **self.finite.data,
             "tokens_seen": self.tokens_seen,
+            "rows_seen": self.rows_seen,
             "wall_seconds": self.wall_seconds,
             "logged": logged,
             "versions": versions(),
             **self.best.data,
         }
+
+    @property
+    def rows_seen(self) -> int:
+        """The rows of the finished steps."""
+        return self.objective.rows_taken(self.step) - self.rows_left_out
 
     def start_clock(self) -> None:
         """Counts the run's seconds of training from now on."""
@@ -139,7 +147,7 @@ class TrainingState:
         self._set_params(self._placed(params))
         self.step, self.evaluated = 0, False
         self.finite = FiniteSteps(self.config.train, self.objective, self.store)
-        self.tokens_seen, self._earlier_seconds = 0, 0.0
+        self.tokens_seen, self.rows_left_out, self._earlier_seconds = 0, 0, 0.0
         self.logged: dict[str, Any] = {}
         self.best = BestCheckpoint(self.config.checkpoint)
         self.say(
@@ -190,6 +198,9 @@ class TrainingState:
         self.step, self.evaluated = data["step"], data["evaluated"]
         self.finite = FiniteSteps.restored(self.config.train, self.objective, self.store, data)
         self.tokens_seen, self._earlier_seconds = data["tokens_seen"], data["wall_seconds"]
+        # Earlier releases filled every batch.
+        rows_seen = data.get("rows_seen", self.step * self.config.train.batch_size)
+        self.rows_left_out = self.objective.rows_taken(self.step) - rows_seen
         self.logged = data["logged"]
         self.best = BestCheckpoint.restored(self.config.checkpoint, data)
         self.store.protected = self.best.step
@@ -202,6 +213,14 @@ class TrainingState:
             self.say(f"already trained to step {self.step}")
         else:
             self.say(f"continuing from step {self.step} ({path})")
+        is_extended = self.config.train.epochs is not None or not self.finished
+        if self.rows_left_out and is_extended and jax.process_index() == 0:
+            print(
+                f"warning: {path}: the run was extended after a last step that took only the rows "
+                f"left of its epochs: the other {self.rows_left_out} rows of that batch are not "
+                "trained on",
+                file=sys.stderr,
+            )
 
     def _check_fingerprints(self, saved: dict[str, Any], path: str) -> None:
         """Raises UserError if the checkpoint's data, initial parameters or other inputs were

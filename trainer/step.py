@@ -321,7 +321,7 @@ class StepBuilder:
     def _sums_and_gradient(
         self, trainable: Params, frozen: Params, batch: DeviceBatch
     ) -> tuple[LossSums, Params]:
-        """Returns the loss sums and the gradient of their total, taken outside `shard_map`."""
+        """Returns the loss sums and the gradient of their `trained`, taken outside `shard_map`."""
         on_host = self.memory_config.parameters_on_host
 
         def total(variables):

@@ -37,7 +37,6 @@ from model.loss import LossSums
 
 from .adapted_source import AdaptedSource
 from .build import build_language_model, shares_prompts
-from .checkpoint.fetch import keep_copy
 from .config import load as configuration
 from .config.data import SourceConfig
 from .config.schema import RunConfig
@@ -47,6 +46,7 @@ from .model_source import chat_templates, choose_model, for_templates
 from .objective import DeviceBatch, HostBatch, Loss, LossParams, Objective, Params, Totals
 from .run.cluster import first_then_others, require_same
 from .run.directory import RunDirectory
+from .source_kinds import ModelSource
 from .text_checks import (
     check_new_rows,
     check_same,
@@ -230,7 +230,18 @@ class TextObjective(Objective):
         self.model = build_language_model(
             self.config, self.source.config.with_length(data.context_length), self.mesh
         )
-        source.check_weights(self.config.adapter.quantize)
+        self._check_weights(source, self.config.adapter.quantize)
+
+    def _check_weights(self, source: ModelSource, quantize: str) -> None:
+        """Checks a model's stored weights, if they are here; otherwise reading them raises, and a
+        dry run says so."""
+        if not source.lacks_weights:
+            source.check_weights(quantize)
+
+    @property
+    def pretrained(self) -> dict[str, ModelSource]:
+        """The models whose weights are read, by the paths given for them."""
+        return {self.config.model.path: self.source} if self.config.model.path else {}
 
     @classmethod
     def abstract_model_and_batch(
@@ -253,8 +264,11 @@ class TextObjective(Objective):
     @property
     def inputs(self) -> dict[str, Any]:
         """See `Objective`."""
-        config = self.source.config.with_length(self.config.data.context_length)
-        return {"config.json": config.to_hf()}
+        fields = self.source.config.with_length(self.config.data.context_length).to_hf()
+        # For models from scratch earlier versions set it, without an effect; their runs resume.
+        if not self.source.is_pretrained and fields["pad_token_id"] is None:
+            del fields["pad_token_id"]
+        return {"config.json": fields}
 
     def _open_data(self) -> None:
         data, rows = self.config.data, self.config.train.batch_size
@@ -278,6 +292,8 @@ class TextObjective(Objective):
         self.config = dataclasses.replace(
             self.config, train=self.config.train.for_epochs(self.rows_per_epoch)
         )
+        if self.config.train.epochs is not None:
+            self.loader.end = self.rows_taken(self.config.train.steps)
         self.warnings = data_warnings(self.source, self.config, self.prepared, self.loader)
         for warning in self.warnings if prints else ():
             print(f"warning: {warning}", file=sys.stderr, flush=True)
@@ -381,7 +397,6 @@ class TextObjective(Objective):
         if self.config.adapter.rank:
             adapted = self.source.config.with_adapter(self.config.adapter)
             adapter_config.write_config(adapted, self.source.name, folder)
-            keep_copy(self.source.name)
 
 
 def _with_absolute_model(config: RunConfig) -> RunConfig:

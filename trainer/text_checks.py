@@ -16,7 +16,7 @@ from data.prepared import Documents, Prepared
 from data.sources import TURN_FORMATS
 from model.adapter import AdapterConfig
 from model.config import TransformerConfig
-from model.lengths import extended, trained_length
+from model.lengths import extended_positions, trained_length
 
 from .adapted_source import AdaptedSource, CheckpointAdapter, PeftAdapter
 from .config.data import DataConfig
@@ -68,18 +68,25 @@ def _padding_warning(loader: Loader, longest: int) -> str | None:
 
 
 def _repetition_warning(config: RunConfig, loader: Loader) -> str | None:
-    """Returns a warning if a step repeats rows, or a run repeats them many times."""
+    """Returns a warning if a step repeats rows or all have empty ones, or a run repeats rows many
+    times."""
     rows, batch = len(loader), loader.batch_size
     if not rows:
         return None
+    train = config.train.for_epochs(rows)
+    taken = train.rows_taken(train.steps, rows)
+    if batch > taken:
+        return (
+            f"train.batch_size: the batch has {batch:,} rows, but the run has only {taken:,}, so "
+            "the others are empty, and cost as much; a smaller batch would waste less"
+        )
     if batch > rows:
         return (
             f"train.batch_size: the batch has {batch:,} rows, but an epoch has only {rows:,}, so "
             f"each step repeats {'it' if rows == 1 else 'them'} {batch / rows:.3g} times; use a "
             "smaller batch, shorter rows or more data"
         )
-    train = config.train.for_epochs(rows)
-    epochs = train.steps * batch / rows
+    epochs = taken / rows
     number, weight = _heaviest_source(loader.documents)
     times = epochs * weight
     if times <= MOST_EPOCHS:
@@ -121,10 +128,10 @@ def _held_out_warning(config: RunConfig, prepared: Prepared) -> str | None:
 
 
 def _unused_warning(data: DataConfig) -> str | None:
-    """Returns a warning about fields that only conversations have a use for, if there are none."""
+    """Returns a warning about fields that apply only to conversations, if there are none."""
     if any(source.format in TURN_FORMATS for source in data.sources):
         return None
-    # Not chat_template_kwargs, with which the trained model answers.
+    # Not chat_template_kwargs: the trained model answers with them.
     names = ["train_on"]
     names += [f"clean.{each.name}" for each in dataclasses.fields(CleanConfig)]
     names.remove("clean.near_duplicates")  # of texts too
@@ -170,7 +177,7 @@ def _longest(documents: Documents) -> int:
 
 def _length_warning_of(source: ModelSource, config: RunConfig, longest: int) -> str | None:
     """Returns `length_warning`, except for what `auto: [positions]` will stretch when it trains."""
-    if "positions" in config.auto and extended(source.config, longest):
+    if "positions" in config.auto and extended_positions(source.config, longest):
         return None
     return length_warning(source, config.model, longest)
 
@@ -221,7 +228,7 @@ def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str
 
 def _example(source: ModelSource, length: int) -> str:
     """Returns an example of POSITIONS that reach a length, for a warning; "" if there is none."""
-    example = extended(source.config, length)
+    example = extended_positions(source.config, length)
     return f", such as --model.overrides '{json.dumps(example)}'" if example else ""
 
 

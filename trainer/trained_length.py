@@ -1,4 +1,4 @@
-"""How long the contexts were that a model was trained on."""
+"""The length of the contexts that a model was trained on."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from data.trajectories.builder import PreparedTrajectories, prepare_trajectories
 from data.trajectories.options import TrajectoryConfig
 from data.trajectories.rows import Decisions, Scales, cut, decisions, relabelled, row
 from data.trajectories.tasks import get_task
-from data.within import read_json
+from data.untrusted_files import read_json
 from model.agentic import AgenticTransformer, TrajectorySizes
 from model.attention.layout import permutation
 from model.config import TransformerConfig
@@ -171,7 +171,7 @@ class TrajectoryObjective(Objective):
       config: the run's configuration.
       prepared: the episodes; scales: the divisors of their numbers.
       contexts: the training rows.
-      warnings: what a user should know of these data before training, a line each.
+      warnings: lines for the user about the data, before training.
     """
 
     model: AgenticTransformer

@@ -25,7 +25,7 @@ from typing import Any
 
 from data.errors import UserError
 from data.printable import printable_output
-from data.within import read_json
+from data.untrusted_files import read_json
 
 from .arguments import CommandParser
 from .devices import GPU_MEMORY_SHARE, GPUS, TPUS

@@ -26,7 +26,7 @@ from data.paths import cache_folder, refuse_store
 from data.synthetic import tasks
 from data.synthetic.tasks import Exercise
 from data.synthetic.wording import Wording, wording_like
-from data.within import read_bytes
+from data.untrusted_files import read_bytes
 
 PREFIX = "synthetic:"
 RULES = "synthetic-4"  # change with every change to the exercises

@@ -8,7 +8,7 @@ import pathlib
 import re
 
 from data.errors import UserError
-from data.within import parse_json, read_text
+from data.untrusted_files import parse_json, read_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -258,6 +258,7 @@ def _program(
         tuple(sorted(tokenizer.special_tokens.items())),
         tokenizer.template_date,
         {**tokenizer.template_kwargs, **template_kwargs},
+        memory=tokenizer.memory,
     )
 
 

@@ -1,6 +1,6 @@
 """Which orders of turns a chat template can write."""
 
-from data.conversation import Message, Order
+from data.conversation import Message, TurnOrder
 from data.templates import TemplateError, render
 from data.tokenizer import Tokenizer
 
@@ -10,7 +10,7 @@ ALTERNATING = frozenset({"vicuna_v1.1", "koala", "llama-2", "alpaca", "plain"})
 _OPENING_ANSWER = [Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")]
 
 
-def order_of(template: str, tokenizer: Tokenizer | None = None) -> Order:
+def order_of(template: str, tokenizer: Tokenizer | None = None) -> TurnOrder:
     """Returns the order of turns that a chat template requires.
 
     A tokenizer's own template is only tested with an answer before the first question: it refuses

@@ -60,9 +60,9 @@ def find_controls(
         own = []
         for start, end in _template_ranges(rendered, tokenizer, generated):
             for match in tokenizer.typed_pattern.finditer(text[start:end]):
-                place = (start + match.start(), start + match.end())
-                if match.group() not in _ends_of(tokenizer) or not _any_overlap([place], turns):
-                    own.append(place)
+                span = (start + match.start(), start + match.end())
+                if match.group() not in _ends_of(tokenizer) or not _any_overlap([span], turns):
+                    own.append(span)
         typed = {text[start:end] for start, end in found if not _any_overlap([(start, end)], own)}
         found = own
     controls, previous = [], 0

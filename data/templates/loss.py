@@ -110,8 +110,7 @@ def excluded_ranges(written: Written) -> Trained:
     """Returns the ranges of the text that are left out of a loss on everything: those of turns
     whose `train` is False.
 
-    Of an assistant's such turn, this is what `trained_ranges` would include; of others' their own
-    text.
+    For an assistant's turn this is what `trained_ranges` would include; for others, their own text.
     """
     messages = written.messages
     excluded = {number for number, message in enumerate(messages) if not message.train}
@@ -139,8 +138,8 @@ def _block_is_trained(
 def _turns(rendered: Rendered) -> dict[int, list[_Part]]:
     """Returns the turns' positions in the text, by number; turns without text are absent.
 
-    Repeated parts of a call after it, such as its name in the header of the result, are not the
-    assistant's.
+    Parts of a call that are repeated after it, such as its name in the header of the result, do not
+    count as the assistant's.
     """
     texts: list[tuple[int, int, str]] = []  # (start, end, field) of turns' texts, in order
     parts: list[tuple[int, list[int]]] = []  # turn, numbers of consecutive texts of it
@@ -355,12 +354,12 @@ class _TurnBoundaries:
         role = "assistant" if self._messages[number + 1].role == "user" else "user"
         yield [*before, call, Message(role, "a")]
 
-    def _first_after(self, place: int) -> int:
-        """Returns the number of the first control token at or after a place of the text."""
-        return bisect_left(self._controls, place, key=attrgetter("token_start"))
+    def _first_after(self, offset: int) -> int:
+        """Returns the number of the first control token at or after an offset of the text."""
+        return bisect_left(self._controls, offset, key=attrgetter("token_start"))
 
     def _end_of_stop(self, end: int, number: int, turn: _Part) -> int:
-        """Returns the end of the control token after an answer with which a model stops.
+        """Returns the end of the control token after an answer at which a model stops.
 
         Args:
           end: where the answer's text ends, which is returned if there is none.
@@ -519,17 +518,17 @@ class _GenerationPrompt:
         text = self._text.lstrip() or self._text
         if not text:
             return self._header_end_in(gap)
-        place = gap.rfind(text) if last else gap.find(text)
-        if place >= 0:
-            return place + len(text)
+        offset = gap.rfind(text) if last else gap.find(text)
+        if offset >= 0:
+            return offset + len(text)
         # Earlier answers may lack part of the prompt, such as an empty block of reasoning.
         removed = len(self._text) - len(text)
         ends = [control.end - removed for control in self._controls]
-        if not ends or (place := gap.rfind(text[: ends[0]])) < 0:
+        if not ends or (offset := gap.rfind(text[: ends[0]])) < 0:
             return None
-        common = _common_length(gap[place:], text)
+        common = _common_length(gap[offset:], text)
         line = text[:common].rfind("\n") + 1
-        return place + max(line, *(end for end in ends if end <= common))
+        return offset + max(line, *(end for end in ends if end <= common))
 
     def _header_end_in(self, gap: str) -> int | None:
         """Returns where the header of an answer ends, as `end_in`."""

@@ -56,6 +56,8 @@ class Template(NamedTuple):
     """Further variables, such as {"enable_thinking": False}."""
     arguments_as_text: bool = False
     """Whether calls have their arguments as JSON text, in OpenAI's form, instead of as values."""
+    memory: dict[Any, Any] | None = None
+    """Prompts that were rendered, by what was given; None: none is remembered."""
 
     def render(
         self,
@@ -83,7 +85,15 @@ class Template(NamedTuple):
             outline = _outline(self.source, self.specials, self.date, roles, add_generation_prompt)
             if outline is not None:
                 return outline.filled(messages, compile_template(self.source).needles)
-        return self._run(messages, tools, add_generation_prompt)
+        # Not what follows the prompt, which is rendered again for each call in it.
+        if self.memory is None or not all(message.in_prompt for message in messages):
+            return self._run(messages, tools, add_generation_prompt)
+        # Texts, since equal values may be written differently: 1, 1.0 and True.
+        values = repr(([*messages], [*tools], self.variables))
+        given = (self.source, self.arguments_as_text, values, add_generation_prompt)
+        if given not in self.memory:
+            self.memory[given] = self._run(messages, tools, add_generation_prompt)
+        return self.memory[given]
 
     def _run(
         self,

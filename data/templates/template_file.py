@@ -3,7 +3,7 @@
 from data.errors import UserError
 from data.paths import expanded
 from data.templates.sandbox import MAX_SOURCE, compile_template
-from data.within import read_text
+from data.untrusted_files import read_text
 
 
 def read_template(path: str) -> str:

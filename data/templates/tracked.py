@@ -151,7 +151,7 @@ class Tracked(str):
         )
 
     def _cut_out(self, parts: list[str], sep: str | None) -> list["Tracked"]:
-        """Cuts out of this text the parts into which a method of str has split it."""
+        """Cuts out of this text the parts that a method of str has split it into."""
         if sep is not None:
             self.look_for(sep)
         ranges, position = [], 0

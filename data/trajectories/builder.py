@@ -19,7 +19,7 @@ from data.errors import UserError
 from data.folders import building, check_files, record_files
 from data.progress import ProgressBar
 from data.record_store import open_records, readable, write_records
-from data.within import check_tree, read_json
+from data.untrusted_files import check_tree, read_json
 
 from .episodes import Episode, episode_files, episode_return, read_episode
 from .tasks import Task, get_task, relabel

@@ -11,7 +11,7 @@ from typing import Any
 
 from data.errors import UserError
 from data.folders import sync
-from data.within import read_json
+from data.untrusted_files import read_json
 
 from .tasks import Task
 

@@ -11,7 +11,7 @@ from jaxtyping import Float32, Float64
 
 from data.compression import MOST_TIMES, most_unpacked
 from data.errors import UserError
-from data.within import check_within
+from data.untrusted_files import check_within
 
 from .tasks import Task
 
@@ -54,6 +54,22 @@ def read_episode(path: Path, task: Task) -> Episode:
     Raises:
       UserError: the file is damaged, or its arrays do not form such an episode.
     """
+    arrays = _read_arrays(path)
+    for name in ("reward", "discount"):
+        arrays[name] = arrays[name].reshape(-1)
+    _check_lengths(path, arrays)
+    _check_sizes(path, arrays, task)
+    _check_finite(path, arrays)
+    return Episode(
+        *(
+            arrays[name].astype(np.float64 if name == "physics" else np.float32)
+            for name in Episode._fields
+        )
+    )
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Reads the arrays of an episode's file, unchecked."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             # Nothing is read from a file that unpacks to more than memory.
@@ -63,16 +79,17 @@ def read_episode(path: Path, task: Task) -> Episode:
                     f"{path}: unpacks to more than {MOST_TIMES} times its size; an episode's own "
                     "arrays would work"
                 )
-            arrays = {name: np.asarray(stored[name]) for name in Episode._fields}
+            return {name: np.asarray(stored[name]) for name in Episode._fields}
     except KeyError as missing:
         raise UserError(
             f"{path}: has no array {missing.args[0].split()[0]}; needs {', '.join(Episode._fields)}"
         ) from None
     except DAMAGE:
         raise UserError(f"{path}: damaged, or not an .npz file of arrays") from None
-    arrays["reward"], arrays["discount"] = (
-        arrays[name].reshape(-1) for name in ("reward", "discount")
-    )
+
+
+def _check_lengths(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Raises UserError unless all arrays have one length, that of the file's name if it has one."""
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     if len(set(lengths.values())) > 1 or min(lengths.values()) < 2:
         raise UserError(
@@ -83,6 +100,10 @@ def read_episode(path: Path, task: Task) -> Episode:
     promised = path.stem.rpartition("_")[2]
     if promised.isdigit() and int(promised) != lengths["reward"] - 1:
         raise UserError(f"{path}: has {lengths['reward'] - 1} steps, but its name says {promised}")
+
+
+def _check_sizes(path: Path, arrays: dict[str, np.ndarray], task: Task) -> None:
+    """Raises UserError unless states and actions have the sizes of the task's domain."""
     sizes = {
         "observation": task.observation_size,
         "action": task.action_size,
@@ -93,17 +114,15 @@ def read_episode(path: Path, task: Task) -> Episode:
             raise UserError(
                 f"{path}: {name} has shape {arrays[name].shape[1:]}; {task.domain}'s is {(size,)}"
             )
+
+
+def _check_finite(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Raises UserError unless all values with a meaning are finite numbers."""
     for name, array in arrays.items():
         # Those of the reset mean nothing.
         first = 1 if name in ("action", "reward", "discount") else 0
         if array.dtype.kind not in "fiu" or not np.isfinite(array[first:]).all():
             raise UserError(f"{path}: {name} holds values that are not finite numbers")
-    return Episode(
-        *(
-            arrays[name].astype(np.float64 if name == "physics" else np.float32)
-            for name in Episode._fields
-        )
-    )
 
 
 def write_episode(folder: Path, name: str, index: int, episode: Episode) -> Path:

@@ -26,7 +26,7 @@ from .qwen3_moe import QWEN3_MOE
 from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
 from .solar_open import SOLAR_OPEN
-from .text_part import WRAPPERS, text_fields
+from .text_part import VISION_LANGUAGE_MODELS, text_fields
 
 __all__ = ["FAMILIES", "Family", "causal_fields", "family_of", "find_preset"]
 FAMILIES: Mapping[str, Family] = {
@@ -99,7 +99,8 @@ def _why(name: str) -> str:
         part in name.lower() for part in ("conditionalgeneration", "vl", "vision", "audio", "omni")
     ):
         return (
-            f"of models of images or sound, only the text part of {', '.join(WRAPPERS)} is read; "
+            "of models of images or sound, only the text part of "
+            f"{', '.join(VISION_LANGUAGE_MODELS)} is read; "
         )
     return ""
 

@@ -144,13 +144,13 @@ class Family:
         its config.json.
       defaults: values of fields that config.json may omit, if they differ from TransformerConfig's
         (transformers' defaults).
-      takes: fields of NEUTRAL or BY_FAMILY that the family's models may set; they become
+      configurable: fields of NEUTRAL or BY_FAMILY that the family's models may set; they become
         TransformerConfig's of the same name.
       ignores: fields of NEUTRAL that transformers does not read in this family, whatever their
         value.
       theta: RoPE's base if config.json omits it.
       constants: additional fields of a written config.json.
-      spelled: fields of `TransformerConfig` with another name in its config.json -> that name.
+      config_names: fields of `TransformerConfig` with another name in its config.json -> that name.
       tensors: tensor names that differ from ours: a layer's parameter -> its name in the files,
         with {j} for the expert if each has separate tensors. gate_proj and up_proj of experts may
         share a tensor.
@@ -171,11 +171,11 @@ class Family:
     architecture: str
     computes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    takes: tuple[str, ...] = ()
+    configurable: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
     theta: float = 10000.0
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    spelled: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    config_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stacked: Mapping[str, str] = dataclasses.field(default_factory=lambda: STACKED)
     interleaved: bool = False
@@ -203,19 +203,19 @@ class Family:
         """
         _check_types(config)
         config = self.normalise({k: v for k, v in config.items() if k not in self.ignores})
-        for name, spelling in self.spelled.items():
+        for name, spelling in self.config_names.items():
             if spelling in config:
                 config[name] = config.pop(spelling)
         for name in _QUANTIZATION:
             _check_quantization(name, config.pop(name, None), self.stored_as)
         self._drop_full_types(config)
         for name, neutral in NEUTRAL.items():
-            if name in config and name not in self.takes and config[name] not in neutral:
+            if name in config and name not in self.configurable and config[name] not in neutral:
                 instead = _INSTEAD.get(
                     name, f"only {neutral[0]!r} is supported in {self.architecture}"
                 )
                 raise ValueError(f"{name}: found {config[name]!r}; {instead}")
-            if name not in self.takes:
+            if name not in self.configurable:
                 config.pop(name, None)
         ropes = [
             config[key]
@@ -228,11 +228,11 @@ class Family:
             )
         return {**self.defaults, **config, **self.computes}
 
-    def in_its_words(self, message: str) -> str:
+    def with_config_name(self, message: str) -> str:
         """Returns an error's message that begins with a field's name, with its name in the
         family's config.json."""
         name, colon, rest = message.partition(":")
-        return f"{self.spelled.get(name, name)}{colon}{rest}"
+        return f"{self.config_names.get(name, name)}{colon}{rest}"
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns config.json in the common form, without the family's ways of disabling
@@ -243,7 +243,7 @@ class Family:
         """Removes `layer_types` that name full attention in each layer of a family without kinds of
         layers, unless a window contradicts them."""
         kinds = config.get("layer_types")
-        if "layer_types" in self.takes or not kinds or {*kinds} != {"full_attention"}:
+        if "layer_types" in self.configurable or not kinds or {*kinds} != {"full_attention"}:
             return
         is_each = len(kinds) == config.get("num_hidden_layers", len(kinds))
         if is_each and {**self.defaults, **config}.get("sliding_window") is None:
@@ -258,7 +258,7 @@ class Family:
         }
         if not own.get("router_z_loss_coef"):  # not a field of transformers
             own.pop("router_z_loss_coef", None)
-        own = {self.spelled.get(name, name): value for name, value in own.items()}
+        own = {self.config_names.get(name, name): value for name, value in own.items()}
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -276,7 +276,7 @@ class Family:
 
     def _writes(self, name: str) -> bool:
         if name in NEUTRAL or name in BY_FAMILY:
-            return name in self.takes
+            return name in self.configurable
         return name not in ("adapter", "family")
 
 

@@ -74,7 +74,7 @@ GEMMA2 = Gemma2Family(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
-    takes=(
+    configurable=(
         "attention_bias",
         "sliding_window",
         "layer_types",

@@ -13,7 +13,7 @@ ACTIVATION = "gelu_pytorch_tanh"
 
 
 def without_activation(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """Returns the fields of a Gemma config but its activation, under either of its names.
+    """Returns the fields of a Gemma config without its activation, which has two names.
 
     With both, transformers reads `hidden_activation`: the first Gemma's `hidden_act` was wrong.
 
@@ -106,7 +106,7 @@ GEMMA3 = Gemma3Family(
         "sliding_window": 4096,
         "query_pre_attn_scalar": 256,
     },
-    takes=(
+    configurable=(
         "attention_bias",
         "sliding_window",
         "layer_types",

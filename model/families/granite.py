@@ -9,7 +9,7 @@ GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
     defaults={"attention_multiplier": 1.0},
-    takes=(
+    configurable=(
         "attention_bias",
         "mlp_bias",
         "embedding_multiplier",

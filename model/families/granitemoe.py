@@ -16,7 +16,7 @@ GRANITEMOE = Family(
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.001,
     },
-    takes=(
+    configurable=(
         "attention_bias",
         "embedding_multiplier",
         "attention_multiplier",
@@ -24,7 +24,7 @@ GRANITEMOE = Family(
         "logits_scaling",
         *MIXTURE,
     ),
-    spelled={"num_experts": "num_local_experts"},
+    config_names={"num_experts": "num_local_experts"},
     tensors={
         "mlp.gate.weight": "block_sparse_moe.router.layer.weight",
         "mlp.experts.gate_proj.weight": "block_sparse_moe.input_linear.weight",

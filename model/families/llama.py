@@ -50,7 +50,7 @@ def _llama3(
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    takes=("attention_bias", "mlp_bias"),
+    configurable=("attention_bias", "mlp_bias"),
     constants={"pretraining_tp": 1},
     presets={
         # Ring Attention's and Striped Attention's sizes (vocabulary 32000).

@@ -95,7 +95,7 @@ MINISTRAL3 = Ministral3Family(
         "max_position_embeddings": 262144,
         "pad_token_id": 11,
     },
-    takes=("sliding_window", _BETA),
+    configurable=("sliding_window", _BETA),
     ignores=("attention_bias", "use_sliding_window"),
     rules=("default", "yarn"),
     presets={

@@ -13,7 +13,7 @@ MISTRAL = Family(
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
     },
-    takes=("sliding_window",),
+    configurable=("sliding_window",),
     ignores=("attention_bias", "use_sliding_window"),
     presets={
         "mistral-7b-v0.1": {

@@ -16,7 +16,7 @@ OLMO2 = Family(
         "bos_token_id": None,
         "eos_token_id": 50279,
     },
-    takes=("attention_bias",),
+    configurable=("attention_bias",),
     presets={
         "olmo2-7b": {
             "hidden_size": 4096,

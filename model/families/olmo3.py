@@ -89,7 +89,7 @@ OLMO3 = Olmo3Family(
     architecture="Olmo3ForCausalLM",
     computes=OLMO2.computes,
     defaults={**OLMO2.defaults, "sliding_window": 4096},
-    takes=("attention_bias", "sliding_window", "layer_types", "local_rope"),
+    configurable=("attention_bias", "sliding_window", "layer_types", "local_rope"),
     presets={
         "olmo3-7b": _sizes(4096, 11008, 32, 32, 32),
         "olmo3-32b": _sizes(5120, 27648, 64, 40, 8),

@@ -24,7 +24,7 @@ OLMOE = Family(
         "bos_token_id": None,
         "eos_token_id": 50279,
     },
-    takes=("attention_bias", "norm_topk_prob", *MIXTURE),
+    configurable=("attention_bias", "norm_topk_prob", *MIXTURE),
     all_linear=WITH_EXPERTS,
     presets={
         "olmoe-1b-7b": {

@@ -78,7 +78,7 @@ PHI3 = Phi3Family(
         "eos_token_id": 32000,
         "pad_token_id": 32000,
     },
-    takes=("sliding_window", _PARTIAL),
+    configurable=("sliding_window", _PARTIAL),
     ignores=("attention_bias", "use_sliding_window"),
     rules=("default", "longrope"),  # transformers refuses others
     fused={

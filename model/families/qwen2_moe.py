@@ -46,14 +46,14 @@ QWEN2_MOE = WindowedFamily(
         "bos_token_id": None,
         "eos_token_id": None,
     },
-    takes=(
+    configurable=(
         "attention_bias",
         "moe_intermediate_size",
         "norm_topk_prob",
         "shared_expert_intermediate_size",
         *MIXTURE,
     ),
-    spelled={"attention_bias": "qkv_bias"},
+    config_names={"attention_bias": "qkv_bias"},
     ignores=("attention_bias",),
     constants={"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     presets={

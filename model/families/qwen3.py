@@ -36,7 +36,7 @@ QWEN3 = QwenFamily(
         "bos_token_id": None,
         "eos_token_id": None,
     },
-    takes=("attention_bias",),
+    configurable=("attention_bias",),
     constants={"use_sliding_window": False},
     trained_lengths={40960: 32768},  # the rest is for the answer
     presets={

@@ -57,7 +57,7 @@ QWEN3_MOE = Qwen3Moe(
         "bos_token_id": None,
         "eos_token_id": None,
     },
-    takes=("attention_bias", "moe_intermediate_size", "norm_topk_prob", *MIXTURE),
+    configurable=("attention_bias", "moe_intermediate_size", "norm_topk_prob", *MIXTURE),
     all_linear=WITH_EXPERTS,
     constants={"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     trained_lengths={40960: 32768},  # the rest is for the answer

@@ -44,9 +44,9 @@ SEED_OSS = SeedOssFamily(
         "bos_token_id": 0,
         "pad_token_id": 1,
     },
-    takes=("attention_bias", "output_bias", "mlp_bias"),
+    configurable=("attention_bias", "output_bias", "mlp_bias"),
     constants={"pretraining_tp": 1, "residual_dropout": 0.0},
-    spelled={"output_bias": "attention_out_bias"},
+    config_names={"output_bias": "attention_out_bias"},
     presets={
         "seed-oss-36b": {
             "hidden_size": 5120,

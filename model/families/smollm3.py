@@ -69,7 +69,7 @@ SMOLLM3 = SmolLM3Family(
         "eos_token_id": 128001,
         "pad_token_id": 128004,
     },
-    takes=("attention_bias", "mlp_bias", "no_rope_layers", "sliding_window", "layer_types"),
+    configurable=("attention_bias", "mlp_bias", "no_rope_layers", "sliding_window", "layer_types"),
     theta=2e6,
     presets={
         "smollm3-3b": {

@@ -55,7 +55,7 @@ SOLAR_OPEN = SolarOpen(
     architecture="SolarOpenForCausalLM",
     computes={"router_scores": "sigmoid", "router_correction": True, "output_bias": False},
     defaults=_SIZES,
-    takes=(
+    configurable=(
         "attention_bias",
         "moe_intermediate_size",
         "norm_topk_prob",
@@ -67,7 +67,7 @@ SOLAR_OPEN = SolarOpen(
     theta=1e6,
     all_linear=WITH_EXPERTS,
     constants={"n_group": 1, "topk_group": 1},
-    spelled={"num_experts": "n_routed_experts"},
+    config_names={"num_experts": "n_routed_experts"},
     tensors=_SHARED,
     stacked={**STACKED, **_SHARED},
     presets={

@@ -1,4 +1,4 @@
-"""The config.json of a text model: also that inside a model of images, or of one saved without its
+"""The config.json of a text model, also of one inside a vision-language model or saved without its
 head."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ _SHARED = ("bos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization
 
 
 @dataclasses.dataclass(frozen=True)
-class Wrapper:
-    """A model of images and text that computes the same as its text model if there is only text.
+class VisionLanguageModel:
+    """A vision-language model that computes the same as its text model if there is only text.
 
     Attributes:
       text_type: `model_type` of a `text_config` that names none.
@@ -26,18 +26,20 @@ class Wrapper:
 
 
 # By `architectures`. PaliGemma's texts are not causal, and Mllama's layers differ.
-WRAPPERS: Mapping[str, Wrapper] = {
-    "Gemma3ForConditionalGeneration": Wrapper("gemma3_text", True),
-    "Mistral3ForConditionalGeneration": Wrapper("mistral", True),
-    "LlavaForConditionalGeneration": Wrapper("llama", None),
+VISION_LANGUAGE_MODELS: Mapping[str, VisionLanguageModel] = {
+    "Gemma3ForConditionalGeneration": VisionLanguageModel("gemma3_text", True),
+    "Mistral3ForConditionalGeneration": VisionLanguageModel("mistral", True),
+    "LlavaForConditionalGeneration": VisionLanguageModel("llama", None),
 }
 
 
-def wrapper_of(config: Mapping[str, Any]) -> str | None:
-    """Returns the architecture of WRAPPERS that a config.json names; None for other models."""
+def vision_language_architecture(config: Mapping[str, Any]) -> str | None:
+    """Returns the architecture of a config.json that is in VISION_LANGUAGE_MODELS; None for other
+    models."""
     named = config.get("architectures")
     names = named if isinstance(named, list) else []
-    return next((name for name in names if isinstance(name, str) and name in WRAPPERS), None)
+    texts = (name for name in names if isinstance(name, str))
+    return next((name for name in texts if name in VISION_LANGUAGE_MODELS), None)
 
 
 def text_fields(config: Mapping[str, Any], architectures: Mapping[str, str]) -> dict[str, Any]:
@@ -50,15 +52,15 @@ def text_fields(config: Mapping[str, Any], architectures: Mapping[str, str]) -> 
     Raises:
       ValueError: `text_config` is missing, or of an unsupported model.
     """
-    name = wrapper_of(config)
+    name = vision_language_architecture(config)
     if name is None:
         return _with_head(config, architectures)
-    text, wrapper = config.get("text_config"), WRAPPERS[name]
+    text, model = config.get("text_config"), VISION_LANGUAGE_MODELS[name]
     if not isinstance(text, dict):
         raise ValueError(f"text_config: found {text!r:.80}; {name} needs an object")
     model_type = text.get("model_type")
     if model_type is None:
-        model_type = wrapper.text_type
+        model_type = model.text_type
     if not isinstance(model_type, str) or model_type not in architectures:
         raise ValueError(
             f"text_config.model_type: found {model_type!r}; the text part of {name} is read if it "
@@ -69,8 +71,8 @@ def text_fields(config: Mapping[str, Any], architectures: Mapping[str, str]) -> 
     if config.get("eos_token_id") is not None:  # also ends of turns, which the text model lacks
         fields["eos_token_id"] = config["eos_token_id"]
     tied = config.get("tie_word_embeddings")
-    if wrapper.is_tied is not None:
-        fields["tie_word_embeddings"] = wrapper.is_tied if tied is None else tied
+    if model.is_tied is not None:
+        fields["tie_word_embeddings"] = model.is_tied if tied is None else tied
     elif tied:
         fields["tie_word_embeddings"] = True
     return {**fields, "architectures": [architectures[model_type]], "model_type": model_type}

@@ -97,14 +97,14 @@ def _buffers(leaves: list[jax.Array], results: list[jax.ShapeDtypeStruct]) -> li
 
 
 def _sum_over_chunks(step: Callable, arrays: Any, size: int) -> tuple[Any, Any]:
-    """Runs `step(chunk of arrays) -> (summands, results)` over all chunks: the sums, and the
+    """Runs `step(chunk of arrays) -> (partial_sums, results)` over all chunks: the sums, and the
     results as in `over_chunks`."""
     if size == jax.tree.leaves(arrays)[0].shape[1]:
         return step(arrays)
 
     def add(sums, chunk):
-        summands, results = step(chunk)
-        return jax.tree.map(jnp.add, sums, summands), results
+        partial_sums, results = step(chunk)
+        return jax.tree.map(jnp.add, sums, partial_sums), results
 
     sums = jax.eval_shape(step, _slice(arrays, 0, size))[0]
     return over_chunks(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums), arrays, size)

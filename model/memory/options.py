@@ -86,8 +86,8 @@ def check_combination(
     """Refuses memory options that do not fit each other, the model, the mesh or the schedule.
 
     Args:
-      layers: of the model; period: after how many they repeat; key_heads: key/value heads of a
-        device;
+      layers: of the model; period: after how many their kinds repeat.
+      key_heads: key/value heads of a device.
       sequence: devices along the sequence axis.
       schedule: as in `model.attention.schedules.get_schedule`.
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-# A layer's carry and arrays (in a pair with its saved results, if any) to the next carry and the
-# layer's results.
+# From a carry and a layer's arrays (paired with its saved results, if any) to the next carry and
+# the layer's results.
 Body = Callable[[Any, Any], tuple[Any, Any]]
 # Each body's results, stacked over the whole periods; and those of the leftover layers.
 Results = tuple[tuple[PyTree[Array], ...], tuple[PyTree[Array], ...]]
@@ -128,8 +128,8 @@ def split_by_memory(
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree[Array]]]:
     """Returns a tree's device arrays, and a function that replaces them and returns the tree.
 
-    A scan passes on parts of the former. Host arrays must be indexed in place: the TPU compiler
-    takes nothing out of a reshaped array there.
+    The former are sliced by a scan. Host arrays must be indexed in place: the TPU compiler cannot
+    index a reshaped array in host memory.
     """
     leaves, tree = jax.tree.flatten(layers)
 

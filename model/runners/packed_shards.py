@@ -124,8 +124,8 @@ class PackedShards:
         return [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(self.pack_gradients, whole)]
 
     def pack_gradients(self, gradients: dict[str, jax.Array]) -> list[Float[Array, "P F R C"]]:
-        """Returns this rank's summands for all ranks' packed arrays, from the float32 gradients of
-        whole weights."""
+        """Returns this rank's partial sums for all ranks' packed arrays, from the float32 gradients
+        of whole weights."""
         columns = [
             self._columns({name: gradients[name] for name in names})
             for names in self._gradient_arrays

@@ -214,7 +214,7 @@ class _PrefetchedLayers:
         Args:
           kept: the layer's input [B, T, E], and attention's out and lse if they were kept.
           below: this rank's packed shards of the layer below.
-          d_above: this rank's summands of the packed gradients of the layer above.
+          d_above: this rank's partial sums of the packed gradients of the layer above.
         """
         x, *saved = kept
         attention = layer.attention

@@ -1,7 +1,7 @@
 """Measured training steps, mostly by others, and the time ranges that follow from them.
 
-The low end of a range is the step's matrix products at the machine's full rate, without waiting, or
-the step at the highest MFU that was measured on such a chip, if that is longer. The high end adds
+The lower end of a range is the step's matrix products at the machine's full rate, without waiting,
+or the step at the highest MFU measured on such a chip, if that is longer. The upper end adds
 the cost model's waiting, times the worst factor by which a measured step on that kind of machine
 (TPUs or GPUs) exceeded it; or it is the estimate, if that is longer. So no measured step is above
 its range, and the range's width shows how little is known. Five steps are ours, on one H200.
@@ -334,9 +334,9 @@ def time_range(job: TrainingStep, without: str = "") -> TimeRange:
 
 
 @functools.cache
-def over_high_end(system: str) -> tuple[float, ...]:
-    """The measured steps of a system, each relative to the upper end of a range that the other
-    systems' steps set: how far a range can be off for a program that nobody has measured."""
+def over_upper_end(system: str) -> tuple[float, ...]:
+    """The seconds of a system's measured steps, each over the upper end of the range that the other
+    systems' steps give: how far a range can be off for a program that nobody has measured."""
     return tuple(
         step.seconds / time_range(step.job, without=system).high
         for step in measured_steps()
@@ -344,7 +344,7 @@ def over_high_end(system: str) -> tuple[float, ...]:
     )
 
 
-def worst_over_high_end(machines: str) -> float:
-    """The largest of `over_high_end` among the systems measured on such machines: TPU or GPU."""
+def worst_over_upper_end(machines: str) -> float:
+    """The largest of `over_upper_end` among the systems measured on such machines: TPU or GPU."""
     systems = {step.system for step in measured_steps() if kind(step.job.hardware) == machines}
-    return max(ratio for system in systems for ratio in over_high_end(system))
+    return max(ratio for system in systems for ratio in over_upper_end(system))

@@ -36,8 +36,8 @@ class Network:
     passes through those between them, the shorter way round. A collective has a torus axis to
     itself and uses both directions. (Times are upper bounds: several axes give distant ranks
     shorter ways, and a compiler can spread a collective over the axes.) Several tori (slices): what
-    passes between them takes its time on the data-center network as well; a collective's devices
-    receive from the same devices of the other slices, each its own share.
+    passes between slices also takes time on the data-center network; in a collective, each device
+    receives the share of its counterpart in each other slice.
 
     Nodes (boxes of GPUs): within its node a rank is connected to all others. Between nodes,
     permutes and collectives differ: a pair of ranks uses one network card, a collective spreads

@@ -219,7 +219,7 @@ class TrainingStep:
 
     @property
     def weight_gradients(self) -> int:
-        """How many products with each weight give its gradient, each of which is scattered."""
+        """How many products give each weight's gradient; each product's is scattered."""
         return 0 if self.frozen else 1
 
     @property
@@ -565,7 +565,7 @@ def _collective(job: TrainingStep, kind: str, nbytes: float, *axes: str) -> floa
 
 @functools.lru_cache(maxsize=64)
 def _lines(sizes: tuple[int, ...], outer: tuple[int, ...], axes: tuple[int, ...]) -> Lines:
-    """`TrainingStep.lines` for axes of these sizes, of which factors are outside of all axes."""
+    """`TrainingStep.lines` for axes of these sizes; the factors `outer` are outside all axes."""
     inner = [size // factor for size, factor in zip(sizes, outer, strict=True)]
     count = len(sizes)
     devices = np.arange(math.prod(sizes)).reshape(*outer, *inner)

@@ -27,7 +27,7 @@ from pathlib import Path
 from data.errors import TransientError, UserError
 from data.folders import exclusive
 from data.trajectories.tasks import TASKS, Task, get_task
-from data.within import read_json
+from data.untrusted_files import read_json
 from scripts.benchmarks.commands import python, write_json
 from scripts.benchmarks.exploration_cells import (
     ATTENDING,
@@ -194,7 +194,7 @@ def _children_seconds() -> float:
 
 def work(args: Options) -> None:
     """Measures cell by cell, and saves after each, until no more cells can be measured."""
-    text = f"python -m scripts.benchmarks.exploration --data {args.data}"
+    text = "python -m scripts.benchmarks.exploration"  # wherever this machine keeps the episodes
     progress = True
     while progress:
         progress = False

@@ -12,12 +12,16 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float64
 
 from scripts.benchmarks.results import renew, row
 from trainer.options import Tokens, command, option
+
+if TYPE_CHECKING:
+    from trainer.source_kinds import ModelSource
 
 QUESTION = "Question: What is the capital of France?\nAnswer:"
 NEW_TOKENS = 12
@@ -42,20 +46,21 @@ def by_transformers(
     return generated.tolist(), losses
 
 
-def work(args: Options) -> None:
-    """Measures and saves."""
+def by_ours(
+    source: ModelSource, question: list[int], text: list[int], tokens: int
+) -> tuple[list[int], Float64[np.ndarray, " N"]]:
+    """Returns our greedy answer and the losses of the text's tokens after the first.
 
+    Args:
+      tokens: the most that the text may have.
+    """
     import jax.numpy as jnp
 
     from model.decode import Generator
     from trainer.build import build_language_model
     from trainer.config.schema import MeshConfig, ModelConfig, RunConfig
-    from trainer.mesh import make_mesh, simulate
-    from trainer.model_source import open_model
+    from trainer.mesh import make_mesh
 
-    simulate(4)
-    source = open_model(args.model)
-    tokenizer = source.tokenizer()
     model = build_language_model(
         RunConfig(model=ModelConfig(compute_dtype="float32")),
         source.config,
@@ -63,19 +68,28 @@ def work(args: Options) -> None:
     )
     params = source.read(model)
     assert all(value.dtype == jnp.float32 for value in params.values())
-    assert tokenizer.bos_id is not None
-    question = [tokenizer.bos_id, *tokenizer.encode(QUESTION)]
-    book = Path(args.book).read_text(encoding="utf-8")
-    text = [tokenizer.bos_id, *tokenizer.encode(book[len(book) // 2 :][: 8 * args.tokens])][
-        : args.tokens
-    ]
     generator = Generator(
-        model, rows=1, capacity=args.tokens + 64, new_tokens=NEW_TOKENS, stop_ids=(), chunk=1024
+        model, rows=1, capacity=tokens + 64, new_tokens=NEW_TOKENS, stop_ids=(), chunk=1024
     )
     (answer,) = generator(dict(params), [question])
     (scores,) = generator.score(dict(params), [text], [1])
-    losses = -np.asarray(scores.log_likelihoods, np.float64)
+    return answer, -np.asarray(scores.log_likelihoods, np.float64)
 
+
+def work(args: Options) -> None:
+    """Measures and saves."""
+    from trainer.mesh import simulate
+    from trainer.model_source import open_model
+
+    simulate(4)
+    source = open_model(args.model)
+    tokenizer = source.tokenizer()
+    assert tokenizer.bos_id is not None
+    question = [tokenizer.bos_id, *tokenizer.encode(QUESTION)]
+    book = Path(args.book).read_text(encoding="utf-8")
+    middle = tokenizer.encode(book[len(book) // 2 :][: 8 * args.tokens])
+    text = [tokenizer.bos_id, *middle][: args.tokens]
+    answer, losses = by_ours(source, question, text, args.tokens)
     expected_answer, expected = by_transformers(args.model, question, text)
     difference = float(abs(losses.mean() - expected.mean()))
     largest = float(np.abs(losses - expected).max())

@@ -261,14 +261,14 @@ class Options:
 
     tasks: tuple[str, ...] = option("tasks", tuple(TASKS), choices=TASKS)
     methods: tuple[str, ...] = option(
-        f"out of {', '.join(map(repr, METHODS))} (default all)".replace("%", "%%"),
+        f"methods out of {', '.join(map(repr, METHODS))} (default all)".replace("%", "%%"),
         tuple(METHODS),
         choices=METHODS,
         metavar="METHOD",
     )
     all_seeds: bool = option(f"train {FIRST_TASK} with {TRAINING_SEEDS} seeds")
     steps: int = option("optimizer steps", STEPS)
-    seeds: int = option("of the evaluation", EVALUATION_SEEDS)
+    seeds: int = option("seeds of the evaluation", EVALUATION_SEEDS)
     data: str = option("output of scripts.collect_trajectories", "trajectories/collected")
     output: str = option("folder of the runs", "runs/in_context")
 

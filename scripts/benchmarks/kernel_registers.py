@@ -189,7 +189,7 @@ def read_mosaic(folder: Path) -> Figures:
     """Reads the figures of the kernel in Mosaic's dump.
 
     Raises:
-      UserError: it wrote none.
+      UserError: Mosaic wrote no such dump.
     """
     texts = [
         next(folder.glob(f"*{suffix}"), None) for suffix in (".ptxas", ".ptx", ".mlir-passes.log")

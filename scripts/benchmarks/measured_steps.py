@@ -23,7 +23,7 @@ from planning.costs.measured import (
     compared_steps,
     full_rate,
     measured_steps,
-    over_high_end,
+    over_upper_end,
     slowest,
 )
 from scripts.benchmarks.commands import write_json
@@ -62,7 +62,7 @@ def held_out_rows() -> list[dict[str, Any]]:
     """Returns each system's steps compared with ranges set by the other systems' steps."""
     rows = []
     for system in dict.fromkeys(step.system for step in measured_steps()):
-        over = over_high_end(system)
+        over = over_upper_end(system)
         rows.append(
             {
                 "system": system,

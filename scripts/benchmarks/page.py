@@ -84,8 +84,8 @@ def step_times(results: Mapping[str, Result]) -> str:
     )
     return (
         f"## Seconds per step, LLaMA-3.1-8B, one row\n\n{times}\n"
-        "Our ranges are estimates. The low end assumes matrix products at full rate, but no more\n"
-        "than the best MFU that anyone has measured on such a machine. The high end is our\n"
+        "Our ranges are estimates. The lower end assumes matrix products at full rate, but no\n"
+        "more than the best MFU that anyone has measured on such a machine. The upper end is our\n"
         "estimate at full rate, times the worst ratio of a measured step to that estimate\n"
         "([measured_steps]). TRL's model is Qwen3-8B. To show how far a range can be trusted, the\n"
         "next table compares each system's measured steps with ranges set by the other systems'\n"
@@ -155,7 +155,7 @@ def with_verdict(
 
 
 def goals_missed(results: Mapping[str, Result]) -> str:
-    """Returns the section of rows that missed their goal and are no headlines, by theme."""
+    """Returns the section of rows that missed their goal and are not headlines, by theme."""
     shown = {reference for _, reference in PAGES["headlines"]}
     missed = [entry for entry in with_verdict("short", results) if ".".join(entry[:2]) not in shown]
     parts = []

@@ -1,4 +1,4 @@
-"""Tunes SmolLM2-135M-Instruct on pairs that prefer short answers, and measures what became of it.
+"""Tunes SmolLM2-135M-Instruct on pairs that prefer short answers, and measures the effects.
 
     python -m scripts.benchmarks.preference --model HF_DIR --book BOOK.txt
 
@@ -45,7 +45,7 @@ class Options:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a file of JSON lines; none where there is no file."""
+    """Returns the records of a file of JSON lines; none if the file is missing."""
     return (
         [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         if path.exists()

@@ -19,7 +19,7 @@ from pathlib import Path
 import yaml
 
 from data.outputs import output_file
-from data.within import read_text
+from data.untrusted_files import read_text
 from eval.line_report import plot, read
 from eval.scoring import Score
 from scripts.benchmarks.commands import python

@@ -164,7 +164,7 @@ def measure(length: int, repeats: int, heads: int, head_dim: int) -> tuple[list[
 
 
 def work(args: Options) -> None:
-    """See `main`."""
+    """Measures the rings at each length, prints and saves."""
     from trainer.mesh import simulate
 
     os.environ["XLA_FLAGS"] = (

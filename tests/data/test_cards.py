@@ -84,7 +84,7 @@ def test_the_default_configuration_is_read_alone(tmp_path, default):
 
 def test_two_default_configurations_are_refused(tmp_path):
     folder = folder_of(tmp_path / "set", card(MAIN | {"default": True}, A | {"default": True}, B))
-    with pytest.raises(UserError, match="lists 3 configurations, and 2 of them as the default one"):
+    with pytest.raises(UserError, match="has 3 configurations, and 2 of them are the default one"):
         names_of(folder)
 
 
@@ -99,8 +99,8 @@ def test_of_several_configurations_without_a_default_the_paths_are_named(tmp_pat
     places = ("main", "socratic", "both/a*", "both/b*")
     named = ", ".join(f"{folder}/{place}" for place in places)
     assert str(caught.value) == (
-        f"{folder}: its card lists 5 configurations, and none of them as the default one; the path "
-        f"of one would work: {named}, {folder} (the files of `deep`)"
+        f"{folder}: has 5 configurations, and none of them is the default one; the path of one would "
+        f"work: {named}, {folder} (the files of `deep`)"
     )
     for place, name in zip(places, ["main", "socratic", "a", "b"], strict=True):
         files = [str(file) for file in Source(f"{folder}/{place}").files()]
@@ -217,3 +217,5 @@ def test_notes_about_a_path_are_those_of_this_path(tmp_path):
     assert [len(each.report.notes) for each in (first, second, again)] == [1, 2, 1]
     assert second.report.notes[0].startswith("reads its default configuration")
     assert all("also reads test-0.jsonl" in each.report.notes[-1] for each in (first, second))
+    (written,) = json.loads((first.folder / "report.json").read_text())
+    assert written["path"] == str(copy / "main") and written["path_notes"] == first.report.notes

@@ -33,7 +33,9 @@ from data.prepare import prepare
 from data.reasons import SPLIT
 from data.report import Report
 from data.sources import Source, Sources, read
+from data.templates import encode_conversation
 from data.templates.loss import NO_END
+from data.templates.rendering import Rendered, Template
 from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 
@@ -436,6 +438,59 @@ def test_a_pair_is_one_document_with_the_chosen_completion_first(letters):
     assert document.label == -1 and encoded.drop_reason is None
     trained = [letters.decode([i]).strip() for i in ids[document.loss_mask.astype(bool)]]
     assert "".join(trained) == "YESNO"
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same prompt", "1 and 1.0"])
+def test_what_both_completions_of_a_pair_follow_is_rendered_and_encoded_once(
+    tiny, monkeypatch, same
+):
+    """The ids are those of each conversation alone; equal values may be written differently. What
+    is rendered for a call in a completion is not kept: that would be the conversation's square."""
+
+    def conversation(answer, value):
+        call = {"type": "function", "function": {"name": "f", "arguments": {"a": value}}}
+        turns = [
+            Message("user", "A question of more than a few letters", train=False, in_prompt=True),
+            Message("assistant", "", train=False, tool_calls=(call,), in_prompt=True),
+            Message("tool", "4", train=False, in_prompt=True),
+            Message("assistant", answer, tool_calls=(call,)),
+            Message("tool", "5"),
+            Message("assistant", answer),
+        ]
+        return Conversation("a", tuple(turns))
+
+    template = (
+        "{% for m in messages %}{{ m.role ~ ': ' ~ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name ~ c.function.arguments | tojson }}{% endfor %}{{ eos_token }}"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = tiny.with_chat_template(template)
+    encoder = Encoder(Source("a", "preference"), tokenizer, EncodingRules(999))
+    chosen, rejected = conversation("Four", 1), conversation("Five", 1 if same else 1.0)
+    encoder.encode(Preference("a", chosen, rejected))  # renders the template's own texts
+    runs, run, engine = [], Template._run, type(tiny._engine)
+    monkeypatch.setattr(Template, "_run", lambda self, *given: runs.append(1) or run(self, *given))
+    encoded, encode = [], engine.encode
+    monkeypatch.setattr(
+        engine,
+        "encode",
+        lambda self, text, *rest: encoded.append(text) or encode(self, text, *rest),
+    )
+    kept, remembering = [], Tokenizer.remembering
+    monkeypatch.setattr(
+        Tokenizer, "remembering", lambda self: kept.append(remembering(self)) or kept[-1]
+    )
+    document = encoder.encode(Preference("a", chosen, rejected)).documents[0]
+    # Each conversation, also up to its call; and the prompt, with an answer's header and without.
+    assert (len(runs), sum("A question" in text for text in encoded)) == (6 if same else 8, 1)
+    rendered = [value for value in kept[0].memory.values() if isinstance(value, Rendered)]
+    assert len(rendered) == (2 if same else 4)
+    alone = [
+        segment.ids
+        for each in (chosen, rejected)
+        for segment in encode_conversation(each.messages, "tokenizer", tokenizer).segments
+    ]
+    assert document.tokens.tolist() == [token for ids in alone for token in ids]
 
 
 def test_a_pair_that_is_too_long_is_dropped_or_loses_the_start_of_its_prompt(letters):

@@ -1,6 +1,7 @@
 """Folders appear complete or not at all: leftovers of killed processes are removed, and other users
 can read the result."""
 
+import errno
 import os
 import resource
 import stat
@@ -12,6 +13,7 @@ import pytest
 
 from data import folders
 from data.errors import UserError, is_transient
+from data.outputs import new_folder
 from tests.conftest import REPOSITORY
 
 NAME = "0123456789abcdef0123"
@@ -119,6 +121,43 @@ def test_a_limit_on_the_size_of_files_is_named_and_would_be_hit_again(tmp_path, 
 def test_a_parent_that_cannot_be_written_to_is_named():
     with pytest.raises(UserError, match=r"^/proc/none: cannot be written to \("):
         build(folders.Path("/proc/none") / NAME)
+
+
+@pytest.mark.parametrize(
+    ("code", "lasts"), [(errno.EIO, False), (errno.EACCES, True), (errno.EBUSY, True)]
+)
+def test_a_failed_rename_has_its_own_reason(tmp_path, monkeypatch, code, lasts):
+    """Not `No such file or directory`, from looking into a folder that is not there. A mount point
+    stays busy."""
+    rename = os.rename
+
+    def failing(source, target):
+        if os.path.basename(target) == NAME:
+            raise OSError(code, os.strerror(code))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    words = "is a mount point" if code == errno.EBUSY else os.strerror(code)
+    refused = pytest.raises((OSError, UserError), match=words)
+    with refused as error, folders.building(tmp_path / NAME, folders.holds_files) as scratch:
+        (scratch / "file").touch()
+    assert is_transient(error.value) != lasts
+
+
+def test_a_file_system_that_cannot_rename_folders_is_refused_before_the_work(tmp_path, monkeypatch):
+    """A flat bucket mounted by gcsfuse renames files and empty folders only."""
+    rename = os.rename
+
+    def flat(source, target):
+        if os.path.isdir(source) and os.listdir(source):
+            raise OSError(errno.EMFILE, "Too many open files")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", flat)
+    for make in (build, new_folder):
+        with pytest.raises(UserError, match=f"^{tmp_path}: a folder cannot be renamed there .*Too"):
+            make(tmp_path / NAME)
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_processes_do_not_write_into_one_folder(tmp_path):

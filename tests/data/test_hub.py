@@ -254,9 +254,7 @@ def configurations(hub, monkeypatch):
 def test_several_configurations_are_refused_before_they_are_downloaded(hub, configurations):
     path = "hf://datasets/me/chats"
     for revision in ("", "@main"):
-        with pytest.raises(
-            UserError, match="lists 2 configurations, and none of them as"
-        ) as caught:
+        with pytest.raises(UserError, match="has 2 configurations, and none of them is") as caught:
             answers(f"{path}{revision}")
         assert str(caught.value).endswith(f": {path}{revision}/good, {path}{revision}/bad")
     assert sorted(hub.sent) == [".gitattributes", "README.md"]
@@ -280,6 +278,21 @@ def test_of_a_default_configuration_only_its_files_are_downloaded(hub, configura
 def test_the_hubs_conversion_has_a_folder_for_each_configuration(hub, configurations, monkeypatch):
     monkeypatch.delitem(FILES, "README.md")
     path = "hf://datasets/me/chats@refs/convert/parquet"
+    with pytest.raises(UserError, match="has 2 configurations, and none of them is") as caught:
+        answers(path)
+    assert str(caught.value).endswith(f"would work: {path}/bad, {path}/good")
+    assert hub.sent == [".gitattributes"]  # before they are downloaded
+    assert answers(f"{path}/bad") == ["bad"]
+
+
+def test_without_a_network_the_configurations_of_a_conversion_are_those_in_the_cache(
+    hub, configurations, monkeypatch
+):
+    monkeypatch.delitem(FILES, "README.md")
+    path = "hf://datasets/me/chats@refs/convert/parquet"
+    for name in ("bad", "good"):
+        answers(f"{path}/{name}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=f"would work: {path}/bad, {path}/good$"):
         answers(path)
     assert answers(f"{path}/bad") == ["bad"]
@@ -363,6 +376,17 @@ def test_a_missing_data_set_revision_or_file_is_a_one_line_error(hub, path, word
     with pytest.raises(UserError, match=words) as caught:
         answers(path)
     assert "\n" not in str(caught.value) and hub.sent == []
+
+
+@pytest.mark.parametrize(
+    ("path", "is_name"),
+    [("me/chats", True), ("me/chats-v1.5", True), ("me/chats.jsonl", False), ("/me/chats", False)],
+)
+def test_a_missing_file_named_as_on_the_hub_says_how_the_hubs_are_named(path, is_name):
+    with pytest.raises(UserError, match=f"^{path}: no such file; ") as caught:
+        answers(path)
+    named = f"a data set on the hub is named hf://datasets/{path};"
+    assert (named in str(caught.value)) == is_name
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,32 @@ def test_one_epoch_of_held_out_counts_each_target_once(prepared):
     assert sum(batch["loss_weights"].sum() for batch in batches) == prepared.held_out.trained.sum()
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_last_batch_of_a_run_has_only_the_rows_that_are_left(prepared, epochs):
+    """Each document is read `epochs` times. After the run's end, and in other processes' parts,
+    rows are empty."""
+    endless, loader = (Loader(prepared, LENGTH, 5, seed=3) for _ in range(2))
+    loader.end = epochs * len(loader)
+    steps = -(-loader.end // 5)
+    assert loader.end % 5 and loader.fingerprint == endless.fingerprint
+    batches = loader.batches()
+    read = [next(batches) for _ in range(steps + 1)]
+    targets = sum(batch["loss_weights"].sum() for batch in read)
+    assert targets == epochs * prepared.train.trained.sum()
+    for step, batch in enumerate(read):
+        for row in range(5):
+            exists = 5 * step + row < loader.end
+            for name, array in endless.row(5 * step + row).items():
+                expected = array if exists or name == "index" else np.zeros_like(array)
+                np.testing.assert_array_equal(batch[name][row], expected)
+        part = loader.batch(step, rows=[0, 4], indices=np.arange(10))
+        assert all((part[name] == array[[0, 4], :10]).all() for name, array in batch.items())
+        assert loader.lengths(step).sum() == (batch["segment_ids"] > 0).sum()
+    last = [loader.row(number)["segment_ids"].max() for number in range(5 * steps - 5, loader.end)]
+    assert len(loader.lengths(steps - 1)) == sum(last) > 0
+    assert loader.record_ids(steps) == [] and loader.record_ids(steps - 1)
+
+
 def test_a_sources_weight_does_not_affect_evaluation(prepared, small, tokenizer):
     for weight in (0.01, 2.5):
         sources = _with_a_fifth_held_out(small, weight=weight)

@@ -2,12 +2,15 @@
 
 import functools
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from data import outputs
 from data.errors import UserError
+from data.folders import building
 from data.paths import local_folder
 
 OUTPUT_FILE = functools.partial(outputs.output_file, marker=b"of this command")
@@ -45,6 +48,22 @@ def test_only_files_written_by_the_command_are_overwritten(tmp_path):
         outputs.output_file(file, b"made by us")
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(UserError, match=r"results\.json: exists, but was not written"):
+        outputs.results_folder(tmp_path, "mine")
+
+
+def test_another_users_results_are_refused_before_the_work(tmp_path):
+    """A running program cannot be written to either, which holds for root too."""
+    program = Path(shutil.copy(shutil.which("sleep"), tmp_path / "answers.jsonl"))
+    with (
+        subprocess.Popen([program, "60"]) as process,
+        pytest.raises(UserError, match=rf"^{program}: cannot be written to \(Text file busy\)"),
+    ):
+        try:
+            outputs.check_own(program, b"ELF")
+        finally:
+            process.kill()
+    program.write_text("mine")
+    with pytest.raises(UserError, match=rf"^{program}: exists, but was not written by this"):
         outputs.results_folder(tmp_path, "mine")
 
 
@@ -102,6 +121,34 @@ def test_an_output_in_a_store_is_refused_by_name(check, path, tmp_path, monkeypa
         check(path)
     assert not list(tmp_path.iterdir())
     assert outputs.on_this_machine("run:/2").name == "2"
+
+
+def test_a_link_to_an_empty_folder_is_filled_and_stays(tmp_path):
+    """A command builds beside the folder and renames, which would replace the link."""
+    big, link = tmp_path / "big", tmp_path / "link"
+    big.mkdir()
+    link.symlink_to(big)
+    out = outputs.new_folder(link)
+    with building(out, lambda folder: False) as scratch:
+        assert scratch.parent == tmp_path
+        (scratch / "file").touch()
+    assert link.is_symlink() and (big / "file").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"big", "link"}
+    for name, target in (("dangling", tmp_path / "none"), ("loop", tmp_path / "loop")):
+        (tmp_path / name).symlink_to(target)
+        with pytest.raises(UserError, match=rf"{name}: is a link to .*{target.name}, which does"):
+            outputs.new_folder(tmp_path / name)
+
+
+def test_a_folder_that_cannot_be_replaced_is_refused_before_the_work(tmp_path, monkeypatch):
+    """A finished folder takes the place of an empty one."""
+    with pytest.raises(UserError, match=r"^/proc: is a mount point.* such as /proc/model, would"):
+        outputs.new_folder("/proc")
+    monkeypatch.chdir(tmp_path)
+    for path in (".", "../" + tmp_path.name, tmp_path):
+        with pytest.raises(UserError, match=r"is the folder in which this command runs"):
+            outputs.new_folder(path)
+    assert outputs.new_folder("sub/../other") == Path("sub/../other")
 
 
 @pytest.mark.parametrize(

@@ -245,9 +245,7 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, store, kind):
     assert source_files.find(path, suffixes).unread == unread
     tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
     source = Source(path, template="vicuna_v1.1")
-    (note,) = (
-        prepare(Sources((source,)), tokenizer, EncodingRules(64), prepared).report.sources[0].notes
-    )
+    (note,) = prepare(Sources((source,)), tokenizer, EncodingRules(64), prepared).report.notes
     assert note.startswith(f"not read: {', '.join(unread[:5])} and 1 more; files whose names end")
     for name in read_names:
         (store.rm(f"/chats/{name}") if kind == "store" else (folder / name).unlink())

@@ -1,11 +1,11 @@
-"""More documents than a prepared folder can number are refused instead of wrapping around."""
+"""Folders of prepared data: too many documents are refused, sources are listed once."""
 
 import json
 from dataclasses import dataclass
 
 import pytest
 
-from data import index
+from data import index, source_files
 from data.encode import EncodingRules
 from data.engine import PROCESSES, Processes
 from data.errors import UserError
@@ -76,3 +76,20 @@ def test_a_named_folder_missing_in_a_store_is_not_prepared(chats, tmp_path, monk
             engine=InParts(),
             key="0123456789",
         )
+
+
+@pytest.mark.parametrize("engine", [PROCESSES, InParts()])
+def test_a_source_is_listed_once_and_files_that_are_not_read_are_in_the_report_once(
+    chats, tmp_path, monkeypatch, engine
+):
+    """In report.json and in what a start prints, whether or not it prepares the data."""
+    (chats / "more.json.bak").write_text("[]")
+    listed, find = [], source_files.find
+    monkeypatch.setattr(source_files, "find", lambda *given: listed.append(given) or find(*given))
+    for _ in range(2):
+        opened = _prepare(chats, tmp_path / "prepared", engine)
+        assert len(listed) == 1
+        listed.clear()
+        assert opened.report.summary().count("not read: more.json.bak; files whose names") == 1
+        (written,) = json.loads((opened.folder / "report.json").read_text())
+        assert written["path_notes"] == opened.report.notes

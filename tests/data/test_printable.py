@@ -1,4 +1,5 @@
 import io
+import shlex
 import subprocess
 import sys
 import unicodedata
@@ -77,6 +78,30 @@ def test_characters_missing_in_the_encoding_are_replaced(monkeypatch):
         print("bar █ ⟦")
         console().print("bar █ ⟦")
     assert stream.buffer.getvalue() == b"bar ? ?\n" * 2
+
+
+def test_a_full_disk_behind_an_output_is_named_once(repository, monkeypatch):
+    """Not as the command's own output; and what cannot be written to standard error is dropped."""
+    program = (
+        "import sys\nfrom trainer import entry\n"
+        "def work():\n    print('a', file=sys.stderr, flush=True)\n    print('b')\n"
+        "sys.exit(entry.run(work, '/my/output'))"
+    )
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    for redirection, code, said in (
+        (
+            ">/dev/full",
+            75,
+            "a\nerror: standard output: No space left on device; with more room there, or "
+            "another place for it, the same command would work\n",
+        ),
+        ("2>/dev/full", 0, ""),
+    ):
+        command = f"{shlex.join([sys.executable, '-c', program])} {redirection}"
+        process = subprocess.run(
+            command, shell=True, cwd=repository, capture_output=True, text=True, check=False
+        )
+        assert (process.returncode, process.stderr) == (code, said)
 
 
 @pytest.mark.parametrize("printing", ["print('x' * 99)", "console().print('x' * 99)"])

@@ -115,12 +115,12 @@ os.write(2, bytes([15, 10, 1]))  # as signals SIGTERM, SIGUSR1 and SIGHUP
 time.sleep(0.2)
 print("nobody reads this", file=sys.stderr, flush=True)
 sys.stdout.flush()
-sys.exit(7)
+sys.exit(7 if sys.stdin.read() == "" and not sys.stdin.isatty() else 1)
 """
 
 
 def test_what_is_written_to_closed_streams_is_no_signal(repository):
-    command = f"{shlex.join([sys.executable, '-c', CLOSED])} >&- 2>&-"
+    command = f"{shlex.join([sys.executable, '-c', CLOSED])} <&- >&- 2>&-"
     assert (
         subprocess.run(command, shell=True, cwd=repository, timeout=60, check=False).returncode == 7
     )

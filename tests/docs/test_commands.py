@@ -86,6 +86,9 @@ TESTED = {
         "python train.py --config my_recipe.yaml --model.path HF_DIR --data.path FILE.json",
         "python train.py --config RECIPE.yaml",
     ],
+    "tests/docs/test_migrating.py": [
+        "python train.py --config my_recipe.yaml --dry-run 4xH100",
+    ],
     "tests/trainer/huggingface/test_huggingface.py": [
         "python -m scripts.export_hf runs/NAME my_model",
         "python -m scripts.import_hf HF_DIR CHECKPOINT",

@@ -15,6 +15,9 @@ FAULTS = {
         "while_processes_gather_the_first_one_names_those_absent",
         "a_missing_process_is_named_to_all",
     ),
+    "a process reaches another run's process 0": (
+        "a_process_of_another_run_is_told_so_and_takes_no_place",
+    ),
     "JAX cannot read the cluster's description; a host's name does not resolve": (
         "a_detected_coordinators_name_is_awaited",
         "a_machine_that_does_not_know_its_own_name_says_so",

@@ -141,6 +141,21 @@ def test_the_table_pairs_cases_whatever_their_order(tmp_path, capsys):
     assert f"{5 / 19:+.3f}" in printed and f"left out: 1 cases only in {folders[0]}" in printed
 
 
+@pytest.mark.parametrize("columns", ["80", "10"])
+def test_no_number_is_cut_however_long(tmp_path, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    rows = [
+        {"task": "needle", "tokens": tokens, "prompt": str(case), "score": case % 2}
+        for tokens in (4096, 131072, 1048576)
+        for case in range(20)
+    ]
+    folders = write(tmp_path / "before", rows), write(tmp_path / "after", rows[::-1])
+    assert compare.main([*map(str, folders)]) == 0
+    printed = capsys.readouterr().out
+    assert "1,048,576 tokens     20   0.500  0.500      +0.000  " in printed
+    assert "better  worse" in printed and "\u2026" not in printed
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [

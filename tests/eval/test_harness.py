@@ -358,8 +358,9 @@ def test_chats_are_encoded_and_split_as_by_lm_eval(tmp_path, template, generatio
     assert ours._encode(context) == reference.tok_encode(context)
 
 
-def test_a_task_of_local_files(hf_model, tmp_path, monkeypatch, capsys, only_own_tasks):
-    monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
+@pytest.fixture
+def even_task(tmp_path, monkeypatch, only_own_tasks):
+    """Writes the task `even`, six questions in a local file, into a folder; returns the folder."""
     rows = [
         {"question": f"Is {i} even?", "choices": ["yes", "no"], "label": i % 2} for i in range(6)
     ]
@@ -376,6 +377,11 @@ doc_to_target: label
 metric_list: [{{metric: acc}}]
 """)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_a_task_of_local_files(hf_model, even_task, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
     flags = [
         "--checkpoint",
         str(hf_model),
@@ -402,6 +408,20 @@ metric_list: [{{metric: acc}}]
     )
     assert results["about"]["template"] == "tokenizer"
     assert results["about"]["truncated_prompts"] == 0 and "even acc" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ours", ["make_model", "Harness.chat_prompt"])
+def test_an_error_in_our_own_code_is_not_the_tasks(opened, even_task, monkeypatch, ours):
+    def bug(*_):
+        raise KeyError("bug")
+
+    monkeypatch.setattr(f"eval.harness.{ours}", bug)
+    args = argparse.Namespace(
+        tasks="even", few_shot=None, limit=None, chat=True, system_instruction=None
+    )
+    manager = lm_eval.tasks.TaskManager(include_path=str(even_task))
+    with pytest.raises(KeyError, match="bug"):
+        harness._evaluate_tasks(args, ["even"], manager, harness.Harness(opened, 200, 8))
 
 
 def test_short_tasks_of_a_book(hf_model, tmp_path, monkeypatch, only_own_tasks):

@@ -1,8 +1,10 @@
 """The report: one self-contained file, the figures of both runs, escaped text, damaged files
 named."""
 
+import errno
 import html.parser
 import json
+import os
 import random
 import re
 import shutil
@@ -285,6 +287,27 @@ def test_an_evaluation_found_twice_is_shown_once(tmp_path, whole_run, monkeypatc
     monkeypatch.chdir(tmp_path)
     run = report.read_run(tmp_path / "a", [Path("a/ruler")])
     assert [run.folder_of(evaluation) for evaluation in run.evaluations] == ["ruler"]
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path, whole_run, monkeypatch, capsys):
+    """Such as a colleague's, below the run's folder."""
+    run = shutil.copytree(whole_run, tmp_path / "a")
+    for name in ("ours", "theirs"):
+        evaluate(run / name, 2)
+    scandir = os.scandir
+
+    def refused(path):
+        if os.path.basename(path) == "theirs":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    read = report.read_run(run)
+    assert [read.folder_of(evaluation) for evaluation in read.evaluations] == ["ours"]
+    assert capsys.readouterr().err == (
+        f"warning: {run}/theirs: cannot be read (Permission denied); evaluations in it are not in "
+        "the report\n"
+    )
 
 
 def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, capsys):

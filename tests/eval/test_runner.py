@@ -9,9 +9,9 @@ import types
 import jax
 import pytest
 
-from data.errors import UserError
+from data.errors import TransientError, UserError
 from eval import line_cases, line_report, line_retrieval, runner
-from eval.journal import Journal
+from eval.journal import Answer, Journal
 from model.decode import Sampling
 from model.rope_config import RopeConfig
 from tests.model.build import TILED, llama, tiny
@@ -25,7 +25,7 @@ class Letters:
     def encode(self, text):
         return [ord(letter) % 128 for letter in text]
 
-    def decode(self, ids):
+    def decode(self, ids, keep=()):
         return "".join(map(chr, ids))
 
 
@@ -101,6 +101,20 @@ def test_an_interrupted_evaluation_resumes_and_counts_nothing_twice(tmp_path, mo
         UserError, match="has answers with model = 'abc', now it is 'def'; another --output"
     ):
         Journal(path, {**ABOUT, "model": "def"})
+
+
+def test_two_evaluations_at_once_do_not_mix_their_answers(tmp_path):
+    """Each wrote at its own place over the other's answers."""
+    path = tmp_path / "answers.jsonl"
+    journal = Journal(path, ABOUT)
+    journal.add("first", Answer("a" * 50, 1))
+    with pytest.raises(TransientError, match=f"^{tmp_path}: another process evaluates into it"):
+        Journal(path, ABOUT)
+    journal.add("second", Answer("b", 1))
+    journal.close()
+    again = Journal(path, ABOUT)
+    assert again.answers == {"first": Answer("a" * 50, 1), "second": Answer("b", 1)}
+    again.close()
 
 
 def test_a_sampled_answer_does_not_depend_on_earlier_questions():

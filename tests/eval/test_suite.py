@@ -100,7 +100,7 @@ def test_the_largest_text_within_a_limit(limit):
         calls.append(units)
         return 7 + 3 * units + units % 5
 
-    units = suite.largest(length, limit, 10**6)
+    units = suite.largest_within(length, limit, 10**6)
     fitting = [number for number in range(50_000) if 7 + 3 * number + number % 5 <= limit]
     assert units == 0 or 7 + 3 * units + units % 5 <= limit
     assert units == max(fitting, default=0) or 7 + 3 * units + units % 5 >= 0.99 * limit
@@ -116,7 +116,7 @@ def test_a_slope_that_misleads_costs_few_steps():
         calls.append(units)
         return units + 4 * max(units - 1000, 0)
 
-    units = suite.largest(length, 100_000, 10**7)
+    units = suite.largest_within(length, 100_000, 10**7)
     assert 0.98 * 100_000 <= length(units) <= 100_000 and len(calls) < 25
 
 
@@ -219,7 +219,7 @@ def test_every_sample_fits_with_its_answer(monkeypatch, make, share):
         return uneven(case.prompt) + case.prompt.new_tokens
 
     def with_equal_units(make, tokens, count, each, most=10**7):
-        units = suite.fit(make, tokens, count, most)
+        units = suite.units_to_fill(make, tokens, count, most)
         return [make(units, sample) for sample in range(each)]
 
     fitted = make()
@@ -528,6 +528,10 @@ def test_commands_write_results_and_resume(hf_model, tmp_path, monkeypatch, caps
     )
     before = (tmp_path / "answers.jsonl").read_bytes()
     assert command.main([*shared, *flags]) == 0
-    assert (
-        tmp_path / "answers.jsonl"
-    ).read_bytes() == before and "exist already" in capsys.readouterr().out
+    assert (tmp_path / "answers.jsonl").read_bytes() == before
+    said = capsys.readouterr()
+    assert "exist already" in said.out and "others" not in said.err
+    if command is needle:
+        assert command.main([*shared, *flags[:-1], "1", "--seed", "1"]) == 0
+        note = f"results.json will be of these 2 cases only; the answers to {len(rows)} others"
+        assert note in capsys.readouterr().err

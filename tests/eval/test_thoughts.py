@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from transformers import AddedToken, AutoTokenizer
 
 from data.errors import UserError
 from data.tokenizer import Tokenizer
@@ -28,26 +29,46 @@ R1 = (
 
 
 @pytest.mark.parametrize(
-    ("text", "opened", "said"),
+    ("text", "opened", "after_thought"),
     [
-        ("The number is 7.", False, "The number is 7."),
-        ("<think>\nIs it 8?\n</think>\n\nIt is 7.", False, "\n\nIt is 7."),
-        ("\n<think></think>7", False, "7"),
-        ("<think>\nIs it 8 or", False, None),
-        ("Is it 8?\n</think>\n\n7", False, "\n\n7"),  # trained with templates that begin it
-        ("It is 7.</think>\n", False, "It is 7.</think>\n"),  # a stray mark of one that does not
-        ("Is it 8?</think>\n", True, "\n"),
-        ("<think>8</think>", False, ""),
-        ("Is it 8?\n</think>\n\n7", True, "\n\n7"),
-        ("Is it 8 or", True, None),
-        ("A tag <think>8</think> is 7", False, "A tag <think>8</think> is 7"),  # not a thought
+        ("The number is 7.", "", "The number is 7."),
+        ("<think>\nIs it 8?\n</think>\n\nIt is 7.", "", "\n\nIt is 7."),
+        ("\n<think></think>7", "", "7"),
+        ("<think>\nIs it 8 or", "", None),
+        ("Is it 8?\n</think>\n\n7", "", "\n\n7"),  # trained with templates that begin it
+        ("It is 7.</think>\n", "", "It is 7.</think>\n"),  # a stray mark of one that does not
+        ("Is it 8?</think>\n", "<think>", "\n"),
+        ("<think>8</think>", "", ""),
+        ("Is it 8?\n</think>\n\n7", "<think>", "\n\n7"),
+        ("Is it 8 or", "<think>", None),
+        ("A tag <think>8</think> is 7", "", "A tag <think>8</think> is 7"),  # not a thought
+        ("[THINK]Is it </think> or 8?[/THINK]It is 7.", "", "It is 7."),
+        ("[THINK]Is it 8 or", "", None),
+        ("<think>A tag [/THINK] or 8?</think>7", "", "7"),
+        ("A tag [/THINK] or 8?</think>7", "<think>", "7"),
     ],
 )
-def test_what_follows_a_thought_is_said(text, opened, said):
-    assert thoughts.said(text, opened) == said
+def test_what_follows_a_thought_is_said(text, opened, after_thought):
+    assert thoughts.after_thought(text, opened) == after_thought
 
 
-@pytest.mark.parametrize(("template", "opens"), [(QWEN, False), (R1, True), (None, False)])
+@pytest.mark.parametrize("special", [True, False])
+def test_marks_that_are_special_tokens_are_kept(tmp_path, repository, special):
+    """As Mistral's are, whose reasoning models write them; other special tokens are left out."""
+    theirs = AutoTokenizer.from_pretrained(repository / "data/fixtures/tiny_tokenizer")
+    marks = [AddedToken(mark, special=special) for mark in ("[THINK]", "[/THINK]")]
+    theirs.add_tokens(marks, special_tokens=special)
+    theirs.save_pretrained(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    text = "[THINK]Is it 8?[/THINK]It is 7."
+    ids = [*theirs(text, add_special_tokens=False)["input_ids"], theirs.eos_token_id]
+    answer = thoughts.text_of(ids, tokenizer)
+    assert answer == theirs.decode(ids[:-1])
+    assert thoughts.after_thought(answer).strip() == "It is 7."
+    assert ("THINK" in tokenizer.decode(ids)) == (not special)
+
+
+@pytest.mark.parametrize(("template", "opens"), [(QWEN, ""), (R1, "<think>"), (None, "")])
 def test_a_template_may_begin_the_thought(tmp_path, template, opens):
     legacy_llama(tmp_path, template or R1)
     tokenizer = Tokenizer.load(tmp_path)

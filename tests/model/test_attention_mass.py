@@ -28,20 +28,20 @@ def folder(tmp_path_factory):
 def test_shares_match_transformers(folder, shape):
     config, random = TransformerConfig.from_hf(folder), np.random.default_rng(0)
     tokens = random.integers(0, config.vocab_size, (2, 64), np.int32)
-    group, asked = random.integers(-1, GROUPS, (2, 64)), random.random((2, 64)) < 0.3
+    group, query_mask = random.integers(-1, GROUPS, (2, 64)), random.random((2, 64)) < 0.3
     truth = LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager")
     with torch.no_grad():
         attentions = truth(torch.tensor(tokens), output_attentions=True).attentions
     probabilities = np.stack([layer.mean(1).numpy() for layer in attentions])  # [N, B, L, L]
     members = group[..., None] == np.arange(GROUPS)
-    expected = np.einsum("nbqk,bkg,bq->ng", probabilities, members, asked) / asked.sum()
+    expected = np.einsum("nbqk,bkg,bq->ng", probabilities, members, query_mask) / query_mask.sum()
 
     model = llama(config, shape)
     params = read_hf(folder, config, model.shardings, in_memory=model.in_memory)
-    batch = {**one_document(tokens), "group": group.astype(np.int32), "asked": asked}
+    batch = {**one_document(tokens), "group": group.astype(np.int32), "query_mask": query_mask}
     batch, _ = permuted(batch, model)
-    group, asked = batch.pop("group"), batch.pop("asked")
-    shares = np.asarray(attention_mass(model, params, batch, group, GROUPS, asked))
+    group, query_mask = batch.pop("group"), batch.pop("query_mask")
+    shares = np.asarray(attention_mass(model, params, batch, group, GROUPS, query_mask))
     assert shares.shape == (3, GROUPS) and (shares.sum(1) < 1).all(), "some are in no group"
     within(np.abs(shares - expected).max(), 1e-5, "shares of attention")
 

@@ -277,7 +277,7 @@ def test_questions_about_one_context_prefill_it_once(tmp_path):
     assert costs == [208, 0, 29, 8, 0, 99]
     expected = []
     for question in questions:
-        generator.forget()
+        generator.free_cache()
         expected += generator(params, [question])
     assert answers == expected and len({tuple(answer) for answer in answers}) > 1
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from model.adapter import ATTENTION, PROJECTIONS, AdapterConfig
-from model.dropout import TokenInfo, kept, token_keys
+from model.dropout import TokenInfo, token_keys, zero_dropped
 from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
 from tests.model.masks import mask
 from trainer.config.schema import OptimizerConfig, TrainConfig
@@ -60,7 +60,7 @@ def test_the_mask_matches_the_documented_hash(dtype):
     expected = mask(RATE, SEED, STEP, 3, 16, layer=0, projection=6, features=32)[..., 8:]
 
     def drop(x):
-        return kept(x, TokenInfo(index, keys).of_layer(0).dropout, RATE, 6, first=8)
+        return zero_dropped(x, TokenInfo(index, keys).of_layer(0).dropout, RATE, 6, first=8)
 
     y, pullback = jax.vjp(drop, x.astype(dtype))
     np.testing.assert_array_equal(np.asarray(y), np.where(expected, x.astype(dtype), 0))

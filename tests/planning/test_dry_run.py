@@ -3,6 +3,7 @@ trained."""
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from types import SimpleNamespace
@@ -234,25 +235,87 @@ def test_dry_run_prints_the_error_that_training_would(pretrained, flags, message
     assert status == 2 and lines_starting(trained, "error: ") == [error]
 
 
-def test_weights_that_cannot_be_read_are_refused_as_in_training(
-    pretrained, hf_model, tmp_path, capsys
-):
-    """Their headers are read; a model on the hub of which a file is not downloaded yet passes."""
-    folder = shutil.copytree(hf_model, tmp_path / "models--me--tiny/snapshots/0123")
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
+def cut_off(folder):
+    os.truncate(folder / "model.safetensors", 2_000)
+
+
+def misshapen(folder):
+    tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :-1].copy()
-    save_file(tensors, file)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def without_a_shard(folder):
+    tensors = load_file(folder / "model.safetensors")
+    head = {"lm_head.weight": tensors["lm_head.weight"]}
+    save_file(head, folder / "model-00002-of-00002.safetensors")
+    without_shards(folder)
+
+
+def without_shards(folder):
+    """Leaves only small files, as a download of those would."""
+    names = load_file(folder / "model.safetensors")
+    (folder / "training_args.bin").touch()  # of transformers' Trainer
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
+    index["weight_map"]["lm_head.weight"] = "model-00002-of-00002.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (folder / "model.safetensors").unlink()
+
+
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (cut_off, "not a complete safetensors file"),
+        (misshapen, "tensor lm_head.weight has shape"),
+        (without_a_shard, "missing, but model.safetensors.index.json names it"),
+        (pickled, "only pickled weights here"),
+    ],
+)
+def test_weights_that_cannot_be_read_are_refused_as_in_training(
+    pretrained, hf_model, tmp_path, capsys, spoil, message
+):
+    """On any machine; of good files only the headers are read."""
+    folder = shutil.copytree(hf_model, tmp_path / "model")
+    spoil(folder)
     words = [*pretrained[0], "--model.path", str(folder)]
-    status, dry = run_train(capsys, *words, "--dry-run")
-    (error,) = lines_starting(dry, "error: ")
-    assert status == 2 and "tensor lm_head.weight has shape" in error
+    for machine in ([], ["8xH100"]):
+        status, dry = run_train(capsys, *words, "--dry-run", *machine)
+        (error,) = lines_starting(dry, "error: ")
+        assert status == 2 and message in error and str(folder) in error
     assert run_train(capsys, *words) == (2, error + "\n")
 
-    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    file.unlink()
-    assert run_train(capsys, *words, "--dry-run")[0] == 0
+
+def test_a_folder_without_weights_is_planned_for_a_named_machine_only(
+    pretrained, hf_model, tmp_path, capsys
+):
+    """On which they may be; here, training would need them."""
+    folder = shutil.copytree(hf_model, tmp_path / "model")
+    without_shards(folder)
+    words = [*pretrained[0], "--model.path", str(folder)]
+    status, dry = run_train(capsys, *words, "--dry-run", "8xH100")
+    assert status == 0
+    assert lines_starting(dry, "weights: ") == [
+        f"weights: none in {folder}; training needs them there"
+    ]
+    status, dry = run_train(capsys, *words, "--dry-run")
+    (error,) = lines_starting(dry, "error: ")
+    assert status == 2 and "missing, but model.safetensors.index.json names it" in error
+    status, trained = run_train(capsys, *words)
+    assert status == 2 and lines_starting(trained, "error: ") == [error]
+
+
+def test_an_adapter_that_cannot_be_read_is_refused_as_in_training(pretrained, capsys):
+    command, adapter = pretrained
+    words = [*command, "--adapter.path", adapter, "--adapter.rank", "2"]
+    words += ["--adapter.alpha", "4", "--adapter.targets", "[q_proj]"]
+    status, dry = run_train(capsys, *words, "--dry-run")
+    (error,) = lines_starting(dry, "error: ")
+    assert status == 2 and "adapter_model.safetensors: not a complete safetensors file" in error
+    assert run_train(capsys, *words) == (2, error + "\n")
 
 
 def test_another_runs_folder_is_refused_as_in_training(whole_run, recipe, capsys):
@@ -468,23 +531,8 @@ def test_preference_pairs_are_counted(hf_model, tmp_path, capsys, loss):
         PAIRS[0] | {"rejected": PAIRS[0]["chosen"]},
         PAIRS[1] | {"prompt": "a " * 300},
     ]
-    (tmp_path / "pairs.json").write_text(json.dumps(records), encoding="utf-8")
-    recipe = {
-        "config_version": 2,
-        "name": "pairs",
-        "model": {"path": str(hf_model)},
-        "data": {
-            "sources": [{"path": str(tmp_path / "pairs.json"), "format": "preference"}],
-            "template": "plain",
-            "context_length": 256,
-            "prepared": str(tmp_path / "prepared"),
-            "held_out_fraction": 0.0,
-        },
-        "preference": {"loss": loss},
-        "train": {"epochs": 1, "batch_size": 2},
-    }
-    (tmp_path / "pairs.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    status, output = run_train(capsys, "--config", str(tmp_path / "pairs.yaml"), "--dry-run")
+    recipe = pairs_recipe(tmp_path, hf_model, records, loss)
+    status, output = run_train(capsys, "--config", recipe, "--dry-run")
     assert status == 0, output
     kinds = "12 labelled completions, 6 desirable" if loss == "kto" else "6 pairs, of"
     assert f"pairs: {kinds}" in output
@@ -494,3 +542,40 @@ def test_preference_pairs_are_counted(hf_model, tmp_path, capsys, loss):
     )
     reference = "reference: none with preference.loss orpo" if loss == "orpo" else "no second model"
     assert reference in output
+
+
+@pytest.mark.parametrize("spoil", [pickled, shutil.rmtree])
+def test_a_reference_that_cannot_be_read_is_refused_as_in_training(
+    hf_model, tmp_path, capsys, spoil
+):
+    reference = shutil.copytree(hf_model, tmp_path / "reference")
+    spoil(reference)
+    recipe = pairs_recipe(tmp_path, hf_model, PAIRS, "sigmoid")
+    words = ["--config", recipe, "--mesh.sequence", "8", "--mesh.simulate", "8"]
+    words += ["--preference.ref_model", str(reference)]
+    status, dry = run_train(capsys, *words, "--dry-run")
+    (error,) = lines_starting(dry, "error: ")
+    assert status == 2 and f"preference.ref_model: {reference}: " in error
+    status, trained = run_train(capsys, *words, "--run_dir", str(tmp_path / "run"))
+    assert status == 2 and lines_starting(trained, "error: ") == [error]
+
+
+def pairs_recipe(folder, model, records, loss):
+    """Writes preference pairs, and a recipe that trains on them; returns the recipe's path."""
+    (folder / "pairs.json").write_text(json.dumps(records), encoding="utf-8")
+    recipe = {
+        "config_version": 2,
+        "name": "pairs",
+        "model": {"path": str(model)},
+        "data": {
+            "sources": [{"path": str(folder / "pairs.json"), "format": "preference"}],
+            "template": "plain",
+            "context_length": 256,
+            "prepared": str(folder / "prepared"),
+            "held_out_fraction": 0.0,
+        },
+        "preference": {"loss": loss},
+        "train": {"epochs": 1, "batch_size": 2},
+    }
+    (folder / "pairs.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return str(folder / "pairs.yaml")

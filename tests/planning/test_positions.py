@@ -15,7 +15,7 @@ from data.errors import UserError
 from model.config import TransformerConfig
 from planning import positions
 from planning.auto import Machine, _answer_of, _with_answer, planned_run
-from planning.positions import stretched
+from planning.positions import with_extended_positions
 from scripts import inspect_data
 from tests import small_model
 from trainer.config.load import dump, load
@@ -101,7 +101,7 @@ def test_short_documents_in_long_rows_leave_rope_alone(words, hf_model, tmp_path
 
 def test_a_long_document_stretches_rope_to_it(words, hf_model, tmp_path):
     config = load(words(answers=(10, 120, 10)))
-    planned, line = stretched(config)
+    planned, line = with_extended_positions(config)
     objective = opened(planned)
     longest = max(len(objective.prepared.train[i].tokens) for i in range(3))
     assert 2 * TRAINED < longest <= 3 * TRAINED
@@ -160,7 +160,7 @@ def test_a_dry_run_decides_as_training(words, capsys):
 )
 def test_data_are_not_read_if_they_cannot_matter(words, without_data, flags, reason):
     config = load(words(*flags))
-    planned, line = stretched(config)
+    planned, line = with_extended_positions(config)
     assert planned.model.overrides == config.model.overrides and line.startswith(f"RoPE: {reason}")
 
 
@@ -174,7 +174,7 @@ def test_a_model_that_states_more_than_it_was_trained_for_states_no_less(words, 
     config = load(words("--data.context_length", "128K"))
     for longest, expected in ((32768, None), (36000, (40960, 2.0)), (90000, (90000, 3.0))):
         monkeypatch.setattr(positions, "_longest", lambda *_, longest=longest: longest)
-        found = stretched(config)[0].model.overrides
+        found = with_extended_positions(config)[0].model.overrides
         assert expected == (
             (found["max_position_embeddings"], found["rope_scaling"]["factor"]) if found else None
         )
@@ -197,18 +197,18 @@ def test_a_run_keeps_the_positions_with_which_it_began(words, without_data):
         config, model=dataclasses.replace(config.model, overrides=overrides)
     )
     path = begin(begun)
-    planned, line = stretched(config)
+    planned, line = with_extended_positions(config)
     assert planned.model.overrides == overrides and "run began, model.overrides {" in line
     require_same(check_run(planned, steps_known=False), planned, steps_known=False)
     # One that had no need for it stays as it is, whatever is in its data now.
     path.write_text(dump(config), encoding="utf-8")
-    planned, line = stretched(config)
+    planned, line = with_extended_positions(config)
     assert planned.model.overrides == {} and line.endswith("run began, unchanged")
     # A difference that is not the planner's is still refused.
     path.write_text(dump(begun), encoding="utf-8")
     changed = load(words("--model.overrides", "{rope_theta: 90000.0}"))
     with pytest.raises(UserError, match=r"another run is in this folder: model\.overrides\.rope_"):
-        check_run(stretched(changed)[0], steps_known=False)
+        check_run(with_extended_positions(changed)[0], steps_known=False)
 
 
 def test_a_runs_own_configuration_is_not_stretched_twice(words, tmp_path, monkeypatch):
@@ -231,7 +231,7 @@ def test_a_runs_own_configuration_is_not_stretched_twice(words, tmp_path, monkey
         with_longer = [
             longer if word.endswith("chats.jsonl") else word for word in words("--run_dir", "other")
         ]
-        expected = stretched(load(with_longer))[0]
+        expected = with_extended_positions(load(with_longer))[0]
         assert found.model.overrides == expected.model.overrides
         assert found.model.overrides["rope_scaling"]["factor"] == 4.0
         assert found.planned.splitlines() == "\n".join(lines).splitlines()  # without earlier lines
@@ -271,7 +271,7 @@ def test_a_run_on_trajectories_has_no_documents(words):
         ),
     )
     with pytest.raises(UserError, match="auto: found positions in a run on trajectories"):
-        stretched(on_trajectories)
+        with_extended_positions(on_trajectories)
 
 
 def test_a_run_in_a_bucket_keeps_its_positions(words, without_data, store_and_url):
@@ -283,7 +283,7 @@ def test_a_run_in_a_bucket_keeps_its_positions(words, without_data, store_and_ur
         config, model=dataclasses.replace(config.model, overrides=overrides)
     )
     positions.RunDirectory.of(begun).mirror.bucket.write("config.yaml", dump(begun).encode())
-    planned, line = stretched(config)
+    planned, line = with_extended_positions(config)
     assert planned.model.overrides == overrides and f"RoPE: as {url}/run began" in line
 
 
@@ -293,12 +293,12 @@ def test_a_folder_that_cannot_be_used_is_refused_before_data_are_prepared(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(UserError, match="holds files but no config"):
-        stretched(load(words()))
+        with_extended_positions(load(words()))
 
 
 def test_held_out_documents_do_not_stretch_rope_but_are_reported(words, tmp_path):
     held_out = chats(tmp_path / "held_out.jsonl", 10, 120)
-    planned, line = stretched(load(words("--data.held_out_path", held_out)))
+    planned, line = with_extended_positions(load(words("--data.held_out_path", held_out)))
     assert planned.model.overrides == {} and line.startswith("RoPE: unchanged; the longest")
     objective = opened(planned)
     longest = max(objective.prepared.held_out.lengths)

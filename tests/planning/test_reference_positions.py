@@ -111,11 +111,11 @@ def test_a_later_stages_reference_has_the_rope_with_which_the_stage_before_it_en
     stages = [{"context_length": length, "steps": 5} for length in (512, 1024)]
     flags = ("--train.epochs", "null", "--stages", json.dumps(stages))
     first, second = stages_of(load(words(*flags)))
-    stretched = planned(first)
-    assert stretched.preference.ref_model is None
+    extended = planned(first)
+    assert extended.preference.ref_model is None
     # The first stage's result.
     result = shutil.copytree(hf_model, tmp_path / "result")
-    shape = choose_model(stretched.model, weights=False).config.to_hf()
+    shape = choose_model(extended.model, weights=False).config.to_hf()
     written = json.loads((result / "config.json").read_text()) | shape
     (result / "config.json").write_text(json.dumps(written), encoding="utf-8")
     model = dataclasses.replace(second.model, path=str(result))

@@ -14,11 +14,14 @@ from planning.machines import topology_of
 from planning.memory_estimate import estimate_memory
 from planning.plan import Job, check_dcn
 from planning.search import (
+    allowed_policies,
     best_every_k,
     best_job,
     candidates,
     choices,
+    every_choice,
     meshes,
+    no_candidate,
     no_mesh,
     policies,
     refusal,
@@ -226,5 +229,28 @@ def test_the_compiler_is_not_asked_about_what_train_refuses(monkeypatch):
     assert {each.run.memory.remat for each in refused} == {"everything"}
     assert not any(each.run.memory.remat == "everything" for each in candidates(job))
     monkeypatch.setattr("planning.plan.plan", lambda job: {"peak_gib": 1.0})
-    longest, _, _ = search(job, most=job.context)
-    assert longest.run.memory.remat == "save_attention"
+    asked = []
+    monkeypatch.setattr("planning.search.refusal", lambda job: asked.append(job) or refusal(job))
+    for make in (allowed_policies, candidates):
+        longest, _, _ = search(job, make, most=job.context)
+        assert longest.run.memory.remat != "everything" and len(asked) == len(set(map(repr, asked)))
+        asked.clear()
+
+
+def test_a_search_without_candidates_says_why(monkeypatch, capsys):
+    """None fits by its known parts: 25.1 GiB of parameters and twice as much of moments, of which a
+    host of 20 GiB holds none."""
+    large = dataclasses.replace(Job.of("llama-7b", "v5e:1x1", 4096), host_gib=20.0)
+    assert candidates(large) == []
+    flags = ["--model", "llama-7b", "--machine", "v5e-1", "--context", "4096", "--best"]
+    assert plan.main([*flags, "--host-gib", "20", "--compile"]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("does not fit, by its known parts: needs 5") and "moments 50.2" in line
+    job = Job.of("llama-3.1-8b", "h100:8", 4097, attention={"layout": "zigzag"})
+    assert str(no_candidate(job, [])) == no_mesh(job, job.topology)
+    monkeypatch.setattr("planning.search.refusal", lambda job: f"{job.run.mesh.tensor} is refused")
+    jobs = [each for _, each in every_choice(Job.of("llama-3.1-8b", "h100:8", 4096))]
+    message = r"[1248] is refused \(\d+ of \d+ choices\); [1248] is refused \(\d+ of \d+ choices\)"
+    assert re.fullmatch(message, str(no_candidate(job, jobs)))
+    monkeypatch.setattr("planning.search.refusal", lambda job: "memory: found 3; 2 would work")
+    assert str(no_candidate(job, jobs)) == "memory: found 3; 2 would work"

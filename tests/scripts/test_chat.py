@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -67,7 +68,7 @@ def test_a_document_is_read_once(hf_model, tmp_path):
         talk.turns[:3], "tokenizer", talk.respondent.tokenizer, add_generation_prompt=True
     )
     ids = [token for segment in segments for token in segment.ids]
-    talk.generator.forget()
+    talk.generator.free_cache()
     assert (
         talk.respondent.tokenizer.decode(talk.generator(talk.opened.params, [ids])[0]).strip()
         == second
@@ -153,6 +154,12 @@ def test_a_conversation_beyond_the_trained_length_is_noted_once(hf_model, monkey
         "note: conversations of more than 128 tokens are beyond the trained length; this one has "
         "129\n"
     )
+
+
+def test_a_question_in_another_encoding_is_not_asked():
+    """Its bytes would be U+FFFD to the tokenizer."""
+    with pytest.raises(UserError, match="not asked, since it is not UTF-8: caf"):
+        chat.Talk.__new__(chat.Talk).ask(os.fsdecode(b"caf\xe9"))
 
 
 def test_pieces_are_printed_per_token_and_have_whole_characters():

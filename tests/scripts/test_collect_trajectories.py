@@ -23,7 +23,7 @@ from data.trajectories.episodes import episode_return, read_episode
 from data.trajectories.search import Search, SearchConfig
 from data.trajectories.tasks import TASKS, get_task, relabel
 from scripts import collect_trajectories
-from scripts.collect_trajectories import EXPLORERS, Order, collect
+from scripts.collect_trajectories import EXPLORERS, EpisodeRequest, collect
 
 TASK = get_task("cartpole_swingup")
 
@@ -41,7 +41,8 @@ def test_an_episode_depends_only_on_its_seed(tmp_path):
     for name, seeds in (("a", (5,)), ("b", (6, 5))):
         (tmp_path / name).mkdir()
         returns += [
-            collect(Order(TASK.name, "random", 0, seed, 5, tmp_path / name))[0] for seed in seeds
+            collect(EpisodeRequest(TASK.name, "random", 0, seed, 5, tmp_path / name))[0]
+            for seed in seeds
         ]
     first, second = (
         read_episode(tmp_path / name / "collected_0_1000.npz", TASK) for name in ("a", "b")
@@ -58,9 +59,9 @@ def test_an_episode_depends_only_on_its_seed(tmp_path):
 class ThisProcess(Executor):
     """Plays episodes immediately, in the test's process."""
 
-    def submit(self, work, order):
+    def submit(self, work, request):
         future = Future()
-        future.set_result(work(order))
+        future.set_result(work(request))
         return future
 
 
@@ -230,15 +231,17 @@ def test_a_learned_policy_replayed_from_its_seed_gives_the_same_return(tmp_path)
     search.update(
         np.array([2.0, 1.0]), [(np.ones(weights.shape[1]), np.full(weights.shape[1], 4.0), 7)]
     )
-    orders = [
-        Order(task.name, "search", number, 11, 5, tmp_path, search.weights, search.mean, search.std)
+    requests = [
+        EpisodeRequest(
+            task.name, "search", number, 11, 5, tmp_path, search.weights, search.mean, search.std
+        )
         for number in range(3)
     ]
-    first = collect(orders[0])[0]
-    collect(dataclasses.replace(orders[1], seed=12))
-    again = collect(orders[1])[0]
+    first = collect(requests[0])[0]
+    collect(dataclasses.replace(requests[1], seed=12))
+    again = collect(requests[1])[0]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        elsewhere = executor.submit(collect, orders[2]).result()[0]
+        elsewhere = executor.submit(collect, requests[2]).result()[0]
     assert first == again == elsewhere
     files = [(tmp_path / f"collected_{number}_1000.npz").read_bytes() for number in range(3)]
     assert files[0] == files[1] == files[2]

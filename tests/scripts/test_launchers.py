@@ -199,9 +199,9 @@ def test_slurms_processes_find_all_gpus_of_their_node(tmp_path):
     """Under Slurm's variables JAX would by default give each task the GPU with its local rank: the
     first one."""
     ask = (
-        "import pathlib, jax; from trainer.run.cluster import join\n"
+        "import jax; from trainer.run.cluster import join\n"
         "from trainer.config.schema import DistributedConfig\n"
-        "join(DistributedConfig(), simulated=False, folder=pathlib.Path('run'))\n"
+        "join(DistributedConfig(), simulated=False, run='run')\n"
         "print(jax.config.values['jax_cuda_visible_devices'])"
     )
     env = {

@@ -8,8 +8,10 @@ import shutil
 import threading
 
 import huggingface_hub.constants
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 from data.tokenizer import TOOL_TEMPLATE
 from model.config import TransformerConfig
@@ -30,7 +32,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
     `server.sent` and `server.files`."""
 
     def do_GET(self):
-        self.answer(200, {"id": "me/mine", "sha": "0" * 40, "siblings": []})
+        siblings = [{"rfilename": name} for name in self.server.files]
+        self.answer(200, {"id": "me/mine", "sha": "0" * 40, "siblings": siblings})
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
@@ -49,6 +52,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             return self.answer(200, {"files": files})
         if "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):
+                if line["key"] == "deletedFile":
+                    del self.server.files[line["value"]["path"]]
                 if line["key"] == "file":
                     self.server.files[line["value"]["path"]] = base64.b64decode(
                         line["value"]["content"]
@@ -94,7 +99,7 @@ def exported(tmp_path):
     """A folder that looks like an export."""
     folder = tmp_path / "exported"
     folder.mkdir()
-    (folder / "model.safetensors").write_bytes(bytes(range(100)))
+    save_file({"a": np.arange(5.0)}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
     (folder / "README.md").write_text(CARD)
     return folder
@@ -127,6 +132,7 @@ def test_all_files_of_an_adapter_are_sent(tmp_path):
     (tmp_path / TOOL_TEMPLATE).parent.mkdir()
     for name in (*names, f"{TOOL_TEMPLATE}.bak"):
         (tmp_path / name).write_text("{}")
+    save_file({"a": np.arange(5.0)}, tmp_path / "adapter_model.safetensors")
     files, others = push_to_hub.export_files(tmp_path)
     assert {*files} == {*names} and others == [f"{TOOL_TEMPLATE}.bak"]
 
@@ -149,7 +155,7 @@ def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     assert push_to_hub.main([str(exported), "me/mine", "--dry-run"]) == 0
     listed = capsys.readouterr().out
-    assert hub.sent == [] and "model.safetensors  100 bytes" in listed
+    assert hub.sent == [] and f"model.safetensors  {len(ours['model.safetensors'])} bytes" in listed
     assert (
         "not uploaded, since they are not part of an export: .env, .git, notes.safetensors, "
         "notes.txt, optimizer.pt" in listed
@@ -164,6 +170,83 @@ def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(
     hub.sent.clear()
     assert push_to_hub.main([str(exported), "me/mine"]) == 2
     assert "merges.txt: leads to" in capsys.readouterr().err and hub.sent == []
+
+
+def test_no_file_of_an_earlier_push_is_loaded_with_or_instead_of_the_new_ones(
+    hub, exported, capsys
+):
+    """transformers prefers model.safetensors to several files, and applies any adapter."""
+    earlier = (
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "model-00001-of-00003.safetensors",
+        "generation_config.json",
+        TOOL_TEMPLATE,
+        "config.json",
+    )
+    kept = ("LICENSE.md", ".gitattributes", "results.csv")
+    hub.files |= dict.fromkeys((*earlier, *kept, "model.safetensors"), b"earlier")
+    (exported / "model.safetensors").unlink()
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name in shards:
+        save_file({name: np.arange(5.0)}, exported / name)
+    (exported / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {name: name for name in shards}})
+    )
+    assert push_to_hub.main([str(exported), "me/mine"]) == 2
+    words = f"instead of it: {', '.join(earlier[:-1])}, model.safetensors; --replace removes"
+    assert words in capsys.readouterr().err and hub.files["config.json"] == b"earlier"
+    assert push_to_hub.main([str(exported), "me/mine", "--replace"]) == 0
+    ours = {path.name: path.read_bytes() for path in exported.iterdir()}
+    assert hub.files == ours | dict.fromkeys(kept, b"earlier")
+    commit = next(body for path, _, body in hub.sent if "/commit/" in path)
+    assert json.loads(commit.splitlines()[0])["value"]["parentCommit"] == "0" * 40
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00002-of-00002.safetensors", "index"])
+def test_an_incomplete_export_is_refused(hub, exported, capsys, name):
+    """As after a copy that was interrupted; its last file may be cut off."""
+    (exported / "model.safetensors").rename(exported / "model-00001-of-00002.safetensors")
+    index = exported / "model.safetensors.index.json"
+    if name != "index":
+        second = exported / "model-00002-of-00002.safetensors"
+        save_file({"b": np.arange(5.0)}, second)
+        index.write_text(json.dumps({"weight_map": {"b": second.name}}))
+        (exported / name).unlink()
+    assert push_to_hub.main([str(exported), "me/mine"]) == 2
+    missing = index.name if name == "index" else name
+    assert f"not a complete export: {missing} is missing" in capsys.readouterr().err
+    for path in exported.iterdir():
+        path.unlink()
+    (exported / "adapter_config.json").write_text("{}")
+    (exported / "adapter_model.safetensors").write_bytes(b"\x08")
+    assert push_to_hub.main([str(exported), "me/mine"]) == 2
+    assert "not a complete safetensors file" in capsys.readouterr().err and not hub.sent
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "remedy"),
+    [
+        (401, 2, "use a token that may write"),
+        (413, 2, ""),
+        (412, 2, ""),
+        (429, 75, "repeat the command later"),
+        (503, 75, "repeat the command later"),
+    ],
+)
+def test_a_refusal_has_the_remedy_of_its_status(hub, exported, capsys, status, code, remedy):
+    hub.status = status
+    assert push_to_hub.main([str(exported), "me/mine"]) == code
+    said = f"answered {status} (you may not write here with hf_...)"
+    assert f"{said}{remedy and '; '}{remedy}" in (error := capsys.readouterr().err)
+    assert ("token" in error) == (status == 401)
+
+
+def test_no_upload_is_tried_while_the_network_is_forbidden(hub, exported, capsys, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert push_to_hub.main([str(exported), "me/mine"]) == 2
+    assert "HF_HUB_OFFLINE is set, which forbids uploads" in capsys.readouterr().err
+    assert push_to_hub.main([str(exported), "me/mine", "--dry-run"]) == 0 and not hub.sent
 
 
 @pytest.mark.parametrize(

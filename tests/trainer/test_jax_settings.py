@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from data.errors import UserError
+from trainer import entry
 from trainer.config.schema import MeshConfig, RunConfig
-from trainer.jax_settings import CHOSEN, FIXED
+from trainer.jax_settings import CHOSEN, FIXED, fix_random_numbers
 from trainer.mesh import start_devices
 from trainer.run import cluster, versions
 
@@ -42,11 +43,20 @@ def test_a_seed_draws_the_same_numbers_under_all_settings(setting, name, other):
     config, expected = RunConfig(mesh=MeshConfig(simulate=8, fsdp=8)), drawn()
     setting(name, other)
     assert (drawn() != expected).any()
-    with pytest.warns(UserWarning, match=f"{name.upper()} is {other} and is not used: with"):
+    with pytest.warns(RuntimeWarning, match=f"{name.upper()} is {other} and is not used: with"):
         start_devices(config)
     assert np.array_equal(drawn(), expected)
     with warnings.catch_warnings(action="error"):  # a later stage
         start_devices(config)
+
+
+def test_each_process_says_that_its_setting_is_not_used(setting, monkeypatch, capfd):
+    """It may be the only one with the variable, as on one machine of several."""
+    monkeypatch.setattr(cluster, "client", lambda: object())
+    monkeypatch.setattr(cluster, "process", lambda: 1)
+    setting("jax_random_seed_offset", 7)
+    assert entry.run(fix_random_numbers) == 0
+    assert capfd.readouterr().err.startswith("warning: JAX_RANDOM_SEED_OFFSET is 7 and is not used")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from tests.small_preference import (
 )
 from trainer.config.preference import PreferenceConfig
 from trainer.config.schema import MeshConfig
+from trainer.step import StepBuilder
 
 RECORDS = 13
 NAMES = (
@@ -146,6 +147,34 @@ def test_loss_metrics_and_gradients_match_trl(folder, models, trl):
     assert measures == pytest.approx(expected_measures, rel=1e-5, abs=ROUNDING)
     gradients = {name: p.grad.numpy() for name, p in trl.model.named_parameters()}
     same_gradients(objective.model.config, gradient, gradients)
+
+
+def test_a_last_step_in_parts_of_which_most_are_empty_matches_trl(folder, models, trl):
+    config = make_config(folder, models[0], MeshConfig(), **OPTIONS)
+    epochs = (ROWS + 1) / len(open_objective(config).loader)
+    train = dataclasses.replace(config.train, epochs=epochs, accumulation=ROWS)
+    objective = open_objective(dataclasses.replace(config, train=train))
+    builder = StepBuilder.of(
+        objective.config,
+        objective.model,
+        objective.loss,
+        objective.abstract_batch(),
+        objective.totals,
+    )
+    assert objective.config.train.steps == 2
+    params = open_objective(make_config(folder, models[1], MeshConfig(), loss="kto")).read_params()
+    batch = objective.to_device(next(objective.batches(1)))
+    assert not objective.loader.batch(2)["pairs"].any(), "read ahead, and left out"
+    state = builder.init_optimizer(params)
+    *_, metrics = builder.lower_train().compile()(params, {}, state, batch, np.int32(1))
+    pairs = examples(objective, range(ROWS, ROWS + 1))
+    assert float(metrics.weight) == len(pairs) > 1
+    trl.model.zero_grad()
+    expected = trl._compute_loss(trl.model, trl.data_collator(pairs), False)
+    expected.backward()
+    same_number(float(metrics.loss), expected.item(), "loss")
+    norm = torch.cat([x.grad.flatten() for x in trl.model.parameters()]).norm().item()
+    same_number(float(metrics.grad_norm), norm, "norm of the gradient")
 
 
 def test_mismatched_completions_come_from_the_previous_record(folder, models):

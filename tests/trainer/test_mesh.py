@@ -18,8 +18,8 @@ from planning.compiled.transfers import COLLECTIVES, groups
 from planning.machines import memory_gib
 from planning.topology import topology_devices
 from tests.compiled_text import compile_step
-from trainer.config.schema import MeshConfig
-from trainer.mesh import ORDER, _placed, make_mesh, require_dcn
+from trainer.config.schema import MeshConfig, RunConfig
+from trainer.mesh import ORDER, _placed, make_mesh, require_dcn, start_devices
 
 
 @pytest.fixture(scope="module")
@@ -181,3 +181,18 @@ def test_only_gradient_sums_cross_between_slices(two_slices):
     assert sent and {
         re.search(r'transfer_type="(\w+)"', instruction.rest)[1] for instruction in sent
     } == {"ALL_REDUCE"}
+
+
+@pytest.mark.parametrize(
+    "run_dir", ["/a mount/mine", "mine/", "./x/mine", "~/mine", ".", "gs://b/x/mine/", "link/mine"]
+)
+def test_processes_that_reach_a_run_by_different_paths_know_it_by_one_name(
+    run_dir, tmp_path, monkeypatch
+):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    names = []
+    monkeypatch.setattr("trainer.mesh.join", lambda *_, run, **__: names.append(run))
+    monkeypatch.setattr("trainer.mesh.fix_random_numbers", lambda: None)
+    start_devices(RunConfig(run_dir=run_dir))
+    assert names == ["mine"]

@@ -4,6 +4,7 @@ which tokens end an answer."""
 import dataclasses
 import json
 import shutil
+import types
 
 import pytest
 import transformers
@@ -13,11 +14,14 @@ from data.tokenizer import Tokenizer
 from eval.line_cases import generate
 from eval.runner import Prompt, prompt_ids, stop_ids
 from model.config import TransformerConfig
+from scripts import import_hf
 from tests.data.test_rebuilt_tokenizer import _PREPEND, _folder
 from trainer.config.data import DataConfig, SourceConfig
-from trainer.config.schema import ModelConfig
+from trainer.config.schema import ModelConfig, RunConfig
 from trainer.model_source import choose_model, for_templates, open_model
+from trainer.run.bucket import Bucket
 from trainer.source_kinds import CheckpointSource
+from trainer.text import TextObjective
 
 
 @pytest.fixture
@@ -104,6 +108,23 @@ def test_a_model_from_scratch_takes_a_checkpoints_tokenizer_as_it_was_trained(tm
     assert source.config.bos_token_id is source.tokenizer().bos_id is None and len(recwarn) == 1
 
 
+def test_a_padding_token_that_ends_texts_is_not_a_scratch_models(repository, tmp_path):
+    """The embedding of a model's padding token is not trained."""
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(repository / "data/fixtures/tiny_tokenizer", folder)
+    given = ModelConfig(preset="tiny", tokenizer=str(folder))
+    config = choose_model(given).config
+    assert config.pad_token_id not in (None, config.bos_token_id, config.eos_token_id)
+    path = folder / "tokenizer_config.json"
+    described = json.loads(path.read_text())
+    path.write_text(json.dumps({**described, "pad_token": described["eos_token"]}))
+    source = choose_model(given)
+    assert source.config.pad_token_id is None
+    run = types.SimpleNamespace(source=source, config=RunConfig(name="run"))
+    compared = TextObjective.inputs.fget(run)["config.json"]
+    assert "eos_token_id" in compared and "pad_token_id" not in compared, "earlier runs resume"
+
+
 @pytest.fixture
 def base(repository, tmp_path):
     """A base model's assets: its tokenizer has the tokens of a chat (1024, 1025) and ends texts
@@ -146,6 +167,15 @@ def test_the_model_stops_where_answers_of_its_first_conversations_end(base, name
     )
 
 
+@pytest.mark.parametrize(("given", "kept"), [(-1, 1023), (0, 0), (None, None)])
+def test_the_padding_row_stays_the_same_in_a_larger_vocabulary(base, given, kept):
+    """A negative id counts from the end, as in torch; the new last row is learned."""
+    source = open_model(str(base))
+    small = dataclasses.replace(source.config, vocab_size=1024, pad_token_id=given)
+    source = dataclasses.replace(source, config=small).with_vocabulary(source.tokenizer())
+    assert (source.config.vocab_size, source.config.pad_token_id) == (1026, kept)
+
+
 def test_ends_of_answers_from_the_generation_config_alone_are_kept(base):
     (base / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [1025, 2], "temperature": 0.6})
@@ -166,6 +196,26 @@ def test_ends_of_answers_from_the_generation_config_alone_are_kept(base):
         ValueError, match=r"generation_config\.json: eos_token_id: \d+ is not a tok"
     ):
         open_model(str(base))
+
+
+@pytest.mark.parametrize("name", ["runs/base", "runs/base/checkpoints/7"])
+def test_a_base_in_a_bucket_is_named_by_its_checkpoint_there(
+    store_and_url, hf_model, tmp_path, name
+):
+    """Adapters record the name. It opens the same weights on any machine, also once the run has
+    another newest checkpoint."""
+    url = store_and_url[1]
+    assert import_hf.main([str(hf_model), str(tmp_path / "base")]) == 0
+    for path in (tmp_path / "base").rglob("*"):
+        if path.is_file():
+            part = path.relative_to(tmp_path / "base").as_posix()
+            Bucket(f"{url}/runs/base/checkpoints/7").write(part, path.read_bytes())
+    source = open_model(f"{url}/{name}")
+    assert source.name == f"{url}/runs/base/checkpoints/7"
+    shutil.rmtree(tmp_path / "cache")  # as on another machine
+    small = open_model(source.name, weights=False)
+    assert not (small.folder / "model").exists(), "tens of gigabytes that planning does not need"
+    assert open_model(source.name).fingerprint == small.fingerprint == source.fingerprint
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from data.errors import UserError
 from model.adapter import AdapterConfig
-from model.agentic import TrajectoryEnds, TrajectorySizes
+from model.agentic import TrajectoryEmbedAndHead, TrajectorySizes
 from model.config import TransformerConfig
 from model.families import FAMILIES
 from model.parameter_declarations import declare
@@ -458,8 +458,8 @@ def test_vectors_of_layers_are_not_treated_as_matrices(name, kind):
 def test_matrices_are_those_of_two_axes_in_hugging_faces_files():
     """In every preset, for each expert alone: what transformers' trainers decay. The biases of
     trajectories' models, which are in no such file, are vectors."""
-    ends = functools.partial(TrajectoryEnds, sizes=TrajectorySizes(5, 2))
-    for name, parameter in declare(tiny(), ends).items():
+    embed_and_head = functools.partial(TrajectoryEmbedAndHead, sizes=TrajectorySizes(5, 2))
+    for name, parameter in declare(tiny(), embed_and_head).items():
         assert parameter.is_matrix != name.endswith((".bias", "norm.weight")), name
     presets = [name for family in FAMILIES.values() for name in family.presets]
     assert len(presets) > 20

@@ -54,18 +54,18 @@ def compiled_as_the_tests_programs(monkeypatch):
 def test_two_processes_train_as_one_and_one_resumes_from_their_checkpoint(
     whole_run, small_recipe, repository
 ):
-    """8 devices in 2 processes, fsdp 2 x tensor 2 x sequence 2; one of them prepares the data;
-    process 1 is killed after the first checkpoint."""
+    """4 devices in 2 processes, fsdp 2 x sequence 2, and 8 in one before and after; one of them
+    prepares the data; process 1 is killed after the first checkpoint, and the next start after a
+    few more steps, across an evaluation."""
     run = small_recipe.parent / "two processes"
     prepared, building = run.with_name("prepared by two"), set()
 
     def saved():
-        building.update(prepared.glob(".*"))
+        building.update(prepared.glob(".[0-9a-f]*"))  # not the folder that tries a rename
         return list(run.glob("checkpoints/[0-9]*/manifest.json"))
 
-    running = launch_local.start(
-        2, ["--config", str(small_recipe), "--run_dir", str(run), "--data.prepared", str(prepared)]
-    )
+    flags = ["--config", str(small_recipe), "--run_dir", str(run)]
+    running = launch_local.start(2, [*flags, "--data.prepared", str(prepared), *SMALLER])
     try:
         wait_for(saved, running)
         [made] = prepared.iterdir()
@@ -79,8 +79,13 @@ def test_two_processes_train_as_one_and_one_resumes_from_their_checkpoint(
     alone, logged = small_run.rows(whole_run / "metrics.jsonl"), small_run.steps_logged(run)
     assert logged >= small_run.SAVE_EVERY
     agree(small_run.rows(run / "metrics.jsonl"), alone[:logged])
-    small_run.finish(small_run.start(repository, small_recipe, run), run)
-    agree(small_run.rows(run / "metrics.jsonl"), alone)
+    resumed = small_run.start(repository, small_recipe, run)
+    assert small_run.kill_when(
+        resumed, run, lambda: small_run.steps_logged(run) > small_run.EVALUATE_EVERY + 2
+    )
+    assert "continuing from step" in run.with_name(f"{run.name}.log").read_text()
+    logged = small_run.steps_logged(run)
+    agree(small_run.rows(run / "metrics.jsonl"), alone[:logged])
 
 
 @pytest.mark.slow
@@ -411,7 +416,7 @@ def test_a_process_that_trains_alone_in_a_cluster_says_so(name, value, advice, m
     monkeypatch.setattr(cluster, "_initialize", no_cluster)
     monkeypatch.setattr(cluster.xla_bridge, "backends_are_initialized", lambda: False)
     monkeypatch.setenv(name, value)
-    cluster.join(DistributedConfig(), simulated=False, folder=None)
+    cluster.join(DistributedConfig(), simulated=False, run="run")
     stderr = capsys.readouterr().err
     assert (f"trains alone, but {name} is {value};" in stderr) == bool(advice) == bool(stderr)
     assert not advice or advice in stderr

@@ -97,6 +97,32 @@ def test_moments_round_without_bias_to_neighbouring_levels(signed):
     assert np.all((rounds[0] > 0) == (x > 0)) if not signed else np.all(rounds[0] * x >= 0)
 
 
+@pytest.mark.parametrize("share", [0.125, 0.5, 0.875])
+def test_signed_moments_below_the_smallest_level_round_without_bias(share):
+    """They become zero or the smallest level, 2**-15 of a scale of 1, which is that of the block's
+    largest moment, 1.75; the frequency is within four standard deviations of the share."""
+    x = jnp.full((MANY // BLOCK, BLOCK), -share * 2.0**-15).at[:, 0].set(1.75)
+    codes, scales = encode(x, bits(x.shape), True)
+    found = np.asarray(decode(codes, scales, True))[:, 1:]
+    assert set(np.unique(found)) == {0.0, -(2.0**-15)}
+    deviation = np.sqrt(share * (1 - share) / found.size)
+    assert np.mean(found != 0) == pytest.approx(share, abs=4 * deviation)
+
+
+@pytest.mark.parametrize("shape", [(300,), (2, 1, 300)])
+@pytest.mark.parametrize("signed", [True, False])
+def test_blocks_lie_along_the_last_axis(shape, signed):
+    rows = np.random.default_rng(0).random((int(np.prod(shape)) // 300, 300), np.float32)
+    random = np.asarray(bits(rows.shape))
+    expected = encode(rows, random, signed)
+    found = encode(rows.reshape(shape), random.reshape(shape), signed)
+    for ours, of_rows in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours.reshape(of_rows.shape), of_rows)
+    np.testing.assert_array_equal(
+        decode(*found, signed).reshape(rows.shape), decode(*expected, signed)
+    )
+
+
 def test_a_slow_average_keeps_moving():
     """A second moment whose gradients have become zero decays by 0.1% per step, to e**-1 after
     1,000 steps; with rounding to the nearest level it would never move."""

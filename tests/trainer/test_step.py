@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from model.adapter import AdapterConfig
+from model.dropout import token_keys
 from model.families import FAMILIES
 from model.loss import LossSums, SourceSums
 from model.memory.options import MemoryConfig
@@ -83,6 +85,76 @@ def first_moments(state) -> dict:
         if hasattr(leaf, "mu")
     ]
     return {name: np.asarray(x) for name, x in moments.items()}
+
+
+def with_empty_rows(batch, rows):
+    """The batch with only its first rows; the loader's others."""
+    kept = (np.arange(len(batch["index"])) < rows)[:, None]
+    return {name: x if name == "index" else x * kept.astype(x.dtype) for name, x in batch.items()}
+
+
+MIXTURE = tiny(
+    family="qwen3_moe",
+    qk_norm="head",
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=48,
+    output_router_logits=True,
+    router_aux_loss_coef=0.3,
+    router_z_loss_coef=0.02,
+)
+DROPPED = tiny(adapter=AdapterConfig(rank=4, alpha=8.0, dropout=0.5))
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "parts"),
+    [
+        (tiny(), {}, 4),
+        pytest.param(tiny(), {"fsdp": 2, "sequence": 2}, 1, marks=pytest.mark.slow),
+        pytest.param(MIXTURE, {}, 1, marks=pytest.mark.slow),
+        pytest.param(MIXTURE, {"fsdp": 2}, 4, marks=pytest.mark.slow),
+        pytest.param(DROPPED, {"fsdp": 2}, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_empty_rows_leave_the_gradient_of_the_others(config, mesh, parts):
+    """Against the plain gradient of a batch of those rows alone; of four parts three are empty."""
+    model = llama(config, mesh, **ALL_AT_ONCE)
+    builder = StepBuilder(
+        model,
+        model.loss,
+        text_batch(ROWS, LENGTH, model.mesh),
+        OPTIMIZER,
+        TrainConfig(steps=20, accumulation=parts),
+    )
+    batch = packed_batch(config, ROWS, LENGTH)
+    before, _, state, metrics = one_step(
+        model, builder, builder.lower_train().compile(), with_empty_rows(batch, 1)
+    )
+    single = llama(config, **ALL_AT_ONCE)
+    few = {name: x[:1] for name, x in batch.items()}
+    if config.adapter:
+        few["dropout"] = np.asarray(token_keys(builder.seed, np.int32(0), few["index"]))
+    trained = {name: np.asarray(before.pop(name)) for name in builder.trainable}
+    others = {name: np.asarray(x) for name, x in before.items()}
+
+    def loss(trained):
+        sums = single.loss({**trained, **others}, few)
+        return sums.trained / sums.weight, sums
+
+    (_, sums), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(trained)
+    assert float(metrics.weight) == float(sums.weight) == few["loss_weights"].sum()
+    assert float(metrics.loss) == pytest.approx(float(sums.total / sums.weight), rel=1e-6)
+    for name, expected in sums.auxiliary.items():
+        assert float(metrics.auxiliary[name]) == pytest.approx(
+            float(expected / sums.weight), rel=1e-5
+        )
+    for name, expected in sums.measures.items():
+        assert float(metrics.measures[name]) == pytest.approx(
+            float(expected / sums.weight), rel=1e-5, abs=1e-6
+        )
+    for name, moment in first_moments(state).items():
+        expected = np.asarray(gradient[name]) / 10
+        assert np.abs(moment - expected).max() <= 2e-6 * np.abs(expected).max(), name
 
 
 def weighted(total, weight):

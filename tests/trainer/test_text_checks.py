@@ -106,6 +106,12 @@ def test_training_unlike_the_adapters_is_a_warning(hf_model, tmp_path):
     [
         (TrainConfig(epochs=1, batch_size=4), None),
         (TrainConfig(epochs=50, batch_size=4), "500 steps of 4 rows are 50 epochs"),
+        (TrainConfig(epochs=10, batch_size=39), None),  # whole batches would be 10.7 epochs
+        (TrainConfig(epochs=0.3, batch_size=12), None),
+        (
+            TrainConfig(epochs=0.3, batch_size=16),
+            "train.batch_size: the batch has 16 rows, but the run has only 12, so the others are",
+        ),
     ],
 )
 def test_repetitions_are_counted_in_the_epochs_of_the_run(train, expected):
@@ -118,6 +124,6 @@ def test_repetitions_are_counted_in_the_epochs_of_the_run(train, expected):
         pass
 
     loader = Rows(range(40))
-    loader.batch_size, loader.documents = 4, documents
+    loader.batch_size, loader.documents = train.batch_size, documents
     warning = _repetition_warning(RunConfig(name="run", train=train), loader)
     assert warning is None if expected is None else warning.startswith(expected)

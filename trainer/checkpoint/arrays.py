@@ -14,12 +14,12 @@ import jax
 import numpy as np
 import tensorstore
 
-from data.within import parse_json
+from data.untrusted_files import parse_json
 from trainer.checkpoint.commit import Files
 from trainer.checkpoint.manifest import DamagedError
 from trainer.run.bucket import in_bucket, store_spec
 
-_ARRAYS_AT_ONCE = 8  # that are read
+_ARRAYS_AT_ONCE = 8  # read concurrently
 
 
 def open_arrays(folder: Path, item: str) -> dict[str, tensorstore.TensorStore]:
@@ -41,7 +41,7 @@ def open_arrays(folder: Path, item: str) -> dict[str, tensorstore.TensorStore]:
                 {
                     "driver": "zarr",
                     "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},
-                    # Or the numbers of a checkpoint that is removed meanwhile are read as 0.
+                    # Otherwise a checkpoint removed meanwhile would be read as zeros.
                     "fill_missing_data_reads": False,
                 },
                 open=True,

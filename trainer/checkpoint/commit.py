@@ -23,7 +23,7 @@ from typing import Any
 from etils import epath
 
 from data.folders import sync
-from data.within import MAX_JSON_BYTES, check_tree, check_within, read_bytes
+from data.untrusted_files import MAX_JSON_BYTES, check_tree, check_within, read_bytes
 from trainer.config.schema import GCS
 from trainer.run.bucket import Bucket, in_bucket
 
@@ -175,7 +175,7 @@ def publish(target: Path, manifest: bytes) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    """Removes a folder as far as it can; of a link, the link alone."""
+    """Removes a folder as far as it can; if it is a link, only the link."""
     if path.is_symlink():  # or its target would be written to, or stay
         path.unlink()
     else:

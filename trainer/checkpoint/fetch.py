@@ -13,7 +13,7 @@ from pathlib import Path
 from data.errors import UserError
 from data.folders import building
 from data.paths import cache_folder, on_this_machine
-from data.within import parse_json
+from data.untrusted_files import parse_json
 from trainer.checkpoint.commit import CHECKPOINTS, MANIFEST, Files, located, remove, steps_in
 from trainer.checkpoint.manifest import (
     DamagedError,
@@ -28,14 +28,22 @@ from trainer.checkpoint.manifest import (
 from trainer.run.bucket import Bucket, in_bucket
 from trainer.run.mirror import Mirror
 
-MODEL = ("model", "assets", "data")  # what readers need; the moments are twice as large
-# A file in a copy: the time of its last use. A copy without it is never removed.
+SMALL = ("assets", "data")
+MODEL = ("model", *SMALL)  # what readers need; the moments are twice as large
+# A file in a copy: the time of its last use. A copy without it is never removed: an adapter of an
+# earlier version may name it as its base.
 LAST_USE = ".longstripe-last-use"
 UNUSED_SECONDS = 7 * 24 * 3600  # after which a copy is removed; reading one never takes as long
 
 
 def local_copy(path: str | Path, items: Sequence[str] = MODEL) -> Path:
-    """Returns a local path for `path`; of a checkpoint in a bucket it downloads these items.
+    """Returns a local path for `path`; as `copied`."""
+    return copied(path, items)[0]
+
+
+def copied(path: str | Path, items: Sequence[str] = MODEL) -> tuple[Path, str]:
+    """Returns a local path for `path`; if that is in a bucket, downloads these items, and also
+    returns the address of the checkpoint there, otherwise "".
 
     Args:
       path: a local path, which is returned unchanged; or in a bucket a checkpoint, a run (for its
@@ -47,7 +55,7 @@ def local_copy(path: str | Path, items: Sequence[str] = MODEL) -> Path:
       TransientError: the checkpoint is removed meanwhile.
     """
     if not in_bucket(path):
-        return on_this_machine(path)
+        return on_this_machine(path), ""
     folders, problems = _checkpoints(str(path).rstrip("/")), list[ValueError]()
     for folder in folders:
         try:
@@ -57,7 +65,7 @@ def local_copy(path: str | Path, items: Sequence[str] = MODEL) -> Path:
             problems.append(problem)
         else:
             use_previous(problems)
-            return copy
+            return copy, str(folder)
     raise problems[0] if len(problems) == 1 else none_good(folders[0].parent, problems)
 
 
@@ -67,7 +75,7 @@ def _copy(folder: Path, items: Sequence[str]) -> Path:
     items = [item for item in items if item in content["items"]]
     copy = cache_folder("checkpoints") / "-".join([fingerprint(folder), *sorted(items)])
     if (copy / MANIFEST).exists():
-        with contextlib.suppress(OSError):  # a copy to be kept, or another user's
+        with contextlib.suppress(OSError):  # an earlier version's, or another user's
             os.utime(copy / LAST_USE)
         return copy
     _remove_unused(copy.parent)
@@ -95,12 +103,6 @@ def _remove_unused(copies: Path) -> None:
                 remove(file.parent)
 
 
-def keep_copy(folder: str | Path) -> None:
-    """Exempts a folder from removal, if it is a copy: an adapter names it as its base."""
-    with contextlib.suppress(OSError):  # no copy, or another user's
-        (Path(folder) / LAST_USE).unlink()
-
-
 def run_copy(path: str | Path) -> Path:
     """Returns a local folder with a run's small files; for a run in a bucket, downloads them and
     its manifests.
@@ -122,7 +124,7 @@ def run_copy(path: str | Path) -> Path:
 
 
 def _checkpoints(url: str) -> list[Path]:
-    """Returns the checkpoint folder for an address in a bucket; of a run all, the newest first."""
+    """Returns the checkpoint folder at an address in a bucket; for a run all, newest first."""
     bucket = Bucket(url)
     if bucket.version(MANIFEST).content is not None:
         return [located(url)]

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from data.within import parse_json
+from data.untrusted_files import parse_json
 from model.config import TransformerConfig
 from model.padding import fits
 from model.parameter_declarations import unpadded_shapes

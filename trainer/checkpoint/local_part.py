@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from data.within import parse_json
+from data.untrusted_files import parse_json
 from trainer.checkpoint.manifest import DamagedError
 
 _LENGTH = struct.Struct("<Q")

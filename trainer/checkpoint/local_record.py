@@ -3,7 +3,7 @@
     run         the run's identifier: the name of its folder in checkpoint.local
     step        the newest step complete there; null if there is none
     begun       the newest step that may be complete there, written before its parts are
-    location    the run's folder, by which a copied run is told from its original
+    location    the run's folder, which tells a copied run from its original
     inode       the folder's, which a renamed folder keeps; none in a bucket
 
 Process 0 writes it.
@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from data.within import parse_json, read_bytes
+from data.untrusted_files import parse_json, read_bytes
 from trainer.run.bucket import in_bucket
 
 RECORD = "local.json"
@@ -35,9 +35,10 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def own_record(folder: Path, location: str) -> dict[str, Any]:
-    """Returns `read_record`; in a copy of a run's folder only `copy_of`, the original's location,
-    and, if nothing is there any more, what the record would say if it is the original, moved: its
-    `original_run` and its new `location`.
+    """Returns `read_record` unless the folder is a copy of another run's folder.
+
+    A copy has only `copy_of`, the original's location; and if nothing is there any more, so that it
+    may be the original itself, moved, also `original_run` and its new `location`.
 
     A copy must not use the original's local checkpoints: it would later delete them. A folder is
     the original's if its path or its inode is, since a rename changes the path, and some file
@@ -67,7 +68,7 @@ def place_of(folder: Path, location: str) -> dict[str, Any]:
 
 
 def newest_local_step(folder: Path, location: str) -> int:
-    """Returns the newest step of which the run may have a local checkpoint; 0 if there is none."""
+    """Returns the newest step that the run may have a local checkpoint of; 0 if there is none."""
     record = own_record(folder, location)
     steps = (record.get("step"), record.get("begun"))
     return max((step for step in steps if isinstance(step, int)), default=0)

@@ -39,11 +39,11 @@ from jax.sharding import Mesh
 
 from data.paths import expanded
 from data.printable import printable
-from data.within import parse_json
-from trainer.checkpoint.local_choice import (
+from data.untrusted_files import parse_json
+from trainer.checkpoint.local_candidates import (
     Candidate,
     Expected,
-    Found,
+    FoundPart,
     candidates,
     keeper_of,
     kept_for,
@@ -174,7 +174,7 @@ class LocalTier:
         own_parts, self._files = scan(self.root, self.run, self.folder)
         of_all = exchange([digest_of(layout_of(abstract)), own_parts])
         expected = Expected(self.run, self.mesh, [layout for layout, _ in of_all])
-        found = [[Found(*part) for part in parts] for _, parts in of_all]
+        found = [[FoundPart(*part) for part in parts] for _, parts in of_all]
         complete, refused = candidates(found, expected, after)
         for reason in refused:
             self._say(reason)

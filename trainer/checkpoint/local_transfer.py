@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 
-from data.within import parse_json
+from data.untrusted_files import parse_json
 from trainer.checkpoint.local_part import Header, scratch_of, verify_part
 from trainer.run.cluster import coordinator_address, exchange
 from trainer.run.rendezvous import bind_address

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import TransientError, is_transient
-from data.within import parse_json
+from data.untrusted_files import parse_json
 from trainer.checkpoint.commit import MANIFEST, Files
 
 _FORMAT = "longstripe checkpoint"
@@ -169,7 +169,7 @@ def verify(
       name: the folder in messages, if `folder` is a copy of it.
 
     Raises:
-      ForeignError: the folder is no checkpoint.
+      ForeignError: the folder is not a checkpoint.
       DamagedError: names the first file that is missing or differs.
       UserError: a link leads out of the folder.
     """

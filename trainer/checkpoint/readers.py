@@ -34,7 +34,7 @@ _OTHER_FORMATS = {
 
 
 def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
-    """The checkpoint folder at `path`; of a run folder the newest good one, of RUN/best the best
+    """The checkpoint folder at `path`; for a run folder the newest good one, for RUN/best the best
     one.
 
     Args:

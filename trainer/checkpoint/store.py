@@ -286,7 +286,7 @@ def _require_unmarked(folder: Path) -> None:
 def problem_in_any(
     folder: Path, items: Sequence[str] | None = None, digests: bool = True
 ) -> ValueError | None:
-    """Returns what is wrong with a checkpoint, or None, equally in all processes; each reads a
+    """Returns what is wrong with a checkpoint, or None, the same in all processes; each reads a
     share."""
     problem: ValueError | None = None
     try:

@@ -109,7 +109,7 @@ def _is_given(value: Any, _: RunConfig) -> bool:
 
 
 def _of_section(section: str, config_class: type, *besides: str) -> tuple[str, ...]:
-    """The dotted names of a section's fields, but not those `besides`."""
+    """The dotted names of a section's fields, except those in `besides`."""
     names = (field.name for field in dataclasses.fields(config_class))
     return tuple(f"{section}.{name}" for name in names if name not in besides)
 

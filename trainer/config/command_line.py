@@ -21,6 +21,7 @@ from .fields import (
     is_text,
     suggestion,
 )
+from .other_trainers import MEANT_SECTIONS
 from .yaml_text import InvalidYAML, parse
 
 PROFILE = "logging.profile_steps"  # whose value may be FIRST:LAST
@@ -45,10 +46,11 @@ class CommandLine(NamedTuple):
 
 
 def value_of(flag: Flag, kind: Any) -> Any:
-    """Returns a flag's value before its conversion to the field's type: its text, where only the
-    word null is null, for a text; else that of the text as YAML, or the text if it is none.
+    """Returns a flag's value before its conversion to the field's type.
 
-    A list of texts is one as YAML, or one text as written, such as no, or with a colon.
+    A field of text gets what was written, with None for the word null. Other fields get it parsed
+    as YAML, or as written if it is not YAML. For a list of texts, YAML that is not a list is one
+    text, as written: no, for example, or a text with a colon.
     """
     if is_text(kind):
         return None if flag.text == "null" else flag.text
@@ -194,8 +196,10 @@ def _check_name(name: str, written: str, command_flags: Iterable[str]) -> None:
             'one source, or the whole list as --data.sources \'[{"path": "FILE"}]\''
         )
     if name in SECTIONS:
+        meant = f" (did you mean --{MEANT_SECTIONS[name]}?)" if name in MEANT_SECTIONS else ""
         raise UserError(
-            f"command line: --{written} is a section; its fields are {', '.join(_fields_of(name))}"
+            f"command line: --{written} is a section{meant}; its fields are "
+            f"{', '.join(_fields_of(name))}"
         )
     if name in RECORDED:
         raise UserError(
@@ -228,8 +232,8 @@ def _fields_of(section: str) -> list[str]:
 
 def _check_values(flags: list[Flag]) -> None:
     """Refuses values that would lose a part: keys written twice in one value, lists, mappings and
-    data files given by two flags, and mappings that a later flag would replace. Of any other flag
-    given twice the last one holds, as in other programs; a warning names the first."""
+    data files given by two flags, and mappings that a later flag would replace. If any other flag
+    is given twice, the last one wins, as in other programs, and a warning names the first."""
     earlier: list[tuple[Flag, Any]] = []
     for flag in flags:
         value = value_of(flag, FIELDS.get(flag.name, Any))

@@ -115,7 +115,7 @@ class DataConfig:
             self._check_template(f"data.sources[{index}].template", source.template)
 
     def _check_template(self, field: str, name: str | None) -> None:
-        """Raises ValueError for a source's template that would be another one's file."""
+        """Raises ValueError if a source's template is a file, or is replaced by data.template."""
         require(
             not (name or "").endswith(TEMPLATE_FILES),
             field,

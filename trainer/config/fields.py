@@ -13,7 +13,7 @@ from model.attention.names import Tokens
 from trainer.reporting.rows import is_number
 
 from .data import SourceConfig
-from .other_trainers import MEANT, NO_FIELD, REMARKS
+from .other_trainers import MEANT, MEANT_SECTIONS, NO_FIELD, REMARKS
 from .schema import RunConfig
 from .stage import StageConfig
 
@@ -53,8 +53,8 @@ MAPPINGS = ("model.overrides", "attention.schedule")
 
 
 def is_text(kind: Any) -> bool:
-    """Whether a field's type is a text, any or one of several, or null for none: a flag's value is
-    then what was written, not YAML."""
+    """Whether a field holds text, any or one of several values, or null: its flag's value is then
+    taken as written, not parsed as YAML."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return all(part is type(None) or is_text(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:
@@ -74,7 +74,7 @@ def suggestion(name: str, valid: Iterable[str], prefix: str = "") -> str:
         return f" (did you mean {dashes}{meant}{REMARKS.get(plain, '')}?)"
     fields = [f"{dashes}{field}" for field in FIELDS if field.endswith(f".{written}")]
     if fields and prefix in ("", "--"):
-        return f" (did you mean {' or '.join(fields)}?)"
+        return f" (did you mean {' or '.join(fields)}{REMARKS.get(written, '')}?)"
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return f" (did you mean {prefix}{matches[0]}?)" if matches else ""
 
@@ -116,7 +116,7 @@ class _Part(NamedTuple):
 
 
 def _parts(recipe: Mapping[str, Any]) -> Iterator[_Part]:
-    """Yields what a recipe should have fields in."""
+    """Yields the parts of a recipe that should be mappings of fields."""
     yield _Part(recipe, RunConfig, "")
     for section, cls in SECTIONS.items():
         yield _Part(entry_of(recipe, section, {}), cls, f"{section}.")
@@ -175,11 +175,19 @@ def check_mapping(section: Any, cls: type, prefix: str, source: str) -> None:
     if not isinstance(section, Mapping):
         names = field_names(cls)
         is_entry = prefix.endswith("].") and isinstance(section, str)
-        remedy = f"; {{{names[0]}: {section}}} would work" if is_entry else ""
+        remedy = (
+            f"; {{{names[0]}: {section}}} would work" if is_entry else _meant_by_section(prefix)
+        )
         raise UserError(
             f"{source}: {prefix[:-1] or 'a recipe'} expects the fields {', '.join(names)}, found "
             f"{section!r:.200}{remedy}"
         )
+
+
+def _meant_by_section(prefix: str) -> str:
+    """'; did you mean ...?' for a section that other trainers have as a field."""
+    meant = MEANT_SECTIONS.get(prefix[:-1])
+    return f"; did you mean {meant}?" if meant else ""
 
 
 def check_keys(section: Any, cls: type, prefix: str, source: str) -> None:
@@ -189,13 +197,14 @@ def check_keys(section: Any, cls: type, prefix: str, source: str) -> None:
 
 
 def _refuse_unknown(parts: Iterable[_Part], source: str) -> None:
-    """Raises UserError that names all unknown fields, and then what is no mapping."""
+    """Raises UserError that names all unknown fields, and then what is not a mapping."""
     unknown: list[str] = []
     no_mappings: list[str] = []
     valid: dict[str, list[str]] = {}
     for written, cls, prefix in parts:
         if not isinstance(written, Mapping):
-            no_mappings.append(f"{prefix[:-1]} (a section, found {written!r:.80})")
+            meant = _meant_by_section(prefix)
+            no_mappings.append(f"{prefix[:-1]} (a section, found {written!r:.80}{meant})")
             continue
         names = field_names(cls)
         for key in (str(key) for key in written if key not in names):

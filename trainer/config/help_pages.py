@@ -243,7 +243,7 @@ def _heading(section: type) -> str:
 
 
 def _wrapped(text: str, indent: int) -> str:
-    """A text in lines of the page's width, each with so many spaces before it."""
+    """A text in lines of the page's width, each indented by `indent` spaces."""
     width = min(WIDTH, shutil.get_terminal_size().columns)
     wrapper = textwrap.TextWrapper(width, break_on_hyphens=False, break_long_words=False)
     wrapper.initial_indent = wrapper.subsequent_indent = " " * indent

@@ -14,7 +14,7 @@ import yaml
 from data.errors import UserError
 from data.paths import expanded, on_this_machine
 from data.printable import printable
-from data.within import read_text
+from data.untrusted_files import read_text
 from model.attention.choice import LIMITS
 from model.config import ADJUSTABLE
 
@@ -206,9 +206,9 @@ def _require_name_and_data(flags: Mapping[str, str]) -> None:
 def _merge_auto_flag(
     recipe: dict[str, Any], words: command_line.CommandLine
 ) -> tuple[dict[str, Any], command_line.CommandLine]:
-    """The recipe and command line with the sections of --auto as those of --mesh auto.
+    """The recipe and command line, with the sections of --auto treated like that of --mesh auto.
 
-    A list replaces the recipe's; another value stays, to be refused with the field's type.
+    A list replaces the recipe's; any other value stays, to be refused with the field's type.
     """
     flag = next((flag for flag in words.flags if flag.name == "auto"), None)
     listed = command_line.value_of(flag, FIELDS["auto"]) if flag else None
@@ -318,11 +318,11 @@ CHANGED_DEFAULTS = ("data.template", "data.clean.html", "data.clean.rate_limits"
 def _keep_stored_defaults(
     config: RunConfig, recipe: Mapping[str, Any], flags: Mapping[str, str]
 ) -> RunConfig:
-    """The configuration with what the run in its folder began with: the old defaults, for fields of
-    CHANGED_DEFAULTS that neither the recipe nor a flag gives, and the day, for `today`. A rate that
-    was no default must be given again.
+    """The configuration with what the run in its folder began with: the old default of each field
+    of CHANGED_DEFAULTS that neither the recipe nor a flag gives, and for `today` its day. A
+    learning rate that was not the default must be given again.
 
-    Standard error says so.
+    A line on standard error names each kept value.
     """
     stored = _stored(config)
     for field in CHANGED_DEFAULTS:
@@ -355,8 +355,8 @@ def _first_stage_has_a_rate(config: RunConfig) -> bool:
 
 
 def _keeping(config: RunConfig, field: str, value: Any, otherwise: str) -> RunConfig:
-    """The configuration with a field's value in the run's folder, of which standard error says so
-    (of numbered processes the first one's).
+    """The configuration with the value that the run's folder has for a field; a line on standard
+    error says so, in process 0 if processes are numbered.
 
     Args:
       otherwise: what the value would be in a new run, for the message.
@@ -379,8 +379,8 @@ def _with_value(section: Any, names: list[str], value: Any) -> Any:
 
 
 def _stored(config: RunConfig) -> dict[str, Any]:
-    """The configuration in a run's folder, or its first stage's; empty if unreadable, for which
-    opening the run reports the reason.
+    """The configuration in a run's folder, or its first stage's; empty if unreadable: opening the
+    run then reports the reason.
     """
     names = ("stages/1/config.yaml", "config.yaml")
     if config.in_bucket:
@@ -422,8 +422,8 @@ def _refuse_fields_of_stages(flags: Mapping[str, str], config: RunConfig) -> Non
 
 
 def _refuse_planned_fields(config: RunConfig, source: str) -> None:
-    """Raises UserError for a field of the recipe that the planner would replace, unless it is the
-    planner's own answer, with which a run's configuration also has its reason."""
+    """Raises UserError for a field of the recipe that the planner would replace. A run's
+    configuration may have it: it is the planner's own answer, recorded with `planned`."""
     defaults = RunConfig()
     for field in PLANNED:
         section, value = field.partition(".")[0], operator.attrgetter(field)(config)

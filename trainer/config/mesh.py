@@ -95,7 +95,7 @@ class MeshConfig:
         return f"no axes have factors whose product is {groups}; with data {larger} they would"
 
     def _dcn_groups(self) -> int:
-        """The slices or hosts that the factors of `dcn` imply; 2 if they are no factors."""
+        """The slices or hosts that the factors of `dcn` imply; 2 if they are not valid factors."""
         factors = list(self.dcn.values())
         valid = all(isinstance(factor, int) and factor >= 1 for factor in factors)
         return max(2, math.prod(factors)) if valid else 2

@@ -17,12 +17,12 @@ from .other_trainers import MEANT_VALUES
 from .schema import RunConfig
 
 _Section = TypeVar("_Section")
-# Numbers as texts: in quotes, or as 1e-3, which PyYAML reads as a text. None begins with a needless
-# zero: YAML 1.1 takes 010 for eight, so it is refused instead of being taken for ten.
+# Numbers that arrive as text: in quotes, or like 1e-3, which PyYAML does not read as a number.
+# Leading zeros are refused: 010 is eight in YAML 1.1, and must not be taken for ten.
 _WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*)", re.ASCII)
 _NUMBER = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", re.ASCII)
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]", re.ASCII)
-# What a field that must not be empty needs; the others of them need a path.
+# What some fields that must not be empty need; the others of these need a path.
 _NEEDS = {
     "checkpoint.best": "the name of a metric",
     "data.sources.template": "the name of a template",
@@ -173,8 +173,8 @@ def _checked_entries(field: str, entries: Sequence[Any], source: str) -> tuple[A
 
 
 def _must_not_be_empty(field: str, kind: Any) -> bool:
-    """Whether an empty text is a mistake, such as a shell variable that is not set: where null
-    means that there is none, and for the paths that every recipe has."""
+    """Whether an empty text is a mistake, such as an unset shell variable: in a field that may be
+    null, and for the paths that every recipe has."""
     return set(typing.get_args(kind)) == {str, type(None)} or field in (
         "data.prepared",
         "data.sources.path",
@@ -182,9 +182,9 @@ def _must_not_be_empty(field: str, kind: Any) -> bool:
 
 
 def _converted(kind: Any, value: Any) -> Any:
-    """Returns a value as a type; one text is a list of texts with one.
+    """Returns a value converted to a type; a single text becomes a list of one.
 
-    Raises _Unfit, ValueError or OverflowError if it is no such value.
+    Raises _Unfit, ValueError or OverflowError if the value does not fit the type.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
@@ -205,7 +205,7 @@ def _converted(kind: Any, value: Any) -> Any:
 
 
 def _as_one_of(kinds: tuple[Any, ...], value: Any) -> Any:
-    """Returns a value as the first of the types that it fits."""
+    """Returns a value converted to the first type that it fits."""
     for kind in kinds:
         try:
             return None if value is None else _converted(kind, value)
@@ -227,7 +227,7 @@ def _as_plain(kind: Any, value: Any) -> Any:
 
 
 def _as_written(kind: Any, text: str) -> Any:
-    """Returns a text as itself, or the number or boolean that it writes."""
+    """Returns a text unchanged, or as the number or boolean that it spells."""
     if kind is Tokens:
         return tokens_of(_required(not _LEADING_ZERO.match(text), text))
     if kind is int:
@@ -240,7 +240,7 @@ def _as_written(kind: Any, text: str) -> Any:
 
 
 def _with_numbers(value: Any) -> Any:
-    """Returns a value of any type in which numbers such as 1e-5, texts for PyYAML, are numbers."""
+    """Returns a value in which texts such as 1e-5, numbers that PyYAML misses, are floats."""
     if isinstance(value, Mapping):
         return {key: _with_numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -94,8 +94,9 @@ class TrainConfig:
     steps: int = 100
     """Optimizer steps of the whole run; the decay depends on it."""
     epochs: float | None = None
-    """Passes over the data, such as 3 or 0.5, instead of steps. All epochs count as long as the
-    first; with source weights they differ a little."""
+    """Passes over the data, such as 3 or 0.5, instead of steps. A batch may end one epoch and begin
+    the next; the last one has only the rows that are left. All epochs count as long as the first;
+    with source weights they differ a little."""
     batch_size: int = 1
     """Rows of context_length tokens in a step, over all devices; a multiple of mesh.data *
     mesh.fsdp * mesh.expert * accumulation."""
@@ -143,9 +144,25 @@ class TrainConfig:
             "to be left out, since the sources' weights leave no row in the first epoch; give "
             "train.steps",
         )
-        # 0.07 * 100 is a little more than 7.
-        steps = round(self.epochs * (rows or 0) / self.batch_size, 9)
-        return dataclasses.replace(self, steps=max(1, math.ceil(steps)))
+        steps = math.ceil(self._rows_of_epochs(rows or 0) / self.batch_size)
+        return dataclasses.replace(self, steps=steps)
+
+    def rows_taken(self, steps: int, per_epoch: int | None) -> int:
+        """Returns the rows that the first `steps` steps train: all of their batches, except that
+        the last step of `epochs` takes only the rows that are left.
+
+        Args:
+          per_epoch: rows per epoch; None if rows are drawn endlessly.
+        """
+        rows = steps * self.batch_size
+        if self.epochs is None or per_epoch is None:
+            return rows
+        return min(rows, self._rows_of_epochs(per_epoch))
+
+    def _rows_of_epochs(self, per_epoch: int) -> int:
+        assert self.epochs is not None
+        rows = round(self.epochs * per_epoch, 9)  # 0.07 * 100 is a little more than 7
+        return max(1, math.ceil(rows))
 
 
 @dataclasses.dataclass(frozen=True)

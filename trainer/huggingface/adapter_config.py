@@ -14,7 +14,7 @@ import regex
 from safetensors import SafetensorError, safe_open
 
 from data.paths import expanded
-from data.within import file_within, read_json
+from data.untrusted_files import file_within, read_json
 from model.adapter import (
     ALL_LINEAR,
     ATTENTION,
@@ -229,8 +229,8 @@ def read_config(
 
 
 def check_trainable(folder: Path) -> None:
-    """Raises ValueError for an adapter of which peft trains A only, and here both A and B would
-    be."""
+    """Raises ValueError for an adapter of which peft trains only A, since here both A and B would
+    be trained."""
     path = folder / CONFIG
     if read_json(path, folder).get("init_lora_weights") == "mica":
         raise ValueError(
@@ -303,7 +303,7 @@ def _check_patterns(
                 raise ValueError(
                     f"{field}: found {value!r} for {module}, which is not read{wanted}"
                 )
-    # Both, or the module's scale would be another than the adapter's.
+    # Both, or the module's scale would differ from the adapter's.
     for module in sorted(named["rank_pattern"] ^ named["alpha_pattern"]):
         field, missing = sorted(named, key=lambda field: module not in named[field])
         raise ValueError(
@@ -414,11 +414,11 @@ def _projections(
 
 
 def _named_projections(names: set[str], model: TransformerConfig | None) -> set[str]:
-    """Returns those of the last parts of names in a list that are of projections or of tensors that
+    """Returns those of some modules' last parts of names that are projections, or tensors that
     stack them.
 
-    As peft does, ignores what the base lacks; where it does not, the tensors of its adapter are
-    refused.
+    Like peft, ignores modules that the base lacks; where peft would not, the tensors of their
+    adapters are refused.
 
     Raises:
       ValueError: an embedding or a head.
@@ -437,7 +437,8 @@ def _named_projections(names: set[str], model: TransformerConfig | None) -> set[
 
 
 def _with_tensors(modules: set[str], folder: Path) -> set[str]:
-    """Returns those of a mixture's modules that an adapter's file may have tensors of.
+    """Returns those modules of a mixture that the adapter's file has tensors for; all if it cannot
+    be read.
 
     A list for dense models often names gate_proj, up_proj and down_proj, which peft ignores where
     transformers 5 holds all experts in one tensor.
@@ -451,7 +452,7 @@ def _with_tensors(modules: set[str], folder: Path) -> set[str]:
 
 
 def _of_family(modules: set[str], family: str | None) -> set[str]:
-    """Returns those of the modules that a family's models have.
+    """Returns those modules that a family's models have.
 
     Models have either the fused tensors or the projections, with different names; if the family is
     not known, the projections are preferred.

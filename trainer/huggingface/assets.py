@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data.tokenizer import NAMED_TEMPLATES, TEMPLATE_DATE, Tokenizer, template_files
-from data.within import file_within, read_json, read_text
+from data.untrusted_files import file_within, read_json, read_text
 from model.adapter import Quantization
 from model.attention import Mask
 from model.config import TransformerConfig
@@ -64,7 +64,7 @@ def copy_assets(folder: str | Path, assets: str | Path) -> None:
 
 
 def _describe_text_part(path: Path) -> None:
-    """Replaces a config.json by that of the text model which is read of it; see `causal_fields`."""
+    """Replaces a config.json with that of the text model in it; see `causal_fields`."""
     if not path.is_file():
         return
     fields = _read_json(path)
@@ -202,8 +202,9 @@ def write_config(config: TransformerConfig, assets: str | Path) -> None:
     source = _read_json(path) if path.is_file() else {}
     content, left_out = described(config, source) if source else (config.to_hf(), [])
     content = FAMILIES[config.family].published(content)
-    if config.rope.rule == "llama3":  # llama.cpp reads it here, and otherwise takes 8192
-        content[_ORIGINAL] = config.rope.original_max_position_embeddings
+    original = config.rope.original_max_position_embeddings
+    if config.rope.rule == "llama3" and original != 8192:  # llama.cpp's, unless it is said here
+        content[_ORIGINAL] = original
         left_out = [name for name in left_out if name != _ORIGINAL]
     if left_out:
         warnings.warn(

@@ -14,7 +14,7 @@ import yaml
 
 from data.errors import first_line
 from data.printable import printable
-from data.within import read_json
+from data.untrusted_files import read_json
 from model.config import TransformerConfig
 from trainer.config.schema import RunConfig
 from trainer.reporting.rows import is_number, read_steps
@@ -101,7 +101,7 @@ def _use(config: TransformerConfig, has_new_tokens: bool) -> str:
 
 
 def base_without_hub_name(checkpoint: Path, base: str | None) -> str | None:
-    """Returns the base model's local folder, which a card cannot name.
+    """Returns the base model's folder, local or in a bucket, which a card cannot name.
 
     None if the model has a hub name, was trained from scratch, or is not recorded.
 

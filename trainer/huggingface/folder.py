@@ -17,10 +17,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from data.digests import file_digest
-from data.within import check_within, check_writable, file_within, is_text, read_json
+from data.untrusted_files import check_within, check_writable, file_within, is_text, read_json
 from model.config import TransformerConfig
 from model.families import FAMILIES
-from model.families.text_part import wrapper_of
+from model.families.text_part import vision_language_architecture
 from model.rope import inverse_frequencies
 from model.rope_config import RopeConfig
 
@@ -39,6 +39,14 @@ _QUANTIZED = {
     "biases": "MLX",
     "weight.absmax": "bitsandbytes' 4 bits, not as NF4",
 }
+# Files of weights that are not read; why not, unless they are pickled.
+_PICKLED = ("*.bin", "*.pth", "*.pt")
+_NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")  # of Trainer
+_OTHER_WEIGHTS = {
+    "model-*.safetensors": "a part of a model, whose index is missing",
+    "*.safetensors": "of another layout, as the model's authors write it or of an adapter",
+    "*.gguf": "of llama.cpp, which is not read",
+}
 _COMPARED_NUMBERS = 1 << 22  # for two tensors at a time
 
 
@@ -46,8 +54,8 @@ def folder_config(folder: str | Path) -> TransformerConfig:
     """Returns the sizes of the model in a Hugging Face folder.
 
     As in transformers, a head in the files that differs from the embedding is kept even if
-    tie_word_embeddings is true; a warning names it. Another says what is left out of a model of
-    images.
+    tie_word_embeddings is true; a warning names it. Another says what is left out of a
+    vision-language model.
 
     Raises:
       ValueError: as `TransformerConfig.from_hf` and `open_tensors`; or the folder has an adapter.
@@ -79,16 +87,34 @@ def folder_config(folder: str | Path) -> TransformerConfig:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has the weights of a whole model."""
-    return any(folder.glob("model*.safetensors*"))
+    """Whether a folder has all files of a whole model's weights.
+
+    Raises:
+      ValueError: an index that cannot be read.
+    """
+    if (folder / "model.safetensors").is_file():
+        return True
+    index = folder / "model.safetensors.index.json"
+    return index.is_file() and all(path.is_file() for path in read_index(index).values())
+
+
+def has_any_weights(folder: Path) -> bool:
+    """Whether a folder has some weights, even if they cannot be read, such as pickled ones."""
+    return bool(_pickled(folder)) or any(any(folder.glob(form)) for form in _OTHER_WEIGHTS)
+
+
+def _pickled(folder: Path) -> list[Path]:
+    """A folder's files of pickled weights."""
+    found = sorted(path for form in _PICKLED for path in folder.glob(form))
+    return [path for path in found if not path.name.startswith(_NOT_WEIGHTS)]
 
 
 def wrapper(folder: Path) -> str | None:
-    """Returns the architecture of a model of images whose text part is read; None for others."""
+    """Returns the architecture of a vision-language model whose text part is read, or None."""
     with suppress(ValueError):  # `TransformerConfig.from_hf` reports it
         if file := file_within(folder, "config.json"):
             content = read_json(file, folder)
-            return wrapper_of(content) if isinstance(content, dict) else None
+            return vision_language_architecture(content) if isinstance(content, dict) else None
     return None
 
 
@@ -115,7 +141,7 @@ def _check_no_adapter(folder: Path) -> None:
 
 
 def _warn_of_other_parts(folder: Path, whole: str, config: TransformerConfig) -> None:
-    """Warns that only the text part of a model of images is read, and how much is left out."""
+    """Warns that only the text part of a vision-language model is read, and what is left out."""
     found = ""
     if has_weights(folder):
         with ExitStack() as stack:
@@ -202,7 +228,7 @@ def weights_fingerprint(folder: str | Path) -> str:
 
 
 def _chosen_by_index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, for tensors in several files, of which an index names one."""
+    """Tensor name -> the file that an index names, for tensors that are in several files."""
     index_file = folder / "model.safetensors.index.json"
     if file_within(folder, "model.safetensors") or not file_within(folder, index_file.name):
         return {}
@@ -293,8 +319,7 @@ def _raise_no_weights(folder: Path) -> NoReturn:
     """Raises the ValueError for a folder without safetensors; says what it has instead."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
-    pickled = sorted([*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")])
-    if pickled:
+    if pickled := _pickled(folder):
         raise ValueError(
             f"{folder}: only pickled weights here ({pickled[0].name}); they can run code when "
             "loaded and are refused; convert them to safetensors "
@@ -308,12 +333,7 @@ def _raise_no_weights(folder: Path) -> NoReturn:
 
 def _other_weights(folder: Path) -> str:
     """What a folder without readable weights has instead, for a message; "" if nothing."""
-    kinds = {
-        "model-*.safetensors": "a part of a model, whose index is missing",
-        "*.safetensors": "of another layout, as the model's authors write it or of an adapter",
-        "*.gguf": "of llama.cpp, which is not read",
-    }
-    for pattern, kind in kinds.items():
+    for pattern, kind in _OTHER_WEIGHTS.items():
         if found := sorted(folder.glob(pattern)):
             return f": {found[0].name} is {kind}"
     return ""

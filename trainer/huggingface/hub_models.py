@@ -12,7 +12,7 @@ from data.errors import UserError
 from data.paths import expanded
 from data.tokenizer import NAMED_TEMPLATES
 
-from .folder import read_index
+from .folder import has_weights
 
 # A hub model's files to download; a pattern stands for several.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -58,31 +58,13 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     folder = expanded(path)
     if folder.is_dir():
         return folder
-    if folder.is_file():
-        found = " of llama.cpp's format, which is not read," * (folder.suffix == ".gguf")
-        raise ValueError(
-            f"{path}: a file,{found} and a model needs a folder, with config.json and safetensors"
-        )
-    name, _, revision = str(path).partition("@")
-    if (
-        folder.is_absolute()
-        or str(path).startswith(("./", "../", "~"))
-        or name.count("/") != 1
-        or name.endswith("/")
-    ):
-        raise ValueError(
-            f"{path}: no such folder (a hub model is named org/name or org/name@revision)"
-        )
+    name, revision = _named_on_hub(path, folder)
     files = (*SMALL_FILES, *(_WEIGHTS if weights else ()))
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         cached = hub.cached_model(name, revision or None, files)
-        removed = [
-            name
-            for name in sorted(os.listdir(cached))
-            if any(fnmatch.fnmatch(name, form) for form in files) and not (cached / name).exists()
-        ]
+        removed = _removed_files(cached, files)
         if removed and hub.is_offline():
             raise UserError(
                 f"{path}: {removed[0]} is no longer in the local Hugging Face cache, and downloads "
@@ -96,17 +78,8 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
             f"{path}: neither a folder nor a hub name (org/name or org/name@revision)"
         ) from None
     except (LocalEntryNotFoundError, OSError):
-        if hub.is_offline() and _may_be_mistyped(folder, revision):
-            raise UserError(
-                f"{path}: no such run or model folder in {folder.parent}, nor a model in the local "
-                "Hugging Face cache, and downloads are forbidden (HF_HUB_OFFLINE or --no-download)"
-            ) from None
         if hub.is_offline():
-            command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
-            raise ValueError(
-                f"{path}: neither a folder nor in the local Hugging Face cache, and downloads are "
-                f"forbidden (HF_HUB_OFFLINE or --no-download); download it: {command}"
-            ) from None
+            raise _not_cached(path, folder, name, revision) from None
     try:
         return hub.download_model(name, revision or None, files, ".safetensors" if weights else "")
     except UserError as error:
@@ -118,24 +91,67 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
         ) from None
 
 
+def _named_on_hub(path: str | Path, folder: Path) -> tuple[str, str]:
+    """The name on the hub and the revision ("" for the newest) of a path that is no folder.
+
+    Raises:
+      ValueError: it is a file, or not in the form of a hub name.
+    """
+    if folder.is_file():
+        found = " of llama.cpp's format, which is not read," * (folder.suffix == ".gguf")
+        raise ValueError(
+            f"{path}: a file,{found} and a model needs a folder, with config.json and safetensors"
+        )
+    name, _, revision = str(path).partition("@")
+    is_local = folder.is_absolute() or str(path).startswith(("./", "../", "~"))
+    if is_local or name.count("/") != 1 or name.endswith("/"):
+        raise ValueError(
+            f"{path}: no such folder (a hub model is named org/name or org/name@revision)"
+        )
+    return name, revision
+
+
+def _removed_files(cached: Path, files: tuple[str, ...]) -> list[str]:
+    """The files of a cached model whose links lead nowhere, since their blobs were removed."""
+    return [
+        name
+        for name in sorted(os.listdir(cached))
+        if any(fnmatch.fnmatch(name, form) for form in files) and not (cached / name).exists()
+    ]
+
+
+def _not_cached(path: str | Path, folder: Path, name: str, revision: str) -> UserError | ValueError:
+    """The error for a model that is neither a folder nor cached, while downloads are forbidden."""
+    if _may_be_mistyped(folder, revision):
+        return UserError(
+            f"{path}: no such run or model folder in {folder.parent}, nor a model in the local "
+            "Hugging Face cache, and downloads are forbidden (HF_HUB_OFFLINE or --no-download)"
+        )
+    command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    return ValueError(
+        f"{path}: neither a folder nor in the local Hugging Face cache, and downloads are "
+        f"forbidden (HF_HUB_OFFLINE or --no-download); download it: {command}"
+    )
+
+
 def _may_be_mistyped(folder: Path, revision: str) -> bool:
-    """Whether a missing folder may have been meant, since the one around it exists; that may also
-    be named like an owner on the hub."""
+    """Whether the path may be a mistyped folder: its parent exists, though that may only be named
+    like an owner on the hub."""
     return not revision and folder.parent.is_dir()
 
 
-def hub_has_weights(path: str) -> bool:
-    """Whether the hub lists the weights of a whole model under org/name[@revision]; False if it
+def hub_has_weights(path: str) -> bool | None:
+    """Whether the hub lists the weights of a whole model under org/name[@revision]; None if it
     cannot be asked."""
     if hub.is_offline():
-        return False
+        return None
     from huggingface_hub import HfApi, constants
 
     name, _, revision = path.partition("@")
     try:
         listed = HfApi(endpoint=constants.ENDPOINT).list_repo_files(name, revision=revision or None)
     except Exception:  # many kinds; a model in the cache must open without a network
-        return False
+        return None
     return any(fnmatch.fnmatch(file, form) for file in listed for form in _WHOLE_WEIGHTS)
 
 
@@ -147,7 +163,4 @@ def is_whole(folder: Path, weights: bool = True) -> bool:
         (folder / name).is_file() for name in TOKENIZERS
     ):
         return False
-    if not weights or (folder / "model.safetensors").is_file():
-        return True
-    index = folder / "model.safetensors.index.json"
-    return index.is_file() and all(path.is_file() for path in read_index(index).values())
+    return not weights or has_weights(folder)

@@ -7,14 +7,14 @@ from typing import Any
 
 # The parts of a text model without its head.
 _BASE_PARTS = ("embed_tokens", "layers", "norm")
-# Beginnings of the names of a text model inside one of images -> ours, by the version that wrote
-# them.
+# Prefixes of tensor names of the text model inside a vision-language model -> ours; they depend on
+# the version of transformers that wrote the file.
 _TEXT = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-# Beginnings of the names of such a model's other parts, also after `model.`.
+# Prefixes of the names of such a model's other parts, also after `model.`.
 _OTHERS = ("vision_tower.", "multi_modal_projector.")
 # Parts that wrappers and older programs put into names: torch.compile, DataParallel, FSDP, PEFT.
 _INSERTED = (
@@ -45,7 +45,7 @@ def of_text_model(files: Mapping[str, Any], is_wrapped: bool) -> dict[str, Any]:
 
     Args:
       files: by the names in the files.
-      is_wrapped: whether they are of a model of images, whose other parts are left out.
+      is_wrapped: whether they are of a vision-language model, whose other parts are left out.
 
     Raises:
       ValueError: two tensors have the same name in the text model.
@@ -71,12 +71,12 @@ def of_text_model(files: Mapping[str, Any], is_wrapped: bool) -> dict[str, Any]:
 
 
 def other_parts(names: Iterable[str]) -> list[str]:
-    """Returns the names of the tensors of a model of images that its text model lacks."""
+    """Returns the names of the tensors of a vision-language model that its text model lacks."""
     return [name for name in names if name.removeprefix("model.").startswith(_OTHERS)]
 
 
 def _of_wrapped(name: str) -> str:
-    """Returns the name in the text model of a tensor of a model of images."""
+    """Returns the name that a vision-language model's tensor has in the text model."""
     for start, ours in _TEXT.items():
         if name.startswith(start):
             return ours + name.removeprefix(start)

@@ -1,5 +1,5 @@
-"""What vLLM, llama.cpp and transformers 4 compute otherwise than transformers 5 in an export, or do
-not load; read in their code."""
+"""Where vLLM, llama.cpp and transformers 4 differ from transformers 5 on an export, or do not load
+it; taken from their code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.within import file_within, read_json
+from data.untrusted_files import file_within, read_json
 from model.config import TransformerConfig
 from model.rope import attention_scaling
 from model.rope_config import RopeConfig

@@ -7,10 +7,11 @@ ours, and its B is block-diagonal.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from data.errors import UserError
 from data.folders import building, holds_files
 from data.outputs import new_folder
 from data.paths import expanded
-from data.within import file_within, read_json
+from data.untrusted_files import file_within, read_json
 from model.adapter import ATTENTION, MAGNITUDE
 from model.attention import Mask
 from model.config import TransformerConfig
@@ -187,7 +188,7 @@ def _tensors(params: Mapping[str, Any], config: TransformerConfig) -> dict[str, 
 
 
 def _write_trained_config(assets: Path, folder: Path) -> None:
-    """Replaces a folder's config.json, with which it would be a whole model, by TRAINED_CONFIG."""
+    """Replaces a folder's config.json, which would make it a whole model, with TRAINED_CONFIG."""
     path, mask = folder / "config.json", trained_mask(assets)
     attention = {"window": mask.window, "global_tokens": mask.global_tokens}
     content = {**read_json(path, folder), _ATTENTION: attention}
@@ -200,7 +201,7 @@ def exported_mask(folder: Path) -> Mask | None:
     """Returns the mask in the TRAINED_CONFIG of an exported adapter; None in an earlier version's.
 
     Raises:
-      UserError, ValueError: it is no mask; one line that names the file and the field.
+      UserError, ValueError: it is not a mask; one line that names the file and the field.
     """
     path = folder / TRAINED_CONFIG
     attention = read_json(path, folder).get(_ATTENTION)
@@ -218,8 +219,33 @@ def read_adapter(folder: str | Path, model: LanguageModel) -> dict[str, jax.Arra
     shard.
 
     Raises:
-      ValueError: names a tensor that is missing, unknown, or of the wrong shape for this base and
-        rank.
+      ValueError: as `opened_adapter`; or a tensor holds NaN.
+    """
+    with opened_adapter(folder, model.config) as (files, options):
+        params: dict[str, jax.Array] = {}
+        layouts = (adapter_layout(config, **options) for config in (model.config, model.in_memory))
+        for entry, in_memory in zip(*layouts, strict=True):
+            read = functools.partial(padded_part, files, entry, in_memory.shape, np.float32)
+            params[entry.name] = jax.make_array_from_callback(
+                in_memory.shape, model.shardings[entry.name], read
+            )
+            params[entry.name].block_until_ready()
+        return params
+
+
+@contextlib.contextmanager
+def opened_adapter(
+    folder: str | Path, config: TransformerConfig
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, bool]]]:
+    """Opens an adapter's file and checks its tensors; yields the file of each tensor, and the
+    options of `adapter_layout`.
+
+    Args:
+      config: the model, with its adapters.
+
+    Raises:
+      ValueError: there is no such file; or names a tensor that is missing, unknown, or of the wrong
+        shape for this base and rank.
     """
     path = expanded(folder) / WEIGHTS
     file_within(path.parent, WEIGHTS)
@@ -227,22 +253,12 @@ def read_adapter(folder: str | Path, model: LanguageModel) -> dict[str, jax.Arra
         with safe_open(path, framework="np") as file:
             files = dict.fromkeys(file.keys(), file)
             options = {
-                "shares_a": _shares_a(files, model.config),
+                "shares_a": _shares_a(files, config),
                 "per_expert": peft_experts.is_per_expert(files),
-                "published": _has_published_names(files, model.config),
+                "published": _has_published_names(files, config),
             }
-            layout, padded = (
-                adapter_layout(config, **options) for config in (model.config, model.in_memory)
-            )
-            _check_tensors(path, files, layout, model.config)
-            params: dict[str, jax.Array] = {}
-            for entry, in_memory in zip(layout, padded, strict=True):
-                read = functools.partial(padded_part, files, entry, in_memory.shape, np.float32)
-                params[entry.name] = jax.make_array_from_callback(
-                    in_memory.shape, model.shardings[entry.name], read
-                )
-                params[entry.name].block_until_ready()
-            return params
+            _check_tensors(path, files, adapter_layout(config, **options), config)
+            yield files, options
     except HoldsNaN as error:
         raise ValueError(f"{path}: {error}") from None
     except FileNotFoundError:

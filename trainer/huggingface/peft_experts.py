@@ -103,7 +103,7 @@ def entries(
 
     Args:
       prefix: of all names.
-      shares_a: whether gate_proj and up_proj share an A, as in adapters that PEFT began.
+      shares_a: whether gate_proj and up_proj share an A, as in adapters that PEFT creates.
       per_expert: whether each expert has tensors, as with transformers 4.
     """
     assert config.adapter is not None
@@ -128,8 +128,8 @@ def entries(
 
 
 def _module(base: dict[str, str], name: str, config: TransformerConfig) -> str:
-    """The module with a projection's adapter: its tensor's, wrapped once for each one that
-    follows."""
+    """The module with a projection's adapter: that of its tensor, or the `base_layer` in it if
+    another adapter wraps this one."""
     tensor = base[f"{name}weight"]
     if tensor.endswith(".weight"):
         return tensor.removesuffix(".weight")
@@ -169,7 +169,7 @@ def is_per_expert(tensor_names: Iterable[str]) -> bool:
 
 
 def lacking(tensor_names: Iterable[str]) -> set[str]:
-    """Returns the projections of experts and the router of which a file has no adapter."""
+    """Returns which of the experts' projections and the router have no adapter in a file."""
     names = list(tensor_names)
     experts = any(".experts." in name for name in names)
     router = any(map(_OF_ROUTER.search, names))

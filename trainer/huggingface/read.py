@@ -24,7 +24,7 @@ from .folder import check_tensors, open_tensors
 from .hub_models import hub_name
 from .table import ExpertsEntry, HFEntry, hf_layout, layout_of
 
-# The end of the names of Unsloth's models of which some layers are not in NF4.
+# Suffix of the names of Unsloth's models with some layers that are not in NF4.
 _DYNAMIC = "-unsloth-bnb-4bit"
 
 
@@ -92,33 +92,43 @@ def check_codes(folder: Path, config: TransformerConfig, kind: str) -> None:
     """
     if kind == "none":
         return
-    with ExitStack() as stack:
-        files = open_tensors(folder, stack)
-        entries = [entry for entry in layout_of(files, config) if is_quantized(entry.name)]
-        names = [name for entry in entries for name in entry.file_tensors()]
-        coded, plain = (
-            [name for name in names if name in files and is_nf4(files, name) == quantized]
-            for quantized in (True, False)
-        )
+    coded, plain = projections_in_nf4(folder, config)
     if not coded or (kind == "nf4" and not plain):
         return
     found = f"{coded[0]} is in NF4, and adapter.quantize {kind} would quantize its numbers again"
+    works = "adapter.quantize nf4 trains on the codes, and adapter.quantize none on the numbers"
+    if plain:
+        works = (
+            "adapter.quantize none trains on the decoded numbers, in 16 bits, which are those that "
+            f"other programs train adapters on; or use {_siblings(folder)}"
+        )
     if kind == "nf4":
         found = (
             f"{plain[0]} is not in NF4, unlike others (llm_int8_skip_modules in config.json), and "
             "adapter.quantize nf4 needs the codes of all layers"
         )
-    works = "adapter.quantize nf4 trains on the codes, and adapter.quantize none on the numbers"
-    if plain:
-        works = (
-            "adapter.quantize none trains on the decoded numbers, in 16 bits, as other programs "
-            f"train adapters of this model; or use {_siblings(folder)}"
-        )
+        if not config.num_experts:
+            works = (
+                f"python -m scripts.quantize_hf {folder} NEW_FOLDER keeps the codes and quantizes "
+                f"the {len(plain)} others; {works}"
+            )
     raise ValueError(f"{folder}: tensor {found}; {works}")
 
 
+def projections_in_nf4(folder: Path, config: TransformerConfig) -> tuple[list[str], list[str]]:
+    """Returns the names of the tensors of the layers' projections: those in NF4, and the others."""
+    with ExitStack() as stack:
+        files = open_tensors(folder, stack)
+        entries = [entry for entry in layout_of(files, config) if is_quantized(entry.name)]
+        coded, others = list[str](), list[str]()
+        for name in dict.fromkeys(name for entry in entries for name in entry.file_tensors()):
+            if name in files:
+                (coded if is_nf4(files, name) else others).append(name)
+        return coded, others
+
+
 def _siblings(folder: Path) -> str:
-    """The models that can be quantized instead of one of which some layers are in NF4."""
+    """The models that can be quantized in place of one that is only partly in NF4."""
     name = (hub_name(str(folder)) or "").partition("@")[0]
     if not name.endswith(_DYNAMIC):
         return "the unquantized model"
@@ -150,7 +160,10 @@ class StoredParameter:
 
     def __init__(self, files: Mapping[str, Any], entry: HFEntry) -> None:
         self.files, self.entry, self.shape = files, entry, entry.shape
-        self.holds_codes = any(is_nf4(files, name) for name in entry.file_tensors())
+
+    def codes(self, tensor: str) -> Nf4 | None:
+        """Returns the codes and scales of one of the files' matrices; None if it has none."""
+        return self.files[tensor].codes() if is_nf4(self.files, tensor) else None
 
     def __getitem__(self, layer: int) -> np.ndarray:
         return self._read(self.entry.hf_names()[layer])
@@ -169,7 +182,7 @@ class StoredParameter:
 
 
 class StoredCodes(StoredParameter):
-    """A projection of the layers of which all are stored as NF4 codes."""
+    """A projection that all layers store as NF4 codes."""
 
     def quantized(self, layer: int) -> list[Nf4]:
         """Returns a layer's stored codes and scales: of one matrix, or of each expert's."""

@@ -17,11 +17,12 @@ from data.folders import building, holds_files
 from data.outputs import new_folder
 from model.adapter import PROJECTIONS
 from model.attention import Mask
-from model.codecs import quantize_nf4
+from model.codecs import Nf4, quantize_nf4
 from model.config import TransformerConfig
 
 from . import bitsandbytes
 from .assets import copy_files, source_dtype, trained_mask, write_config
+from .read import StoredParameter
 from .table import DTYPES, ExpertsEntry, HFEntry, check_numbers, check_params, hf_layout
 
 
@@ -49,7 +50,8 @@ def write_hf(
         `copy_assets`; its run.yaml, if any, gives the training mask.
       max_shard_bytes: split larger weights into several files with an index.
       finish: called with the folder before it becomes `out`, to add files.
-      nf4: write the layers' projections in bitsandbytes' NF4 with double quantization.
+      nf4: write the layers' projections in bitsandbytes' NF4 with double quantization; codes that
+        are stored already are kept.
       stacked: write a layer's experts as one tensor, as in `hf_layout`.
 
     Raises:
@@ -191,7 +193,7 @@ class _Planned:
             yield written
 
     def _parts(self, params: _HostLayers) -> Iterator[np.ndarray]:
-        """Yields the parts of the tensor in order, for stacked experts those of each."""
+        """Yields the parts of the tensor in order; for stacked experts, expert by expert."""
         if not isinstance(self.entries[0], ExpertsEntry):
             for entry in self.entries:
                 yield entry.to_hf(params.layer(entry, self.layer))
@@ -222,7 +224,9 @@ class _PlannedCodes(_Planned):
 
     def read(self, params: _HostLayers) -> Iterator[np.ndarray]:
         """See `_Planned.read`."""
-        codes = quantize_nf4(np.concatenate(list(super().read(params))))
+        codes = params.codes(self.entries[0], self.name)
+        if codes is None:
+            codes = quantize_nf4(np.concatenate(list(super().read(params))))
         yield from bitsandbytes.write_nf4(self.name, codes, self.dtype_name).values()
 
 
@@ -297,6 +301,11 @@ class _HostLayers:
             self._value = _one_layer(self._params[entry.name], entry, layer)
             self._last = entry.name, layer
         return self._value
+
+    def codes(self, entry: HFEntry, tensor: str) -> Nf4 | None:
+        """Returns the codes of an entry's tensor if its parameter is stored as such."""
+        parameter = self._params[entry.name]
+        return parameter.codes(tensor) if isinstance(parameter, StoredParameter) else None
 
 
 @jax.jit

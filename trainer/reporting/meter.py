@@ -103,9 +103,8 @@ class Meter:
         self._steps = self._tokens = self._batch_tokens = 0
         self._pairs = 0.0
         self._not_counted = 0.0
-        self._data_waits: list[
-            tuple[float, float, Future[float] | None]
-        ] = []  # begin, end, and when the devices became idle
+        # (begin, end, when the devices became idle).
+        self._data_waits: list[tuple[float, float, Future[float] | None]] = []
         self._start = self._clock()
 
     def start(self) -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from data.within import parse_json
+from data.untrusted_files import parse_json
 from trainer.run.logs import read_log
 
 
@@ -16,7 +16,7 @@ def read_rows(path: Path, folder: Path) -> list[dict[str, Any]]:
 
     Args:
       path: the file, or of a run copied from a bucket the folder of its parts.
-      folder: that must contain it, as in `data.within.check_within`.
+      folder: that must contain it, as in `data.untrusted_files.check_within`.
     """
     rows = []
     for line in read_log(path, folder).decode("utf-8", "replace").splitlines():

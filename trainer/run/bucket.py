@@ -24,8 +24,8 @@ _EXPIRED = re.compile(r"ExpiredToken|UNAUTHENTICATED")
 
 
 class Version(NamedTuple):
-    """A file's content when read, and the mark with which a later write can require it
-    unchanged."""
+    """A file's content when read, and its mark (TensorStore's storage generation), by which a later
+    write can require that the file is unchanged."""
 
     content: bytes | None
     mark: bytes
@@ -75,9 +75,9 @@ class Bucket:
         except TimeoutError as error:
             raise TransientError(f"{self.url}: no answer within {seconds:g} s") from error
         except (ValueError, OSError, RuntimeError) as error:
-            raise self._told(error) from error
+            raise self._user_error(error) from error
 
-    def _told(self, error: Exception) -> UserError:
+    def _user_error(self, error: Exception) -> UserError:
         """Returns a library's error as one line."""
         reason = f"{self.url}: {first_line(error).partition(' [http_')[0]}"
         if is_transient(error):
@@ -91,7 +91,7 @@ class Bucket:
 
     def names(self, prefix: str = "") -> list[str]:
         """Returns the names of all files that begin with `prefix`, sorted; not the empty objects
-        by which a store's console makes folders."""
+        that stand for folders made in a store's console."""
         if self.url.startswith(GCS):
             found = self._names_by_gcsfs(prefix)
         else:
@@ -114,7 +114,7 @@ class Bucket:
         except FileNotFoundError:
             return []
         except Exception as error:  # gcsfs, aiohttp and google.auth each raise their own types
-            raise self._told(error) from error
+            raise self._user_error(error) from error
         return [name.removeprefix(f"{root}/") for name in found]
 
     def version(self, name: str, seconds: float = _SECONDS) -> Version:
@@ -174,7 +174,7 @@ class Bucket:
         conditional writes.
 
         Raises:
-          UserError: it does not.
+          UserError: the store is not, or does not.
         """
         absent = self.write(name, b"") and self.write(name, None)
         self.write(name, b"1")

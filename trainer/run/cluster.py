@@ -14,7 +14,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import jax
@@ -37,7 +36,6 @@ from trainer.run.outcome import (
     outcome_of,
 )
 from trainer.run.rendezvous import bind_address, meet
-from trainer.run.shared_token import offered_token, token_of
 
 # After this time without a heartbeat a process counts as dead, and JAX ends the others with its own
 # message. Heartbeats are half of it apart, so a process may pause for 20 seconds.
@@ -75,7 +73,7 @@ _LAUNCHERS = (
 T = TypeVar("T")
 
 
-def join(config: DistributedConfig, simulated: bool, folder: Path | None) -> None:
+def join(config: DistributedConfig, simulated: bool, run: str) -> None:
     """Joins the configured cluster, or the one that JAX detects.
 
     JAX detects Cloud TPU, Slurm, GKE and Open MPI 4.
@@ -84,24 +82,24 @@ def join(config: DistributedConfig, simulated: bool, folder: Path | None) -> Non
 
     Args:
       simulated: whether devices are simulated on this machine's CPU; then no cluster is detected.
-      folder: of the run or a stage, where its processes find their token; None if they do not share
-        it.
+      run: the run's name, by which process 0 tells its processes from another run's.
     """
     if config.num_processes is not None:
         if jax.distributed.is_initialized():  # for an earlier stage
             return
-        _meet(config, folder)
+        address, number = cast(str, config.coordinator), cast(int, config.process_id)
+        meet(address, number, config.num_processes, run=run)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         with _at_most(
             JOIN_SECONDS,
-            f"process {config.process_id}: not all {config.num_processes} processes joined within "
-            f"{JOIN_SECONDS} s, although all had reached {config.coordinator}; one was lost, "
+            f"process {number}: not all {config.num_processes} processes joined within "
+            f"{JOIN_SECONDS} s, although all had reached {address}; one was lost, "
             "start them again",
         ):
             _initialize(
-                coordinator_address=config.coordinator,
-                coordinator_bind_address=bind_address(cast(str, config.coordinator)),
-                process_id=config.process_id,
+                coordinator_address=address,
+                coordinator_bind_address=bind_address(address),
+                process_id=number,
                 num_processes=config.num_processes,
                 cluster_detection_method="deactivate",
             )
@@ -147,10 +145,10 @@ def _use_given_gpus() -> None:
 
 
 def _require_known(host: str, what: str, seconds: float = 0) -> None:
-    """Waits until the network knows a host by its name, as a pod's only once that pod runs.
+    """Waits until a host's name resolves; a pod's does only once the pod runs.
 
     Raises:
-      UserError, TransientError: it does not within so many seconds.
+      UserError, TransientError: it does not resolve within `seconds`.
     """
     deadline, has_printed = time.monotonic() + seconds, False
     while True:
@@ -230,8 +228,8 @@ def _raised_by(cluster: type[clusters.ClusterEnv], error: Exception) -> bool:
 
 
 def _launcher_misread(error: Exception) -> str:
-    """Returns the launcher in whose variables, which are all that JAX reads of it, an error arose;
-    "" for other errors."""
+    """Returns the launcher whose environment variables, all that JAX reads of it, made JAX raise
+    this error; "" for other errors."""
     launchers = {"Slurm": clusters.SlurmCluster, "Open MPI": clusters.OmpiCluster}
     return next((name for name, cluster in launchers.items() if _raised_by(cluster, error)), "")
 
@@ -246,7 +244,7 @@ def _only_one_on_its_host() -> bool:
 
 
 def _unused_gpus(tasks: int) -> str:
-    """Says that Slurm's nodes have more GPUs than tasks, of which each uses one; "" otherwise."""
+    """Says so if Slurm's nodes have more GPUs than tasks, which use one each; "" otherwise."""
     on_node = os.environ.get("SLURM_GPUS_ON_NODE", "")
     nodes = os.environ.get("SLURM_STEP_NUM_NODES", "")
     if not (on_node.isdigit() and nodes.isdigit() and tasks < int(on_node) * int(nodes)):
@@ -280,16 +278,6 @@ def _sign_of_others() -> str:
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         return f"JAX_COORDINATOR_ADDRESS is {printable(address)}; {_flags()}"
     return ""
-
-
-def _meet(config: DistributedConfig, folder: Path | None) -> None:
-    address, number = cast(str, config.coordinator), cast(int, config.process_id)
-    count = cast(int, config.num_processes)
-    if number > 0:
-        meet(address, number, count, token=lambda: token_of(folder))
-        return
-    with offered_token(folder) as token:
-        meet(address, number, count, token=token)
 
 
 def process() -> int:
@@ -440,7 +428,7 @@ def _initialize(**arguments: Any) -> None:
         **arguments,
     )
     if distributed.global_state.num_processes > 1:
-        # Gloo, by which CPUs communicate, looks up each process by the name of its machine.
+        # Gloo, through which CPUs communicate, looks up each process by its machine's name.
         if "cpu" in (cast(Any, jax.config).jax_platforms or "cpu"):
             _require_known(socket.gethostname(), "this machine")
         before_the_end(end_others)
@@ -450,8 +438,8 @@ def _initialize(**arguments: Any) -> None:
 
 
 def _reach_without_proxy(address: str) -> None:
-    """Keeps gRPC, by which JAX connects the processes, from the proxy of https_proxy or http_proxy,
-    which many clusters set for downloads and which does not lead back into the cluster."""
+    """Keeps gRPC, through which JAX connects the processes, from using the proxy in https_proxy or
+    http_proxy: many clusters set one for downloads, and it does not lead back into the cluster."""
     jax.config.update("jax_check_proxy_envs", False)  # JAX's advice to unset them
     names = ("no_grpc_proxy", "no_proxy", "NO_PROXY")
     others = next((os.environ[name] for name in names if os.environ.get(name)), "")
@@ -473,7 +461,7 @@ def first_failure() -> Outcome | None:
     is gone."""
     if (failure := _failure()) is None:
         return None
-    # A permanent error or a signal holds for all; a restart may pass the rest.
+    # A permanent error or a signal keeps its code everywhere; a restart may cure any other error.
     code = failure["code"] if failure["code"] in (WRONG_INPUT, STOPPED, TERMINATED) else TRY_AGAIN
     return Outcome(code, printable(failure["message"]))
 
@@ -497,7 +485,7 @@ def end_others(code: int, line: str) -> None:
 
 
 def end_now(line: str) -> None:
-    """Prints why and ends all processes at once with a code for which a restart may help; from any
+    """Prints why and ends all processes at once, with the code TRY_AGAIN; callable from any
     thread."""
     print(f"error: {line}", file=sys.stderr, flush=True)
     end_others(TRY_AGAIN, line)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from data.conversation import TEMPLATE_FILES
 from data.errors import UserError
-from data.within import read_text
+from data.untrusted_files import read_text
 from trainer.checkpoint.commit import CHECKPOINTS, located, steps_in
 from trainer.checkpoint.local_record import RECORD, newest_local_step
 from trainer.config import load as configuration
@@ -135,7 +135,7 @@ def recorded_identity(run: RunDirectory) -> dict[str, Any]:
 
 
 def saved_steps(location: str) -> list[int]:
-    """The steps that a run has checkpoints of in its folder, ascending."""
+    """The steps of the checkpoints in a run's folder, ascending."""
     return steps_in(located(location) / CHECKPOINTS)
 
 
@@ -237,7 +237,7 @@ def _identity(written: dict[str, Any]) -> dict[str, Any]:
             for name, inner in fields.items()
             if section not in PLACEMENT and name not in PLACEMENT
         }
-    # Where the reference is may change, but not whether it is another model.
+    # The reference's location may change, but not whether it is a separate model.
     flat["preference.ref_model"] = _given(flat.get("preference.ref_model"))
     # Another path of a chat template's file may have its text, which prepared data are named by.
     if str(flat.get("data.template")).endswith(TEMPLATE_FILES):

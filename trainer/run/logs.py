@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from data.folders import sync
-from data.within import read_bytes
+from data.untrusted_files import read_bytes
 
 LOG = ".jsonl"
 # The name of a log's part in a bucket: its series and offset, see `trainer.run.mirror`.
@@ -123,7 +123,7 @@ def read_log(path: pathlib.Path, folder: pathlib.Path) -> bytes:
     """Returns a log's lines; also of a run that was copied from a bucket, with its logs in parts.
 
     Args:
-      path: of the log; folder: that must contain it, as in `data.within.check_within`.
+      path: of the log; folder: that must contain it, as in `data.untrusted_files.check_within`.
     """
     if not path.is_dir():
         return read_bytes(path, folder)

@@ -92,7 +92,7 @@ class _Signals:
                 signal.signal(number, handler)
 
     def on_arrival(self, number: int) -> None:
-        """Acts on a signal when it arrives, in another thread than the handlers, which run only
+        """Acts on a signal when it arrives, in a thread other than the handlers', which run only
         when the running computation returns to the interpreter."""
         if number in self._caught:
             self._arrived.append(signal.Signals(number))

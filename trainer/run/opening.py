@@ -9,9 +9,10 @@ import tempfile
 import time
 
 from data.errors import UserError
+from data.folders import try_to_rename
 from data.outputs import checkpoint_path
 from data.paths import expanded
-from data.within import check_within
+from data.untrusted_files import check_within
 from trainer.config import load as configuration
 from trainer.config.schema import RunConfig
 from trainer.run.bucket import Bucket
@@ -21,9 +22,8 @@ from trainer.run.lease import LOCK, leased, require_unused
 from trainer.run.lock import held, require_free
 from trainer.run.logs import in_parts, join_parts, replace_file
 from trainer.run.mirror import mirrored
-from trainer.run.shared_token import TOKEN_FILE
 
-# Begins the name of a file that is written to a bucket and deleted, to see whether one may.
+# Prefix of a file that is written to a bucket and deleted, to find out whether that is permitted.
 _TRIAL = "lock-trial"
 # A network file system remembers a missing file for a while (NFS for up to 60 seconds).
 VISIBLE_SECONDS = 90
@@ -78,7 +78,7 @@ def open_run(
 ) -> RunDirectory:
     """Returns the run's folder with `config` written to it; creates it if needed.
 
-    This claims the folder for the run, so find all other errors before.
+    This claims the folder for the run, so look for all other errors first.
 
     Args:
       process_zero: whether this is process 0, which writes; the others wait until they see its
@@ -155,28 +155,15 @@ def _require_writable(run: RunDirectory) -> None:
         for path in (*run.folder.glob("*.tmp"), *run.folder.glob("*.unreadable")):
             check_within(run.folder, path)
         path = folder
-        _try_to_rename(folder)
+        try_to_rename(
+            folder,
+            "by which a checkpoint comes to count; instead of a mounted bucket --run_dir "
+            "gs://BUCKET/FOLDER would work, or one with a hierarchical namespace",
+        )
     except OSError as error:
         raise UserError(
             f"{path}: cannot write there ({error.strerror}); give another --run_dir"
         ) from error
-
-
-def _try_to_rename(folder: pathlib.Path) -> None:
-    """Raises UserError if a folder with another one in it cannot be renamed, by which a checkpoint
-    comes to count."""
-    with tempfile.TemporaryDirectory(prefix=".trial-", suffix=".tmp", dir=folder) as trial:
-        written = pathlib.Path(trial) / "checkpoint.tmp"
-        (written / "model").mkdir(parents=True)
-        (written / "model" / "file").write_bytes(b"")
-        try:
-            written.rename(written.with_suffix(""))
-        except OSError as error:
-            raise UserError(
-                f"{folder}: a folder cannot be renamed there ({error.strerror}), by which a "
-                "checkpoint comes to count; instead of a mounted bucket --run_dir "
-                "gs://BUCKET/FOLDER would work, or one with a hierarchical namespace"
-            ) from error
 
 
 def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
@@ -192,7 +179,7 @@ def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
     kept = [
         expanded(path).resolve() for path in (config.data.prepared, config.compile_cache) if path
     ]
-    ours = (EARLIER_STAGES, RunDirectory(config.folder).lock.name, TOKEN_FILE)
+    ours = (EARLIER_STAGES, RunDirectory(config.folder).lock.name)
     files = (
         [path for path in config.folder.iterdir() if path.name not in ours]
         if config.folder.is_dir()

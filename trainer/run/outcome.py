@@ -2,7 +2,7 @@
 
 A launcher decides by the code alone whether to restart the command. WRONG_INPUT is for errors
 before the work, or that would recur exactly, such as a non-finite loss; TRY_AGAIN is for everything
-a restart may pass.
+that a restart may cure.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def one_line(message: str) -> str:
 
 
 def _with_limit(error: Exception) -> str:
-    """The message of an error; of one about a file above a limit on sizes, with the limit."""
+    """The message of an error; with the limit, if it is about a file above a size limit."""
     message, limit = str(error), file_size_limit(error)
     return f"{message}; {limit}" if limit and limit not in message else message
 

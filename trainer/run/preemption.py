@@ -1,7 +1,7 @@
-"""The ends of a run on a notice to end: training saved, or an evaluation to be repeated.
+"""How a notice ends a run: with training saved, or with an evaluation to be repeated.
 
-`trainer.run.notices` catches the notices. This module imports no JAX, which commands that only
-handle the exceptions do without.
+`trainer.run.notices` catches the notices. This module does not import JAX, so that commands that
+only handle the exceptions start fast.
 """
 
 from __future__ import annotations

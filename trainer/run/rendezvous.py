@@ -1,30 +1,26 @@
 """A rendezvous of a cluster's processes before JAX's own, which would wait long and abort.
 
 They meet at the coordinator's address. Anyone who reaches the port may connect: a thread per
-connection reads one short line, answers with a random challenge, and trusts the line only with a
-proof made from the challenge and the run's token, if any (`shared_token`). So replaying a line is
-useless, and the token is never sent. One deadline covers all.
+connection reads one short line, which names the run and the process. Port scanners and processes of
+other runs take no place; whoever imitates a process does, as at JAX's coordinator, which listens
+there next and trusts everyone. One deadline covers all.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import ipaddress
 import json
-import secrets
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 from data.errors import TransientError, UserError
 from data.printable import printable
-from data.within import parse_json
+from data.untrusted_files import parse_json
 from trainer.run.outcome import error_with, outcome_of
-from trainer.run.shared_token import TOKEN, TOKEN_FILE
 
 # How long processes wait for each other: on one machine they start together; several machines may
 # have to fetch an image.
@@ -35,21 +31,19 @@ _GO = "go"
 _LONGEST_LINE = 4096  # bytes
 _LINE_SECONDS = 5.0  # seconds to receive a connection's line
 _CONNECTIONS = 4096  # connections served at a time; more are turned away
-_PAUSE_SECONDS = 0.1  # pause after a connection for which there was no file handle or thread
+_PAUSE_SECONDS = 0.1  # pause after a connection that got no file handle or thread
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 class _Arrival(NamedTuple):
     """A connection's claims about its process."""
 
+    run: str
+    """The name of its run."""
+
     number: int
     processes: int
     """The number of processes it was started with."""
-
-    def proof(self, challenge: str, token: str) -> str:
-        """The answer to a challenge that only a process with the token can give."""
-        claims = f"{challenge} {self.number} {self.processes}"
-        return hmac.new(token.encode("utf-8", "replace"), claims.encode(), "sha256").hexdigest()
 
 
 def meet(
@@ -57,7 +51,7 @@ def meet(
     process: int,
     processes: int,
     seconds: float | None = None,
-    token: str | Callable[[], str] = "",
+    run: str = "",
 ) -> None:
     """Returns once all processes have called this and the coordinator's port is free again.
 
@@ -66,23 +60,22 @@ def meet(
       process: number of this process.
       processes: number of all processes.
       seconds: how long to wait; LOCAL_SECONDS or SECONDS by default.
-      token: the run's, without which no process is trusted; or a function that returns it, called
-        when process 0 has answered.
+      run: the run's name, equal in all its processes.
 
     Raises:
-      TransientError: a process does not arrive in time, or the port is in use.
+      TransientError: a process does not arrive in time, the port is in use, or process 0 is of
+        another run, perhaps one that is just being stopped.
       UserError: the address cannot be used, or two processes claim the same number.
     """
     host, port = _split(address)
     if seconds is None:
         seconds = LOCAL_SECONDS if host in _LOCAL_HOSTS else SECONDS
     deadline = time.monotonic() + seconds
-    find_token = token if callable(token) else lambda: token
+    arrival = _Arrival(run, process, processes)
     if process == 0:
-        _Gathering(address, (host, port), processes, deadline, seconds, find_token()).run()
+        _Gathering(address, (host, port), arrival, deadline, seconds).gather()
     else:
-        arrival = _Arrival(process, processes)
-        _report(address, (host, port), arrival, find_token, deadline, seconds)
+        _report(address, (host, port), arrival, deadline, seconds)
 
 
 def bind_address(address: str) -> str:
@@ -133,24 +126,24 @@ class _Gathering:
         self,
         address: str,
         coordinator: tuple[str, int],
-        processes: int,
+        own: _Arrival,
         deadline: float,
         seconds: float,
-        token: str,
     ) -> None:
         self.address = address
-        self.processes = processes
+        self.run = own.run
+        self.processes = own.processes
         self.deadline = deadline
         self.seconds = seconds
-        self.token = token
         self.host, self.port = coordinator
         self.arrived: dict[int, socket.socket] = {}
         self.refused: list[socket.socket] = []
         self.problem: UserError | None = None
+        self.warned = False  # of another run's process
         self.changed = threading.Condition()
         self.slots = threading.BoundedSemaphore(_CONNECTIONS)
 
-    def run(self) -> None:
+    def gather(self) -> None:
         """Returns when all have arrived; errors as `meet`."""
         with self._listening() as server:
             accepting = threading.Thread(
@@ -233,7 +226,7 @@ class _Gathering:
             try:
                 connection, _ = server.accept()
             except OSError:
-                if time.monotonic() >= self.deadline:  # `run` has closed the server
+                if time.monotonic() >= self.deadline:  # `gather` has closed the server
                     return
                 time.sleep(_PAUSE_SECONDS)  # strangers briefly hold all file handles
                 continue
@@ -250,15 +243,31 @@ class _Gathering:
                 time.sleep(_PAUSE_SECONDS)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Reads a connection's line; silently turns away all but the run's processes."""
+        """Reads a connection's line; turns away all but the run's processes."""
         try:
             arrival = _read_arrival(
-                connection, min(self.deadline, time.monotonic() + _LINE_SECONDS), self.token
+                connection, min(self.deadline, time.monotonic() + _LINE_SECONDS)
             )
-            if arrival is None or not self._take(arrival, connection):
+            if arrival is not None and arrival.run != self.run:
+                self._turn_away(arrival, connection)
+            elif arrival is None or not self._take(arrival, connection):
                 connection.close()
         finally:
             self.slots.release()
+
+    def _turn_away(self, arrival: _Arrival, connection: socket.socket) -> None:
+        """Tells a process of another run so; prints a warning for the first."""
+        mine, other = (" ".join(printable(run).split())[:100] for run in (self.run, arrival.run))
+        problem = TransientError(
+            f"process 0 at {self.address} trains the run {mine}, and a process of the run {other} "
+            "reached it; each run needs its own distributed.coordinator, and all its processes the "
+            "same run_dir"
+        )
+        with self.changed:
+            has_warned, self.warned = self.warned, True
+        if not has_warned:
+            print(f"warning: {problem}", file=sys.stderr, flush=True)
+        _answer([connection], json.dumps(outcome_of(problem)))
 
     def _take(self, arrival: _Arrival, connection: socket.socket) -> bool:
         """Counts an arrival if others are missing; returns whether to keep the connection."""
@@ -299,20 +308,14 @@ def _has_left(connection: socket.socket) -> bool:
         return True
 
 
-def _read_arrival(connection: socket.socket, deadline: float, token: str) -> _Arrival | None:
-    """A connection's claim before a deadline; None if it is not one of the run's processes."""
+def _read_arrival(connection: socket.socket, deadline: float) -> _Arrival | None:
+    """A connection's claim before a deadline; None if it is not the line of a process."""
     try:
         message = parse_json(_receive(connection, deadline))
-        arrival = _Arrival(message["process"], message["of"])
-        if any(type(number) is not int for number in arrival):
-            return None
-        challenge = secrets.token_hex()
-        connection.sendall(f"{json.dumps({'challenge': challenge})}\n".encode())
-        answer = _receive(connection, deadline)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        arrival = _Arrival(message["run"], message["process"], message["of"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
-    right = hmac.compare_digest(answer.encode(), arrival.proof(challenge, token).encode())
-    return arrival if right else None
+    return arrival if [type(claim) for claim in arrival] == [str, int, int] else None
 
 
 def _answer(connections: list[socket.socket], answer: str) -> None:
@@ -333,29 +336,22 @@ def _report(
     address: str,
     coordinator: tuple[str, int],
     arrival: _Arrival,
-    find_token: Callable[[], str],
     deadline: float,
     seconds: float,
 ) -> None:
     """Every other process reports to process 0, and waits for its answer."""
     process, has_printed, problem = arrival.number, False, "no answer"
-    message = json.dumps({"process": process, "of": arrival.processes})
+    message = json.dumps({"run": arrival.run, "process": process, "of": arrival.processes})
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(coordinator, timeout=min(left, 5)) as connection:
                 connection.sendall(f"{message}\n".encode())
                 answer = _receive(connection, deadline + 5)
-                if challenge := _challenge(answer):
-                    connection.sendall(f"{arrival.proof(challenge, find_token())}\n".encode())
-                    answer = _receive(connection, deadline + 5)
             if answer == _GO:
                 return
             if answer:
                 raise _answered(answer)
-            problem = (
-                f"it ended without an answer; {TOKEN} or RUN/{TOKEN_FILE} must be equal in all "
-                "processes"
-            )
+            problem = "it ended without an answer"
         except OSError as error:
             problem = error.strerror or str(error)
         if not has_printed and time.monotonic() > deadline - seconds + 5:
@@ -372,14 +368,6 @@ def _report(
     )
 
 
-def _challenge(answer: str) -> str:
-    """The challenge in process 0's answer; "" if there is none."""
-    try:
-        return str(parse_json(answer)["challenge"])
-    except (ValueError, KeyError, TypeError, IndexError):
-        return ""
-
-
 def _answered(answer: str) -> UserError:
     """The error in process 0's answer."""
     try:
@@ -387,7 +375,8 @@ def _answered(answer: str) -> UserError:
         return error_with(int(code), printable(str(message)))
     except (ValueError, TypeError, OverflowError):  # also of infinity
         return UserError(
-            f"distributed.coordinator: another program answers there ({printable(answer)[:100]})"
+            "distributed.coordinator: another program, or another version of this one, answers "
+            f"there ({printable(answer)[:100]})"
         )
 
 

@@ -42,9 +42,8 @@ class Watchdog:
         self.since = time.monotonic()
         self._recent: deque[float] = deque(maxlen=20)  # seconds of the last steps
         self._beats = 0
-        self._heard: dict[
-            str, tuple[int, float]
-        ] = {}  # process 0: number -> its last message and when it came
+        # In process 0: number -> count of its messages, and when the last one came.
+        self._heard: dict[str, tuple[int, float]] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -91,7 +90,7 @@ class Watchdog:
             limit, waited = self.limit, time.monotonic() - self.since
             if limit is not None and waited > limit:
                 self._end(
-                    f"nothing has moved for {waited / 60:.1f} minutes ({self._place()}); "
+                    f"nothing has moved for {waited / 60:.1f} minutes ({self._progress()}); "
                     f"{self._who_is_behind()}"
                 )
             elif silent := self._silent():
@@ -101,14 +100,14 @@ class Watchdog:
                     f"from for {SILENT_SECONDS:.0f} s"
                 )
 
-    def _place(self) -> str:
+    def _progress(self) -> str:
         return f"step {self.step}, {self.doing}"
 
     def _say(self) -> None:
         """Tells the others what this process does."""
         if cluster.processes() > 1:
             self._beats += 1
-            # the service is gone; its client reports that
+            # Fails if the service is gone, which its client reports.
             with contextlib.suppress(Exception):
                 cluster.client().key_value_set(
                     f"{_PROGRESS}/{cluster.process()}",
@@ -123,7 +122,7 @@ class Watchdog:
         try:
             entries = cluster.client().key_value_dir_get(_PROGRESS)
             return {key.rpartition("/")[2]: json.loads(value) for key, value in entries}
-        except Exception:  # as above
+        except Exception:  # the service is gone, as above
             return {}
 
     def _silent(self) -> list[str]:

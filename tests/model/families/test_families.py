@@ -194,8 +194,8 @@ KINDS = {
 
 @functools.cache
 def saved(kind: str, folder):
-    """Saves and returns a random transformers model whose biases and norms are neither 0 nor 1. It
-    has no padding token, whose embedding would get no gradient in torch."""
+    """Saves and returns a random transformers model whose biases and norms are neither 0 nor 1.
+    Its padding token occurs in texts too, where torch gives the embedding no gradient."""
     torch.manual_seed(0)
     family = kind.split()[0]
     sizes = {
@@ -212,7 +212,7 @@ def saved(kind: str, folder):
         )
     }
     config = transformers.AutoConfig.for_model(
-        family, **{**sizes, "pad_token_id": None, **KINDS[kind]}
+        family, **{**sizes, "pad_token_id": 3, **KINDS[kind]}
     )
     model = (
         transformers.AutoModelForCausalLM.from_config(
@@ -834,7 +834,7 @@ def test_the_page_states_the_length_of_family_files(repository):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_of_transformers_configs_is_read_or_refused(family):
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-    fields |= set(FAMILIES[family].spelled.values())
+    fields |= set(FAMILIES[family].config_names.values())
     theirs = set(transformers.AutoConfig.for_model(family).to_dict())
     assert theirs <= fields | set(NEUTRAL) | NO_COMPUTATION | READ
 
@@ -928,8 +928,8 @@ def test_fields_that_transformers_does_not_read_are_ignored(family, field):
     sizes = {name: getattr(tiny(), name) for name in ("hidden_size", "num_attention_heads")}
     fields = {**sizes, "vocab_size": 99, "num_hidden_layers": 1, "sliding_window": 3}
     fields |= {"pad_token_id": None, "num_key_value_heads": 2, "intermediate_size": 64}
-    if "num_experts" in FAMILIES[family].takes:
-        fields[FAMILIES[family].spelled.get("num_experts", "num_experts")] = 4
+    if "num_experts" in FAMILIES[family].configurable:
+        fields[FAMILIES[family].config_names.get("num_experts", "num_experts")] = 4
     models, logits = [], []
     for value in (False, True):
         torch.manual_seed(0)

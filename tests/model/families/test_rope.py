@@ -14,7 +14,7 @@ import transformers
 
 from model.config import TransformerConfig
 from model.families import FAMILIES
-from model.lengths import extended
+from model.lengths import extended_positions
 from model.rope import attention_scaling, inverse_frequencies
 from model.rope_config import RopeConfig
 from trainer.huggingface.assets import described
@@ -52,7 +52,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, **RULES["yarn"]}
 def of(family, **fields):
     """Returns the config.json of a small model of a family."""
     kinds = {"layer_types": ["sliding_attention", "full_attention"]}
-    kinds = kinds if "local_rope" in FAMILIES[family].takes else {}
+    kinds = kinds if "local_rope" in FAMILIES[family].configurable else {}
     return {"model_type": family, **SIZES, **kinds, **fields}
 
 
@@ -248,11 +248,11 @@ def test_olmo_3s_export_warns_if_only_transformers_5_reads_both_ropes():
 
 def test_a_temperature_that_follows_from_yarns_factor_grows_with_it():
     config = TransformerConfig.preset("olmo3-7b")
-    longer = config.with_positions(**extended(config, 4 * 65536))
+    longer = config.with_positions(**extended_positions(config, 4 * 65536))
     assert longer.rope.factor == 32 and longer.max_position_embeddings == 4 * 65536
     assert attention_scaling(longer.rope) == 0.1 * math.log(32) + 1
     given = dataclasses.replace(config, rope=dataclasses.replace(config.rope, attention_factor=0.9))
-    assert extended(given, 4 * 65536)["rope_scaling"]["attention_factor"] == 0.9
+    assert extended_positions(given, 4 * 65536)["rope_scaling"]["attention_factor"] == 0.9
 
 
 BETA = {"llama_4_scaling_beta": 0.5}
@@ -295,7 +295,7 @@ def test_ministral_3s_scaling_of_queries_is_read_or_refused(rope, beta):
 
 def test_ministral_3s_queries_are_scaled_alike_when_positions_are_stretched():
     config = TransformerConfig.preset("ministral-3-3b")
-    longer = config.with_positions(**extended(config, 1 << 20))
+    longer = config.with_positions(**extended_positions(config, 1 << 20))
     assert longer == dataclasses.replace(
         config,
         rope=dataclasses.replace(config.rope, factor=64.0),

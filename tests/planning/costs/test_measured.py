@@ -15,7 +15,7 @@ from planning.costs.measured import (
     kind,
     measured_steps,
     slowest,
-    worst_over_high_end,
+    worst_over_upper_end,
 )
 from planning.plan import Job
 from planning.search import candidates
@@ -164,7 +164,7 @@ def test_at_full_rate_only_matrix_products_take_time():
     assert 0 < update < 0.01 * time_range(job).low
 
 
-def test_the_search_orders_by_the_high_end():
+def test_the_search_orders_by_the_upper_end():
     job = Job.of(TransformerConfig.preset("llama-3.2-1b"), "v5e:2x4", 1 << 17)
     highs = [float(f"{candidate.time_range().high:.2g}") for candidate in candidates(job)]
     assert highs == sorted(highs) and len(set(highs)) > 2
@@ -184,4 +184,4 @@ def test_how_far_an_upper_end_was_off_is_the_published_figure(repository, machin
         and "inside ranges" in row["what"]
     ]
     assert len(published) == len(systems) > 1
-    assert worst_over_high_end(machines) == pytest.approx(max(published), abs=0.005)
+    assert worst_over_upper_end(machines) == pytest.approx(max(published), abs=0.005)

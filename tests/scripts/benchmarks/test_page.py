@@ -137,6 +137,7 @@ def test_a_result_names_what_is_needed_to_repeat_it(name):
         assert any(ROOT.glob(pattern)), f"no file matches {pattern}"
     if result.note:
         assert (ROOT / result.note).is_file()
+    assert not re.search(r"(^|[\s=])[/~]", result.command), "a path of one machine"
     if name != "accelerators":
         assert (
             re.fullmatch(r"\d{4}-\d\d-\d\d", result.date)

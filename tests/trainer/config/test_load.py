@@ -18,7 +18,7 @@ from eval.live_test import LiveTest
 from trainer.config import fields, parsing
 from trainer.config.data import SourceConfig
 from trainer.config.load import dump, load, resolved
-from trainer.config.other_trainers import MEANT, NO_FIELD, REMARKS
+from trainer.config.other_trainers import MEANT, MEANT_SECTIONS, NO_FIELD, REMARKS
 from trainer.stages import stages_of
 
 RECIPE = {
@@ -392,6 +392,14 @@ def test_only_the_positions_of_a_pretrained_model_may_be_overridden(tmp_path):
         ("--evals_per_epoch 4", ["did you mean --train.evaluate_every, a number of steps?"]),
         ("--load_in_4bit true", ["did you mean --adapter.quantize nf4, if true?"]),
         ("--sample_packing true", ["(rows are always packed with documents); valid"]),
+        ("--batch_size 8", ["did you mean --train.batch_size, rows of a step over all devices"]),
+        ("--model org/name", ["--model is a section (did you mean --model.path?); its fields"]),
+        ("--adapters x", ["did you mean --adapter.path?"]),
+        ("--attn_impl sdpa", ["did you mean --attention.kernel?"]),
+        ("--attention.kernel sdpa", ["found sdpa (did you mean auto?)"]),
+        ("--model.compute_dtype bf16", ["found bf16 (did you mean bfloat16?)"]),
+        ("--memory.remat true", ["(did you mean save_attention, or nothing to save memory?)"]),
+        ("--wandb_entity x", ["(the package wandb reads it from its environment"]),
         ("--packed true", ["(rows are always packed with documents); valid"]),
         ("--special_tokens x", ["(they are the tokenizer's"]),
         ("--label_smoothing 0.1", ["(preference.label_smoothing is for pairs;"]),
@@ -629,7 +637,7 @@ def test_mistakes_on_the_command_line(tmp_path, flags, words):
             [
                 "unknown fields num_epochs (did you mean train.epochs?), trian (did you mean "
                 "train?), train.step (did you mean train.steps?), adapter (a section, found "
-                "'lora'); train.py --help all lists the valid ones"
+                "'lora'; did you mean adapter.rank?); train.py --help all lists the valid ones"
             ],
         ),
         (
@@ -637,6 +645,7 @@ def test_mistakes_on_the_command_line(tmp_path, flags, words):
             ["unknown fields data.sources[0].max_samples (a source's", ".wieght (did", "; valid: "],
         ),
         ({"data.path": "a"}, ["unknown field data.path (write data: {path: ...});"]),
+        ({"adapter": "lora"}, ["adapter expects the fields", "'lora'; did you mean adapter.rank?"]),
         ({"data": {"sources": ["a"]}}, ["expects the fields path,", "{path: a} would work"]),
         (
             {"data": {"sources": None, "path": ["a", "b"]}},
@@ -1045,7 +1054,12 @@ def test_other_trainers_names_are_not_ours_and_have_one_meaning():
     own = {name.rsplit(".", 1)[-1] for name in fields.FIELDS} | {*fields.SECTIONS}
     assert not set(MEANT) & set(NO_FIELD)
     assert not set(NO_FIELD) & own - {"label_smoothing", "split"}, "only these two of ours"
-    assert set(REMARKS) <= set(MEANT)
+    assert set(REMARKS) <= {*MEANT, "batch_size"}
+
+
+def test_what_other_trainers_call_our_sections_maps_to_existing_fields():
+    assert set(MEANT_SECTIONS) <= set(fields.SECTIONS)
+    assert set(MEANT_SECTIONS.values()) <= set(fields.FIELDS)
 
 
 def test_one_text_is_a_list_of_texts_with_one(tmp_path):

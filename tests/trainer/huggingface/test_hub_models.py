@@ -1,6 +1,7 @@
 """Models by their name on the hub, served by a hub on this machine: what is downloaded, what is
 not, and what is refused."""
 
+import dataclasses
 import hashlib
 import http.server
 import json
@@ -14,17 +15,21 @@ from pathlib import Path
 import huggingface_hub.constants
 import numpy as np
 import pytest
+import yaml
 from huggingface_hub import _tree_cache
 
+import train
 from data import hub as data_hub
-from data.arrivals import checked
+from data.download_checks import checked
 from data.errors import UserError
 from eval import needle
+from model.adapter import AdapterConfig
 from scripts import inspect_data, plan, prepare
 from tests.conftest import REPOSITORY
 from tests.data.loopback import HubHandler
 from tests.model.build import llama
 from trainer.config.schema import ModelConfig
+from trainer.huggingface import adapter_config
 from trainer.huggingface.hub_models import resolve_model_path
 from trainer.model_source import choose_model, open_model
 
@@ -118,7 +123,9 @@ def ours(hub):
     )
 
 
-def test_a_model_is_downloaded_once_without_pickles_after_printing_its_size(hub, hf_model, capsys):
+def test_a_model_is_downloaded_once_without_pickles_after_printing_its_size(
+    hub, hf_model, tmp_path, capsys
+):
     source = open_model("me/tiny")
     assert set(hub.sent) <= set(ours(hub)) and {
         "config.json",
@@ -130,6 +137,13 @@ def test_a_model_is_downloaded_once_without_pickles_after_printing_its_size(hub,
         f"me/tiny: downloading {size:,} bytes in {len(hub.sent)} files" in capsys.readouterr().err
     )
     assert source.name == "me/tiny"
+    named = open_model("me/tiny@main")
+    assert named.name == "me/tiny@main", "with its revision, which an adapter's base keeps"
+    adapted = dataclasses.replace(named.config, adapter=AdapterConfig(rank=1))
+    adapter_config.write_config(adapted, named.name, tmp_path)
+    written = json.loads((tmp_path / "adapter_config.json").read_text(encoding="utf-8"))
+    assert (written["base_model_name_or_path"], written["revision"]) == ("me/tiny", "main")
+    assert adapter_config.read_config(tmp_path)[1] == "me/tiny@main"
     local = open_model(str(hf_model))
     for name, x in local.read(llama(local.config)).items():
         np.testing.assert_array_equal(x, source.read(llama(source.config))[name])
@@ -137,6 +151,33 @@ def test_a_model_is_downloaded_once_without_pickles_after_printing_its_size(hub,
     hub.requests.clear()
     assert open_model("me/tiny").fingerprint == local.fingerprint
     assert hub.requests == [], "a run does not depend on the hub once it has the model"
+
+
+@pytest.mark.parametrize("offline", [False, True])
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_a_dry_run_says_what_training_would_of_weights_on_the_hub(
+    hub, small_recipe, tmp_path, monkeypatch, capsys, offline, has_weights
+):
+    """Without downloading them."""
+    if not has_weights:
+        del hub.content["model.safetensors"]
+    recipe = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
+    recipe["model"] = {"path": "me/tiny"}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    words = ["--config", str(tmp_path / "recipe.yaml"), "--run_dir", str(tmp_path / "run")]
+    if offline:
+        resolve_model_path("me/tiny", weights=False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    capsys.readouterr()
+    status = train.main([*words, "--dry-run"])
+    output, errors = capsys.readouterr()
+    if has_weights and not offline:
+        assert status == 0 and "weights: me/tiny is not downloaded yet; training down" in output
+    else:
+        (error,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert status == 2 and (offline or "has no safetensors on the hub" in error)
+        assert train.main(words) == 2 and error in capsys.readouterr().err.splitlines()
+    assert "model.safetensors" not in hub.sent
 
 
 def test_an_interrupted_download_resumes(hub, capsys):

@@ -25,8 +25,9 @@ from tests.model.test_config import NAMES as PRESETS
 from trainer.checkpoint.readers import stored_parameters
 from trainer.checkpoint.store import save_checkpoint
 from trainer.huggingface.assets import copy_assets
+from trainer.huggingface.folder import folder_config
 from trainer.huggingface.hub_models import resolve_model_path
-from trainer.huggingface.read import read_hf
+from trainer.huggingface.read import check_weights, read_hf
 from trainer.huggingface.table import hf_layout
 from trainer.huggingface.write import write_hf
 
@@ -421,6 +422,15 @@ def test_tensors_that_do_not_fit_the_config_are_named(tmp_path):
         (f / "model.safetensors.index.json").write_text(index)
 
     assert "model-00001-of-00002.safetensors: missing" in message(only_index)
+
+
+def test_sizes_are_read_without_all_files_of_the_weights(tmp_path):
+    """As after an interrupted download; only in whole weights is a tied model's head looked for."""
+    config = make_model(tmp_path, torch.float32, tie_word_embeddings=True, max_shard_size="10KB")
+    sorted(tmp_path.glob("model-*"))[1].unlink()
+    assert folder_config(tmp_path) == config
+    with pytest.raises(ValueError, match=r"model-00002-of-\d+\.safetensors: missing"):
+        check_weights(tmp_path, config)
 
 
 def test_write_refuses_what_it_would_corrupt(tmp_path):

@@ -12,6 +12,7 @@ from model.rope_config import RopeConfig
 from scripts import export_hf, import_hf
 from tests import small_model
 from trainer.huggingface import other_programs
+from trainer.huggingface.assets import write_config
 
 CONFIG = small_model.CONFIG
 LLAMA3 = RopeConfig(
@@ -41,6 +42,20 @@ def test_llama3_has_its_original_length_where_llama_cpp_reads_it(tmp_path):
     assert TransformerConfig.from_hf_dict(written).rope == LLAMA3
     theirs = transformers.AutoConfig.from_pretrained(out)
     assert theirs.rope_parameters["original_max_position_embeddings"] == 64
+
+
+@pytest.mark.parametrize("source", [{}, {"original_max_position_embeddings": 8192}])
+def test_llama3_of_8192_tokens_has_it_there_only_if_its_source_has(tmp_path, source):
+    """llama.cpp takes 8192 by default; transformers writes the field only if it was there."""
+    rope = dataclasses.replace(LLAMA3, original_max_position_embeddings=8192)
+    config = dataclasses.replace(CONFIG, rope=rope, max_position_embeddings=131072)
+    (tmp_path / "config.json").write_text(json.dumps({**config.to_hf(), **source}))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    write_config(config, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    name = "original_max_position_embeddings"
+    assert (name in written) == (name in theirs.to_dict()) == bool(source)
+    assert TransformerConfig.from_hf_dict(written) == config
 
 
 def test_an_import_that_is_exported_says_that_its_base_is_unknown(tmp_path, capfd):

@@ -279,6 +279,49 @@ def test_nf4_is_decoded_without_quantize(tmp_path, repository, kind, skipped, wo
     source.check_weights("none")
 
 
+@pytest.mark.parametrize(
+    ("kind", "skipped"), [("llama", "model.layers.1.mlp"), ("phi3", "model.layers.0.self_attn")]
+)
+def test_what_was_left_out_of_nf4_is_quantized_beside_the_stored_codes(
+    tmp_path, repository, kind, skipped, capfd
+):
+    """Of a folder with `llm_int8_skip_modules` the stored codes are kept, though quantizing their
+    numbers again gives others; the rest are the unquantized model's. bitsandbytes decodes all."""
+    folder, weights = quantized_by_transformers(
+        tmp_path, repository, kind, llm_int8_skip_modules=["lm_head", skipped]
+    )
+    out = tmp_path / "all"
+    with pytest.raises(ValueError, match=f"quantize_hf {re.escape(str(folder))} NEW_FOLDER"):
+        open_model(str(folder)).check_weights("nf4")
+    capfd.readouterr()
+    assert quantize_hf.main([str(folder), str(out)]) == 0
+    stored, written = (load_file(path / "model.safetensors") for path in (folder, out))
+    left = [name for name in weights if "_proj" in name and name not in coded_in(stored)]
+    kept = len(coded_in(stored))
+    assert left and all(skipped in name for name in left)
+    assert f"({kept} matrices in NF4 are kept, {len(left)} are quantized)" in capfd.readouterr().out
+    assert coded_in(written) == {*coded_in(stored), *left}
+    for name in coded_in(stored):
+        for part in ("", ".absmax", ".nested_absmax"):
+            assert np.array_equal(written[name + part], stored[name + part]), name + part
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    for name, weight in model.named_parameters():
+        numbers, expected = weight.data, weights[name]
+        if name in coded_in(written):
+            numbers = dequantize_4bit(weight.data, weight.quant_state)
+        if name in left:
+            codes = quantize_nf4(weights[name].float().numpy())
+            expected = torch.tensor(dequantize_nf4(codes)).to(torch.bfloat16)
+        assert torch.equal(numbers, expected), name
+    open_model(str(out)).check_weights("nf4")
+
+
+def coded_in(tensors):
+    """Returns the names of the matrices in NF4."""
+    end = ".quant_state.bitsandbytes__nf4"
+    return {name.removesuffix(end) for name in tensors if name.endswith(end)}
+
+
 def test_a_dynamic_folder_of_the_hub_names_its_siblings(tmp_path, repository):
     folder, _ = quantized_by_transformers(
         tmp_path, repository, llm_int8_skip_modules=["lm_head", "model.layers.1.mlp"]

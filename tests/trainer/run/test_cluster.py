@@ -40,7 +40,7 @@ def in_slurm(monkeypatch, node, **others):
 
 
 def join():
-    cluster.join(DistributedConfig(), simulated=False, folder=None)
+    cluster.join(DistributedConfig(), simulated=False, run="run")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ from trainer.run import cluster
 
 cluster.JOIN_SECONDS = 10
 config = DistributedConfig(coordinator=sys.argv[1], process_id=0, num_processes=1)
-sys.exit(entry.run(lambda: cluster.join(config, simulated=True, folder=None)))
+sys.exit(entry.run(lambda: cluster.join(config, simulated=True, run="run")))
 """
 
 
@@ -198,7 +198,7 @@ from jax._src import xla_bridge
 from trainer.config.schema import DistributedConfig
 from trainer.run import cluster
 
-cluster.join(DistributedConfig(), False, None)
+cluster.join(DistributedConfig(), False, "run")
 print(cluster.processes(), xla_bridge.CUDA_VISIBLE_DEVICES.value)
 """
 

@@ -163,7 +163,7 @@ def test_a_forbidden_bucket_is_a_one_line_error(store_and_url):
     ],
 )
 def test_a_stores_error_names_what_would_help(message, ends):
-    assert str(Bucket("s3://bucket/run")._told(ValueError(message))).endswith(ends)
+    assert str(Bucket("s3://bucket/run")._user_error(ValueError(message))).endswith(ends)
 
 
 def test_an_unresponsive_store_is_a_transient_error(gcs, monkeypatch):

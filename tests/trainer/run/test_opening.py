@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -445,14 +444,14 @@ def test_a_read_only_folder_is_refused_before_the_work(config):
 
 def test_a_file_system_that_cannot_rename_folders_is_refused_before_the_work(tmp_path, monkeypatch):
     """A flat bucket mounted by gcsfuse can rename files and empty folders only."""
-    rename = pathlib.Path.rename
+    rename = os.rename
 
     def flat(path, target):
-        if path.is_dir() and any(path.iterdir()):
+        if os.path.isdir(path) and os.listdir(path):
             raise OSError(errno.EMFILE, "Too many open files")
         return rename(path, target)
 
-    monkeypatch.setattr(pathlib.Path, "rename", flat)
+    monkeypatch.setattr(os, "rename", flat)
     with pytest.raises(UserError, match=f"{tmp_path}: a folder cannot be renamed there .*gs://"):
         check_run(RunConfig(run_dir=str(tmp_path / "run")))
     assert not list(tmp_path.iterdir())

@@ -2,7 +2,6 @@
 are one-line errors within the time limit."""
 
 import contextlib
-import json
 import socket
 import subprocess
 import sys
@@ -122,7 +121,7 @@ from trainer.run import cluster
 
 cluster.JOIN_SECONDS = 2
 config = DistributedConfig(coordinator=sys.argv[1], process_id=0, num_processes=2)
-sys.exit(entry.run(lambda: cluster.join(config, simulated=True, folder=None)))
+sys.exit(entry.run(lambda: cluster.join(config, simulated=True, run="run")))
 """
 
 
@@ -131,7 +130,7 @@ def test_losing_a_process_after_the_meeting_is_a_one_line_error(address, reposit
     process = subprocess.Popen(
         [sys.executable, "-c", JOIN, address], cwd=repository, stderr=subprocess.PIPE, text=True
     )
-    meet(address, 1, 2, 60)
+    meet(address, 1, 2, 60, "run")
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 75 and stderr.startswith(
         "error: process 0: not all 2 processes joined within 2 s, although all had reached "
@@ -143,18 +142,18 @@ STRAYS = {
     "another protocol": b"GET / HTTP/1.1\r\n\r\n",
     "bytes": b"\x00\xff" * 6000,
     "nested": b"[" * 9990 + b"\n",
-    "a list as a number": b'{"process":[1],"of":2}\n',
-    "a number out of range": b'{"process":77,"of":2}\n',
-    "a boolean": b'{"process":true,"of":2}\n',
-    "a fraction": b'{"process":1.0,"of":2}\n',
-    "zero": b'{"process":0,"of":2}\n',
-    "a negative number": b'{"process":-1,"of":2}\n',
-    "escape sequences": b'{"process":"\\u001b[31mx\\u001b]0;t\\u0007","of":9}\n',
-    "a huge number": b'{"process":' + b"9" * 6000 + b',"of":2}\n',
     "nothing": b"",
-    "two lines at once": b'{"process":1,"of":2}\n' + b"0" * 64 + b"\n",
-    "a process's own line without a proof": b'{"process":1,"of":2}\n',
-    "the line of a process with other settings": b'{"process":1,"of":9}\n',
+    "a process's line without a run": b'{"process":1,"of":2}\n',
+    "a line longer than any process's": b'{"run":"' + b"x" * 6000 + b'","process":1,"of":2}\n',
+    "a list as a run": b'{"run":[],"process":1,"of":2}\n',
+    "a list as a number": b'{"run":"","process":[1],"of":2}\n',
+    "a number out of range": b'{"run":"","process":77,"of":2}\n',
+    "a boolean": b'{"run":"","process":true,"of":2}\n',
+    "a fraction": b'{"run":"","process":1.0,"of":2}\n',
+    "zero": b'{"run":"","process":0,"of":2}\n',
+    "a negative number": b'{"run":"","process":-1,"of":2}\n',
+    "escape sequences": b'{"run":"","process":"\\u001b[31mx\\u001b]0;t\\u0007","of":9}\n',
+    "a huge number": b'{"run":"","process":' + b"9" * 6000 + b',"of":2}\n',
 }
 
 
@@ -187,6 +186,7 @@ def test_ten_thousand_random_lines_and_connections(address):
     random, kept = np.random.default_rng(0), []
     words = [
         b'{"process":',
+        b'"run":"",',
         b'"of":',
         b"1",
         b"2",
@@ -233,30 +233,18 @@ def test_one_byte_at_a_time_does_not_move_the_deadline(address):
         assert time.monotonic() - start < 4
 
 
-def test_only_processes_with_the_token_count(address):
+def test_a_process_of_another_run_is_told_so_and_takes_no_place(address, capfd):
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(meet, address, 0, 2, 20, "secret")
-        with pytest.raises(TransientError, match="RUN/token must be equal in all processes"):
-            meet(address, 1, 2, 1, "another")
-        meet(address, 1, 2, 20, lambda: "secret")
-        assert first.result() is None
-
-
-def test_a_replayed_proof_is_refused(address):
-    with ThreadPoolExecutor(2) as pool:
-        first, proof = pool.submit(meet, address, 0, 2, 20, "secret"), b""
+        first = pool.submit(meet, address, 0, 2, 20, "here")
         for _ in range(2):
-            with connect(address) as stranger, stranger.makefile("rwb") as lines:
-                lines.write(b'{"process":1,"of":2}\n')
-                lines.flush()
-                challenge = json.loads(lines.readline())["challenge"]
-                right = rendezvous._Arrival(1, 9).proof(challenge, "secret").encode()
-                proof = proof or right  # for another process count, then for another challenge
-                lines.write(proof + b"\n")
-                lines.flush()
-                assert lines.readline() == b""
-        meet(address, 1, 2, 20, "secret")
+            with pytest.raises(TransientError) as caught:
+                meet(address, 1, 3, 20, "\x1b[2J\nthere" + "\uffff" * 200)
+        meet(address, 1, 2, 20, "here")
         assert first.result() is None
+    said = str(caught.value)
+    assert said.startswith(f"process 0 at {address} trains the run here, and a process of the run ")
+    assert "\ufffd[2J there" in said and len(said.splitlines()) == 1 and len(said) < 400
+    assert capfd.readouterr().err == f"warning: {said}\n"  # once
 
 
 FEW_FILES = """
@@ -283,12 +271,8 @@ def test_strangers_that_exhaust_file_handles_do_not_prevent_the_meeting(
 def test_a_restarted_process_takes_its_own_place(address):
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(meet, address, 0, 3, 20)
-        with connect(address) as lost, lost.makefile("rwb") as lines:
-            lines.write(b'{"process":1,"of":3}\n')
-            lines.flush()
-            challenge = json.loads(lines.readline())["challenge"]
-            lines.write(rendezvous._Arrival(1, 3).proof(challenge, "").encode() + b"\n")
-            lines.flush()
+        with connect(address) as lost:
+            lost.sendall(b'{"run":"","process":1,"of":3}\n')
             time.sleep(0.3)
         other = pool.submit(meet, address, 1, 3, 20)
         meet(address, 2, 3, 20)
@@ -329,7 +313,8 @@ def test_while_processes_gather_the_first_one_names_those_absent(address, monkey
 
 
 @pytest.mark.parametrize(
-    "answer", ["[" * 4000, "go away", "[2]", "\x1b[2J", '[Infinity, "x"]', "[1e999, 2]"]
+    "answer",
+    ["[" * 4000, "go away", "[2]", '{"challenge":1}', "\x1b[2J", '[Infinity, "x"]', "[1e999, 2]"],
 )
 def test_another_programs_answer_is_one_printable_line(answer):
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
@@ -342,6 +327,5 @@ def test_another_programs_answer_is_one_printable_line(answer):
         pool.submit(serve)
         with pytest.raises(UserError) as caught:
             meet(f"127.0.0.1:{server.getsockname()[1]}", 1, 2, 5)
-        assert "\x1b" not in str(caught.value) and "another program answers there" in str(
-            caught.value
-        )
+        assert "\x1b" not in str(caught.value)
+        assert "another program, or another version of this one, answers" in str(caught.value)

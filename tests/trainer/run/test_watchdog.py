@@ -13,7 +13,7 @@ from trainer.config.schema import DistributedConfig
 from trainer.run.watchdog import USUAL_STEPS, Watchdog
 
 STALLING = """
-import pathlib, sys, time
+import sys, time
 from trainer.config.schema import DistributedConfig
 from trainer.run import cluster
 from trainer.run.watchdog import Watchdog
@@ -24,7 +24,7 @@ def loads_a_record_that_never_comes():
 address, number, doing = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 if address:
     config = DistributedConfig(coordinator=address, process_id=number, num_processes=2)
-    cluster.join(config, simulated=True, folder=pathlib.Path("run"))
+    cluster.join(config, simulated=True, run="run")
 minutes = 2.5 / 60
 watchdog = Watchdog(DistributedConfig(stall_minutes=minutes, compile_minutes=minutes), period=0.2)
 watchdog.begin_step(7)

@@ -8,7 +8,7 @@ import pytest
 
 from data.errors import UserError
 from data.source_files import find_files
-from data.within import MAX_JSON_DEPTH, check_within, check_writable, file_within
+from data.untrusted_files import MAX_JSON_DEPTH, check_within, check_writable, file_within
 
 
 def snapshot(root: Path, name: str = "models--org--name") -> Path:

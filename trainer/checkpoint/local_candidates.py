@@ -29,7 +29,7 @@ class Expected:
     layouts: Sequence[str]
 
 
-class Found(NamedTuple):
+class FoundPart(NamedTuple):
     """A part found on a process's host; the fields of `local_part.Header`, with the layout's
     digest."""
 
@@ -63,7 +63,7 @@ def part_name(step: int, part: int) -> str:
 
 
 def candidates(
-    found: Sequence[Sequence[Found]], expected: Expected, after: int
+    found: Sequence[Sequence[FoundPart]], expected: Expected, after: int
 ) -> tuple[list[Candidate], list[str]]:
     """Returns the complete steps after `after`, newest first, and for each of the others a line
     that says why it is not used.
@@ -101,7 +101,7 @@ def candidates(
     return complete, list(refused)
 
 
-def _difference(part: Found, expected: Expected) -> str | None:
+def _difference(part: FoundPart, expected: Expected) -> str | None:
     """Returns why a part of the run does not fit the arrays to restore."""
     count = len(expected.layouts)
     if part.processes != count:
@@ -140,7 +140,7 @@ def key_of(header: Header) -> str:
     return f"{part_name(header.step, header.part)}.{header.attempt}"
 
 
-def scan(root: Path, run: str, own_folder: Path) -> tuple[list[Found], dict[str, Path]]:
+def scan(root: Path, run: str, own_folder: Path) -> tuple[list[FoundPart], dict[str, Path]]:
     """Returns the parts on this host (one per other run), and this run's files by `key_of`.
 
     Args:
@@ -149,7 +149,7 @@ def scan(root: Path, run: str, own_folder: Path) -> tuple[list[Found], dict[str,
       own_folder: this process's, searched first. Other folders have its part if a restart
         numbers the hosts differently.
     """
-    found: dict[Found, None] = {}
+    found: dict[FoundPart, None] = {}
     files: dict[str, Path] = {}
     others: set[str] = set()
     paths = [path for path in root.glob("*/process_*/step_*.part_*") if path.suffix != ".tmp"]
@@ -164,6 +164,6 @@ def scan(root: Path, run: str, own_folder: Path) -> tuple[list[Found], dict[str,
         elif header.run in others:
             continue
         others.add(header.run)
-        known = {name: getattr(header, name) for name in Found._fields if name != "layout"}
-        found[Found(**known, layout=digest_of(header.layout))] = None
+        known = {name: getattr(header, name) for name in FoundPart._fields if name != "layout"}
+        found[FoundPart(**known, layout=digest_of(header.layout))] = None
     return list(found), files

@@ -1,9 +1,9 @@
 import pytest
 
-from trainer.checkpoint.local_choice import (
+from trainer.checkpoint.local_candidates import (
     Candidate,
     Expected,
-    Found,
+    FoundPart,
     candidates,
     keeper_of,
     kept_for,
@@ -23,7 +23,7 @@ def local_part(step, part, **changes):
         "mesh": "fsdp 3",
         "layout": "abc"[part],
     }
-    return Found(**fields | changes)
+    return FoundPart(**fields | changes)
 
 
 def complete_step(step, **changes):

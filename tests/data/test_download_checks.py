@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from data.arrivals import checked, remove_damaged
+from data.download_checks import checked, remove_damaged
 from data.errors import UserError
 from tests.conftest import REPOSITORY
 
@@ -19,7 +19,7 @@ GIT = hashlib.sha1(b"blob %d\0" % len(WHOLE) + WHOLE).hexdigest()
 PLAIN = hashlib.sha1(WHOLE).hexdigest()
 KILLED = """
 import os, pathlib, signal, sys
-from data.arrivals import checked
+from data.download_checks import checked
 repository = pathlib.Path(sys.argv[1])
 with checked(repository):
     for name, content in zip(sys.argv[2::2], sys.argv[3::2]):
@@ -117,7 +117,7 @@ def test_a_cache_that_cannot_be_written_to_is_still_checked(repository, monkeypa
     def rename(*_):
         raise OSError(problem, os.strerror(problem))
 
-    monkeypatch.setattr("data.arrivals.os.rename", rename)
+    monkeypatch.setattr("data.download_checks.os.rename", rename)
     with checked(repository):
         (repository / "blobs" / SHA256).write_bytes(WHOLE)
     assert (repository / "blobs" / SHA256).exists() and not notes(repository)

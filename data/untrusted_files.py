@@ -46,7 +46,7 @@ def check_within(folder: str | Path, path: str | Path) -> None:
     if match := _SNAPSHOT.fullmatch(str(root)):
         # Not resolved: a link instead of `blobs` leads out too.
         allowed.append(Path(match["repository"]) / "blobs")
-    if not any(target.is_relative_to(place) for place in allowed):
+    if not any(target.is_relative_to(parent) for parent in allowed):
         raise UserError(
             printable(
                 f"{path}: leads to {target}, outside of its folder; a copy of the file would work"

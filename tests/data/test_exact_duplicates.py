@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.seen import SeenOnDisk
+from data.exact_duplicates import SeenOnDisk
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30))))
