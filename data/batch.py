@@ -25,7 +25,7 @@ class Batch(TypedDict):
     """Number of the token's source in the recipe; 0 in padding. Only for losses by source."""
 
 
-def dtypes(with_sources: bool = False) -> dict[str, type[np.generic]]:
+def dtypes(with_sources: bool) -> dict[str, type[np.generic]]:
     """Returns the dtypes of a batch's arrays by name.
 
     Args:

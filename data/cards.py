@@ -152,7 +152,6 @@ def note(
 
     Args:
       path: of the whole data set.
-      alone: the configuration.
       listed: all configurations.
       files: the data set's files with records, by their paths below it.
     """

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from data import shapes
+from data import reasons, shapes
 from data.conversation import Message, TurnOrder
 from data.errors import UserError
 from data.exact_duplicates import Seen
@@ -26,32 +26,12 @@ from data.fields import (
     renamed,
     unread_of,
 )
-from data.reasons import (
-    BROKEN_ID,
-    COMPANY_NAME,
-    DUPLICATE,
-    EMPTY_RECORD,
-    NESTED_TOOLS,
-    NO_ANSWER,
-    NOT_A_RECORD,
-    OTHER_LANGUAGE,
-    REFUSAL,
-    TABLE_NULLS,
-    TOOLS_LEFT_OUT,
-    UNDESIRABLE,
-    Drop,
-)
+from data.reasons import Drop
 from data.scraped import before_rate_limit, from_html
 from data.table_values import without_unused
 from data.tool_calls import parse_tools
 from data.turn_lists import role_in
-from data.turns import (
-    Findings,
-    in_order,
-    read_message,
-    read_messages,
-    with_call_ids,
-)
+from data.turns import Findings, in_order, read_message, read_messages, with_call_ids
 
 _REFUSAL = re.compile(
     r"\bas an? (?:ai|artificial intelligence|(?:large )?language model)\b"
@@ -167,7 +147,7 @@ class Cleaner:
     """Receives the names in `fields` that occur."""
 
     def __post_init__(self):
-        self._names = FieldMap(self.fields, self.found) if self.fields else None
+        self._names = FieldMap(self.fields, self.found)
 
     def clean(self, raw_record: object) -> Cleaned:
         """Returns the turns of a raw record.
@@ -184,13 +164,13 @@ class Cleaner:
         try:
             messages = self._cleaned(read, findings.changes)
         except Drop as drop:
-            if str(drop) != NO_ANSWER or not isinstance(raw_record, dict):
+            if str(drop) != reasons.NO_ANSWER or not isinstance(raw_record, dict):
                 raise
-            raise Drop(NO_ANSWER + shapes.preference_hint(raw_record)) from None
+            raise Drop(reasons.NO_ANSWER + shapes.preference_hint(raw_record)) from None
         digest = _digest(messages, read)
         if self.config.duplicates:
             if digest in self.seen:
-                raise Drop(DUPLICATE)
+                raise Drop(reasons.DUPLICATE)
             self.seen.add(digest)
         return Cleaned(
             read.id or digest.hex()[:16],
@@ -208,10 +188,10 @@ class Cleaner:
         record = renamed(as_written, {name: known for known, name in written.items()})
         raw = shapes.read_turns(record)
         if is_undesirable(record):
-            raise Drop(UNDESIRABLE)
+            raise Drop(reasons.UNDESIRABLE)
         record_id = own_id(record)
         if not raw.turns:
-            raise Drop(EMPTY_RECORD)
+            raise Drop(reasons.EMPTY_RECORD)
         findings.changes |= set(raw.changes)
         turns, of_answer = self._named(raw.turns, as_written)
         messages = read_messages(turns, findings, record.get("loss_mask"))
@@ -234,11 +214,8 @@ class Cleaner:
     ) -> tuple[Sequence[object], set[str]]:
         """Returns turns under the names of fields that are read here, and which fields of the
         record became its only answer's."""
-        if not self._names:
-            return turns, set()
-        names = self._names
-        named = [names.turn(turn) if isinstance(turn, dict) else turn for turn in turns]
-        if not (targets := names.of_answer(record)):
+        named = [self._names.turn(turn) if isinstance(turn, dict) else turn for turn in turns]
+        if not (targets := self._names.of_answer(record)):
             return named, set()
         answers = [
             (index, turn)
@@ -270,8 +247,8 @@ class Cleaner:
         if isinstance(record, list) and record and all(isinstance(turn, dict) for turn in record):
             record = {"messages": record}
         if not isinstance(record, dict):
-            raise Drop(NOT_A_RECORD)
-        return self._names.record(record) if self._names else record
+            raise Drop(reasons.NOT_A_RECORD)
+        return self._names.record(record)
 
     def _without_html(self, message: Message, changes: set[str]) -> Message:
         content = from_html(message.content, self.config.html, changes)
@@ -283,9 +260,9 @@ class Cleaner:
         if config.refusals and any(
             m.role == "assistant" and _REFUSAL.search(m.content) for m in messages
         ):
-            raise Drop(REFUSAL)
+            raise Drop(reasons.REFUSAL)
         if config.company_names and any(_COMPANY.search(m.content) for m in messages):
-            raise Drop(COMPANY_NAME)
+            raise Drop(reasons.COMPANY_NAME)
         if config.languages:
             # A beginning is enough to detect the language, and is clearer without blocks of code.
             text = re.sub(
@@ -295,7 +272,7 @@ class Cleaner:
                 flags=re.DOTALL,
             )
             if text.strip() and _language_classifier()(text[:4000])[0] not in config.languages:
-                raise Drop(OTHER_LANGUAGE)
+                raise Drop(reasons.OTHER_LANGUAGE)
 
 
 def _with_system(
@@ -330,9 +307,9 @@ def _tools(
     if (parsed := parse_tools(described)) is not None:
         tools, is_rewritten = parsed
         if is_rewritten:
-            findings.changes.add(NESTED_TOOLS)
+            findings.changes.add(reasons.NESTED_TOOLS)
         return tools, field_read
-    findings.changes.add(TOOLS_LEFT_OUT)
+    findings.changes.add(reasons.TOOLS_LEFT_OUT)
     return (), field_read if field_read == "tools" else None
 
 
@@ -341,7 +318,7 @@ def _template_kwargs(record: dict, findings: Findings) -> dict[str, Any] | None:
     them."""
     variables, left_out = without_unused(record.get(TEMPLATE_KWARGS))
     if left_out:
-        findings.changes.add(TABLE_NULLS)
+        findings.changes.add(reasons.TABLE_NULLS)
     return variables if isinstance(variables, dict) else None
 
 
@@ -353,7 +330,7 @@ def own_id(record: dict) -> str | None:
     try:
         return str(record_id).encode().decode()
     except UnicodeEncodeError:  # half of a surrogate pair, see data.turns
-        raise Drop(BROKEN_ID) from None
+        raise Drop(reasons.BROKEN_ID) from None
 
 
 def _digest(messages: Sequence[Message], read: _Read) -> bytes:

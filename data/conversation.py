@@ -2,7 +2,7 @@
 labelled completions."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +16,9 @@ TurnOrder = Literal["any", "question first", "alternating"]
 DEFAULT_TEMPLATE = "tokenizer"
 # A recipe's chat template of this ending is a file, which replaces the model's.
 TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
+
+# A Message.reasoning_field: the reasoning is a part of a content, where some templates look for it.
+IN_CONTENT = "content"
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Message:
     reasoning: str | None = None
     """An assistant's reasoning, if a record separates it; `reasoning_content` in templates."""
     reasoning_field: str = "reasoning_content"
-    """The record's field with the reasoning; some templates read only `reasoning`."""
+    """The record's field with the reasoning, or IN_CONTENT; some templates read only
+    `reasoning`."""
     fields: tuple[str, ...] = field(default=(), compare=False)
     """The names of the turn's fields in the record's order, if they are OpenAI's: a template that
     writes a whole turn as JSON keeps this order."""
@@ -67,87 +71,69 @@ def prompt_of(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """A conversation."""
+class _Record:
+    """The fields of every record."""
 
     id: str
     """Identifies the record within its source; never a path."""
-    messages: tuple[Message, ...]
+    _: KW_ONLY
     source: int = 0
     """Number of the source in the recipe."""
     record: int = 0
     """Number of the record in the source, from 1; 0 if it was not read from a file."""
-    tools: tuple[dict[str, Any], ...] = ()
-    """Descriptions of the tools that the assistant may call, in OpenAI's form."""
     file: str = field(default="", compare=False)
     """The file that it was read from; for messages, not part of the data."""
     line: int = field(default=0, compare=False)
     """Its line, row or number in the file, from 1."""
+
+
+@dataclass(frozen=True)
+class Conversation(_Record):
+    """A conversation."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    """Descriptions of the tools that the assistant may call, in OpenAI's form."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as {"enable_thinking": False}; they override a
     recipe's."""
 
 
 @dataclass(frozen=True)
-class Text:
-    """A plain text, such as a book. Its first `prompt` characters are context, not trained on.
+class Text(_Record):
+    """A plain text, such as a book."""
 
-    Other fields are as in Conversation.
-    """
-
-    id: str
     text: str
-    source: int = 0
-    record: int = 0
     prompt: int = 0
     """Number of characters at the beginning that are read and not trained on."""
-    file: str = field(default="", compare=False)
-    line: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """An already tokenized document; other fields as in Conversation."""
+class Tokens(_Record):
+    """An already tokenized document."""
 
-    id: str
     tokens: Int32[np.ndarray, " n"]
     loss_mask: Bool[np.ndarray, " n"]
     """Whether token i is trained on as a target."""
-    source: int = 0
-    record: int = 0
-    file: str = field(default="", compare=False)
-    line: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
-class Preference:
-    """A prompt with a chosen and a rejected completion, each as the whole conversation; other
-    fields as in Conversation.
+class Preference(_Record):
+    """A prompt with a chosen and a rejected completion, each as the whole conversation.
 
     Only the turns of the completions are trained on.
     """
 
-    id: str
     chosen: Conversation
     rejected: Conversation
-    source: int = 0
-    record: int = 0
-    file: str = field(default="", compare=False)
-    line: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """A conversation whose last turns, the completion, are labelled desirable or not; other fields
-    as in Conversation."""
+class Labelled(_Record):
+    """A conversation whose last turns, the completion, are labelled desirable or not."""
 
-    id: str
     conversation: Conversation
     desirable: bool
-    source: int = 0
-    record: int = 0
-    file: str = field(default="", compare=False)
-    line: int = field(default=0, compare=False)
 
 
 Record = Conversation | Text | Tokens | Preference | Labelled

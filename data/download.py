@@ -12,13 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from data.errors import TransientError, UserError
+from data.errors import TRANSIENT_HTTP, TransientError, UserError
 from data.folders import named_errors, sync
 
 CHUNK = 1 << 20  # bytes
 TIMEOUT = 60  # seconds without a byte
 LONGEST_WAIT = 60  # seconds between two attempts
-_TEMPORARY = (408, 429, 500, 502, 503, 504)  # server statuses for which a later request may succeed
 # More digits cannot be a size.
 _SIZE = re.compile(r"\d{1,18}", re.ASCII)
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-\d{1,18}|\*)/(\d{1,18})", re.ASCII)
@@ -58,14 +57,14 @@ def download_file(
     if not url.startswith(("http://", "https://")):
         raise UserError(f"{url}: is not a file's address; one that begins with https:// would work")
     part = path.with_name(f"{path.name}.part")
-    failures, most = 0, part.stat().st_size if part.exists() else 0
+    failures, most = 0, _size(part)
     while True:
         try:
             with named_errors(path.parent):
                 _fetch(url, part, on_progress)
             break
         except _Interrupted as error:
-            has = part.stat().st_size if part.exists() else 0
+            has = _size(part)
             failures, most = (1, has) if has > most else (failures + 1, most)
             if failures >= attempts:
                 raise TransientError(
@@ -81,6 +80,10 @@ def download_file(
     sync(path.parent)
 
 
+def _size(part: Path) -> int:
+    return part.stat().st_size if part.exists() else 0
+
+
 def _version_file(part: Path) -> Path:
     return part.with_name(f"{part.name}.json")
 
@@ -92,7 +95,7 @@ def _fetch(url: str, part: Path, on_progress: Callable[[int, int | None], object
       _Interrupted: it did not arrive completely.
       UserError: the server refuses it.
     """
-    has = part.stat().st_size if part.exists() else 0
+    has = _size(part)
     version = _read_version(part) if has else None
     headers = {"Accept-Encoding": "identity"}
     if version is not None:
@@ -120,7 +123,7 @@ def _fetch(url: str, part: Path, on_progress: Callable[[int, int | None], object
                 return
             part.unlink()
             raise _Interrupted("the file has become shorter on the server") from None
-        if error.code in _TEMPORARY:
+        if error.code in TRANSIENT_HTTP:
             raise _Interrupted(f"the server answered {error.code} {error.reason}") from None
         raise UserError(f"{url}: the server answered {error.code} {error.reason}") from None
     except http.client.InvalidURL as error:

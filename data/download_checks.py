@@ -6,7 +6,6 @@ killed, the next process finds the note, no longer locked, and checks the files 
 
 import concurrent.futures
 import contextlib
-import fcntl
 import glob
 import hashlib
 import json
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data.errors import UserError
+from data.folders import try_to_lock
 from data.printable import printable
 
 _DIGEST = re.compile("[0-9a-f]{64}|[0-9a-f]{40}")
@@ -47,7 +47,9 @@ def checked(repository: Path) -> Iterator[None]:
         damaged = _damaged(_blobs(repository) - before)
         for blob in damaged:
             blob.unlink()
-        note.remove()
+        if note is not None:
+            with contextlib.suppress(OSError):
+                note.unlink()
     if damaged:
         raise UserError(
             f"{damaged[0]}: does not match the hub's digest, and was removed; the same command "
@@ -62,7 +64,7 @@ def remove_damaged(repository: Path) -> None:
     a message for each."""
     for path in repository.parent.glob(f"{glob.escape(_prefix(repository))}*"):
         with contextlib.suppress(OSError), path.open("rb") as file:
-            if not _lock(file):
+            if not try_to_lock(file):
                 continue  # its download is still running
             before = _names(file)
             for blob in _damaged(_blobs(repository) - {repository / "blobs" / x for x in before}):
@@ -78,28 +80,15 @@ def remove_damaged(repository: Path) -> None:
             path.unlink()
 
 
-class _Note:
-    """A file that exists during a download."""
-
-    def __init__(self, path: Path | None):
-        self._path = path
-
-    def remove(self) -> None:
-        if self._path is not None:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
-
-
 def _prefix(repository: Path) -> str:
     return f".longstripe-{repository.name}.arriving-"
 
 
 @contextlib.contextmanager
-def _note(repository: Path, before: set[Path]) -> Iterator[_Note]:
-    """Writes a note of the files in the cache, which is locked within the context.
+def _note(repository: Path, before: set[Path]) -> Iterator[Path | None]:
+    """Writes a note of the files in the cache, which is locked within the context; yields its path.
 
-    There is none if the cache is read-only or its disk is full: then nothing can be downloaded
-    either.
+    None if the cache is read-only or its disk is full: then nothing can be downloaded either.
     """
     name = secrets.token_hex(8)
     final = repository.parent / f"{_prefix(repository)}{name}"
@@ -108,27 +97,16 @@ def _note(repository: Path, before: set[Path]) -> Iterator[_Note]:
         try:
             # Locked before it is renamed, so that no process takes it for a killed process's note.
             file = stack.enter_context(part.open("wb"))
-            _lock(file)
+            try_to_lock(file)
             file.write(json.dumps(sorted(blob.name for blob in before)).encode())
             file.flush()
             os.rename(part, final)
         except OSError:
             with contextlib.suppress(OSError):
                 part.unlink()
-            yield _Note(None)
+            yield None
             return
-        yield _Note(final)
-
-
-def _lock(file: BinaryIO) -> bool:
-    """Locks a file; returns False if another process holds its lock. True without file locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
+        yield final
 
 
 def _names(file: BinaryIO) -> list[str]:

@@ -101,6 +101,10 @@ class TokenDocument(NamedTuple):
     shared: int = 0
     """Tokens at the beginning of both completions' documents that a row holds only once."""
 
+    def cut(self, start: int, stop: int | None = None) -> "TokenDocument":
+        """Returns some consecutive tokens."""
+        return self._replace(tokens=self.tokens[start:stop], loss_mask=self.loss_mask[start:stop])
+
 
 class _Slices(Sequence):
     """Consecutive documents of an array; a single remaining token has no target and is dropped."""
@@ -161,17 +165,15 @@ class Encoder:
                 return Encoded([], drop_reason=str(error))
         elif isinstance(record, Text):
             parts = [self._encode_text(record, changes)]
-        elif isinstance(record.tokens, np.memmap):
-            return self._encode_array(record.tokens)
         elif record.tokens.min() < 0 or record.tokens.max() >= self.tokenizer.vocab_size:
             return Encoded([], drop_reason=FOREIGN_ID)
+        elif isinstance(record.tokens, np.memmap):
+            return self._encode_array(record.tokens)
         else:
             parts = [TokenDocument(record.tokens, record.loss_mask.astype(np.uint8))]
         length = self.rules.context_length
         pieces = [
-            TokenDocument(
-                part.tokens[start : start + length], part.loss_mask[start : start + length]
-            )
+            part.cut(start, start + length)
             for part in parts
             for start in range(0, len(part.tokens), length)
         ]
@@ -185,8 +187,6 @@ class Encoder:
 
     def _encode_array(self, tokens: np.memmap) -> Encoded:
         """Returns the documents of an array that stays on disk; each is read when indexed."""
-        if tokens.min() < 0 or tokens.max() >= self.tokenizer.vocab_size:
-            return Encoded([], drop_reason=FOREIGN_ID)
         length = self.rules.context_length
         documents = _Slices(tokens, length)
         if not len(documents):
@@ -244,10 +244,7 @@ class Encoder:
         return _Rendered(TokenDocument(tokens, mask), notes)
 
     def _completion_starts(
-        self,
-        messages: Sequence[Message],
-        record: Conversation,
-        documents: Sequence[TokenDocument],
+        self, messages: Sequence[Message], record: Conversation, documents: Sequence[TokenDocument]
     ) -> tuple[list[int] | list[None], frozenset[str]]:
         """Returns where the completions of a prompt begin, and what the report counts.
 
@@ -275,12 +272,10 @@ class Encoder:
         """Returns one document of both conversations, the chosen one first, each with its own
         prompt; or two documents if completions are unpaired."""
         encoded = self._encode_completions(record.chosen, record.rejected)
-        if encoded.drop_reason or self.rules.unpaired:
-            labelled = [
-                document._replace(label=label)
-                for document, label in zip(encoded.documents, (1, 0), strict=False)
-            ]
-            return replace(encoded, documents=labelled)
+        if encoded.drop_reason:
+            return encoded
+        if self.rules.unpaired:
+            return _with_labels(encoded, 1, 0)
         notes, parts = set(encoded.changes), list(encoded.documents)
         shared = shared_tokens(*parts) if self.rules.share_prompts else 0
         excess = sum(len(part.tokens) for part in parts) - shared - self.rules.context_length
@@ -290,7 +285,7 @@ class Encoder:
             touches_completion = any(part.loss_mask[: cut + 1].any() for part in parts)
             if touches_completion or not self.rules.cut_prompts:
                 return Encoded([], drop_reason=LONG_PAIR)
-            parts = [TokenDocument(part.tokens[cut:], part.loss_mask[cut:]) for part in parts]
+            parts = [part.cut(cut) for part in parts]
             shared = max(shared - cut, 0)
             notes.add(CUT_PROMPT)
         tokens, masks = (
@@ -304,12 +299,7 @@ class Encoder:
         if not self.rules.unpaired:
             return Encoded([], drop_reason=NOT_PAIRED)
         encoded = self._encode_completions(record.conversation)
-        return replace(
-            encoded,
-            documents=[
-                document._replace(label=int(record.desirable)) for document in encoded.documents
-            ],
-        )
+        return encoded if encoded.drop_reason else _with_labels(encoded, int(record.desirable))
 
     def _encode_completions(self, *conversations: Conversation) -> Encoded:
         """Returns a document per conversation, with everything after the prompt in the loss,
@@ -376,6 +366,11 @@ class Encoder:
         segments = encode(rendered, controls, trained, self.tokenizer)
         ids = [token for segment in segments for token in segment.ids]
         return ids, [segment.train for segment in segments for _ in segment.ids]
+
+
+def _with_labels(encoded: Encoded, *labels: int) -> Encoded:
+    pairs = zip(encoded.documents, labels, strict=True)
+    return replace(encoded, documents=[document._replace(label=label) for document, label in pairs])
 
 
 def shared_tokens(*documents: TokenDocument) -> int:

@@ -94,7 +94,7 @@ _LASTING_NAMES = frozenset(
         "UnsupportedProtocol",
     )
 )
-_TRANSIENT_HTTP = frozenset(
+TRANSIENT_HTTP = frozenset(
     (
         http.HTTPStatus.REQUEST_TIMEOUT,
         http.HTTPStatus.TOO_MANY_REQUESTS,
@@ -166,7 +166,7 @@ def _is_transient_alone(error: BaseException) -> bool:
     if isinstance(error, (TimeoutError, ConnectionError)):
         return True
     if (status := _http_status(error)) is not None:
-        return status in _TRANSIENT_HTTP
+        return status in TRANSIENT_HTTP
     if isinstance(error, OSError) and type(error).__name__ == "gaierror":
         return error.errno == _RESOLVER_TRY_AGAIN
     if _has_name(error, _TRANSIENT_NAMES) or getattr(error, "retryable", None) is True:

@@ -38,7 +38,6 @@ def check_media(record: Mapping[Any, Any], texts: Sequence[str] = ()) -> None:
     """Raises Drop for a record with pictures and the like, without which it is another record.
 
     Args:
-      record: the record.
       texts: its texts; the field `image` counts if one of them has its tag.
     """
     for name, value in record.items():
@@ -74,7 +73,8 @@ def loss_flags(fields: Mapping[str, Any]) -> dict[str, bool]:
 
 def is_fraction(fields: Mapping[str, Any], name: str) -> bool:
     """Returns whether a flag of `loss_flags` is a weight other than 0 and 1."""
-    return name in WEIGHTS and fields[name] not in (0, 1)
+    value = fields[name]  # a text is 0, 1 or another word of `yes_or_no`
+    return name in WEIGHTS and not isinstance(value, str) and value not in (0, 1)
 
 
 def is_desirable(label: object) -> bool | None:
@@ -96,6 +96,12 @@ def is_undesirable(record: Mapping[str, Any]) -> bool:
 
 def _is_word_false(label: object) -> bool:
     return isinstance(label, str) and label.strip().lower() == "false"
+
+
+def without_surrogates(text: str) -> str:
+    """Returns a text with lone surrogates, halves of pairs such as \\ud83d\\ude00, replaced: no
+    tokenizer accepts them."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def first_present(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
@@ -147,8 +153,8 @@ class FieldMap:
       found: receives the names that occur in a record or turn.
     """
 
-    def __init__(self, fields: Mapping[str, str], found: set[str] | None = None):
-        self.found: set[str] = set() if found is None else found
+    def __init__(self, fields: Mapping[str, str], found: set[str]):
+        self.found = found
         self._names = fields.keys()
         self._roles = {name: target for name, target in fields.items() if target in ROLE_TARGETS}
         self._turns = {name: target for name, target in fields.items() if target in TURN_TARGETS}

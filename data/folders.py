@@ -4,20 +4,21 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import re
 import secrets
 import shutil
 import stat
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, TextIO, TypeVar
 
 from data.errors import TransientError, UserError, file_size_limit, is_transient
 
+_Content = TypeVar("_Content")
 _LOCK = "lock"
 # Unfinished folders of prepared data, .HASH-RANDOM.
 _UNFINISHED = re.compile(r"\.(trajectories-)?[0-9a-f]{20}-\w+")
@@ -94,14 +95,31 @@ def lock(file: IO, folder: Path, work: str) -> None:
     Raises:
       TransientError: another process holds it.
     """
+    if not try_to_lock(file):
+        raise TransientError(
+            f"{folder}: another process {work}; wait until it has ended, or name another folder"
+        )
+
+
+def try_to_lock(file: IO) -> bool:
+    """Locks an open file until it is closed; returns False if another process holds its lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise TransientError(
-            f"{folder}: another process {work}; wait until it has ended, or name another folder"
-        ) from None
+        return False
     except OSError:  # a file system without locks
         pass
+    return True
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Waits for a lock on `path`, a dedicated file, created if missing, and holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def sync(path: Path) -> None:
@@ -116,7 +134,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def record_files(folder: Path, names: Sequence[str]) -> str:
+def record_files(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, str]]:
     """Returns sizes and hashes of files, and of those in folders among them, for `check_files`."""
     paths = [
         path
@@ -124,21 +142,19 @@ def record_files(folder: Path, names: Sequence[str]) -> str:
         for path in sorted([folder / name, *(folder / name).rglob("*")])
         if path.is_file()
     ]
-    return json.dumps(
-        {
-            path.relative_to(folder).as_posix(): [path.stat().st_size, file_hash(path)]
-            for path in paths
-        }
-    )
+    return {
+        path.relative_to(folder).as_posix(): (path.stat().st_size, file_hash(path))
+        for path in paths
+    }
 
 
-def check_files(folder: Path, recorded: str) -> None:
+def check_files(folder: Path, recorded: Mapping[str, tuple[int, str]]) -> None:
     """Compares files with `record_files`'s result; hashes of large files are left to the caller.
 
     Raises:
       UserError: a file is missing or damaged.
     """
-    for name, (size, digest) in json.loads(recorded).items():
+    for name, (size, digest) in recorded.items():
         try:
             same = (folder / name).stat().st_size == size
             same = same and (size > HASHED_AT_START or file_hash(folder / name) == digest)
@@ -156,6 +172,31 @@ def file_hash(path: Path) -> str:
     """Returns the sha256 of a file's contents."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields the path of a file to write; without an error, it then durably replaces `path`.
+
+    Its name is always the same, so that what a killed process leaves is overwritten.
+    """
+    scratch = path.with_name(f".{path.name}.part")
+    yield scratch
+    sync(scratch)
+    os.replace(scratch, path)
+    sync(path.parent)
+
+
+def read_or_warn(folder: Path, last: str, read: Callable[[Path], _Content]) -> _Content | None:
+    """Returns what `read` reads of a prepared folder; None if it lacks the file written last or,
+    with a warning, is damaged."""
+    if not (folder / last).exists():
+        return None
+    try:
+        return read(folder)
+    except UserError as error:
+        print(f"warning: {error}; rebuilding it", file=sys.stderr)
+        return None
 
 
 def holds_files(folder: Path) -> bool:
@@ -298,8 +339,7 @@ def try_to_rename(folder: Path, purpose: str) -> None:
 def _locked_file(scratch: Path) -> TextIO:
     """Makes a file that is locked, from its first moment, while this process builds `scratch`."""
     file = open(scratch / f"{_LOCK}.new", "w", encoding="utf-8")  # noqa: SIM115 - closed by the caller
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try_to_lock(file)
     os.rename(scratch / f"{_LOCK}.new", scratch / _LOCK)
     return file
 

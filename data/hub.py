@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import glob
 import os
@@ -24,6 +23,7 @@ from typing import Any, TypeVar
 from data import cards
 from data.compression import ENDINGS
 from data.errors import UserError, first_line
+from data.folders import locked
 from data.printable import printable
 from data.untrusted_files import MAX_JSON_BYTES
 
@@ -189,6 +189,7 @@ def _dataset_errors(path: str, repository: str, revision: str | None) -> Iterato
     """Translates errors from downloading a data set into UserErrors."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
+        GatedRepoError,
         HFValidationError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -200,6 +201,8 @@ def _dataset_errors(path: str, repository: str, revision: str | None) -> Iterato
         raise UserError(
             f"{path}: names no data set on the hub ({first_line(error)}); {WOULD_WORK}"
         ) from None
+    except GatedRepoError:  # a RepositoryNotFoundError too
+        raise _gated(path, f"{constants.ENDPOINT}/datasets/{repository}") from None
     except RepositoryNotFoundError:
         raise UserError(
             f"{path}: {constants.ENDPOINT} shows no data set {repository}; another name, or `hf "
@@ -293,17 +296,8 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
         except DryRunError as error:
             raise error.__cause__ or error from None  # the hub's answer
 
-    cache = Path(constants.HF_HUB_CACHE)
-    with _cache_errors():
-        cache.mkdir(parents=True, exist_ok=True)
-    lock_file = cache / f".longstripe-{name.replace('/', '--')}.lock"
-    with (
-        _model_errors(name, revision),
-        _cache_errors(),
-        lock_file.open("a", encoding="utf-8") as lock,
-    ):
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = Path(constants.HF_HUB_CACHE) / f".longstripe-{name.replace('/', '--')}.lock"
+    with _model_errors(name, revision), _cache_errors(), locked(lock):
         _remove_abandoned(_in_cache(name, "model") / "blobs")
         listed = fetch(dry_run=True)
         if needed and not any(file.filename.endswith(needed) for file in listed):
@@ -354,10 +348,7 @@ def _model_errors(name: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except GatedRepoError:
-        raise UserError(
-            f"{name}: its owner must grant you access: request it at {hub}/{name}, then `hf auth "
-            "login`"
-        ) from None
+        raise _gated(name, f"{hub}/{name}") from None
     except RepositoryNotFoundError:
         raise UserError(
             f"{name}: neither a folder nor a model that {hub} shows; another name, or for a "
@@ -370,7 +361,19 @@ def _model_errors(name: str, revision: str | None) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # disk errors, and those of the hub's HTTP library
-        raise _not_downloaded(name, hub, error) from None
+        raise UserError(
+            printable(
+                f"{name}: neither a folder nor in the local Hugging Face cache, and not downloaded "
+                f"from {hub} ({first_line(error)}); complete files are kept, and the same "
+                f"command or `hf download {name}` gets the rest"
+            )
+        ) from None
+
+
+def _gated(name: str, page: str) -> UserError:
+    return UserError(
+        f"{name}: its owner must grant you access: request it at {page}, then `hf auth login`"
+    )
 
 
 @contextlib.contextmanager
@@ -540,13 +543,3 @@ def _remove_abandoned(blobs: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - part.stat().st_mtime > ABANDONED_SECONDS:
                 part.unlink()
-
-
-def _not_downloaded(name: str, hub: str, error: Exception) -> UserError:
-    return UserError(
-        printable(
-            f"{name}: neither a folder nor in the local Hugging Face cache, and not downloaded "
-            f"from {hub} ({first_line(error)}); complete files are kept, and the same "
-            f"command or `hf download {name}` gets the rest"
-        )
-    )

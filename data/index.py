@@ -68,8 +68,8 @@ class NewIndex:
         self.all_held_out = True
         """Whether no document is in the split train."""
 
-    def add(self, entry: IndexEntry) -> int:
-        """Adds a document; returns its number.
+    def add(self, entry: IndexEntry) -> None:
+        """Adds a document.
 
         Raises:
           UserError: there are too many; see `check_count`.
@@ -78,7 +78,6 @@ class NewIndex:
         self._rows.write(_ROW.pack(*entry))
         self.all_held_out &= bool(entry.held_out)
         self._count += 1
-        return self._count - 1
 
     def extend(self, path: Path) -> None:
         """Adds the documents of another index, which `write` wrote to `path`."""

@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -14,7 +15,7 @@ from data import cards, near_duplicates, paths, tables
 from data import sources as source_readers
 from data.conversation import Record, Tokens, TurnOrder
 from data.digests import file_digests
-from data.encode import Encoded, Encoder, EncodingRules, encode_all
+from data.encode import Encoded, Encoder, EncodingRules, TokenDocument, encode_all
 from data.errors import TransientError, UserError
 from data.exact_duplicates import Seen
 from data.index import IndexEntry, NewIndex
@@ -23,34 +24,16 @@ from data.near_duplicates import NEAR_DUPLICATE, NOTHING_DROPPED, Dropped
 from data.paths import File
 from data.records import Advance
 from data.report import Report, SourceReport
-from data.sources import FileReader, Source, Sources
+from data.sources import FileReader, Source, Sources, Unit
 from data.templates import jinja_template
 from data.templates.alternation import order_of
 from data.templates.sandbox import compile_template
 from data.tokenizer import Tokenizer
 
 # Change with every change to the documents, so that existing folders are not reused.
-RULES = "prepare-17"
+RULES = "prepare-18"
 # Bytes of a source above which several processes, slow to start, encode it.
 WORTH_PROCESSES = 1 << 23
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Files of a source that one worker reads in order."""
-
-    source: int
-    """Number of the source in the recipe."""
-    first: int
-    """Number of the first file in the source."""
-    files: tuple[File, ...]
-    among_others: bool
-    """Whether the source has several files."""
-
-    @property
-    def name(self) -> str:
-        """The unit's name in the folder that workers share."""
-        return f"{self.source}-{self.first}"
 
 
 @dataclass
@@ -100,11 +83,8 @@ class Job:
     def _template_date(self) -> str | None:
         """Returns the date written by the templates, or None if none writes one."""
         texts = [template_text(source, self.tokenizer) or "" for source in self.sources.all]
-        return (
-            self.tokenizer.template_date.date().isoformat()
-            if any("strftime_now" in text for text in texts)
-            else None
-        )
+        is_written = any("strftime_now" in text for text in texts)
+        return self.tokenizer.template_date.date().isoformat() if is_written else None
 
     def all_files(self, number: int) -> Unit:
         """Returns all files of a source as one unit."""
@@ -113,18 +93,15 @@ class Job:
 
     def units(self) -> list[Unit]:
         """Returns the files of all sources, in order, grouped if they need each other."""
-        units = []
-        for number in range(len(self.sources.all)):
-            unit = self.all_files(number)
-            # Completions for the KL term come from the previous record, even in another file.
-            if self.rules.unpaired:
-                units.append(unit)
-                continue
-            units += [
-                Unit(number, first, (file,), unit.among_others)
-                for first, file in enumerate(unit.files)
-            ]
-        return units
+        sources = [self.all_files(number) for number in range(len(self.sources.all))]
+        # Completions for the KL term come from the previous record, even in another file.
+        if self.rules.unpaired:
+            return sources
+        return [
+            replace(whole, first=first, files=(file,))
+            for whole in sources
+            for first, file in enumerate(whole.files)
+        ]
 
     def reader(self, unit: Unit, seen: Seen) -> FileReader:
         """Returns a reader of a unit's records; `seen` has hashes of earlier records."""
@@ -189,22 +166,11 @@ class Job:
                 continue
             report.count_kept(encoded.changes)
             held_out = self.sources.is_held_out(unit.source, record.id)
-            for tokens, mask, chosen, label, shared in encoded.documents:
-                index.add(
-                    IndexEntry(
-                        length=len(tokens),
-                        trained=int(mask[1:].sum()),
-                        source=unit.source,
-                        held_out=held_out,
-                        chosen=chosen,
-                        chosen_trained=int(mask[1:chosen].sum()),
-                        label=label,
-                        shared=shared,
-                    )
-                )
+            for document in encoded.documents:
+                index.add(_index_entry(document, unit.source, held_out))
                 yield {
-                    "tokens": tokens,
-                    "loss_mask": mask,
+                    "tokens": document.tokens,
+                    "loss_mask": document.loss_mask,
                     "source": unit.source,
                     "record_id": record.id,
                 }
@@ -240,9 +206,14 @@ class Job:
         report.path_notes = self.sources.all[number].notes(is_held_out)
 
     def check_ids(self) -> None:
-        """Raises UserError early for an array that would later be refused entirely."""
-        for source in self.sources.all:
-            _check_ids(source, self.tokenizer)
+        """Raises UserError early for an array with ids that the tokenizer lacks."""
+        size = self.tokenizer.vocab_size
+        for file, array in chain.from_iterable(map(_local_arrays, self.sources.all)):
+            if array.ndim == 1 and len(array) and not 0 <= array.min() <= array.max() < size:
+                raise UserError(
+                    f"{file}: holds ids from {array.min()} to {array.max()}, and the tokenizer has "
+                    f"0 to {size - 1}; ids of this tokenizer would work"
+                )
 
     def check_split(self, all_held_out: bool, report: Report) -> None:
         """Raises UserError if no document is left to train on."""
@@ -252,6 +223,20 @@ class Job:
                 f"data.held_out_fraction: found {self.sources.held_out_fraction}, which takes "
                 f"{records} and leaves none to train on; a smaller one would work"
             )
+
+
+def _index_entry(document: TokenDocument, source: int, held_out: bool) -> IndexEntry:
+    tokens, mask, chosen, label, shared = document
+    return IndexEntry(
+        length=len(tokens),
+        trained=int(mask[1:].sum()),
+        source=source,
+        held_out=held_out,
+        chosen=chosen,
+        chosen_trained=int(mask[1:chosen].sum()),
+        label=label,
+        shared=shared,
+    )
 
 
 def _without_near_duplicates(
@@ -304,20 +289,6 @@ def check_arrays(source: Source) -> None:
     for file, array in _local_arrays(source):
         if array.dtype.kind not in "iu":
             raise UserError(f"{file}: holds {array.dtype}, not integers; {source.would_work}")
-
-
-def _check_ids(source: Source, tokenizer: Tokenizer) -> None:
-    """Raises UserError for an array with ids that the tokenizer lacks, which it reads entirely."""
-    for file, array in _local_arrays(source):
-        if (
-            array.ndim == 1
-            and len(array)
-            and not 0 <= array.min() <= array.max() < tokenizer.vocab_size
-        ):
-            raise UserError(
-                f"{file}: holds ids from {array.min()} to {array.max()}, and the tokenizer has 0 "
-                f"to {tokenizer.vocab_size - 1}; ids of this tokenizer would work"
-            )
 
 
 def _local_arrays(source: Source) -> Iterator[tuple[File, np.ndarray]]:

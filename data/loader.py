@@ -157,9 +157,14 @@ class Loader:
         epoch, row = self.locate(number)
         return self._plan(epoch).row(row)
 
-    def _step_pieces(self, step: int) -> Iterator[Piece]:
-        """Yields the pieces of a step's rows in their order."""
-        for number in range(step * self.batch_size, (step + 1) * self.batch_size):
+    def _numbers(self, step: int, rows: Sequence[int] | None = None) -> list[int]:
+        """Returns the numbers of a step's rows, or of some of them, counted over all steps."""
+        chosen = range(self.batch_size) if rows is None else rows
+        return [step * self.batch_size + int(row) for row in chosen]
+
+    def _step_pieces(self, step: int, rows: Sequence[int] | None = None) -> Iterator[Piece]:
+        """Yields the pieces of a step's rows, or of some of them, in their order."""
+        for number in self._numbers(step, rows):
             yield from self._pieces(number)
 
     def row(self, number: int, indices: Int[np.ndarray, " T"] | None = None) -> Batch:
@@ -224,11 +229,8 @@ class Loader:
 
     def record_ids(self, step: int) -> list[str]:
         """Returns the ids of the records in a step's rows (from 0), in order, each once."""
-        return list(
-            dict.fromkeys(
-                self.documents[piece.document].record_id for piece in self._step_pieces(step)
-            )
-        )
+        documents = (self.documents[piece.document] for piece in self._step_pieces(step))
+        return list(dict.fromkeys(document.record_id for document in documents))
 
     def batch(
         self,
@@ -243,13 +245,7 @@ class Loader:
           rows: which of the step's rows to return, ascending; all if None.
           indices: see `row`.
         """
-        first = step * self.batch_size
-        return _stack(
-            [
-                self.row(first + int(row), indices)
-                for row in (range(self.batch_size) if rows is None else rows)
-            ]
-        )
+        return _stack([self.row(number, indices) for number in self._numbers(step, rows)])
 
     def batches(
         self,
@@ -281,16 +277,9 @@ class Loader:
     def _prefetch(self, steps: Iterable[int], rows: Sequence[int] | None) -> None:
         """Starts copying the documents of some steps' rows to this machine, if they are in a
         store."""
-        if self.documents.cache is None:
-            return
-        chosen = range(self.batch_size) if rows is None else rows
-        pieces = [
-            piece
-            for step in steps
-            for row in chosen
-            for piece in self._pieces(step * self.batch_size + int(row))
-        ]
-        self.documents.prefetch([piece.document for piece in pieces])
+        if self.documents.cache is not None:
+            pieces = [piece for step in steps for piece in self._step_pieces(step, rows)]
+            self.documents.prefetch([piece.document for piece in pieces])
 
     def epoch_batches(
         self,
@@ -303,16 +292,12 @@ class Loader:
         For the held-out loss; `rows` and `indices` as in `batch`.
         """
         plan = self._plan(epoch)
-        for first in range(0, len(plan), self.batch_size):
-            numbers = [
-                first + int(row) for row in (range(self.batch_size) if rows is None else rows)
+        for step in range(-(-len(plan) // self.batch_size)):
+            pieces = [
+                plan.row(number) if number < len(plan) else ()
+                for number in self._numbers(step, rows)
             ]
-            yield _stack(
-                [
-                    self._row_arrays(plan.row(number) if number < len(plan) else (), indices)
-                    for number in numbers
-                ]
-            )
+            yield _stack([self._row_arrays(of_row, indices) for of_row in pieces])
 
 
 def _stack(rows: Sequence[Batch]) -> Batch:

@@ -11,14 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from data.conversation import Record
-from data.encode import (
-    CUT_PROMPT,
-    Encoded,
-    EncodingRules,
-    TokenDocument,
-    prompt_cut,
-    shared_tokens,
-)
+from data.encode import CUT_PROMPT, Encoded, EncodingRules, TokenDocument, prompt_cut, shared_tokens
 
 LONG_TWICE = "longer than context_length with its prompt a second time, for the KL term"
 ALONE = "the only completion of its split, whose KL term needs one of another prompt"
@@ -82,9 +75,7 @@ def _with_completion(
         cut = prompt_cut(excess, shared)
         if not rules.cut_prompts or cut >= prompt:
             return None
-        document = document._replace(
-            tokens=document.tokens[cut:], loss_mask=document.loss_mask[cut:]
-        )
+        document = document.cut(cut)
         prompt, shared = prompt - cut, max(shared - cut, 0)
         notes.add(CUT_PROMPT)
     end = start + rules.context_length - len(document.tokens) - prompt + shared

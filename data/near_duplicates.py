@@ -21,7 +21,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, UInt32, UInt64
@@ -30,6 +30,7 @@ from data import minhash, paths, work_folder
 from data.conversation import Conversation, Labelled, Preference, Record, Text
 from data.engine import Engine
 from data.paths import File
+from data.sources import Unit
 
 NEAR_DUPLICATE = "near duplicate"
 MOST_KEYS = 1 << 23  # keys that a search has in memory, at some 40 bytes each
@@ -46,22 +47,6 @@ _RECORD = np.dtype(
 _PAIR = np.dtype(
     [("first", "<i8"), ("other", "<i8"), ("shared", "<u4"), ("all", "<u4"), ("crowded", "<u8")]
 )
-
-
-class Unit(Protocol):
-    """Files of a source that are read together, see `data.job.Unit`."""
-
-    @property
-    def source(self) -> int:
-        """Number of the source."""
-
-    @property
-    def files(self) -> tuple[File, ...]:
-        """Its files."""
-
-    @property
-    def name(self) -> str:
-        """Its name in the work folder."""
 
 
 class NearDuplicate(NamedTuple):
@@ -100,7 +85,6 @@ def find(
       units: all units of the sources, in order.
       threshold: the least similarity of near duplicates.
       engine: runs the work.
-      work: the work folder.
       sign_unit: calls `sign` for a unit.
     """
     engine.run(units, sign_unit)
@@ -137,18 +121,12 @@ def text_of(record: Record) -> tuple[str, int] | None:
 
 
 def _conversation_text(conversation: Conversation) -> str:
-    return "\n".join(
-        text
-        for message in conversation.messages
-        if message.role != "system"
-        for text in (
-            message.reasoning or "",
-            message.content,
-            json.dumps([call["function"] for call in message.tool_calls])
-            if message.tool_calls
-            else "",
-        )
-    )
+    texts: list[str] = []
+    for message in conversation.messages:
+        if message.role != "system":
+            calls = [call["function"] for call in message.tool_calls]
+            texts += [message.reasoning or "", message.content, json.dumps(calls) if calls else ""]
+    return "\n".join(texts)
 
 
 def sign(records: Iterable[Record], threshold: float, unit: Unit, work: str) -> tuple[()]:

@@ -38,7 +38,6 @@ def check_own(path: str | Path, marker: bytes) -> None:
     """Checks that a file may be overwritten: it is absent or empty, or the same command wrote it.
 
     Args:
-      path: the file.
       marker: bytes within the first 64 KiB of everything the command writes to such a file, and of
         hardly anything else.
 
@@ -77,7 +76,6 @@ def output_file(path: str | Path, marker: bytes) -> Path:
     """Makes the folder of a command's output file, and returns the file's path.
 
     Args:
-      path: the file.
       marker: as in `check_own`.
 
     Raises:
@@ -96,7 +94,6 @@ def results_folder(path: str | Path, evaluation: str, *pictures: str) -> Path:
     """Makes the folder for an evaluation's answers, results and pictures; returns it.
 
     Args:
-      path: the folder.
       evaluation: text that only this evaluation's results.json has, such as "evaluation": "needle".
       pictures: names of the evaluation's PNG files.
 
@@ -115,7 +112,6 @@ def output_files(path: str | Path, markers: Mapping[str, bytes]) -> Path:
     """Makes the folder of files that a command will write, and returns it.
 
     Args:
-      path: the folder.
       markers: name of each file -> bytes within its first 64 KiB that only this command writes, by
         which a file of its own is known; see `check_own`.
 
@@ -163,7 +159,6 @@ def checkpoint_path(path: str | Path, field: str) -> Path:
     it, it would find nothing, or another folder's files.
 
     Args:
-      path: the folder.
       field: name of the user's field or argument, for the message.
 
     Raises:

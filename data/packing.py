@@ -5,7 +5,6 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +34,7 @@ class Plan:
 
     pieces: Int64[np.ndarray, "N 3"]
     """(document, start, length) of each Piece, row after row."""
-    starts: Int64[np.ndarray, "rows+1"]
+    starts: Int64[np.ndarray, " R+1"]
     """Index of each row's first piece, then N."""
     context_length: int
 
@@ -47,11 +46,6 @@ class Plan:
         return tuple(
             map(Piece._make, self.pieces[self.starts[number] : self.starts[number + 1]].tolist())
         )
-
-    @cached_property
-    def rows(self) -> tuple[tuple[Piece, ...], ...]:
-        """The pieces of every row."""
-        return tuple(self.row(number) for number in range(len(self)))
 
     @property
     def documents(self) -> Int64[np.ndarray, " N"]:

@@ -59,12 +59,7 @@ class PairLoader(Loader):
     references: Float32[np.ndarray, "documents 2"] | None = None
 
     def __init__(
-        self,
-        documents: Documents,
-        context_length: int,
-        batch_size: int,
-        seed: int,
-        shares: bool = False,
+        self, documents: Documents, context_length: int, batch_size: int, seed: int, shares: bool
     ):
         """Makes a loader of pairs, which all fit a row; arguments as in `Loader`.
 

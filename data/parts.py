@@ -32,11 +32,12 @@ from data.engine import GROUP, Engine
 from data.errors import TransientError, UserError
 from data.folders import file_hash
 from data.index import NewIndex, check_count
-from data.job import Job, Unit
+from data.job import Job
 from data.job_file import job_bytes, read_job
 from data.paths import File
 from data.record_store import ShardSize
 from data.report import MOST_DROPPED, Report, SourceReport, dropped_file, renumbered
+from data.sources import Unit
 from data.work_folder import read_bytes, read_json, worker_scratch, write_bytes
 
 _JOB, _SCAN, _PART, _SIZES = "job.json", "scan.json", "part.json", "sizes"
@@ -107,12 +108,7 @@ def _scan(job: Job, engine: Engine, work: str) -> list[Unit]:
     else:
         scanned = [unit for unit in job.units() if job.sources.all[unit.source].has_turns]
         engine.run(
-            scanned,
-            partial(_digests, work),
-            GROUP,
-            _later_units,
-            GROUP,
-            partial(_write_seen, work),
+            scanned, partial(_digests, work), GROUP, _later_units, GROUP, partial(_write_seen, work)
         )
         _warn_of_too_many(work, scanned)
         whole = {
@@ -240,11 +236,8 @@ def _make_part(work: str, unit: Unit) -> tuple[()]:
         index.write(scratch / prepared.INDEX)
         for file in (prepared.DOCUMENTS, _SIZES, prepared.INDEX, prepared.DROPPED):
             paths.put_file(scratch / file, f"{target}/{file}")
-    state = {
-        "report": report.to_dict(),
-        "documents": len(index),
-        "problem": problem,
-    }
+    # In order: once names are many, those that come first are counted separately.
+    state = {"report": report.to_dict(in_order=True), "documents": len(index), "problem": problem}
     write_bytes(f"{target}/{_PART}", json.dumps(state).encode())
     return ()
 

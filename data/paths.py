@@ -156,7 +156,7 @@ def _reason(error: Exception) -> str:
     return first_line(error)
 
 
-def _is_file(file_system: fsspec.AbstractFileSystem, path: str) -> bool:
+def is_file(file_system: fsspec.AbstractFileSystem, path: str) -> bool:
     """Returns whether a file exists.
 
     fsspec's isfile() would also return False when a store refuses or does not answer.
@@ -192,7 +192,7 @@ class File:
 
     def exists(self) -> bool:
         """Returns whether the file exists."""
-        return self._asked(_is_file)
+        return self._asked(is_file)
 
     def size(self) -> int:
         """Returns the size in bytes."""
@@ -331,7 +331,7 @@ def download(
 def _names_in(remote: str, last: str) -> list[str]:
     """Returns the files of a folder in a store; none if it lacks the one named `last`."""
     with open_file_system(remote) as (file_system, path):
-        if not _is_file(file_system, f"{path}/{last}"):
+        if not is_file(file_system, f"{path}/{last}"):
             return []
         return [str(PurePosixPath(name).relative_to(path)) for name in file_system.find(path)]
 

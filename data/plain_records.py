@@ -21,6 +21,7 @@ from data.fields import (
     renamed,
     shown_fields,
     unread_of,
+    without_surrogates,
 )
 from data.printable import printable
 from data.reasons import UNDESIRABLE, Drop
@@ -70,13 +71,13 @@ def parse_text(raw: object) -> tuple[Text, set[str]]:
             raise Drop(EMPTY_TEXT)
         if is_undesirable(fields):
             raise Drop(UNDESIRABLE)
-        prompt = _unicode(fields["prompt"])
+        prompt = without_surrogates(fields["prompt"])
         text, read = prompt + fields["completion"], {"prompt", "completion"}
     if not isinstance(text, str):
         raise Drop(NO_TEXT + _found_instead(raw, fields, written))
     if not text.strip():
         raise Drop(EMPTY_TEXT)
-    text = _unicode(text)
+    text = without_surrogates(text)
     record_id, unread = _record_id(raw, text.encode()), _unread(raw, read, written)
     return Text(record_id, text, prompt=len(prompt)), unread
 
@@ -90,11 +91,6 @@ def _found_instead(raw: object, fields: Mapping[str, Any], written: Mapping[str,
     return f": it has {shown_fields(raw)}"
 
 
-def _unicode(text: str) -> str:
-    """Returns a text with lone surrogates, which no tokenizer accepts, replaced."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 def parse_tokens(raw: object) -> tuple[Tokens, set[str], set[str]]:
     """Reads token ids with loss mask or labels; also returns the changes and unread fields."""
     if isinstance(raw, np.memmap):
@@ -102,13 +98,12 @@ def parse_tokens(raw: object) -> tuple[Tokens, set[str], set[str]]:
     if isinstance(raw, dict):
         check_media(raw)
     fields, written = _fields(raw, "tokens", (*TOKEN_FIELDS, *_MASKS, *_TRL_MASKS, *_PACKING))
-    name = "tokens" if "tokens" in fields else "input_ids"
+    name = first_present(fields, TOKEN_FIELDS) or TOKEN_FIELDS[0]
     tokens = _int32(fields.get(name))
     if tokens is None:
-        fields_there = (
-            f": it has {shown_fields(raw)}" if isinstance(raw, dict) and name not in fields else ""
-        )
-        raise Drop(NO_TOKENS + fields_there)
+        if isinstance(raw, dict) and fields.keys().isdisjoint(TOKEN_FIELDS):
+            raise Drop(f"{NO_TOKENS}: it has {shown_fields(raw)}")
+        raise Drop(NO_TOKENS)
     first = first_present(fields, _MASKS)
     candidates = _TRL_MASKS if first is None else (first,)
     masks = [field for field in candidates if fields.get(field) is not None]
@@ -240,7 +235,6 @@ def _unread(raw: object, read: set[str], written: Mapping[str, Any]) -> set[str]
     """Returns a record's unread fields; `id` is read if it is an id.
 
     Args:
-      raw: the record.
       read: the fields that are read.
       written: how the record writes their names, where it differs.
     """
@@ -277,6 +271,5 @@ def _is_int32(array: np.ndarray, allow_bool: bool = False) -> bool:
 
 def _record_id(raw: object, content: bytes) -> str:
     """Returns the record's id or a hash of its content; never a path, since files may move."""
-    return (own_id(raw) if isinstance(raw, dict) else None) or hashlib.sha256(content).hexdigest()[
-        :16
-    ]
+    own = own_id(raw) if isinstance(raw, dict) else None
+    return own or hashlib.sha256(content).hexdigest()[:16]

@@ -229,8 +229,7 @@ def _with_chosen(record: dict) -> dict:
     Raises:
       Drop: the conversation does not end with an answer.
     """
-    lists = (name for name in shapes.TURN_LISTS if isinstance(record.get(name), list))
-    name = next(lists, None)
+    name = _turn_list(record)
     has_other = first_present(record, (*CHOSEN, *COMPLETIONS, *LABEL_FIELDS))
     rejected = first_present(record, REJECTED)
     if name is None or rejected is None or has_other:
@@ -289,24 +288,22 @@ def _read_prompt(record: Mapping[str, Any]) -> _Prompt:
     if isinstance(record.get("history"), list):  # not something else of that name
         turns, fields = shapes.earlier_turns(record) + turns, fields | {"history"}
     changes += [DIALOGUE_IN_TEXT] if dialogue_prompt(question) else []
-    return _Prompt(_as_context(turns), fields, name, alone, set(changes))
-
-
-def _as_context(turns: Sequence[Any]) -> list[Any]:
-    return [{**turn, shapes.CONTEXT: True} if isinstance(turn, dict) else turn for turn in turns]
+    return _Prompt(shapes.as_context(turns), fields, name, alone, set(changes))
 
 
 def _completion_name(record: Mapping[str, Any]) -> str | None:
     """Returns the field of a labelled completion, or of a conversation that ends with it."""
-    lists = (name for name in shapes.TURN_LISTS if isinstance(record.get(name), list))
-    return first_present(record, COMPLETIONS) or next(lists, None)
+    return first_present(record, COMPLETIONS) or _turn_list(record)
+
+
+def _turn_list(record: Mapping[str, Any]) -> str | None:
+    return next((name for name in shapes.TURN_LISTS if isinstance(record.get(name), list)), None)
 
 
 def _begun(turns: Sequence[Any], beside: str) -> _Prompt:
     """Returns a conversation up to its last answer, whose reasoning may be a turn of its own.
 
     Args:
-      turns: the conversation.
       beside: the field beside it that is about this answer.
 
     Raises:
@@ -318,7 +315,7 @@ def _begun(turns: Sequence[Any], beside: str) -> _Prompt:
     end = len(roles) - 1
     while end and roles[end - 1] == "thought":
         end -= 1
-    return _Prompt(_as_context(turns[:end]), set(), "", [], set())
+    return _Prompt(shapes.as_context(turns[:end]), set(), "", [], set())
 
 
 def _completion_turns(value: object, name: str) -> tuple[list[Any], bool]:
@@ -387,9 +384,7 @@ def _trained_from(messages: Sequence[Message], start: int) -> list[Message]:
 
 def _conversation(cleaned: Cleaned, messages: Sequence[Message]) -> Conversation:
     """Returns a record's conversation, with other turns."""
-    return Conversation(
-        "", tuple(messages), tools=cleaned.tools, template_kwargs=cleaned.template_kwargs
-    )
+    return Conversation("", tuple(messages), cleaned.tools, cleaned.template_kwargs)
 
 
 def _beside(cleaned: Cleaned, start: int) -> list:

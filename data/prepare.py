@@ -10,16 +10,16 @@ from data.encode import EncodingRules
 from data.engine import PROCESSES, Engine
 from data.errors import UserError
 from data.exact_duplicates import SeenOnDisk
-from data.folders import building
+from data.folders import building, read_or_warn
 from data.index import NewIndex
-from data.job import Job, Unit, check_arrays, processes_for, template_text
+from data.job import Job, check_arrays, processes_for, template_text
 from data.parts import build_in_parts
 from data.prepared import Prepared
 from data.progress import ProgressBar
 from data.record_store import write_records
 from data.report import Report, dropped_file
 from data.shard_cache import ShardCache
-from data.sources import Sources
+from data.sources import Sources, Unit
 from data.tokenizer import Tokenizer
 
 
@@ -44,7 +44,6 @@ def prepare(
 
     Args:
       sources: the sources, and what is held out.
-      tokenizer: the tokenizer.
       rules: how records become documents.
       folder: parent of the prepared folders. If it is in a store (gs://, s3://), the prepared
         folder is made in the local cache and copied to the store; if the store has it already,
@@ -79,7 +78,7 @@ def _opened(
     """Opens the folder of a job, which is built if it does not exist; see `prepare`."""
     name = key or job.key()
     local, shared = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"
-    stored = prepared.read_or_warn(local)
+    stored = read_or_warn(local, prepared.INDEX, prepared.read)
     if stored is None and paths.is_remote(folder):
         from_store = _open_in_store(job, shared, None if key else engine, cache_gib)
         if from_store is not None:

@@ -1,7 +1,6 @@
 """A folder of prepared data: documents in array_record files, a small index, and a report."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -41,6 +40,11 @@ class Document:
     record_id: str
 
 
+def _column(name: str) -> cached_property[Int32[np.ndarray, " N"]]:
+    """Returns a property of `Documents`: a column of the index."""
+    return cached_property(lambda documents: documents._index[name][documents._numbers])
+
+
 class Documents:
     """The documents of one split, by number. Can be pickled; opens files on the first read.
 
@@ -51,6 +55,21 @@ class Documents:
     """Changes when any document changes."""
     source_weights: Float64[np.ndarray, " S"]
     """For each source, how often its documents are used in an epoch, on average."""
+    lengths = _column("length")
+    """The number of tokens in each document."""
+    trained = _column("trained")
+    """The number of tokens in each document that are trained on."""
+    sources = _column("source")
+    """Each document's source number, in ascending order."""
+    chosen = _column("chosen")
+    """The number of tokens of the chosen of two completions, which comes first; 0 for documents
+    without two."""
+    chosen_trained = _column("chosen_trained")
+    """The number of the chosen completion's tokens that are trained on."""
+    labels = _column("label")
+    """1 if the first of two completions is desirable, 0 if not, -1 if there is no label."""
+    shared = _column("shared")
+    """The number of leading tokens that two completions share, which rows store once."""
 
     def __init__(
         self,
@@ -64,7 +83,6 @@ class Documents:
         """Opens a split.
 
         Args:
-          folder: the prepared folder.
           numbers: the numbers of the split's documents in the folder.
           index: the folder's index.
           weights: the weight of each source.
@@ -75,42 +93,6 @@ class Documents:
         self.fingerprint = f"{folder.name}/{name}"
         self._numbers, self._index = numbers, index
         self.source_weights = weights
-
-    @cached_property
-    def lengths(self) -> Int32[np.ndarray, " N"]:
-        """The number of tokens in each document."""
-        return self._index["length"][self._numbers]
-
-    @cached_property
-    def trained(self) -> Int32[np.ndarray, " N"]:
-        """The number of tokens in each document that are trained on."""
-        return self._index["trained"][self._numbers]
-
-    @cached_property
-    def sources(self) -> Int32[np.ndarray, " N"]:
-        """Each document's source number, in ascending order."""
-        return self._index["source"][self._numbers]
-
-    @cached_property
-    def chosen(self) -> Int32[np.ndarray, " N"]:
-        """The number of tokens of the chosen of two completions, which comes first; 0 for documents
-        without two."""
-        return self._index["chosen"][self._numbers]
-
-    @cached_property
-    def chosen_trained(self) -> Int32[np.ndarray, " N"]:
-        """The number of the chosen completion's tokens that are trained on."""
-        return self._index["chosen_trained"][self._numbers]
-
-    @cached_property
-    def labels(self) -> Int32[np.ndarray, " N"]:
-        """1 if the first of two completions is desirable, 0 if not, -1 if there is no label."""
-        return self._index["label"][self._numbers]
-
-    @cached_property
-    def shared(self) -> Int32[np.ndarray, " N"]:
-        """The number of leading tokens that two completions share, which rows store once."""
-        return self._index["shared"][self._numbers]
 
     @cached_property
     def row_lengths(self) -> Int32[np.ndarray, " N"]:
@@ -193,23 +175,19 @@ def write_index(
     folder: Path,
     index: NewIndex,
     report: Report,
-    shards: Mapping[str, Sequence[int | str]] | None = None,
+    shards: Mapping[str, tuple[int, str]] | None = None,
 ) -> None:
     """Writes the report and the index, including size and sha256 of every file read later.
 
     Args:
-      folder: the prepared folder.
-      index: the index.
-      report: the report.
       shards: size and sha256 of the shards by name, if known; the shards may be elsewhere.
     """
     source_reports = [source_report.to_dict() for source_report in report.sources]
     (folder / REPORT).write_text(json.dumps(source_reports, indent=1), encoding="ascii")
-    files = json.loads(record_files(folder, [REPORT, DOCUMENTS])) if shards is None else {}
+    names = [f"{DOCUMENTS}/{path.name}" for path in sorted((folder / DOCUMENTS).iterdir())]
     if shards is not None:
-        names = [path.name for path in sorted((folder / DOCUMENTS).iterdir())]
-        names = [REPORT, *(f"{DOCUMENTS}/{name}" for name in names if SHARD not in name)]
-        files = {**json.loads(record_files(folder, names)), **shards}
+        names = [name for name in names if SHARD not in name]
+    files = {**record_files(folder, [REPORT, *names]), **(shards or {})}
     index.write(folder / INDEX, json.dumps(files))
 
 
@@ -236,7 +214,6 @@ def is_whole(folder: Path, with_shards: bool = True) -> bool:
     """Returns whether a prepared folder looks complete and undamaged (not all of it is read).
 
     Args:
-      folder: the folder.
       with_shards: whether its shards must be there too.
     """
     try:
@@ -246,22 +223,10 @@ def is_whole(folder: Path, with_shards: bool = True) -> bool:
     return True
 
 
-def read_or_warn(folder: Path) -> Stored | None:
-    """Reads a prepared folder; returns None if it is missing or, with a warning, damaged."""
-    if not (folder / INDEX).exists():
-        return None
-    try:
-        return read(folder)
-    except UserError as error:
-        print(f"warning: {error}; rebuilding it", file=sys.stderr)
-        return None
-
-
 def read(folder: Path, with_shards: bool = True) -> Stored:
     """Reads the small files of a prepared folder and checks the sizes and hashes of its files.
 
     Args:
-      folder: the folder.
       with_shards: whether to check the shards too.
 
     Raises:
@@ -274,7 +239,7 @@ def read(folder: Path, with_shards: bool = True) -> Stored:
         files = json.loads(index.files)
         shards = {name: tuple(known) for name, known in files.items() if SHARD in name}
         expected = files if with_shards else {name: files[name] for name in files.keys() - shards}
-        check_files(folder, json.dumps(expected))
+        check_files(folder, expected)
         name = REPORT
         reports = [SourceReport.from_dict(state) for state in read_json(folder / REPORT)]
         return Stored(index, reports, shards)
@@ -303,7 +268,6 @@ def open_folder(
     """Opens the two splits of a prepared folder.
 
     Args:
-      folder: the folder.
       stored: its small files.
       sources: those to train on, then the held-out ones.
       context_length: the most tokens in a document.

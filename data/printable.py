@@ -14,6 +14,7 @@ from data.errors import TransientError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 # Marks that reorder the text around them, which can make a line read as another; and line ends
 # other than \n.
@@ -152,3 +153,10 @@ def console(stderr: bool = False, **settings: Any) -> Console:
                 yield Segment(text if control else printable(text), style, control)
 
     return PrintableConsole(file=unfiltered(sys.stderr if stderr else sys.stdout), **settings)
+
+
+def plain_table(title: str | None = None) -> Table:
+    """Returns a table of rich without lines, with its title at the left."""
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)

@@ -249,9 +249,7 @@ def readable(folder: Path, record: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # array_record and tensorflow-datasets raise RuntimeError and other types
+    except Exception as error:  # array_record's and tensorflow-datasets' have many types
         raise UserError(
             f"{folder}: {record} cannot be read ({first_line(error)}); if this folder is deleted, "
             "the same command makes it again"

@@ -1,6 +1,7 @@
 """Reads JSON records one at a time, from a list or from lines, complete or truncated."""
 
 import codecs
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
@@ -79,17 +80,10 @@ class _Window:
             # truncated, not in another encoding.
             self.text = self.text[self.offset :] + self._decoder.decode(block)
         except UnicodeDecodeError as error:
-            kind = next(
-                (
-                    kind
-                    for beginning, kind in _KINDS.items()
-                    if self._first_bytes.startswith(beginning)
-                ),
-                None,
-            )
-            problem = (
-                f"is {kind}" if kind else f"byte {self._bytes_read + error.start} is not UTF-8 text"
-            )
+            problem = f"byte {self._bytes_read + error.start} is not UTF-8 text"
+            for beginning, kind in _KINDS.items():
+                if self._first_bytes.startswith(beginning):
+                    problem = f"is {kind}"
             raise UserError(f"{self.path}: {problem}; {WOULD_WORK}") from None
         self.offset = 0
         self._bytes_read += len(block)
@@ -135,7 +129,6 @@ def read_records(
     used.
 
     Args:
-      path: the file.
       report: receives dropped records and notes; kept records are counted by the caller.
       advance: called with the number of bytes of each read.
 
@@ -172,17 +165,22 @@ def read_records(
 
 def _with_only_object(objects: Iterator[object], report: SourceReport) -> Iterator[object]:
     """Yields objects, a single one as an `OnlyObject`."""
-    for first in objects:
+    for record, is_alone in with_whether_alone(objects, report):
+        yield OnlyObject(record) if is_alone and isinstance(record, dict) else record
+
+
+def with_whether_alone(
+    records: Iterator[object], report: SourceReport
+) -> Iterator[tuple[object, bool]]:
+    """Yields the records of a file, each with whether it is the only one."""
+    for first in records:
         line = report.line
-        for second in objects:
-            next_line, report.line = report.line, line
-            yield first
-            report.line = next_line
-            yield second
-            break
-        else:
-            yield OnlyObject(first) if isinstance(first, dict) else first
-    yield from objects
+        second = list(itertools.islice(records, 1))
+        next_line, report.line = report.line, line
+        yield first, not second
+        report.line = next_line
+        for record in itertools.chain(second, records):
+            yield record, False
 
 
 def _has_lists(window: _Window) -> bool:
@@ -251,11 +249,7 @@ def _read_values(window: _Window, report: SourceReport) -> Iterator[object]:
                     f"{window.path}: record {count + 1} is malformed ({error.problem}), and all "
                     f"after it would be lost; {WOULD_WORK}"
                 ) from None
-            report.notes.append(
-                f"the file is cut off in record {count + 1} ({error.problem}): only the records "
-                "before that one are used"
-            )
-            report.drop(CUT_OFF, window.text[window.offset : window.offset + CHUNK])
+            _drop_cut_off(window, report, error)
             return
         count += 1
         yield from _readable(value, report)
@@ -297,14 +291,19 @@ def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
                     f"{near!r}), and all after it would be lost; mending it, or one record a line "
                     "(only bad lines are dropped), would work"
                 ) from None
-            report.notes.append(
-                f"the file is cut off in record {count + 1} ({error.problem}): only the records "
-                "before that one are used"
-            )
-            report.drop(CUT_OFF, window.text[window.offset : window.offset + CHUNK])
+            _drop_cut_off(window, report, error)
             return
         count += 1
         yield from _readable(value, report)
+
+
+def _drop_cut_off(window: _Window, report: SourceReport, error: _MalformedJson) -> None:
+    """Drops the last record of a file, within which it ends."""
+    report.notes.append(
+        f"the file is cut off in record {report.line} ({error.problem}): only the records before "
+        "that one are used"
+    )
+    report.drop(CUT_OFF, window.text[window.offset : window.offset + CHUNK])
 
 
 def _check_end(window: _Window, count: int) -> None:
@@ -347,7 +346,6 @@ def _read_value(window: _Window, advance: bool = True) -> object:
     value.
 
     Args:
-      window: the window.
       advance: whether to move its offset past the value.
 
     Raises:

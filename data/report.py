@@ -15,6 +15,7 @@ MOST_DROPPED = 100_000  # records that dropped.jsonl lists
 LONGEST_CONTENT = 100_000  # characters of a record's JSON in it
 MOST_NAMES = 200  # reasons, changes and fields that a report counts separately
 OTHER_FIELDS = "other fields"
+_COUNTERS = ("dropped", "repaired", "unread")  # of a SourceReport
 
 
 class DroppedRecord(NamedTuple):
@@ -119,10 +120,11 @@ class SourceReport:
     most_names: int = field(default=MOST_NAMES, repr=False, compare=False)
     """Reasons, changes and fields counted separately."""
 
-    def keep(self) -> None:
-        """Counts the next record as kept."""
+    def keep(self, changes: Iterable[str], unread: Iterable[str]) -> None:
+        """Counts the next record as kept, with its changes and unread fields."""
         self.records += 1
         self.kept += 1
+        self.count_kept(changes, unread)
 
     def drop(self, reason: str, content: object = None) -> None:
         """Counts the next record as dropped."""
@@ -146,13 +148,13 @@ class SourceReport:
             DroppedRecord(self.source, record.record, reason, content, *location, near_duplicate_of)
         )
 
-    def count_kept(self, changes: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
+    def count_kept(self, changes: Iterable[str], unread: Iterable[str] = ()) -> None:
         """Counts the changes and unread fields of a kept record."""
         # Sorted, since only the first names are counted separately.
         for change in sorted(changes):
-            self._count(self.repaired, change, change.split(":")[0])
+            self._count("repaired", change)
         for name in sorted(unread):
-            self._count(self.unread, name, OTHER_FIELDS)
+            self._count("unread", name)
 
     def add(self, part: "SourceReport") -> None:
         """Adds the counts of the source's next files, which count every name separately."""
@@ -160,22 +162,21 @@ class SourceReport:
         self.kept += part.kept
         self.notes += part.notes
         self.found |= part.found
-        for reason, count in part.dropped.items():
-            self._count(self.dropped, reason, reason.split(":")[0], count)
-        for change, count in part.repaired.items():
-            self._count(self.repaired, change, change.split(":")[0], count)
-        for name, count in part.unread.items():
-            self._count(self.unread, name, OTHER_FIELDS, count)
+        for kind in _COUNTERS:
+            for name, count in getattr(part, kind).items():
+                self._count(kind, name, count)
 
     def _count_dropped(self, record: DroppedRecord) -> None:
-        self._count(self.dropped, record.reason, record.reason.split(":")[0])
+        self._count("dropped", record.reason)
         if self.on_drop:
             self.on_drop(record)
 
-    def _count(self, counter: Counter[str], name: str, common: str, count: int = 1) -> None:
-        """Adds to the count of a name, or to that of `common` if the counter is full."""
-        is_counted = name in counter or len(counter) < self.most_names
-        counter[name if is_counted else common] += count
+    def _count(self, kind: str, name: str, count: int = 1) -> None:
+        """Adds to a name's count in a counter, or to that of all others if the counter is full."""
+        counter: Counter[str] = getattr(self, kind)
+        if name not in counter and len(counter) >= self.most_names:
+            name = OTHER_FIELDS if kind == "unread" else name.split(":")[0]
+        counter[name] += count
 
     def reasons(self) -> str:
         """Returns reasons for drops by frequency, such as `3 x empty record, 1 x no human turn`."""
@@ -196,15 +197,18 @@ class SourceReport:
             for outcome, count, rule in rows
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the counts as JSON, as report.json stores them."""
+    def to_dict(self, in_order: bool = False) -> dict[str, Any]:
+        """Returns the counts as JSON, as report.json stores them.
+
+        Args:
+          in_order: whether names are in the order in which `add` must count them, not sorted.
+        """
+        counters = {name: getattr(self, name).items() for name in _COUNTERS}
         return {
             "path": self.path,
             "records": self.records,
             "kept": self.kept,
-            "dropped": dict(sorted(self.dropped.items())),
-            "repaired": dict(sorted(self.repaired.items())),
-            "unread": dict(sorted(self.unread.items())),
+            **{name: dict(c if in_order else sorted(c)) for name, c in counters.items()},
             "notes": list(self.notes),
             **({"path_notes": list(self.path_notes)} if self.path_notes else {}),
             **({"found": sorted(self.found)} if self.found else {}),
@@ -214,9 +218,7 @@ class SourceReport:
     def from_dict(cls, state: dict[str, Any]) -> "SourceReport":
         """Returns the report that `to_dict` was called on, without `source` and `on_drop`."""
         # Reports of earlier versions lack some of these.
-        counters = {
-            name: Counter(state.get(name, {})) for name in ("dropped", "repaired", "unread")
-        }
+        counters = {name: Counter(state.get(name, {})) for name in _COUNTERS}
         return cls(**{**state, **counters, "found": set(state.get("found", ()))})
 
 

@@ -5,10 +5,10 @@ fields it has.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from data import glaive, trees
+from data import glaive, reasons, trees
 from data.fields import (
     CHOSEN,
     LABEL_FIELDS,
@@ -25,23 +25,7 @@ from data.fields import (
     with_context,
 )
 from data.printable import printable
-from data.reasons import (
-    BAD_HISTORY,
-    CONTEXT_FIRST,
-    DIALOGUE_IN_TEXT,
-    NO_SHAPE,
-    NOT_TEXT,
-    NOT_TURNS,
-    OPTIONS,
-    OTHER_ANSWERS,
-    OTHER_REPLIES,
-    QUESTIONS,
-    SPLIT_TABLE,
-    TABLE_NULLS,
-    TREE_MESSAGE,
-    TURNS_IN_TEXT,
-    Drop,
-)
+from data.reasons import Drop
 from data.table_values import without_unused
 from data.turn_lists import (
     alternating,
@@ -166,14 +150,14 @@ def read_turns(record: dict) -> RawTurns:
       Drop: it has none of the shapes, which names its fields; or what its fields hold is broken.
     """
     if _is_split_table(record):
-        raise Drop(SPLIT_TABLE)
+        raise Drop(reasons.SPLIT_TABLE)
     for shape in SHAPES:
         if (raw := shape.read(record)) is not None:
             return _without_unused_keys(raw, record)
     if broken := next((name for name in _MOSTLY_TURNS if has_value(record.get(name))), None):
         check_commas(record[broken])
-        raise Drop(f"{NOT_TURNS}`{broken}`")
-    raise Drop(NO_SHAPE + shown_fields(record) + _other_format(record))
+        raise Drop(f"{reasons.NOT_TURNS}`{broken}`")
+    raise Drop(reasons.NO_SHAPE + shown_fields(record) + _other_format(record))
 
 
 def _other_format(record: dict) -> str:
@@ -219,7 +203,7 @@ def _without_unused_keys(raw: RawTurns, record: dict) -> RawTurns:
     if not left_out:
         return raw
     return raw._replace(
-        tools=tools, fields=raw.fields | {name}, changes=(*raw.changes, TABLE_NULLS)
+        tools=tools, fields=raw.fields | {name}, changes=(*raw.changes, reasons.TABLE_NULLS)
     )
 
 
@@ -270,7 +254,7 @@ def _text_list(record: dict) -> RawTurns | None:
         texts = [text for pair in entries for text in pair] if in_pairs else entries
         if texts and all(isinstance(text, str) for text in texts):
             if name == "turns" and not in_pairs and has_value(record.get("question_id")):
-                raise Drop(QUESTIONS)
+                raise Drop(reasons.QUESTIONS)
             return RawTurns(alternating(texts), {name})
     broken = next((name for name in _MOSTLY_TURNS if name in lists), None)  # or empty
     return None if broken is None else RawTurns(lists[broken], {broken})
@@ -335,11 +319,11 @@ def _exchange(record: dict, pair: tuple[str, str]) -> RawTurns:
     fields |= {pair[1], "history"}
     question = _question(asked, changes)
     if question and pair == ("prompt", "completion"):  # TRL's, whose loss begins after the prompt
-        question = _as_context(question)
+        question = as_context(question)
     answer = None if question is None else _answer(answered, question, changes)
     if question is None or answer is None:
         name = pair[0] if question is None else pair[1]
-        raise Drop(f"{NOT_TEXT}`{name}` ({type(record[name]).__name__})")
+        raise Drop(f"{reasons.NOT_TEXT}`{name}` ({type(record[name]).__name__})")
     if answer == _one_turn("assistant", answered):
         reasoning = reasoning_of(record)
         answer[-1].update(reasoning)
@@ -348,7 +332,7 @@ def _exchange(record: dict, pair: tuple[str, str]) -> RawTurns:
     if answer and role_in(answer[0]) in ("system", "user"):
         end = repeated_turns(earlier + question, answer)
         if end:  # a whole conversation
-            earlier, question, answer = [], _as_context(answer[:end]), answer[end:]
+            earlier, question, answer = [], as_context(answer[:end]), answer[end:]
     return RawTurns(earlier + question + answer, fields, tuple(changes))
 
 
@@ -358,7 +342,6 @@ def with_joined_fields(
     """Returns a question with the texts of the fields that belong to it, and the fields read.
 
     Args:
-      record: the record.
       name: the field of the question.
       changes: receives what was changed.
     """
@@ -378,7 +361,7 @@ def with_joined_fields(
     ]
     if len(contexts) == 1:
         alone, question = question, with_context(question, texts[contexts[0]])
-        changes += [CONTEXT_FIRST.format(contexts[0])] if question != alone else []
+        changes += [reasons.CONTEXT_FIRST.format(contexts[0])] if question != alone else []
         appended += contexts
     return question, {name, *appended}
 
@@ -390,8 +373,8 @@ def _first_answer(record: Mapping[str, Any], name: str, changes: list[str]) -> A
         for other, value in record.items():
             is_given = has_value(value) and not isinstance(value, bool)
             if is_given and _RIGHT_OPTION.fullmatch(str(other)):
-                raise Drop(f"{OPTIONS}`{printable(str(other))[:80]}`")
-        changes.append(OTHER_ANSWERS)
+                raise Drop(f"{reasons.OPTIONS}`{printable(str(other))[:80]}`")
+        changes.append(reasons.OTHER_ANSWERS)
     return texts[0] if texts else only_text(record[name])
 
 
@@ -420,21 +403,21 @@ def _pair_of(record: dict) -> tuple[str, str] | None:
 def _question(value: object, changes: list[str]) -> list[dict] | None:
     """Returns the turns of a question, whose answers are not trained on."""
     if turns := written_prompt(value):
-        changes.append(TURNS_IN_TEXT)
+        changes.append(reasons.TURNS_IN_TEXT)
     elif turns := dialogue_prompt(value):
-        changes.append(DIALOGUE_IN_TEXT)
+        changes.append(reasons.DIALOGUE_IN_TEXT)
     elif isinstance(value, str):
         return _one_turn("user", value)
     else:
         turns = _side(value)
-    return None if turns is None else _as_context(turns)
+    return None if turns is None else as_context(turns)
 
 
 def _answer(value: object, question: list[dict], changes: list[str]) -> list[dict] | None:
     """Returns the turns of an answer, which may be a whole conversation that repeats its
     question."""
     if turns := written_answer(value, question):
-        changes.append(TURNS_IN_TEXT)
+        changes.append(reasons.TURNS_IN_TEXT)
         return turns
     return _one_turn("assistant", value) if isinstance(value, str) else _side(value)
 
@@ -445,8 +428,9 @@ def _side(value: object) -> list[dict] | None:
     return None if turns is None or not all(isinstance(turn, dict) for turn in turns) else turns
 
 
-def _as_context(turns: list[dict]) -> list[dict]:
-    return [{**turn, CONTEXT: True} for turn in turns]
+def as_context(turns: Sequence[Any]) -> list[Any]:
+    """Returns the turns of a prompt, marked as such."""
+    return [{**turn, CONTEXT: True} if isinstance(turn, dict) else turn for turn in turns]
 
 
 def _one_turn(role: str, text: str) -> list[dict]:
@@ -490,7 +474,7 @@ def earlier_turns(record: Mapping[str, Any]) -> list[dict]:
         isinstance(history, list)
         and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
     ):
-        raise Drop(BAD_HISTORY)
+        raise Drop(reasons.BAD_HISTORY)
     return alternating([text for pair in history for text in pair])
 
 
@@ -499,10 +483,10 @@ def _tree(record: dict) -> RawTurns | None:
     root = trees.root_of(record)
     if root is None:
         if trees.is_row(record):
-            raise Drop(TREE_MESSAGE)
+            raise Drop(reasons.TREE_MESSAGE)
         return None
     turns, others = trees.best_path(root)
-    changes = (OTHER_REPLIES,) if others else ()
+    changes = (reasons.OTHER_REPLIES,) if others else ()
     return RawTurns(turns, {"prompt", "message_tree_id"}, changes, id=trees.tree_id(record))
 
 
@@ -513,7 +497,7 @@ def _glaive(record: dict) -> RawTurns | None:
         return None
     turns = glaive.dialogue(chat)
     if turns is None:
-        raise Drop(f"{NOT_TURNS}`chat`")
+        raise Drop(f"{reasons.NOT_TURNS}`chat`")
     if not isinstance(system, str):
         return RawTurns(turns, {"chat"})
     text, tools = glaive.described_functions(system)

@@ -12,14 +12,14 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from data import paths
 from data.errors import UserError
-from data.folders import file_hash, named_errors
+from data.folders import file_hash, locked, named_errors
 
 DOWNLOADS = 2  # concurrent downloads of shards needed soon
 _WAIT = 0.02  # seconds
@@ -49,12 +49,8 @@ class ShardCache:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def __getstate__(self) -> dict:
-        return {name: getattr(self, name) for name in ("remote", "files", "folder", "most_bytes")}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self.__post_init__()
+    def __reduce__(self) -> tuple:  # without locks and threads
+        return ShardCache, (self.remote, self.files, self.folder, self.most_bytes)
 
     def local(self, name: str) -> Path:
         """Returns the local copy of a shard, downloading it if missing.
@@ -82,11 +78,10 @@ class ShardCache:
                 for name in dict.fromkeys(names)
                 if name not in self._pending and not (self.folder / name).exists()
             ]
-            if missing and self._pool is None:
-                self._pool = ThreadPoolExecutor(DOWNLOADS, "shards")
-            for name in missing:
-                assert self._pool is not None
-                self._pending[name] = self._pool.submit(self._download_quietly, name)
+            if missing:
+                self._pool = self._pool or ThreadPoolExecutor(DOWNLOADS, "shards")
+                for name in missing:
+                    self._pending[name] = self._pool.submit(self._download_quietly, name)
 
     def _download_quietly(self, name: str) -> None:
         try:
@@ -99,8 +94,7 @@ class ShardCache:
     def _download(self, name: str) -> None:
         size, sha256 = self.files[name]
         path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(_beside(path, "lock")):
+        with locked(_beside(path, "lock")):
             if path.exists():  # another thread or process was faster
                 return
             while not self._has_room(path, size):
@@ -123,7 +117,7 @@ class ShardCache:
 
     def _counted(self) -> contextlib.AbstractContextManager[None]:
         """Holds the lock for counting and changing copies and reserved room."""
-        return _locked(self.folder / ".count.lock")
+        return locked(self.folder / ".count.lock")
 
     def _has_room(self, wanted: Path, size: int) -> bool:
         """Reserves room for a shard, removing the least recently used; returns False while other
@@ -162,16 +156,6 @@ def _is_held(lock: Path) -> bool:
         except OSError:
             return True
     return False
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock that all processes of this machine wait for."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _gib(size: int) -> str:

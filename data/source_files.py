@@ -59,13 +59,6 @@ class _Tree(NamedTuple):
         return name.removeprefix(self.folder).lstrip("/")
 
 
-def find_files(
-    path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Path] = ()
-) -> list[File]:
-    """Returns the files of `find`."""
-    return find(path, suffixes, left_out).files
-
-
 def find(
     path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Path] = ()
 ) -> SourceFiles:
@@ -176,7 +169,6 @@ def _sorted_out(tree: _Tree, suffixes: Sequence[str], of_hub: bool) -> tuple[lis
     """Returns which files of a tree hold records and which are in SourceFiles.unread.
 
     Args:
-      tree: the files.
       suffixes: those of files to read.
       of_hub: whether they are in the cache of a Hugging Face data set.
     """
@@ -222,7 +214,6 @@ def _without_folders(
     """Returns the files outside of the folders `left_out` and of folders that we wrote.
 
     Args:
-      files: the files.
       top: the local folder that they are in, if it is one; it may itself be one that we wrote.
       left_out: folders, local or in a store.
     """

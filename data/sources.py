@@ -1,7 +1,6 @@
 """The data sources of a recipe, and the readers of each format; `data.tables` reads tables."""
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -15,19 +14,13 @@ from data.clean import CleanConfig, Cleaner
 from data.conversation import DEFAULT_TEMPLATE, Conversation, Record, Text, Tokens, TurnOrder
 from data.errors import UserError
 from data.exact_duplicates import Seen
-from data.fields import (
-    RECORD_TARGETS,
-    ROLE_TARGETS,
-    TURN_TARGETS,
-    FieldMap,
-    shown_fields,
-)
+from data.fields import RECORD_TARGETS, ROLE_TARGETS, TURN_TARGETS, FieldMap, shown_fields
 from data.paths import File
 from data.plain_records import NO_TEXT, NO_TOKENS, parse_text, parse_tokens
 from data.preference import PreferenceReader
 from data.printable import printable
 from data.reasons import MISSING, NO_SHAPE, TREE_MESSAGE, Drop
-from data.records import MAX_BYTES, Advance, OnlyObject, read_records, would_fit
+from data.records import MAX_BYTES, Advance, OnlyObject, read_records, with_whether_alone, would_fit
 from data.report import Report, SourceReport
 from data.shapes import records_of
 from data.templates.alternation import order_of
@@ -36,14 +29,13 @@ from data.trees import Forest, is_row
 
 # Reasons to drop what is not a record.
 _NO_RECORD = (NO_SHAPE, NO_TEXT, NO_TOKENS, MISSING, preference.NO_PREFERENCE)
-# Targets of `fields` in sources of other formats than sharegpt.
+# Targets of a source's `fields`.
 _FIELDS = {
+    "sharegpt": (*ROLE_TARGETS, *TURN_TARGETS, *RECORD_TARGETS),
     "text": ("text", "prompt", "completion", "id"),
     "tokens": ("tokens", "loss_mask", "labels", "id"),
     "preference": preference.TARGETS,
 }
-
-
 TURN_FORMATS = ("sharegpt", "preference")
 """Formats whose records a chat template renders."""
 
@@ -127,11 +119,7 @@ class Source:
                 f"data.sources: weight {self.weight} of {self.path} must be a number above 0, up "
                 f"to {MOST_WEIGHT:,}"
             )
-        valid = (
-            (*ROLE_TARGETS, *TURN_TARGETS, *RECORD_TARGETS)
-            if self.format == "sharegpt"
-            else (_FIELDS[self.format])
-        )
+        valid = _FIELDS[self.format]
         for name, target in self.fields.items():
             if target not in valid:
                 raise UserError(
@@ -245,9 +233,8 @@ class Sources:
         """Returns whether a record of a source belongs to the split held_out."""
         if source >= len(self.train):
             return True
-        number = int.from_bytes(
-            hashlib.sha256(f"held-out\0{record_id}".encode()).digest()[:8], "big"
-        )
+        digest = hashlib.sha256(f"held-out\0{record_id}".encode()).digest()
+        number = int.from_bytes(digest[:8], "big")
         return number < self.held_out_fraction * 2**64
 
     def leaving_out(self, folder: str) -> "Sources":
@@ -270,7 +257,6 @@ def read(
     """Yields the usable records of a source, and counts every record in `report`.
 
     Args:
-      source: the source.
       report: receives a new SourceReport.
       number: number of the source in the recipe.
       advance: called with the number of bytes of each read.
@@ -286,6 +272,24 @@ def read(
     yield from reader.read(source.files(), source_report, advance)
     check_usable(source, source_report)
     check_fields(source, source_report)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Files of a source that one worker reads in order."""
+
+    source: int
+    """Number of the source in the recipe."""
+    first: int
+    """Number of the first file in the source."""
+    files: tuple[File, ...]
+    among_others: bool
+    """Whether the source has several files."""
+
+    @property
+    def name(self) -> str:
+        """The unit's name in the folder that workers share."""
+        return f"{self.source}-{self.first}"
 
 
 @dataclass
@@ -393,14 +397,9 @@ class _RecordParser:
                 return
             yield from self._inner_records(raw, name)
             return
-        report.count_kept(changes, unread)
-        report.keep()
+        report.keep(changes, unread)
         yield replace(
-            record,
-            source=self._number,
-            record=report.records,
-            file=report.file,
-            line=report.line,
+            record, source=self._number, record=report.records, file=report.file, line=report.line
         )
 
     def _inner_records(self, raw: dict, name: str) -> Iterator[Record]:
@@ -451,13 +450,8 @@ def _read_conversation(
     cleaner: Cleaner, raw: object
 ) -> tuple[Conversation, set[str], frozenset[str]]:
     cleaned = cleaner.clean(raw)
-    conversation = Conversation(
-        cleaned.id,
-        cleaned.messages,
-        tools=cleaned.tools,
-        template_kwargs=cleaned.template_kwargs,
-    )
-    return conversation, cleaned.changes, cleaned.unread
+    read = Conversation(cleaned.id, cleaned.messages, cleaned.tools, cleaned.template_kwargs)
+    return read, cleaned.changes, cleaned.unread
 
 
 def _read_plain(
@@ -476,29 +470,21 @@ def _without_metadata(
 ) -> Iterator[object]:
     """Yields the records of one file among others, unless it is a single object that is not a
     record."""
-    first = list(itertools.islice(raw_records, 1))
-    line = report.line
-    first += itertools.islice(raw_records, 1)
-    line, report.line = report.line, line
-    alone = first[0] if len(first) == 1 else None
-    if isinstance(alone, dict) and not (parser.accepts(alone) or parser.wrapped_list(alone)):
-        report.notes.append(
-            f"{report.file}: skipped: it holds a single object that is not a record, with "
-            f"{shown_fields(alone)}"
-        )
-        return
-    if isinstance(alone, str) and _is_card(report.file, alone):
-        report.notes.append(f"{report.file}: skipped: it is the card of a data set")
-        return
-    yield from first[:1]
-    report.line = line
-    yield from first[1:]
-    yield from raw_records
+    for raw, is_alone in with_whether_alone(raw_records, report):
+        if not is_alone or not (problem := _metadata_in(raw, parser, report.file)):
+            yield raw
+        else:
+            report.notes.append(f"{report.file}: skipped: it {problem}")
 
 
-def _is_card(file: str, text: str) -> bool:
-    """Returns whether a text is a README.md that begins with fields in YAML, as the hub's do."""
-    return PurePosixPath(file).name == cards.NAME and cards.has_fields(text)
+def _metadata_in(raw: object, parser: _RecordParser, file: str) -> str | None:
+    """Returns what the only value of a file is if it is about a data set, for a message."""
+    if isinstance(raw, dict) and not (parser.accepts(raw) or parser.wrapped_list(raw)):
+        return f"holds a single object that is not a record, with {shown_fields(raw)}"
+    name = PurePosixPath(file).name
+    if isinstance(raw, str) and name == cards.NAME and cards.has_fields(raw):
+        return "is the card of a data set"
+    return None
 
 
 def _raw_records(

@@ -16,7 +16,7 @@ def split(
     render: Callable[[Sequence[Message]], Rendered],
     length: Callable[[Rendered], int],
     max_length: int,
-    whole: Rendered | None = None,
+    whole: Rendered,
 ) -> Iterator[Rendered]:
     """Splits a conversation between exchanges; yields parts of at most `max_length`, rendered.
 
@@ -25,16 +25,10 @@ def split(
     splitting sometimes loses.
 
     Args:
-      messages: a clean conversation.
       render: renders a conversation.
       length: the length of a rendered conversation.
       max_length: how long a part should be at most.
-      whole: the rendered conversation, if available.
     """
-    whole = render(messages) if whole is None else whole
-    if length(whole) <= max_length:
-        yield whole
-        return
     system = messages[:1] if messages[0].role == "system" else messages[:0]
     starts = [*_exchange_starts(messages, len(system)), len(messages)]
     characters = np.cumsum([0, *(_characters(message) for message in messages)])

@@ -83,15 +83,9 @@ def _decoder(field: "pyarrow.Field", feature: Any) -> Decode | None:
     if types.is_map(form):
         return _map_decoder(_decoder(form.item_field, None))
     if (inner_field := getattr(form, "value_field", None)) is not None:
-        return _in_all(_decoder(inner_field, _element(feature)), lambda value, item: item(value))
+        item = _decoder(inner_field, _element(feature))
+        return item and (lambda entries: entries and [item(entry) for entry in entries])
     return None
-
-
-def _in_all(item: Decode | None, apply: Callable[[Any, Decode], Any]) -> Decode | None:
-    """Returns what applies an item's decoder, if there is one, to every entry of a list."""
-    if item is None:
-        return None
-    return lambda entries: entries and [apply(entry, item) for entry in entries]
 
 
 def _map_decoder(item: Decode | None) -> Decode:

@@ -48,7 +48,7 @@ def read_table(file: File, report: SourceReport) -> Iterator[dict]:
         return
     kind = "Parquet" if file.suffix == ".parquet" else "Arrow"
     unreadable: Counter[str] = Counter()
-    _unpacked, most = 0.0, most_unpacked(file.size())
+    most = most_unpacked(file.size())
     try:
         # On disk, because a first pass reads how much it unpacks to.
         with paths.on_disk(file) as path, path.open("rb") as opened:
@@ -93,7 +93,7 @@ def _parquet_batches(opened: BinaryIO, most: int) -> "Iterator[pyarrow.RecordBat
     totals = [sum(chunk.in_memory for chunk in group) for group in groups]
     if sum(totals) > most:
         raise _Refused(_OUT_OF_PROPORTION)
-    rows = min(_ROWS, max(1, _BYTES // max(1, *totals, 1)))
+    rows = min(_ROWS, max(1, _BYTES // max([1, *totals])))
     repeated = {chunk.path: chunk for group in groups for chunk in group if chunk.at_most > _BYTES}
     for chunk in repeated.values():
         if chunk.refers_back:
@@ -207,11 +207,8 @@ def _read_csv(file: File) -> Iterator[dict]:
         with file.open_decompressed() as opened:
             text = io.TextIOWrapper(cast(Any, opened), encoding="utf-8-sig", newline="")
             first = text.readline(1 << 20)
-            delimiter = (
-                "\t"
-                if file.suffix == ".tsv"
-                else next((mark for mark in ",;\t" if mark in first), ",")
-            )
+            marks = "\t" if file.suffix == ".tsv" else ",;\t"
+            delimiter = next((mark for mark in marks if mark in first), marks[0])
             reader = csv.reader(itertools.chain([first], text), delimiter=delimiter, strict=True)
             names = next(reader, [])
             if repeated := [name for name, count in Counter(names).items() if count > 1]:

@@ -16,7 +16,13 @@ import numpy as np
 from jaxtyping import Int
 
 from data.added_tokens import CONFIG, LISTED, OLDER_CONFIG, parse_object
-from data.converted_tokenizer import BPE_FILES, WOULD_WORK, from_bpe_files, from_sentencepiece
+from data.converted_tokenizer import (
+    BPE_FILES,
+    WOULD_WORK,
+    from_bpe_files,
+    from_sentencepiece,
+    read_files,
+)
 from data.errors import UserError, first_line
 from data.huggingface_engine import HuggingFace
 from data.paths import expanded
@@ -28,8 +34,10 @@ NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # beside the default one,
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # used with `tools`
 # Replaces chat_template.jinja.
 DEFAULT_TEMPLATE = "additional_chat_templates/default.jinja"
+# Where processors of images and texts had theirs, such as LLaVA's.
+PROCESSORS_TEMPLATE = "chat_template.json"
 # What another chat template makes obsolete.
-_REPLACED = (TOOL_TEMPLATE, DEFAULT_TEMPLATE, "chat_template.json")
+_REPLACED = (TOOL_TEMPLATE, DEFAULT_TEMPLATE, PROCESSORS_TEMPLATE)
 # The files of a tokenizer. A saved tokenizer has those that the original had.
 FILES = (
     "tokenizer.json",
@@ -182,35 +190,17 @@ class Tokenizer:
         """
         path = expanded(path)
         if path.is_dir():
-            files = {
-                name: file.read_bytes()
-                for name in dict.fromkeys((*FILES, *template_files(path)))
-                if (file := file_within(path, name))
-            }
-            has_model = not {"tokenizer.json", "tokenizer.model"}.isdisjoint(files)
-            if not has_model and all(file_within(path, name) for name in BPE_FILES):
-                files |= from_bpe_files(path)
-            elif not has_model:
-                models = sorted(path.glob("*.model"))
-                if len(models) != 1:
-                    names = (
-                        ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
-                    )
-                    raise UserError(
-                        f"{path}: no tokenizer in this folder (found {names}); {WOULD_WORK}"
-                    )
-                check_within(path, models[0])
-                files["tokenizer.model"] = models[0].read_bytes()
+            files = _files_in(path)
         elif path.is_file():
-            files = {
-                "tokenizer.json" if path.suffix == ".json" else "tokenizer.model": path.read_bytes()
-            }
+            name = "tokenizer.json" if path.suffix == ".json" else "tokenizer.model"
+            files = {name: path.read_bytes()}
         else:
             raise UserError(f"{path}: no such file or folder; {WOULD_WORK}")
         if "tokenizer.json" not in files:
             files |= from_sentencepiece(path, files)
             as_saved = True
         try:
+            files |= _template_of_processor(path, files)
             engine = HuggingFace(files)
             if not as_saved and (changed := rebuilt(path, files)):
                 files |= changed
@@ -229,15 +219,7 @@ class Tokenizer:
         if not missing:
             return self
         files = {**self._files, **self._engine.with_control_tokens(missing)}
-        tokenizer = Tokenizer(
-            files,
-            HuggingFace(files),
-            "the tokenizer with added control tokens",
-            self.text_tokens,
-        )
-        return tokenizer.with_template_date(self.template_date).with_template_kwargs(
-            self.template_kwargs
-        )
+        return self._made_anew(files, "the tokenizer with added control tokens", self.text_tokens)
 
     def with_text_tokens(self, tokens: Iterable[str]) -> "Tokenizer":
         """Returns a tokenizer whose texts may contain these added tokens, such as <think>.
@@ -249,7 +231,12 @@ class Tokenizer:
         tokens = tuple(sorted(set(tokens)))
         if not tokens:
             return self
-        tokenizer = Tokenizer(self._files, HuggingFace(self._files), "the tokenizer", tokens)
+        return self._made_anew(self._files, "the tokenizer", tokens)
+
+    def _made_anew(
+        self, files: dict[str, bytes], path: str, text_tokens: tuple[str, ...]
+    ) -> "Tokenizer":
+        tokenizer = Tokenizer(files, HuggingFace(files), path, text_tokens)
         return tokenizer.with_template_date(self.template_date).with_template_kwargs(
             self.template_kwargs
         )
@@ -371,7 +358,6 @@ class Tokenizer:
         if they had none, and a tokenizer_config.json that belongs to it, also to added tokens.
 
         Args:
-          directory: the folder.
           chat_template: replaces the tokenizer's own chat template, such as the
             `templates.jinja_template(...)` trained with; written as chat_template.jinja.
         """
@@ -399,6 +385,44 @@ class Tokenizer:
             return {}
         config[LISTED] = {**self._engine.added_tokens, **listed}
         return {CONFIG: _dump_json(config)}
+
+
+def _files_in(folder: Path) -> dict[str, bytes]:
+    """Returns the contents of a folder's tokenizer, by name.
+
+    Raises:
+      UserError: there is none, or it cannot be read.
+    """
+    files = read_files(folder, (*FILES, *template_files(folder)))
+    if "tokenizer.json" in files or "tokenizer.model" in files:
+        return files
+    if all(file_within(folder, name) for name in BPE_FILES):
+        return files | from_bpe_files(folder)
+    models = sorted(folder.glob("*.model"))
+    if len(models) != 1:
+        names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+        raise UserError(f"{folder}: no tokenizer in this folder (found {names}); {WOULD_WORK}")
+    check_within(folder, models[0])
+    return files | {"tokenizer.model": models[0].read_bytes()}
+
+
+def _template_of_processor(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """Returns a chat_template.jinja with the template of an image model's processor; empty if the
+    tokenizer has a template, or the folder has no processor's.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
+    has_own = parse_object(files, CONFIG).get("chat_template") or any(
+        name.endswith(".jinja") for name in files
+    )
+    name = PROCESSORS_TEMPLATE
+    if has_own or not (found := read_files(folder, (name,))):
+        return {}
+    template = parse_object(found, name).get("chat_template")
+    if not isinstance(template, str) or not is_text(template):
+        raise UserError(f"the chat_template in {name} is no text; a Jinja template would work")
+    return {"chat_template.jinja": template.encode()}
 
 
 def _named(config: dict) -> dict:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from data.fields import first_present, has_value, shown_fields, unread_of
+from data.fields import first_present, has_value, shown_fields, unread_of, without_surrogates
 from data.printable import printable
 from data.turn_lists import parsed
 
@@ -33,18 +33,18 @@ class CallText(NamedTuple):
     """Fields of the calls that nothing reads."""
 
 
-def parse_calls(value: object) -> tuple[dict[str, Any], ...]:
-    """Returns the calls in `tool_calls` or one `function_call`, with arguments as JSON values.
+def parse_calls(calls: list[Any]) -> tuple[dict[str, Any], ...]:
+    """Returns calls in OpenAI's form, with arguments as JSON values.
 
     Raises:
       ValueError: a call has no name, or its arguments are not a JSON object, or under no known
         name; the message says which.
     """
-    return tuple(map(_parse_call, value if isinstance(value, list) else [value]))
+    return tuple(map(_parse_call, calls))
 
 
-def written_calls(value: Any, name: str) -> Any:
-    """Returns the value of a turn's field of calls, also if it, or an entry, is JSON or Python
+def written_calls(value: Any, name: str) -> list[Any]:
+    """Returns the calls in a turn's field of this name, also if it, or an entry, is JSON or Python
     text, as in a table's columns.
 
     Raises:
@@ -52,7 +52,7 @@ def written_calls(value: Any, name: str) -> Any:
     """
     value = _written_call(value, name)
     if not isinstance(value, list):
-        return value
+        return [value] if value else []
     calls = (_written_call(call, name) for call in value)
     return [call for call in calls if call is not None]  # tables pad lists with null
 
@@ -118,10 +118,10 @@ def _find_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     return fields, first_present(fields, _ARGUMENTS)
 
 
-def rewrites_arguments(value: Any) -> bool:
+def rewrites_arguments(calls: list[Any]) -> bool:
     """Returns whether the arguments of any call are JSON text that will be written differently,
     for example because it has no spaces."""
-    return any(map(_rewrites, value if isinstance(value, list) else [value]))
+    return any(map(_rewrites, calls))
 
 
 def _rewrites(call: dict[str, Any]) -> bool:
@@ -131,11 +131,11 @@ def _rewrites(call: dict[str, Any]) -> bool:
     )
 
 
-def unread_call_fields(value: Any) -> set[str]:
+def unread_call_fields(calls: list[Any]) -> set[str]:
     """Returns the fields of calls that nothing reads, such as "tool call's field `index`"."""
     return {
         f"tool call's field `{printable(str(name))[:80]}`"
-        for call in (value if isinstance(value, list) else [value])
+        for call in calls
         for name in _unread_names(call)
     }
 
@@ -247,7 +247,7 @@ def _unicode(value: Any) -> Any:
         text = json.dumps(value, ensure_ascii=False)
     except TypeError as error:
         raise ValueError(f"a tool call with a value that JSON lacks ({error})") from None
-    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    return json.loads(without_surrogates(text))
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:

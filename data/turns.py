@@ -1,14 +1,14 @@
 """Turns raw turns into messages, in an order that a template can write."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from data import reasons
 from data.content_parts import Parts, read_parts
-from data.conversation import ROLES, Message, TurnOrder
+from data.conversation import IN_CONTENT, ROLES, Message, TurnOrder
 from data.fields import (
     IN_LOSS,
     REASONING_FIELDS,
@@ -20,43 +20,11 @@ from data.fields import (
     loss_flags,
     shown_fields,
     unread_of,
+    without_surrogates,
     yes_or_no,
 )
 from data.printable import printable
-from data.reasons import (
-    ARGUMENTS,
-    BAD_LOSS_MASK,
-    BAD_TURN,
-    CALL_OF_ANOTHER,
-    CONTENT_NOT_TEXT,
-    DEVELOPER,
-    EMPTY_SYSTEM,
-    EMPTY_TURN,
-    FRACTION,
-    JOINED_CALLS,
-    JOINED_PARTS,
-    LATE_SYSTEM,
-    LEADING_ASSISTANT,
-    LONE_SURROGATE,
-    MADE_IDS,
-    NO_ANSWER,
-    NO_CONTENT,
-    NO_HUMAN,
-    NOT_A_CALL,
-    NOT_ALTERNATING,
-    OPENING_ANSWER,
-    OTHERS_FLAG,
-    OUT_OF_LOSS,
-    PARTLY_IN_LOSS,
-    RESULT_AS_TEXT,
-    TABLE_NULLS,
-    THOUGHT_ALONE,
-    THOUGHT_FLAG,
-    TRAILING_HUMAN,
-    UNKNOWN_ROLE,
-    WHITE_SPACE,
-    Drop,
-)
+from data.reasons import Drop
 from data.roles import is_call_role, role_of
 from data.shapes import CONTEXT
 from data.table_values import without_unused
@@ -69,6 +37,7 @@ from data.tool_calls import (
     written_calls,
 )
 from data.turn_lists import as_list
+from data.untrusted_files import is_text
 
 _JSON_TYPES = (dict, list, int, float)  # of a tool's result, besides texts and null
 _OF_RANGES = ("train_detail", "training_detail")  # axolotl's flags of ranges of a text
@@ -92,7 +61,6 @@ def read_messages(
     consecutive turns of calls become one turn.
 
     Args:
-      turns: the turns.
       findings: receives their changes and unread fields.
       loss_mask: which turns are in the loss: an entry per turn, with or without those of reasoning,
         or per answer, as a list or its text; None for all.
@@ -110,13 +78,13 @@ def read_messages(
             thoughts.append(message)
             continue
         if thoughts and role != "assistant":
-            raise Drop(THOUGHT_ALONE)
+            raise Drop(reasons.THOUGHT_ALONE)
         if message.train and not all(thought.train for thought in thoughts):
-            findings.changes.add(THOUGHT_FLAG)
+            findings.changes.add(reasons.THOUGHT_FLAG)
         messages.append(_with_thoughts(message, thoughts) if thoughts else message)
         thoughts = []
     if thoughts:
-        raise Drop(THOUGHT_ALONE)
+        raise Drop(reasons.THOUGHT_ALONE)
     return messages
 
 
@@ -139,7 +107,7 @@ def _with_calls_joined(
         if may_join and is_call and not is_alone and message.train == before.train:
             calls = before.tool_calls + message.tool_calls
             result[-1] = role, replace(before, tool_calls=calls)
-            findings.changes.add(JOINED_CALLS)
+            findings.changes.add(reasons.JOINED_CALLS)
         else:
             result.append((role, message))
         may_join = is_call
@@ -162,14 +130,14 @@ def _with_loss_mask(
     flags = [yes_or_no(flag) for flag in as_list(mask) or ()]
     masked = next((turns for turns in (every, spoken, answers) if len(turns) == len(flags)), None)
     if None in flags or masked is None:
-        raise Drop(BAD_LOSS_MASK)
+        raise Drop(reasons.BAD_LOSS_MASK)
     result = list(read)
     for number, flag in zip(masked, flags, strict=True):
         role, message = read[number]
         if not flag:
             result[number] = role, replace(message, train=False)
         if not flag and role == "assistant":
-            findings.changes.add(f"{OUT_OF_LOSS}`loss_mask`")
+            findings.changes.add(f"{reasons.OUT_OF_LOSS}`loss_mask`")
     return result
 
 
@@ -185,7 +153,7 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
       Drop: the turn cannot be used; the argument is the reason.
     """
     if not isinstance(turn, dict):
-        raise Drop(f"{BAD_TURN}: it is a {type(turn).__name__}")
+        raise Drop(f"{reasons.BAD_TURN}: it is a {type(turn).__name__}")
     role_field, text_field = first_present(turn, ROLE_FIELDS), first_present(turn, TEXT_FIELDS)
     raw_role = turn.get(role_field)
     if not isinstance(raw_role, str):
@@ -197,15 +165,15 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
         turn, role, role_field, text_field, parts, bool(calls), findings
     )
     if role is None:
-        raise Drop(UNKNOWN_ROLE + (printable(raw_role.strip())[:60] or "(empty)"))
+        raise Drop(reasons.UNKNOWN_ROLE + (printable(raw_role.strip())[:60] or "(empty)"))
     if raw_role.strip().lower() == "developer":
-        findings.changes.add(DEVELOPER)
+        findings.changes.add(reasons.DEVELOPER)
     if not calls and is_call_role(raw_role):
         calls, content = _calls_in_text(content, thoughts, findings), ""
     for call in parts.calls if parts else ():
         calls += _calls_in_text(call, thoughts, findings)
     if calls and role != "assistant":
-        raise Drop(CALL_OF_ANOTHER)
+        raise Drop(reasons.CALL_OF_ANOTHER)
     train, call_id, name = True, None, None
     if len(turn) > _USUAL_FIELDS:
         read = {role_field, text_field, *call_fields, CONTEXT, *reasoning_fields}
@@ -221,10 +189,17 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
         call_id,
         name,
         reasoning=_unicode("\n\n".join(thoughts), findings) if thoughts else None,
-        reasoning_field=(reasoning_fields or REASONING_FIELDS)[0],
+        reasoning_field=_reasoning_field(reasoning_fields, parts),
         fields=_written_fields(turn, reasoning_fields),
         in_prompt=CONTEXT in turn,
     )
+
+
+def _reasoning_field(fields: Sequence[str], parts: Parts | None) -> str:
+    """Returns a Message's reasoning_field, given a turn's fields with reasoning."""
+    if fields:
+        return fields[0]
+    return IN_CONTENT if parts and parts.thoughts else REASONING_FIELDS[0]
 
 
 def _parts(content: object, role: str | None, findings: Findings) -> Parts | None:
@@ -234,8 +209,10 @@ def _parts(content: object, role: str | None, findings: Findings) -> Parts | Non
     parts = read_parts(content, role) if isinstance(content, list) else None
     if parts:
         findings.unread |= parts.unread
-        if len(parts.texts) > 1:
-            findings.changes.add(JOINED_PARTS)
+        if role == "tool":  # a template may write even one part as a list
+            findings.changes.add(reasons.JOINED_RESULT)
+        elif len(parts.texts) > 1:
+            findings.changes.add(reasons.JOINED_PARTS)
     return parts
 
 
@@ -263,11 +240,11 @@ def _content(
         reasoning_fields = _add_reasoning(turn, thoughts)
     if content is None and (has_calls or thoughts):
         content = ""
-        findings.changes.add(NO_CONTENT)
+        findings.changes.add(reasons.NO_CONTENT)
     if content is None:
         raise Drop(_bad_turn(turn, role_field))
     if not isinstance(content, str):
-        raise Drop(f"{CONTENT_NOT_TEXT}`{text_field}` ({type(content).__name__})")
+        raise Drop(f"{reasons.CONTENT_NOT_TEXT}`{text_field}` ({type(content).__name__})")
     return content, thoughts, reasoning_fields
 
 
@@ -276,7 +253,7 @@ def _stripped(content: str, findings: Findings) -> str:
     content = _unicode(content, findings)
     stripped = content.strip()
     if len(stripped) != len(content):
-        findings.changes.add(WHITE_SPACE)
+        findings.changes.add(reasons.WHITE_SPACE)
     return stripped
 
 
@@ -314,7 +291,7 @@ def _bad_turn(turn: dict, role_field: str | None) -> str:
         wrong = f"`{null}` is null; "
     else:
         wrong = ""
-    return f"{BAD_TURN}: {wrong}it has {shown_fields(_with_values(turn))}"
+    return f"{reasons.BAD_TURN}: {wrong}it has {shown_fields(_with_values(turn))}"
 
 
 def _with_values(turn: dict) -> dict:
@@ -328,7 +305,7 @@ def _result(content: object, turn: dict, role_field: str | None, findings: Findi
     is_null = content is None and not others and any(name in turn for name in TEXT_FIELDS)
     if not is_null and not isinstance(content, _JSON_TYPES):
         return content
-    findings.changes.add(RESULT_AS_TEXT)
+    findings.changes.add(reasons.RESULT_AS_TEXT)
     content = _without_unused(content, findings)
     return json.dumps(content, ensure_ascii=False, default=str)
 
@@ -341,14 +318,14 @@ def _calls(turn: dict, findings: Findings) -> tuple[tuple[dict[str, Any], ...], 
             continue
         read.add(name)
         try:
-            value = _without_unused(written_calls(turn[name], name), findings)
-            calls = parse_calls(value) if value else ()
+            written = _without_unused(written_calls(turn[name], name), findings)
+            calls = parse_calls(written)
         except (ValueError, RecursionError) as error:
             raise Drop(str(error)) from None
         if calls:
-            findings.unread |= unread_call_fields(value)
-            if rewrites_arguments(value):
-                findings.changes.add(ARGUMENTS)
+            findings.unread |= unread_call_fields(written)
+            if rewrites_arguments(written):
+                findings.changes.add(reasons.ARGUMENTS)
             return calls, read
     return (), read
 
@@ -361,9 +338,9 @@ def _calls_in_text(
     try:
         read = parse_call_text(text)
     except (json.JSONDecodeError, RecursionError):
-        raise Drop(NOT_A_CALL) from None
+        raise Drop(reasons.NOT_A_CALL) from None
     except ValueError as error:
-        raise Drop(f"{NOT_A_CALL}: {error}") from None
+        raise Drop(f"{reasons.NOT_A_CALL}: {error}") from None
     if read.reasoning is not None and read.reasoning not in thoughts:
         thoughts.append(read.reasoning)
     findings.unread |= read.unread
@@ -374,7 +351,7 @@ def _without_unused(value: Any, findings: Findings) -> Any:
     """Returns a value without the keys that a table's row lacks."""
     value, left_out = without_unused(value)
     if left_out:
-        findings.changes.add(TABLE_NULLS)
+        findings.changes.add(reasons.TABLE_NULLS)
     return value
 
 
@@ -393,14 +370,11 @@ def _add_reasoning(turn: dict, thoughts: list[str]) -> list[str]:
 
 
 def _unicode(text: str, findings: Findings) -> str:
-    """Replaces lone surrogates, halves of pairs such as \\ud83d\\ude00, which no tokenizer
-    accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        findings.changes.add(LONE_SURROGATE)
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    """Replaces lone surrogates, see `without_surrogates`."""
+    if is_text(text):
+        return text
+    findings.changes.add(reasons.LONE_SURROGATE)
+    return without_surrogates(text)
 
 
 def _trained(turn: dict, role: str, read: set, findings: Findings) -> bool:
@@ -412,15 +386,13 @@ def _trained(turn: dict, role: str, read: set, findings: Findings) -> bool:
     for name, in_loss in loss_flags(turn).items():
         read.add(name)
         if in_loss and is_fraction(turn, name):
-            findings.changes.add(FRACTION.format(name))
-        if role in ("assistant", "thought") and not in_loss:
+            findings.changes.add(reasons.FRACTION.format(name))
+        if not in_loss:  # for other roles, counts with train_on: everything
+            trained = False
             if role == "assistant":  # reasoning follows the answer after it
-                findings.changes.add(f"{OUT_OF_LOSS}`{name}`")
-            trained = False
-        elif not in_loss:  # counts with train_on: everything
-            trained = False
+                findings.changes.add(f"{reasons.OUT_OF_LOSS}`{name}`")
         elif role not in ("assistant", "thought") and name in IN_LOSS:
-            findings.changes.add(OTHERS_FLAG)
+            findings.changes.add(reasons.OTHERS_FLAG)
     return trained
 
 
@@ -436,19 +408,19 @@ def _parts_are_trained(
       Drop: flags exclude a part of what the assistant writes.
     """
     for name in parts.fractions if parts else ():
-        findings.changes.add(FRACTION.format(name))
+        findings.changes.add(reasons.FRACTION.format(name))
     if role not in ("assistant", "thought"):
         if parts and any(flags[name] for flags in parts.flags for name in flags if name in IN_LOSS):
-            findings.changes.add(OTHERS_FLAG)
+            findings.changes.add(reasons.OTHERS_FLAG)
         return not (parts and parts.excluding)
     detail = first_present(turn, _OF_RANGES)
     if detail is not None and _excludes_range(turn[detail]):
-        raise Drop(PARTLY_IN_LOSS.format(detail))
+        raise Drop(reasons.PARTLY_IN_LOSS.format(detail))
     if parts is None or not (excluding := sorted(parts.excluding)):
         return True
     if parts.is_partly_excluded or says_more:
-        raise Drop(PARTLY_IN_LOSS.format(excluding[0]))
-    findings.changes |= {f"{OUT_OF_LOSS}`{name}`" for name in excluding}
+        raise Drop(reasons.PARTLY_IN_LOSS.format(excluding[0]))
+    findings.changes |= {f"{reasons.OUT_OF_LOSS}`{name}`" for name in excluding}
     return False
 
 
@@ -460,7 +432,7 @@ def _excludes_range(detail: object) -> bool:
 def _text_field(fields: dict, name: str, read: set) -> str | None:
     """Returns a non-empty text field without lone surrogates, and adds it to `read`; else None."""
     text = fields.get(name)
-    if not isinstance(text, str) or not text or re.search("[\ud800-\udfff]", text):
+    if not text or not is_text(text):
         return None
     read.add(name)
     return text
@@ -478,7 +450,7 @@ def with_call_ids(messages: list[Message], changes: set[str]) -> list[Message]:
         written = message
         if message.tool_calls:
             if not all(call.get("id") for call in message.tool_calls):
-                changes.add(MADE_IDS)
+                changes.add(reasons.MADE_IDS)
             calls = tuple(
                 {**call, "id": call.get("id") or new_id(turn, number, call)}
                 for number, call in enumerate(message.tool_calls)
@@ -501,7 +473,6 @@ def in_order(messages: list[Message], order: TurnOrder, changes: set[str]) -> li
     """Returns the turns up to the last answer.
 
     Args:
-      messages: the turns.
       order: the template's requirement. If it takes any order, answers before the first question
         are kept as context; otherwise they are left out. An empty system turn, which a model's
         template may treat in any way, is left out if turns must alternate.
@@ -516,7 +487,7 @@ def in_order(messages: list[Message], order: TurnOrder, changes: set[str]) -> li
         system, messages = messages[:1], messages[1:]
         if order == "alternating" and not system[0].content:
             system = []
-            changes.add(EMPTY_SYSTEM)
+            changes.add(reasons.EMPTY_SYSTEM)
     if order == "any":
         messages = _with_opening_as_context(messages, changes)
     else:
@@ -527,12 +498,12 @@ def in_order(messages: list[Message], order: TurnOrder, changes: set[str]) -> li
         not (message.content or message.tool_calls or message.reasoning or message.role == "tool")
         for message in messages
     ):
-        raise Drop(EMPTY_TURN)
+        raise Drop(reasons.EMPTY_TURN)
     answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
     if not answers:
-        raise Drop(NO_ANSWER)
+        raise Drop(reasons.NO_ANSWER)
     if answers[-1] + 1 < len(messages):
-        changes.add(TRAILING_HUMAN)
+        changes.add(reasons.TRAILING_HUMAN)
     return system + messages[: answers[-1] + 1]
 
 
@@ -543,17 +514,17 @@ def _without_opening(messages: list[Message], changes: set[str]) -> list[Message
     )
     if first:
         messages = messages[first:]
-        changes.add(LEADING_ASSISTANT)
+        changes.add(reasons.LEADING_ASSISTANT)
     if all(message.role != "user" for message in messages):
-        raise Drop(NO_HUMAN)
+        raise Drop(reasons.NO_HUMAN)
     return messages
 
 
 def _check_alternation(messages: list[Message]) -> None:
     if any(message.role == "system" for message in messages):
-        raise Drop(LATE_SYSTEM)
+        raise Drop(reasons.LATE_SYSTEM)
     if messages[0].role != "user":
-        raise Drop(NOT_ALTERNATING)
+        raise Drop(reasons.NOT_ALTERNATING)
     may_follow: Mapping[str, tuple[str, ...]] = {
         "user": ("assistant",),
         "assistant": ("user", "tool"),
@@ -561,7 +532,7 @@ def _check_alternation(messages: list[Message]) -> None:
     }
     for message, following in pairwise(messages):
         if following.role not in may_follow[message.role]:
-            raise Drop(NOT_ALTERNATING)
+            raise Drop(reasons.NOT_ALTERNATING)
 
 
 def _with_opening_as_context(messages: list[Message], changes: set[str]) -> list[Message]:
@@ -569,11 +540,11 @@ def _with_opening_as_context(messages: list[Message], changes: set[str]) -> list
         (number for number, message in enumerate(messages) if message.role == "user"), None
     )
     if first is None:
-        raise Drop(NO_HUMAN)
+        raise Drop(reasons.NO_HUMAN)
     opening = [
         replace(message, train=message.train and message.role != "assistant")
         for message in messages[:first]
     ]
     if any(message.role == "assistant" for message in opening):
-        changes.add(OPENING_ANSWER)
+        changes.add(reasons.OPENING_ANSWER)
     return opening + messages[first:]

@@ -78,7 +78,6 @@ def read_bytes(
     """Returns the contents of a plain file; never waits for a pipe, and never reads a device.
 
     Args:
-      path: the file.
       folder: that must contain it, as in `check_within`; None for a file named by the user.
       most: bytes.
 
@@ -151,10 +150,13 @@ def check_writable(value: Any, file: str | Path) -> None:
 
 def is_text(value: object) -> bool:
     """Returns whether a JSON value is a text without lone surrogates."""
+    if not isinstance(value, str):
+        return False
     try:
-        return isinstance(value, str) and bool(value.encode() or True)
+        value.encode()
     except UnicodeEncodeError:
         return False
+    return True
 
 
 def _not_plain(path: str | Path) -> UserError:

@@ -11,7 +11,6 @@ from typing import Any
 from data import paths
 from data.errors import UserError
 from data.folders import storage_error
-from data.paths import File
 
 
 @contextlib.contextmanager
@@ -52,10 +51,8 @@ def read_bytes(path: str) -> bytes | None:
     """Returns the content of a file; None if it is missing."""
 
     def read() -> bytes | None:
-        if not File(path).exists():
-            return None
-        with File(path).open() as file:
-            return file.read()
+        with paths.open_file_system(path) as (file_system, name):
+            return file_system.cat_file(name) if paths.is_file(file_system, name) else None
 
     return paths.retried(read)
 

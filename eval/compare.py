@@ -78,6 +78,7 @@ def scores_of(rows: Sequence[Mapping[str, Any]]) -> dict[Group, dict[Case, float
 
     Raises:
       KeyError, TypeError: a line is not an evaluation's.
+      ValueError: a value is of the wrong kind.
     """
     scores: dict[Group, dict[Case, float]] = {}
     repeats: collections.Counter[str] = collections.Counter()
@@ -86,6 +87,10 @@ def scores_of(rows: Sequence[Mapping[str, Any]]) -> dict[Group, dict[Case, float
             group, score = Group(row["source"], row["num_lines"], "lines"), row["right"]
         else:
             group, score = Group(row["task"], row["tokens"], "tokens"), row["score"]
+        if not (isinstance(group.task, str) and isinstance(group.size, int)):
+            raise ValueError(f"found {group.task!r}, {group.size!r}, not a task and its length")
+        if not (isinstance(score, int | float) and 0 <= score <= 1):
+            raise ValueError(f"found the score {score!r}, not 0 to 1")
         identity = json.dumps(
             {name: value for name, value in row.items() if name not in OF_THE_MODEL}, sort_keys=True
         )
@@ -144,13 +149,11 @@ def read(folder: Path) -> dict[Group, dict[Case, float]]:
 
 def print_table(rows: Sequence[Difference]) -> None:
     """Prints a table per task, with a line per length."""
-    from rich.table import Table
-
     # Wide, so that a narrow terminal wraps lines, where rich would cut numbers.
     console = printable.console(soft_wrap=True, highlight=False, width=1000)
     for task in dict.fromkeys(row.task for row in rows):
         console.print(task, markup=False)
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        table = printable.plain_table()
         for name in (
             "length",
             "cases",

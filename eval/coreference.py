@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from data.conversation import Message
 from data.synthetic import words
-from eval import adapters, runner, suite
-from eval.live_test import Count, LiveTest
+from eval import runner, suite
+from eval.live_test import LiveTest
+from eval.prompts import Count, Prompt
 from trainer import entry
-from trainer.options import AtLeastOne, AtLeastZero, EachOnce, Tokens, option, parser_of
+from trainer.options import AtLeastOne, AtLeastZero, EachOnce, Tokens, option
 
 # Arrays, since a draw from a list turns it into one each time.
 ADJECTIVES, NOUNS = np.array(words.ADJECTIVES), np.array(words.NOUNS)
@@ -33,17 +35,13 @@ ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "
 
 
 def make_cases(
-    count: Callable[[runner.Prompt], int],
+    count: Count,
     lengths: Sequence[int],
     alike: Sequence[int] = (2, 4, 8),
     each: int = 20,
     seed: int = 0,
 ) -> list[suite.Case]:
-    """Returns `each` cases for each length and number of equal requests.
-
-    Args:
-      count: tokens of a prompt.
-    """
+    """Returns `each` cases for each length and number of equal requests."""
     cases = []
     for requests in alike:
         for tokens in lengths:
@@ -53,7 +51,7 @@ def make_cases(
                 turns, beginning, reply = conversation(rng, requests, units, sample % requests)
                 return suite.Case(
                     f"{requests} alike",
-                    runner.Prompt(turns, NEW_TOKENS),
+                    Prompt(turns, NEW_TOKENS),
                     (beginning, reply),
                     tokens,
                     scoring="similarity",
@@ -122,21 +120,13 @@ class Options:
 
     tokens: tuple[Tokens, ...] = option("lengths, answers included, such as 16K", action=EachOnce)
     alike: tuple[int, ...] = option(
-        "numbers of equal requests",
-        (2, 4, 8),
-        choices=range(2, len(ORDINALS) + 1),
-        action=EachOnce,
+        "numbers of equal requests", (2, 4, 8), choices=range(2, len(ORDINALS) + 1), action=EachOnce
     )
     count: AtLeastOne = option("cases of each length and number", 20)
     seed: AtLeastZero = option("seed of the cases", 0)
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the options of the command line."""
-    parser = parser_of(Options)
-    runner.add_evaluation_options(parser)
-    runner.add_generation_options(parser)
-    return runner.parse(parser, argv)
+parse = functools.partial(runner.parse_evaluation, Options)
 
 
 def evaluate(args: argparse.Namespace) -> list[suite.Result]:
@@ -148,10 +138,7 @@ def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     return suite.run("coreference", opened, cases, args.output, {"seed": args.seed})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    args = parse(argv)
-    return entry.run(lambda: adapters.each_adapter(evaluate, args), args.output)
+main = runner.command(parse, evaluate)
 
 
 if __name__ == "__main__":

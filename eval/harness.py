@@ -16,6 +16,7 @@ import argparse
 import bisect
 import dataclasses
 import difflib
+import functools
 import itertools
 import json
 import sys
@@ -29,7 +30,7 @@ from data.errors import UserError, first_line
 from data.outputs import output_files
 from data.printable import printable
 from data.templates import Unfinished, unfinished
-from eval import adapters, runner
+from eval import runner
 from eval.generation_settings import AnswerForm
 from eval.scoring import Z95
 from trainer import entry
@@ -41,7 +42,6 @@ from trainer.options import (
     Tokens,
     check_each_once,
     option,
-    parser_of,
 )
 
 if TYPE_CHECKING:
@@ -76,12 +76,7 @@ class Options:
     chat: bool = option("ask in the model's chat template")
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the options of the command line."""
-    parser = parser_of(Options)
-    runner.add_evaluation_options(parser, journaled=False)
-    runner.add_generation_options(parser)
-    return runner.parse(parser, argv)
+parse = functools.partial(runner.parse_evaluation, Options, journaled=False)
 
 
 class Asked(NamedTuple):
@@ -197,7 +192,7 @@ class Harness:
         }
 
     def likelihoods(
-        self, pairs: list[tuple[str, str]], tasks: Sequence[str] = ()
+        self, pairs: list[tuple[str, str]], tasks: Sequence[str]
     ) -> list[tuple[float, bool]]:
         """Returns each continuation's log-likelihood, and whether greedy decoding gives it.
 
@@ -218,12 +213,12 @@ class Harness:
             start = max(min(len(before), len(whole) - 1), 1)
             texts.append(self._cut(whole, -1))
             starts.append(max(start - (len(whole) - len(texts[-1])), 1))
-        for task, text, start in zip(tasks, texts, starts, strict=False):
+        for task, text, start in zip(tasks, texts, starts, strict=True):
             self.asked.setdefault(task, []).append(Asked(start, len(text) - 1))
         scores = self._score(texts, starts)
         return [(sum(score.log_likelihoods), all(score.is_greedy)) for score in scores]
 
-    def rolling(self, texts: list[str], tasks: Sequence[str] = ()) -> list[float]:
+    def rolling(self, texts: list[str], tasks: Sequence[str]) -> list[float]:
         """Returns each text's log-likelihood; longer texts are scored in lm-eval's windows, each of
         up to `length` scored tokens.
 
@@ -231,7 +226,7 @@ class Harness:
           tasks: of each text.
         """
         totals = []
-        for text, task in itertools.zip_longest(texts, tasks):
+        for text, task in zip(texts, tasks, strict=True):
             windows = _rolling_windows(self._after_something(self._encode(text)), self.length)
             longest = max((len(before) + len(scored) for before, scored in windows), default=1)
             self.asked.setdefault(task, []).append(Asked(None, longest - 1))
@@ -320,7 +315,7 @@ class Harness:
             f"with an answer of {most}; {new_tokens + 1} or more would work"
         )
 
-    def chat_prompt(self, turns: list[dict[str, str]], generation: bool = True) -> str:
+    def chat_prompt(self, turns: list[dict[str, str]], generation: bool) -> str:
         """Returns turns in the model's chat template, and the heading of an answer; or, without
         `generation`, up to the end of the last turn, for the model to continue.
 
@@ -469,10 +464,7 @@ def _tasks(args: argparse.Namespace, metadata: dict[str, Any]) -> tuple[list[str
       UserError: a flag is wrong, or lm-eval is not installed.
     """
     runner.check_flags(args)
-    for flag, value in (
-        ("--template", args.template),
-        ("--template-kwargs", args.template_kwargs),
-    ):
+    for flag, value in (("--template", args.template), ("--template-kwargs", args.template_kwargs)):
         if value and not args.chat:
             raise UserError(
                 f"{flag}: questions are asked in a chat template only with --chat; with both, or "
@@ -540,6 +532,27 @@ def _raised_by_tasks(error: Exception) -> bool:
     return bool(frames) and not any(frame.f_globals is globals() for frame in frames)
 
 
+def _print_lengths(harness: Harness) -> None:
+    """Prints how many requests were longer than the model's trained length, or than `length`."""
+    if harness.beyond:
+        print(
+            f"warning: {harness.beyond} of {sum(map(len, harness.asked.values()))} requests take "
+            f"more than {harness.opened.respondent.trained_length} tokens with their answers, "
+            "which is beyond the trained length; the results of their tasks are marked so",
+            file=sys.stderr,
+        )
+    if harness.truncated:
+        print(
+            f"warning: {harness.truncated} prompts were longer than {harness.length} tokens and "
+            "lost their beginning"
+        )
+    if harness.windowed:
+        print(
+            f"note: {harness.windowed} texts were longer than {harness.length} tokens; each of "
+            "their tokens was scored once, in windows"
+        )
+
+
 def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Evaluates the tasks and writes the results."""
     metadata = {"tokenizer": "", **(args.metadata or {})}  # known once the model is opened
@@ -553,23 +566,7 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     metadata["tokenizer"] = metadata["tokenizer"] or tokenizer_of(opened.tokenizer_path)
     results = _evaluate_tasks(args, tasks, task_manager, harness)
     rows = rows_of(results, harness.lengths_of)
-    if harness.beyond:
-        print(
-            f"warning: {harness.beyond} of {sum(map(len, harness.asked.values()))} requests take "
-            f"more than {opened.respondent.trained_length} tokens with their answers, which is "
-            "beyond the trained length; the results of their tasks are marked so",
-            file=sys.stderr,
-        )
-    if harness.truncated:
-        print(
-            f"warning: {harness.truncated} prompts were longer than {harness.length} tokens and "
-            "lost their beginning"
-        )
-    if harness.windowed:
-        print(
-            f"note: {harness.windowed} texts were longer than {harness.length} tokens; each of "
-            "their tokens was scored once, in windows"
-        )
+    _print_lengths(harness)
     about = opened.about | {
         "template": opened.about["template"] if args.chat else None,
         "tasks": args.tasks,
@@ -605,10 +602,7 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    args = parse(argv)
-    return entry.run(lambda: adapters.each_adapter(evaluate, args), args.output)
+main = runner.command(parse, evaluate)
 
 
 if __name__ == "__main__":

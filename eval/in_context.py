@@ -29,7 +29,7 @@ from data.trajectories.rows import ACTION, RETURN_TO_GO, REWARD, STATE, Scales
 from data.untrusted_files import read_json
 from eval.scoring import bootstrap
 from trainer import entry
-from trainer.options import AtLeastOne, AtLeastZero, StorePath, option, parser_of
+from trainer.options import AtLeastOne, AtLeastZero, Finite, StorePath, option, parser_of
 
 VIDEO = b"Longstripe"  # the comment of a GIF
 
@@ -46,7 +46,7 @@ class Options:
     )
     seeds: AtLeastOne = option("number of parallel environments, with different seeds", 5)
     first_seed: AtLeastZero = option("seed of the first environment", 1000)
-    target: float | None = option("requested return (default: the best in the data)", None)
+    target: Finite | None = option("requested return (default: the best in the data)", None)
     output: str = option("folder for results.json and in_context.png")
     attention: AtLeastZero = option(
         "environments, from the first, for which to print how much attention the last episode's "
@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("seeds", "attention"):
         if (count := getattr(args, name)) % args.fsdp:
             parser.error(f"--{name}: {count} is not a multiple of --fsdp {args.fsdp}")
-    if not 0 <= args.attention <= args.seeds:
+    if args.attention > args.seeds:
         parser.error(f"--attention: found {args.attention}; 0 to --seeds, {args.seeds}, works")
     return args
 
@@ -267,7 +267,8 @@ def attention_by_episode(
 
 
 def summary(returns: Float[np.ndarray, "seeds episodes"]) -> dict[str, dict[str, Any]]:
-    """Returns mean and interval over the seeds of the last, best and mean episode.
+    """Returns mean and interval over the seeds of the last, best and mean episode; a single seed
+    has no interval.
 
     The best of n alone would hide whether later episodes are better than earlier ones.
     """
@@ -275,32 +276,24 @@ def summary(returns: Float[np.ndarray, "seeds episodes"]) -> dict[str, dict[str,
     return {
         name: {
             "mean": float(values.mean()),
-            "interval": bootstrap(values),
+            "interval": bootstrap(values) if len(values) > 1 else None,
             "by_seed": values.tolist(),
         }
         for name, values in scores.items()
     }
 
 
-def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Plays all episodes and returns the content of results.json."""
-    markers = {"results.json": b'"returns"', "in_context.png": PICTURE, "episode.gif": VIDEO}
-    output_files(args.output, markers)
-    from data.trajectories.tasks import get_task, make_environment
+def _open_agent(args: argparse.Namespace, assets: Path, inputs: Inputs, decisions: int) -> Agent:
+    """Returns an agent with a checkpoint's model, on the mesh of the command line."""
     from model.agentic import TrajectorySizes
     from trainer.build import build_agentic
-    from trainer.checkpoint.readers import assets_dir, restore_model
+    from trainer.checkpoint.readers import restore_model
     from trainer.config.schema import AttentionConfig, MeshConfig, ModelConfig, RunConfig
     from trainer.huggingface.assets import trained_mask
-    from trainer.mesh import make_mesh, simulate
+    from trainer.mesh import make_mesh
     from trainer.trajectories import stored_shape
 
-    if args.simulate:
-        simulate(args.simulate)
-    entry.keep_compiled()
-    assets = assets_dir(args.checkpoint)
-    inputs = Inputs.read(assets)
-    task, mask = get_task(inputs.task), trained_mask(assets)
+    mask = trained_mask(assets)
     run = RunConfig(
         model=ModelConfig(compute_dtype="float32"),
         attention=AttentionConfig(window=mask.window, global_tokens=mask.global_tokens),
@@ -310,9 +303,31 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     model = build_agentic(run, stored_shape(assets), mesh, sizes, ())
     shapes = {name: parameter.shape for name, parameter in model.parameters.items()}
     params = restore_model(assets.parent, model.shardings, dtype="float32", shapes=shapes)
+    return Agent(model, params, inputs, args.seeds, decisions)
+
+
+def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    """Plays all episodes and returns the content of results.json."""
+    markers = {"results.json": b'"returns"', "in_context.png": PICTURE, "episode.gif": VIDEO}
+    output_files(args.output, markers)
+    from data.trajectories.tasks import get_task, make_environment
+    from trainer.checkpoint.readers import assets_dir
+    from trainer.mesh import simulate
+
+    if args.simulate:
+        simulate(args.simulate)
+    entry.keep_compiled()
+    assets = assets_dir(args.checkpoint)
+    inputs = Inputs.read(assets)
+    if args.target is not None and inputs.options.conditioning == "none":
+        raise UserError(
+            f"--target: found {args.target:g}, and this model takes no return (trajectories."
+            "conditioning none); without it, the episodes would be the same"
+        )
+    task = get_task(inputs.task)
     decisions = task.episode_steps // inputs.options.action_repeat
     target = inputs.target if args.target is None else args.target
-    agent = Agent(model, params, inputs, args.seeds, decisions)
+    agent = _open_agent(args, assets, inputs, decisions)
     environments = [make_environment(task, args.first_seed + i) for i in range(args.seeds)]
     returns = np.zeros((args.seeds, args.episodes))
     with ProgressBar(f"playing {task.name}", args.episodes * decisions, "decisions") as bar:
@@ -343,25 +358,18 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 def write(results: dict[str, Any], folder: Path) -> None:
     """Writes results.json and the plot, and prints a table."""
-    from rich.table import Table
-
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     plot(results, folder / "in_context.png")
     returns = np.array(results["returns"])
-    table = Table(
-        title=(
-            f"{results['task']}: returns over {returns.shape[0]} seeds, {returns.shape[1]} "
-            "episodes each"
-        ),
-        title_justify="left",
-        box=None,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
+    seeds, episodes = returns.shape
+    table = printable.plain_table(
+        f"{results['task']}: returns over {seeds} seeds, {episodes} episodes each"
     )
     for name in ("episode", "return", "95% interval"):
         table.add_column(name, justify="right")
     for name, score in results["scores"].items():
-        table.add_row(name, f"{score['mean']:.1f}", "{:.1f} to {:.1f}".format(*score["interval"]))
+        interval = "{:.1f} to {:.1f}".format(*score["interval"]) if score["interval"] else "none"
+        table.add_row(name, f"{score['mean']:.1f}", interval)
     table.add_row("best in the data", f"{results['data_best']:.1f}", "")
     table.add_row("mean of the data", f"{results['data_mean']:.1f}", "")
     printable.console().print(table)
@@ -372,15 +380,7 @@ def write(results: dict[str, Any], folder: Path) -> None:
 
 def print_attention(shares: Float[np.ndarray, "layers episodes"]) -> None:
     """Prints the attention that a context's last episode pays to each episode."""
-    from rich.table import Table
-
-    table = Table(
-        title="attention of the context's last episode, by episode, %",
-        title_justify="left",
-        box=None,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-    )
+    table = printable.plain_table("attention of the context's last episode, by episode, %")
     for name in ("episode", *(f"layer {number + 1}" for number in range(len(shares))), "mean"):
         table.add_column(name, justify="right")
     for number, of_layers in enumerate(shares.T, 1):
@@ -391,24 +391,20 @@ def print_attention(shares: Float[np.ndarray, "layers episodes"]) -> None:
 
 def plot(results: dict[str, Any], path: Path) -> None:
     """Plots the return by episode, with the data's best and mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     returns = np.array(results["returns"])
     episodes = np.arange(1, returns.shape[1] + 1)
-    intervals = np.array([bootstrap(returns[:, i]) for i in range(returns.shape[1])])
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
     axes.plot(episodes, returns.T, color="0.8", linewidth=0.8)
-    axes.fill_between(episodes, intervals[:, 0], intervals[:, 1], alpha=0.25)
-    axes.plot(
-        episodes,
-        returns.mean(0),
-        marker="o",
-        label=f"mean of {returns.shape[0]} seeds, 95% interval",
-    )
+    label = "the only seed"
+    if len(returns) > 1:
+        label = f"mean of {len(returns)} seeds, 95% interval"
+        intervals = np.array([bootstrap(of_episode) for of_episode in returns.T])
+        axes.fill_between(episodes, intervals[:, 0], intervals[:, 1], alpha=0.25)
+    axes.plot(episodes, returns.mean(0), marker="o", label=label)
     axes.axhline(results["data_best"], color="tab:green", linestyle="--", label="best in the data")
     axes.axhline(results["data_mean"], color="tab:red", linestyle=":", label="mean of the data")
     axes.set(
@@ -419,7 +415,6 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # all numbers of 32 would overlap
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=120, metadata=PICTURE_METADATA)
-    plt.close(figure)
 
 
 def record(

@@ -19,7 +19,7 @@ import pathlib
 
 import numpy as np
 
-from data.errors import UserError
+from data.errors import UserError, first_line
 from data.synthetic import words
 from data.synthetic.split import draw_keys, draw_values
 from data.synthetic.tasks import OWN_LINES
@@ -80,9 +80,7 @@ def read(path: str | pathlib.Path) -> list[LineCase]:
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path}: cannot read the line cases ({getattr(error, 'strerror', None) or error})"
-        ) from error
+        raise UserError(f"{path}: cannot read the line cases ({first_line(error)})") from error
     name = pathlib.Path(path).name
     # Not splitlines(), which would also split at U+2028.
     cases = [
@@ -177,10 +175,39 @@ def generate(
     Raises:
         UserError: the style is unknown, or has too few keys or numbers for that many lines.
     """
+    _check(lines, key_style, questions, reserved)
+    draw = _reserved_lines if reserved else _short_lines if key_style == "short" else _drawn_lines
+    family = (
+        key_style
+        + (", never trained on" if reserved else "")
+        + (f", worded as {wording.name}" if wording else "")
+    )
+    ours = dataclasses.replace(
+        OWN_LINES, tail=OWN_LINES.tail + (" " if key_style == "adjective_noun" else "")
+    )
+    wording = wording or (SHORT if key_style == "short" else ours)
+    rng = np.random.default_rng([seed, lines, KEY_STYLES.index(key_style)])
+    cases: list[LineCase] = []
+    records = -(-count // questions)
+    for first in rng.permutation(np.arange(records) * lines // max(records, 1)):
+        keys, numbers = draw(rng, lines, key_style)
+        record = [
+            wording.line.format(key=key, number=number)
+            for key, number in zip(keys, numbers, strict=True)
+        ]
+        head = wording.head + "".join(record)
+        for question in range(min(questions, count - len(cases))):
+            target = (int(first) + question * lines // questions) % lines
+            prompt = head + wording.tail.format(key=keys[target])
+            cases.append(LineCase(prompt, numbers[target], lines, record[target], key_style=family))
+    return cases
+
+
+def _check(lines: int, key_style: str, questions: int, reserved: bool) -> None:
+    """Raises UserError for cases that cannot be generated."""
     if key_style not in KEY_STYLES:
         raise UserError(f"key_style {key_style!r} is not known; valid: {', '.join(KEY_STYLES)}")
-    short = key_style == "short"
-    most = len(SHORT_KEYS) if short else MOST_LINES
+    most = len(SHORT_KEYS) if key_style == "short" else MOST_LINES
     if not 1 <= lines <= most:
         raise UserError(
             f"{lines} lines cannot be generated; {key_style} has keys for 1 to {most} lines"
@@ -190,44 +217,29 @@ def generate(
             f"--questions: {questions} about {lines} lines cannot be generated; 1 to {lines} "
             "would work"
         )
-    if short and reserved:
+    if key_style == "short" and reserved:
         raise UserError(
             "--unseen: keys of the style short occur in training data; --keys adjective_noun "
             "would work"
         )
-    keys = SHORT_KEYS if short else words.keys(key_style, lines)
-    family = (
-        key_style
-        + (", never trained on" if reserved else "")
-        + (f", worded as {wording.name}" if wording else "")
-    )
-    ours = dataclasses.replace(
-        OWN_LINES, tail=OWN_LINES.tail + (" " if key_style == "adjective_noun" else "")
-    )
-    wording = wording or (SHORT if short else ours)
-    rng = np.random.default_rng([seed, lines, KEY_STYLES.index(key_style)])
-    cases: list[LineCase] = []
-    records = -(-count // questions)
-    for first in rng.permutation(np.arange(records) * lines // max(records, 1)):
-        if reserved:
-            case_keys, numbers = _reserved_lines(rng, lines, key_style)
-        else:
-            chosen = rng.choice(len(keys), size=lines, replace=False)
-            case_keys = [keys[number] for number in (sorted(chosen) if short else chosen)]
-            if short:
-                numbers = rng.choice(np.arange(10, 100), size=lines, replace=False).tolist()
-            else:
-                numbers = draw_values(rng, case_keys, 1, 50_000, evaluation=True)
-        record = [
-            wording.line.format(key=key, number=number)
-            for key, number in zip(case_keys, numbers, strict=True)
-        ]
-        head = wording.head + "".join(record)
-        for question in range(min(questions, count - len(cases))):
-            target = (int(first) + question * lines // questions) % lines
-            prompt = head + wording.tail.format(key=case_keys[target])
-            cases.append(LineCase(prompt, numbers[target], lines, record[target], key_style=family))
-    return cases
+
+
+def _short_lines(
+    rng: np.random.Generator, lines: int, key_style: str
+) -> tuple[list[str], list[int]]:
+    """Returns keys of the style "short", in their order, and numbers."""
+    chosen = sorted(rng.choice(len(SHORT_KEYS), size=lines, replace=False))
+    numbers = rng.choice(np.arange(10, 100), size=lines, replace=False)
+    return [SHORT_KEYS[index] for index in chosen], numbers.tolist()
+
+
+def _drawn_lines(
+    rng: np.random.Generator, lines: int, key_style: str
+) -> tuple[list[str], list[int]]:
+    """Returns keys and numbers that do not occur together in generated training texts."""
+    every = words.keys(key_style, lines)
+    keys = [every[index] for index in rng.choice(len(every), size=lines, replace=False)]
+    return keys, draw_values(rng, keys, 1, 50_000, evaluation=True)
 
 
 def _reserved_lines(

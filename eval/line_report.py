@@ -34,7 +34,15 @@ def read(folder: str | pathlib.Path) -> list[Score]:
         results = read_json(path, folder)
         fields = [field.name for field in dataclasses.fields(Score)]
         rows = results["within_trained_length"] + results["beyond_trained_length"]
-        return [Score(**{field: row[field] for field in fields}) for row in rows]
+        scores = [Score(**{field: row[field] for field in fields}) for row in rows]
+        for row in scores:
+            if not (
+                all(0 <= value <= 1 for value in (row.low, row.accuracy, row.high))
+                and row.num_lines >= 1
+                and row.mean_prompt_tokens >= 0
+            ):
+                raise ValueError(f"{row} is no accuracy")
+        return scores
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}: not line-retrieval results ({type(error).__name__}: {error}); a folder "
@@ -135,18 +143,11 @@ def as_json(
 
 def print_table(scores: list[Score], console: "Console | None" = None) -> None:
     """Prints a table of at most 80 columns per family of keys."""
-    from rich.table import Table
     from rich.text import Text
 
     console = console or printable.console()
     for family in dict.fromkeys(item.family for item in scores):
-        table = Table(
-            title=f"Line retrieval, {family}",
-            title_justify="left",
-            box=None,
-            padding=(0, 2, 0, 0),
-            pad_edge=False,
-        )
+        table = printable.plain_table(f"Line retrieval, {family}")
         table.add_column("cases from", overflow="fold")
         table.add_column("length")
         for name in ("lines", "tokens", "right", "accuracy", "interval", "chance"):
@@ -186,7 +187,6 @@ def plot_depths(rows: list[dict[str, Any]], path: str | pathlib.Path, title: str
     """Plots accuracy and interval against depth, a curve per source and number of lines; dashed
     with open markers beyond the trained length. The label has the source if two have equal numbers
     of lines."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     curves: dict[tuple[str, int, str, bool], list[dict[str, Any]]] = {}
@@ -195,18 +195,14 @@ def plot_depths(rows: list[dict[str, Any]], path: str | pathlib.Path, title: str
         curves.setdefault(key, []).append(row)
     sources = collections.Counter(key[:2] for key in {key[:3] for key in curves})
     figure = Figure(figsize=(8, 4 + 0.2 * len(curves)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for number, ((family, lines, source, beyond), group) in enumerate(curves.items()):
-        errors = [
-            [row["accuracy"] - row["low"] for row in group],
-            [row["high"] - row["accuracy"] for row in group],
-        ]
-        axes.errorbar(
-            [(row["depth_from"] + row["depth_to"]) / 2 for row in group],
-            [row["accuracy"] for row in group],
-            yerr=[[max(error, 0) for error in side] for side in errors],
-            capsize=3,
+        pictures.curve(
+            axes,
+            [
+                (row["depth_from"] + 0.5 / DEPTHS, row["accuracy"], row["low"], row["high"])
+                for row in group
+            ],
             **pictures.style(number),
             **_line_style(beyond),
             label=f"{family}, {lines:,} lines"
@@ -237,7 +233,6 @@ def plot(
     family of keys is a curve. A dictionary of scores by evaluation gives each evaluation a color
     and a marker.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     evaluations = scores if isinstance(scores, dict) else {"": scores}
@@ -247,7 +242,6 @@ def plot(
         (name, key, part) for name in evaluations for key, part in curves(evaluations[name]).items()
     ]
     figure = Figure(figsize=(8, 4 + 0.2 * len(drawn)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for name, (family, beyond), curve in drawn:
         number = styles.setdefault((name, family), len(styles))
@@ -274,15 +268,9 @@ def _plot_curve(
     axes: "Axes", scores: list[Score], label: str, style: dict[str, Any], beyond: bool
 ) -> None:
     """Plots one curve; dashed with open markers beyond the trained length."""
-    scores = sorted(scores, key=lambda item: item.num_lines)
-    axes.errorbar(
-        [item.num_lines for item in scores],
-        [item.accuracy for item in scores],
-        yerr=[
-            [max(item.accuracy - item.low, 0) for item in scores],
-            [max(item.high - item.accuracy, 0) for item in scores],
-        ],
-        capsize=3,
+    pictures.curve(
+        axes,
+        sorted((item.num_lines, item.accuracy, item.low, item.high) for item in scores),
         **style,
         **_line_style(beyond),
         label=label + (BEYOND if beyond else ""),
@@ -290,10 +278,7 @@ def _plot_curve(
 
 
 def _line_style(beyond: bool) -> dict[str, Any]:
-    return {
-        "linestyle": "--" if beyond else "-",
-        "markerfacecolor": "white" if beyond else None,
-    }
+    return {"linestyle": "--" if beyond else "-", "markerfacecolor": "white" if beyond else None}
 
 
 def _label_lines(axes: "Axes", scores: list[Score]) -> None:

@@ -21,21 +21,13 @@ from pathlib import Path
 
 from data.errors import UserError
 from data.outputs import results_folder
-from eval import (
-    adapters,
-    line_cases,
-    line_report,
-    pictures,
-    runner,
-    scoring,
-    suite,
-    thoughts,
-)
-from eval.live_test import Count, LiveTest
+from eval import line_cases, line_report, pictures, runner, scoring, suite, thoughts
+from eval.live_test import LiveTest
+from eval.prompts import Count, Prompt
 from model.attention.names import Tokens
 from trainer import entry, options
 from trainer.config.require import require
-from trainer.options import AtLeastZero, EachOnce, check_each_once, option, parser_of
+from trainer.options import AtLeastZero, EachOnce, check_each_once, option
 
 MOST_TOKENS = 1_100_000  # in a generated case
 
@@ -76,12 +68,7 @@ class Options:
     )
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the options of the command line."""
-    parser = parser_of(Options)
-    runner.add_evaluation_options(parser)
-    runner.add_generation_options(parser, max_new_tokens=100)
-    return runner.parse(parser, argv)
+parse = functools.partial(runner.parse_evaluation, Options, max_new_tokens=100)
 
 
 def gather_cases(args: argparse.Namespace) -> list[line_cases.LineCase]:
@@ -162,9 +149,7 @@ def cases_that_fill(
     """
 
     def length(case: line_cases.LineCase) -> int:
-        return (
-            respondent.length(runner.Prompt(case.prompt, args.max_new_tokens)) + args.max_new_tokens
-        )
+        return respondent.length(Prompt(case.prompt, args.max_new_tokens)) + args.max_new_tokens
 
     def first_length(lines: int) -> int:
         (case,) = line_cases.generate(max(lines, 1), 1, args.seed, args.keys, wording)
@@ -251,7 +236,7 @@ class LiveLines(LiveTest):
                     if sample is None
                     else together(lines)[sample]
                 )
-                prompt = runner.Prompt(case.prompt, self.max_new_tokens)
+                prompt = Prompt(case.prompt, self.max_new_tokens)
                 return suite.Case(
                     "lines", prompt, (str(case.expected_number),), tokens, scoring="integer"
                 )
@@ -274,19 +259,17 @@ def evaluate(args: argparse.Namespace) -> list[scoring.Score]:
     opened = runner.open_respondent(args)
     respondent = opened.respondent
     cases += _cases_of_tokens(args, respondent)
-    prompts = [runner.Prompt(case.prompt, args.max_new_tokens) for case in cases]
+    prompts = [Prompt(case.prompt, args.max_new_tokens) for case in cases]
     answers = opened.answer(prompts, args.output)
     scored, counts = respondent.without_thoughts(prompts, answers)
     outcomes = [
-        dataclasses.replace(
-            scoring.outcome(
-                case,
-                answer.generated,
-                answer.prompt_tokens,
-                respondent.trained_length,
-                args.max_new_tokens,
-            ),
-            scored=said.generated,
+        scoring.outcome(
+            case,
+            answer.generated,
+            answer.prompt_tokens,
+            respondent.trained_length,
+            args.max_new_tokens,
+            said.generated,
         )
         for case, answer, said in zip(cases, answers, scored, strict=True)
     ]
@@ -298,10 +281,7 @@ def evaluate(args: argparse.Namespace) -> list[scoring.Score]:
     return scores
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    args = parse(argv)
-    return entry.run(lambda: adapters.each_adapter(evaluate, args), args.output)
+main = runner.command(parse, evaluate)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import jax
 from data.errors import UserError
 from eval import coreference, line_retrieval, needle, ruler, runner, suite, thoughts
 from eval.live_test import LiveTest
-from model import lengths
 from trainer.config.parsing import section
 from trainer.config.schema import RunConfig
 from trainer.evaluation import Evaluation
@@ -21,7 +20,7 @@ from trainer.options import check_each_once
 from trainer.run.preemption import end_if_noticed
 from trainer.source_kinds import ModelSource
 from trainer.step import StepBuilder
-from trainer.text_checks import longest_document
+from trainer.text_checks import known_length, longest_document
 from trainer.trained_length import trained_length
 
 if TYPE_CHECKING:
@@ -109,10 +108,8 @@ def known_tokens(config: RunConfig, source: ModelSource, longest: int = 0) -> in
       source: the model with the recipe's positions.
       longest: tokens of the longest training document; rows hold several.
     """
-    trained = lengths.trained_length(source.config)
-    if trained is None or not source.is_pretrained or "rope_theta" in config.model.overrides:
-        return None
-    return max(trained, longest)
+    known = known_length(source, config.model)
+    return None if known is None else max(known, longest)
 
 
 class LiveEvaluation:

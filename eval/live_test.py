@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from eval.runner import Prompt
+from eval.prompts import Count
 from eval.suite import Case
 from model.attention.names import Tokens
 from trainer.config.require import require
-
-Count = Callable[[Prompt], int]
-"""Returns the tokens of a prompt."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from data.errors import UserError
+from data.errors import UserError, first_line
 from data.synthetic.tasks import Haystack, needles
 from data.untrusted_files import read_text
-from eval import adapters, runner, suite
-from eval.live_test import Count, LiveTest
+from eval import runner, suite
+from eval.live_test import LiveTest
+from eval.prompts import Count, Prompt
 from trainer import entry
 from trainer.config.require import require
-from trainer.options import AtLeastOne, AtLeastZero, EachOnce, Tokens, option, parser_of
+from trainer.options import AtLeastOne, AtLeastZero, EachOnce, Tokens, option
 
 NEW_TOKENS = 64
 MOST_CHARACTERS = 8  # per token, of the part of a text that cases hold
@@ -41,9 +43,7 @@ def read_haystack(path: str | None) -> Haystack:
     try:
         haystack = Haystack.of_text(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--text: {path} cannot be read ({getattr(error, 'strerror', None) or error})"
-        ) from None
+        raise UserError(f"--text: {path} cannot be read ({first_line(error)})") from None
     if not "".join(haystack.sentences):
         raise UserError(
             f"--text: {path} has no sentence; a book or essays as plain text would work"
@@ -61,7 +61,7 @@ def check_sentences(path: str, haystack: Haystack, lengths: Sequence[int], count
         if end - len(sentence) <= MOST_CHARACTERS * max(lengths)
     ]
     longest = max(reached, key=len)
-    tokens = count(runner.Prompt(longest, 0)) - count(runner.Prompt("?", 0))
+    tokens = count(Prompt(longest, 0)) - count(Prompt("?", 0))
     if 2 * tokens > min(lengths):
         raise UserError(
             f"--text: {path} has a sentence of {tokens} tokens, {longest[:30]!r}..., and "
@@ -71,7 +71,7 @@ def check_sentences(path: str, haystack: Haystack, lengths: Sequence[int], count
 
 
 def make_cases(
-    count: Callable[[runner.Prompt], int],
+    count: Count,
     lengths: Sequence[int],
     depths: Sequence[float],
     numbers: Sequence[int] = (1,),
@@ -79,11 +79,7 @@ def make_cases(
     seed: int = 0,
     haystack: Haystack = Haystack(),  # noqa: B008
 ) -> list[suite.Case]:
-    """Returns `each` cases for each number of needles, length and depth.
-
-    Args:
-      count: tokens of a prompt.
-    """
+    """Returns `each` cases for each number of needles, length and depth."""
     cases = []
     for hidden in numbers:
         for tokens in lengths:
@@ -108,7 +104,7 @@ def make_cases(
                         haystack=haystack,
                         depths=spread,
                     )
-                    prompt = runner.Prompt(exercise.text, NEW_TOKENS * hidden, exercise.prefix)
+                    prompt = Prompt(exercise.text, NEW_TOKENS * hidden, exercise.prefix)
                     name = "one needle" if hidden == 1 else f"{hidden} needles"
                     return suite.Case(name, prompt, exercise.expected, tokens, depth)
 
@@ -153,19 +149,13 @@ class Options:
     seed: AtLeastZero = option("seed of the cases", 0)
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the options of the command line."""
-    parser = parser_of(Options)
-    runner.add_evaluation_options(parser)
-    runner.add_generation_options(parser)
-    args = runner.parse(parser, argv)
-    if not all(0 <= depth <= 1 for depth in args.depths):
-        parser.error(f"argument --depths: found {args.depths}; each needs to be from 0 to 1")
-    return args
+parse = functools.partial(runner.parse_evaluation, Options)
 
 
 def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     """Makes and answers the cases, and writes the results."""
+    if not all(0 <= depth <= 1 for depth in args.depths):
+        raise UserError(f"--depths: found {args.depths}; each needs to be from 0 to 1")
     runner.check_flags(args)
     haystack = read_haystack(args.text)
     suite.results_folder(args.output, "needle")
@@ -190,10 +180,7 @@ def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    args = parse(argv)
-    return entry.run(lambda: adapters.each_adapter(evaluate, args), args.output)
+main = runner.command(parse, evaluate)
 
 
 if __name__ == "__main__":

@@ -170,9 +170,9 @@ class _Plot(NamedTuple):
 
 
 def _legend(names: Iterable[str]) -> str:
-    squares = ("&#9632;", "&#9633;")
+    marks = ("&#9632;", "&#9633;", "&#9675;")  # one per dash
     return " ".join(
-        f'<span style="color:{COLORS[index % 2]}">{squares[index > 1]} {text(name)}</span>'
+        f'<span style="color:{COLORS[index % 2]}">{marks[index // 2 % 3]} {text(name)}</span>'
         for index, name in enumerate(names)
     )
 

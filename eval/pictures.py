@@ -23,6 +23,12 @@ def style(number: int) -> dict[str, Any]:
     return {"color": f"C{number % COLORS}", "marker": MARKERS[number % len(MARKERS)]}
 
 
+def curve(axes: Any, points: Sequence[tuple[float, float, float, float]], **style: Any) -> None:
+    """Draws a curve of scores and their intervals: points (x, score, low, high)."""
+    x, score, low, high = np.array(points).T
+    axes.errorbar(x, score, yerr=np.maximum([score - low, high - score], 0), capsize=3, **style)
+
+
 def short_names(names: Iterable[str]) -> dict[str, str]:
     """Returns paths by as few of their last parts, at least two, as tell them apart."""
     split = {name: [part for part in Path(name).parts if part != "checkpoints"] for name in names}
@@ -39,7 +45,6 @@ def _cut(name: str) -> str:
 
 def scores(results: Sequence[Result], title: str = "") -> Figure:
     """Draws maps of length and depth for tasks with depths, curves against length for others."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     maps = list(dict.fromkeys(result.task for result in results if result.depth is not None))
@@ -49,7 +54,6 @@ def scores(results: Sequence[Result], title: str = "") -> Figure:
     rows = math.ceil(panels / columns)
     width = 5 * columns + 2 * bool(curves)  # of the legend
     figure = Figure(figsize=(width, 4 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for task in maps:
         _draw_map(axes.pop(0), [result for result in results if result.task == task], task)
@@ -67,17 +71,8 @@ def _draw_curves(axes: Any, results: list[Result], tasks: list[str]) -> None:
         group = sorted(
             (result for result in results if result.task == task), key=lambda result: result.tokens
         )
-        axes.errorbar(
-            [result.tokens for result in group],
-            [result.score for result in group],
-            yerr=[
-                [max(result.score - result.low, 0) for result in group],
-                [max(result.high - result.score, 0) for result in group],
-            ],
-            capsize=3,
-            label=task,
-            **style(number),
-        )
+        points = [(result.tokens, result.score, result.low, result.high) for result in group]
+        curve(axes, points, label=task, **style(number))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set(xlabel="tokens", ylabel="score (95% interval)", ylim=(-0.03, 1.03))

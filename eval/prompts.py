@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from data.conversation import Message
@@ -47,6 +47,10 @@ class Prompt:
     def draw(self) -> int:
         """Its sampling number, 28 bits of its key: its answer is independent of earlier prompts."""
         return int(self.key[:7], 16)
+
+
+Count = Callable[[Prompt], int]
+"""Returns the tokens of a prompt."""
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> list[int]:

@@ -10,6 +10,7 @@ anywhere, including phones, and prints.
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import math
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ SAMPLES = 3  # right answers, and as many wrong ones
 GENERATOR = '<meta name="generator" content="eval.report of Longstripe">'
 STEPS_SHOWN = 6  # of answers to the recipe's prompts
 LONGEST_SAMPLE = 600  # characters of an answer
+CHARTS = ("loss", "grad_norm", "learning_rate", "tokens_per_second")  # beginnings of names
 
 
 # Cost
@@ -43,28 +45,27 @@ def cost(run: Run) -> dict[str, str]:
     """Returns a run's cost, as far as its metrics show."""
     rows, mesh = run.logs.get("metrics", []), run.config.get("mesh")
     mesh = mesh if isinstance(mesh, dict) else {}
-    devices = math.prod(
-        mesh.get(axis) or 1 for axis in ("data", "fsdp", "expert", "tensor", "sequence")
-    )
+    axes = ("data", "fsdp", "expert", "tensor", "sequence")
+    last_mesh = math.prod(float(_number(mesh, axis) or 1) for axis in axes)
     steps = [row["step"] for row in rows]
     spans = [step - before for before, step in zip([0, *steps], steps, strict=False)]
-    seconds = sum(
-        span * _number(row, "step_seconds") for span, row in zip(spans, rows, strict=True)
-    )
+    seconds = [span * _number(row, "step_seconds") for span, row in zip(spans, rows, strict=True)]
     # Metrics of earlier versions lack tokens_seen.
     tokens = sum(
-        span * _number(row, "step_seconds") * _number(row, "tokens_per_second")
-        for span, row in zip(spans, rows, strict=True)
+        time * _number(row, "tokens_per_second") for time, row in zip(seconds, rows, strict=True)
     )
+    devices = [_devices(row, last_mesh) for row in rows] or [last_mesh]
+    device_seconds = sum(time * count for time, count in zip(seconds, devices, strict=False))
     last = rows[-1] if rows else {}
+    counts = " to ".join(f"{count:.0f}" for count in sorted({min(devices), max(devices)}))
     kind = ("simulated " if mesh.get("simulate") else "") + (
-        "device" if devices == 1 else "devices"
+        "device" if counts == "1" else "devices"
     )
     values = {
         "steps": f"{steps[-1]:,}" if steps else "0",
         "tokens": f"{_number(last, 'tokens_seen', tokens):,.0f}",
-        "training": _duration(seconds),
-        "device hours": f"{seconds * devices / 3600:,.2f} on {devices} {kind}",
+        "training": _duration(sum(seconds)),
+        "device hours": f"{device_seconds / 3600:,.2f} on {counts} {kind}",
         "compilation": _duration(_number(last, "compile_seconds")),
     }
     for name, label in (("mfu", "MFU, last"), ("peak_device_gib", "peak GiB per device")):
@@ -73,8 +74,14 @@ def cost(run: Run) -> dict[str, str]:
     return values
 
 
+def _devices(row: dict[str, Any], otherwise: float) -> float:
+    """Returns the devices of a row's step, which another start may change, by its two rates."""
+    each = _number(row, "tokens_per_second_per_device")
+    return round(_number(row, "tokens_per_second") / each) if each > 0 else otherwise
+
+
 def _number(row: dict[str, Any], name: str, otherwise: float = 0.0) -> float:
-    """Returns a finite number of a log's row, or else `otherwise`."""
+    """Returns a finite number of a row or section, or else `otherwise`."""
     value = row.get(name)
     return value if is_number(value) and math.isfinite(value) else otherwise
 
@@ -96,19 +103,7 @@ def curves_of(runs: Sequence[Run]) -> str:
             keys = dict.fromkeys(
                 key for row in rows for key, value in row.items() if is_number(value)
             )
-            chosen = (
-                ("loss", "grad_norm", "learning_rate", "tokens_per_second")
-                if log == "metrics"
-                else ()
-            )
-            for key in keys:
-                worth = (
-                    key.startswith(chosen) and key != "tokens_per_second_per_device"
-                    if chosen
-                    else True
-                )
-                if key != "step" and worth and not key.endswith("target_tokens"):
-                    names[log, key] = None
+            names |= {(log, key): None for key in keys if _is_drawn(log, key)}
     charts = []
     for log, key in names:
         series = {
@@ -119,6 +114,13 @@ def curves_of(runs: Sequence[Run]) -> str:
         }
         charts.append(chart({name: curve for name, curve in series.items() if curve}, "step", key))
     return '<div class="side">' + "".join(charts) + "</div>"
+
+
+def _is_drawn(log: str, key: str) -> bool:
+    """Returns whether a number of a log has a chart; of the metrics, only some have one."""
+    if log == "metrics" and not key.startswith(CHARTS):
+        return False
+    return not (key in ("step", "tokens_per_second_per_device") or key.endswith("target_tokens"))
 
 
 def scores_of(runs: Sequence[Run]) -> str:
@@ -238,6 +240,10 @@ def _case_scores(evaluation: EvaluationResults) -> dict:
         return case_scores(evaluation.samples)
     except (KeyError, TypeError):  # cases of another kind, such as episodes
         return {}
+    except ValueError as error:
+        raise UserError(
+            f"{evaluation.path.parent / 'cases.jsonl'}: {error}; without it, the report can be made"
+        ) from None
 
 
 def _cells(score: Score | None) -> list[str]:
@@ -275,11 +281,12 @@ def _map(scores: list[Score], title: str) -> str:
 
 
 def positions_of(runs: Sequence[Run]) -> str:
-    """Returns the chart of losses by position, or nothing."""
+    """Returns the chart of losses by position, or nothing; runs tell apart equal names."""
+    counts = collections.Counter(name for run in runs for name in run.curves)
     series = {
-        name: [
+        f"{run.name}: {name}" if counts[name] > 1 else name: [
             (
-                math.sqrt(row["tokens_before_from"] * row["tokens_before_to"]),
+                math.sqrt(row["tokens_before_from"]) * math.sqrt(row["tokens_before_to"]),
                 row["loss_nats_per_target"],
             )
             for row in rows

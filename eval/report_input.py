@@ -132,10 +132,7 @@ class Run:
 
     def folder_of(self, evaluation: EvaluationResults) -> str:
         """Returns an evaluation's folder, relative to the run's folder if it is inside."""
-        folder = evaluation.path.parent
-        return str(
-            folder.relative_to(self.folder) if folder.is_relative_to(self.folder) else folder
-        )
+        return _shown(evaluation.path.parent, self.folder)
 
 
 def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
@@ -158,27 +155,45 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     found = {root: _result_files(root) for root in (*evaluations, folder)}
     # By the resolved path, since --evaluations may name folders of the run.
     files = sorted(
-        {
-            path.resolve(): (path, root)
-            for root, paths in found.items()
-            for path in paths
-            if path.name == RESULTS
-        }.values()
+        {path.resolve(): (path, root) for root, paths in found.items() for path in paths}.values()
     )
-    results = [evaluation for path, root in files if (evaluation := _evaluation(path, root))]
+    results = [
+        evaluation
+        for path, root in files
+        if path.name == RESULTS and (evaluation := _evaluation(path, root))
+    ]
     for evaluation in results:
         _check_model(evaluation, folder)
-    curves: dict[str, Any] = {}
-    for root in (folder, *evaluations):
-        for path in sorted(path for path in found[root] if path.name == CURVES):
-            losses = _json(path, root).get("curves", {})
-            if not (isinstance(losses, dict) and all(map(_is_curve, losses.values()))):
-                raise UserError(
-                    f"{path}: its curves are not tables of losses; without it, the report can be "
-                    "made"
-                )
-            curves |= losses
+    curves = _curves([pair for pair in files if pair[0].name == CURVES], folder)
     return Run(folder, _config(stages[-1] / CONFIG, folder), _logs(stages, folder), results, curves)
+
+
+def _shown(folder: Path, run: Path) -> str:
+    """Returns a folder, relative to the run's folder if it is inside."""
+    return str(folder.relative_to(run) if folder.is_relative_to(run) else folder)
+
+
+def _curves(files: Sequence[tuple[Path, Path]], run: Path) -> dict[str, list[dict[str, Any]]]:
+    """Returns the losses by position in files, by name; folders tell apart equal names.
+
+    Args:
+      files: each with the folder that was searched.
+
+    Raises:
+      UserError: a file cannot be read, or has something else.
+    """
+    found = []
+    for path, root in files:
+        losses = _json(path, root).get("curves", {})
+        if not (isinstance(losses, dict) and all(map(_is_curve, losses.values()))):
+            raise UserError(
+                f"{path}: its curves are not tables of losses; without it, the report can be made"
+            )
+        found += [(name, _shown(path.parent, run), rows) for name, rows in losses.items()]
+    counts = collections.Counter(name for name, _, _ in found)
+    return {
+        f"{name} ({folder})" if counts[name] > 1 else name: rows for name, folder, rows in found
+    }
 
 
 def _result_files(root: Path) -> list[Path]:
@@ -308,53 +323,13 @@ def _evaluation(path: Path, folder: Path) -> EvaluationResults | None:
 
 def _evaluation_of(path: Path, folder: Path, content: dict[str, Any]) -> EvaluationResults | None:
     if "results" in content and "evaluation" in content:
-        scores = [
-            Score(
-                content["evaluation"],
-                row["task"],
-                row["tokens"],
-                "tokens",
-                row["depth"],
-                row["cases"],
-                row["score"],
-                row["low"],
-                row["high"],
-                row["beyond_trained_length"],
-            )
-            for row in content["results"]
-        ]
+        scores = _scores(content)
     elif "within_trained_length" in content:
-        scores = [
-            Score(
-                "line retrieval",
-                f"{row['family']} ({row['source']})",
-                row["num_lines"],
-                "lines",
-                None,
-                row["cases"],
-                row["accuracy"],
-                row["low"],
-                row["high"],
-                row["beyond_trained_length"],
-            )
-            for row in content["within_trained_length"] + content["beyond_trained_length"]
-        ]
-        scores += [
-            Score(
-                "line retrieval",
-                # Rows of earlier versions lack the source and the side of the trained length.
-                row["family"] + (f" ({row['source']})" if "source" in row else "") + ", by depth",
-                row["num_lines"],
-                "lines",
-                row["depth_from"],
-                row["cases"],
-                row["accuracy"],
-                row["low"],
-                row["high"],
-                row.get("beyond_trained_length", False),
-            )
-            for row in content.get("by_depth", ())
-        ]
+        scores = _line_scores(content)
+    elif "returns" in content and "scores" in content:
+        scores = _scores_in_context(content)
+        parts = ("returns", "scores", "attention")
+        content = {"about": {name: x for name, x in content.items() if name not in parts}}
     else:
         return None
     cases = path.parent / "cases.jsonl"
@@ -364,6 +339,79 @@ def _evaluation_of(path: Path, folder: Path, content: dict[str, Any]) -> Evaluat
     if not isinstance(about.get("command", []), list):
         raise TypeError("command is not a list")
     return EvaluationResults(path, scores, about, rows)
+
+
+def _scores(content: dict[str, Any]) -> list[Score]:
+    """Returns the scores in the results of needles, RULER, co-reference or lm-eval."""
+    return [
+        Score(
+            content["evaluation"],
+            row["task"],
+            row["tokens"],
+            "tokens",
+            row["depth"],
+            row["cases"],
+            row["score"],
+            row["low"],
+            row["high"],
+            row["beyond_trained_length"],
+        )
+        for row in content["results"]
+    ]
+
+
+def _line_scores(content: dict[str, Any]) -> list[Score]:
+    """Returns the scores in the results of line retrieval, over all depths and by depth."""
+    scores = [
+        _line_score(row, f"{row['family']} ({row['source']})", row["beyond_trained_length"])
+        for row in content["within_trained_length"] + content["beyond_trained_length"]
+    ]
+    return scores + [
+        _line_score(
+            row,
+            # Rows of earlier versions lack the source and the side of the trained length.
+            row["family"] + (f" ({row['source']})" if "source" in row else "") + ", by depth",
+            row.get("beyond_trained_length", False),
+            row["depth_from"],
+        )
+        for row in content.get("by_depth", ())
+    ]
+
+
+def _line_score(row: dict[str, Any], task: str, beyond: bool, depth: float | None = None) -> Score:
+    """Returns the score in a row of line retrieval's results."""
+    return Score(
+        "line retrieval",
+        task,
+        row["num_lines"],
+        "lines",
+        depth,
+        row["cases"],
+        row["accuracy"],
+        row["low"],
+        row["high"],
+        beyond,
+    )
+
+
+def _scores_in_context(content: dict[str, Any]) -> list[Score]:
+    """Returns the mean returns in the results of eval.in_context; their cases are its seeds."""
+    return [
+        Score(
+            "returns in context",
+            f"{content['task']}, {name} episode",
+            0,
+            "",
+            None,
+            len(content["returns"]),
+            row["mean"],
+            low,
+            high,
+            False,
+        )
+        for name, row in content["scores"].items()
+        for low, high in [row["interval"] or (None, None)]
+    ]
 
 
 def scores_by_run(runs: Sequence[Run]) -> list[list[Score]]:

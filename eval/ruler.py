@@ -21,15 +21,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.errors import UserError
+from data.errors import UserError, first_line
 from data.synthetic import tasks
 from data.synthetic.tasks import Exercise, Haystack
 from data.untrusted_files import parse_json, read_text
-from eval import adapters, runner, suite
-from eval.live_test import Count, LiveTest
+from eval import runner, suite
+from eval.live_test import LiveTest
 from eval.needle import check_sentences, read_haystack
+from eval.prompts import Count, Prompt
 from trainer import entry
-from trainer.options import AtLeastOne, AtLeastZero, EachOnce, Tokens, option, parser_of
+from trainer.options import AtLeastOne, AtLeastZero, EachOnce, Tokens, option
 
 NEEDLES = Haystack("needles")
 LEAST_WORDS = 53
@@ -82,7 +83,7 @@ QA_FORM = (
 
 
 def make_cases(
-    count: Callable[[runner.Prompt], int],
+    count: Count,
     lengths: Sequence[int],
     names: Sequence[str] = tuple(TASKS),
     each: int = 20,
@@ -92,7 +93,6 @@ def make_cases(
     """Returns `each` cases for each task and length.
 
     Args:
-      count: tokens of a prompt.
       haystack: for the tasks that RULER hides in essays.
     """
     cases = []
@@ -104,9 +104,7 @@ def make_cases(
     return cases
 
 
-def _options(
-    name: str, tokens: int, haystack: Haystack, count: Callable[[runner.Prompt], int]
-) -> dict[str, Any]:
+def _options(name: str, tokens: int, haystack: Haystack, count: Count) -> dict[str, Any]:
     """Returns the arguments of a task's exercise that depend on its text, length or tokenizer."""
     if TASKS[name].in_text:
         return {"haystack": haystack}
@@ -123,18 +121,14 @@ def _options(
     return {}
 
 
-def _example_units(count: Callable[[runner.Prompt], int]) -> int:
-    """Returns the noise of vt's example: as much as fits into EXAMPLE_TOKENS, as in RULER.
-
-    Args:
-      count: tokens of a prompt.
-    """
+def _example_units(count: Count) -> int:
+    """Returns the noise of vt's example: as much as fits into EXAMPLE_TOKENS, as in RULER."""
 
     def tokens(units: int) -> int:
         exercise = tasks.variables(np.random.default_rng(0), units, True, letters=3)
         text = exercise.text + exercise.prefix
         # Of the text alone, without the chat template's: what a second copy adds.
-        return count(runner.Prompt(text + text, 0)) - count(runner.Prompt(text, 0))
+        return count(Prompt(text + text, 0)) - count(Prompt(text, 0))
 
     units = LEAST_EXAMPLE_UNITS
     while tokens(units + 1) <= EXAMPLE_TOKENS:
@@ -154,7 +148,7 @@ def _case(
     task = TASKS[name]
     rng = np.random.default_rng([seed, sample, tokens, list(TASKS).index(name)])
     exercise = task.exercise(rng, units - 1 + task.least_units, True, **options)
-    prompt = runner.Prompt(exercise.text, task.new_tokens, exercise.prefix)
+    prompt = Prompt(exercise.text, task.new_tokens, exercise.prefix)
     return suite.Case(name, prompt, exercise.expected, tokens)
 
 
@@ -179,9 +173,7 @@ def read_questions(path: str) -> list[Question]:
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--qa: {path} cannot be read ({getattr(error, 'strerror', None) or error})"
-        ) from None
+        raise UserError(f"--qa: {path} cannot be read ({first_line(error)})") from None
     questions = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -215,11 +207,7 @@ def _is_list_of_texts(value: object) -> bool:
 
 
 def qa_cases(
-    path: str,
-    count: Callable[[runner.Prompt], int],
-    lengths: Sequence[int],
-    each: int,
-    seed: int,
+    path: str, count: Count, lengths: Sequence[int], each: int, seed: int
 ) -> list[suite.Case]:
     """Returns RULER's questions about documents: the answer's document among others from the file.
 
@@ -301,7 +289,7 @@ def _qa_case(
         f"{instruction}\n\nThe following are given documents.\n\n{context}\n\n"
         f"{instruction}\n\nQuestion: {question.text}"
     )
-    prompt = runner.Prompt(text, QA_TOKENS, " Answer:")
+    prompt = Prompt(text, QA_TOKENS, " Answer:")
     return suite.Case("qa", prompt, question.answers, seed[-1], scoring="any")
 
 
@@ -340,12 +328,7 @@ class Options:
     seed: AtLeastZero = option("seed of the cases", 0)
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the options of the command line."""
-    parser = parser_of(Options)
-    runner.add_evaluation_options(parser)
-    runner.add_generation_options(parser)
-    return runner.parse(parser, argv)
+parse = functools.partial(runner.parse_evaluation, Options)
 
 
 def evaluate(args: argparse.Namespace) -> list[suite.Result]:
@@ -366,10 +349,7 @@ def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     return suite.run("ruler", opened, cases, args.output, about)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    args = parse(argv)
-    return entry.run(lambda: adapters.each_adapter(evaluate, args), args.output)
+main = runner.command(parse, evaluate)
 
 
 if __name__ == "__main__":

@@ -19,16 +19,10 @@ from data.tokenizer import Tokenizer
 from eval import adapters, thoughts
 from eval.generation_settings import not_applied
 from eval.journal import JOURNAL, Answer, Journal
-from eval.prompts import (
-    Prompt,
-    check_template,
-    check_template_kwargs,
-    prompt_ids,
-    stop_ids,
-)
+from eval.prompts import Prompt, check_template, check_template_kwargs, prompt_ids, stop_ids
 from model.attention.names import SCHEDULES
 from model.config import TransformerConfig
-from trainer import arguments
+from trainer import arguments, entry
 from trainer.host import host_bytes
 from trainer.options import (
     AboveZero,
@@ -39,6 +33,7 @@ from trainer.options import (
     Tokens,
     add_options,
     option,
+    parser_of,
 )
 from trainer.run.results import evaluated, foreign_run
 
@@ -95,18 +90,6 @@ class GenerationOptions:
     )
 
 
-def add_evaluation_options(parser: argparse.ArgumentParser, journaled: bool = True) -> None:
-    """Adds the options that all evaluations share.
-
-    Args:
-      journaled: whether answers are kept in a journal; the help for --output then says so.
-    """
-    add_options(parser, EvaluationOptions)
-    more = "; repeat the command to continue an interrupted evaluation" if journaled else ""
-    parser.add_argument("--output", required=True, help=f"folder for the results{more}")
-    adapters.add_options(parser, several=True)
-
-
 def add_generation_options(
     parser: argparse.ArgumentParser, max_new_tokens: int | None = None
 ) -> None:
@@ -131,6 +114,41 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     args = parser.parse_args(argv)
     args.command = [*parser.prog.split(), *(sys.argv[1:] if argv is None else argv)]
     return args
+
+
+def parse_evaluation(
+    options: type,
+    argv: Sequence[str] | None = None,
+    *,
+    journaled: bool = True,
+    max_new_tokens: int | None = None,
+) -> argparse.Namespace:
+    """Returns an evaluation's options: its own, and those that all evaluations share.
+
+    Args:
+      journaled: whether answers are kept in a journal; the help for --output then says so.
+      max_new_tokens: see `add_generation_options`.
+    """
+    parser = parser_of(options)
+    add_options(parser, EvaluationOptions)
+    more = "; repeat the command to continue an interrupted evaluation" if journaled else ""
+    parser.add_argument("--output", required=True, help=f"folder for the results{more}")
+    adapters.add_options(parser, several=True)
+    add_generation_options(parser, max_new_tokens)
+    return parse(parser, argv)
+
+
+def command(
+    parse: Callable[..., argparse.Namespace], evaluate: Callable[[argparse.Namespace], object]
+) -> Callable[..., int]:
+    """Returns an evaluation's `main`, which takes arguments (sys.argv's by default) for its exit
+    code."""
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        args = parse(argv)
+        return entry.run(lambda: adapters.each_adapter(evaluate, args), args.output)
+
+    return main
 
 
 def is_given(args: argparse.Namespace, flag: str) -> bool:

@@ -88,8 +88,8 @@ def last_integer(text: str) -> int | None:
     return int(runs[-1]) if runs and len(runs[-1]) <= 100 else None
 
 
-def wilson(right: float, cases: int, z: float = Z95) -> tuple[float, float]:
-    """Returns the bounds of an accuracy's Wilson interval, 95% by default; (0, 1) without cases.
+def wilson(right: float, cases: int) -> tuple[float, float]:
+    """Returns the bounds of an accuracy's 95% Wilson interval; (0, 1) without cases.
 
     Scores between 0 and 1 vary no more than right and wrong answers with their mean do, so that
     mean's Wilson interval holds too, and may be wider than needed.
@@ -97,7 +97,6 @@ def wilson(right: float, cases: int, z: float = Z95) -> tuple[float, float]:
     Args:
         right: number of right answers, or the sum of the scores.
         cases: number of cases.
-        z: quantile of the standard normal distribution.
 
     Raises:
         ValueError: `right` is not in 0..cases.
@@ -106,17 +105,17 @@ def wilson(right: float, cases: int, z: float = Z95) -> tuple[float, float]:
         raise ValueError(f"{right} right of {cases} cases")
     if not cases:
         return 0.0, 1.0
-    share, square = right / cases, z * z / cases
+    share, square = right / cases, Z95 * Z95 / cases
     middle = (share + square / 2) / (1 + square)
-    half = z * math.sqrt(share * (1 - share) / cases + square / (4 * cases)) / (1 + square)
+    half = Z95 * math.sqrt(share * (1 - share) / cases + square / (4 * cases)) / (1 + square)
     # If no or all answers are right, a bound is exactly 0 or 1; rounding would leave 1e-17.
     return (0.0 if right == 0 else middle - half), (1.0 if right == cases else middle + half)
 
 
-def bootstrap(values: Float[np.ndarray, " n"], resamples: int = RESAMPLES) -> tuple[float, float]:
+def bootstrap(values: Float[np.ndarray, " n"]) -> tuple[float, float]:
     """Returns the bounds of the mean's 95% interval by percentile bootstrap with a fixed seed."""
     generator = np.random.default_rng(0)
-    means = generator.choice(values, (resamples, len(values))).mean(1)
+    means = generator.choice(values, (RESAMPLES, len(values))).mean(1)
     return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
 
 
@@ -136,18 +135,22 @@ def paired_interval(
 
 
 def outcome(
-    case: LineCase, generated: str, prompt_tokens: int, trained_length: int, new_tokens: int
+    case: LineCase,
+    generated: str,
+    prompt_tokens: int,
+    trained_length: int,
+    new_tokens: int,
+    scored: str | None = None,
 ) -> Outcome:
     """Returns the outcome of a case.
 
     Args:
-        case: the case.
-        generated: the generated text.
-        prompt_tokens: number of tokens of the prompt.
+        case, generated, prompt_tokens, scored: as in `Outcome`.
         trained_length: number of tokens of the contexts in training.
         new_tokens: number of tokens that may be generated.
     """
-    return Outcome(case, generated, prompt_tokens, prompt_tokens + new_tokens > trained_length)
+    is_beyond = prompt_tokens + new_tokens > trained_length
+    return Outcome(case, generated, prompt_tokens, is_beyond, scored)
 
 
 def group_of(item: Outcome) -> tuple[str, int, str, bool]:

@@ -16,7 +16,8 @@ from data import outputs, printable
 from data.errors import UserError
 from eval import pictures, thoughts
 from eval.journal import Answer
-from eval.runner import LoadedModel, Prompt
+from eval.prompts import Count, Prompt
+from eval.runner import LoadedModel
 from eval.scoring import last_integer, wilson
 
 
@@ -175,13 +176,8 @@ def largest_within(length: Callable[[int], int], limit: int, most: int) -> int:
     return low
 
 
-def units_to_fill(
-    make: Callable[[int], Case], tokens: int, count: Callable[[Prompt], int], most: int = 10**7
-) -> int:
+def units_to_fill(make: Callable[[int], Case], tokens: int, count: Count, most: int = 10**7) -> int:
     """Returns the number of units with which `make`'s case fills `tokens`, answer included.
-
-    Args:
-      count: tokens of a prompt.
 
     Raises:
       UserError: the shortest case is longer.
@@ -200,11 +196,7 @@ def units_to_fill(
 
 
 def cases_of(
-    make: Callable[..., Case],
-    tokens: int,
-    count: Callable[[Prompt], int],
-    each: int,
-    most: int = 10**7,
+    make: Callable[..., Case], tokens: int, count: Count, each: int, most: int = 10**7
 ) -> list[Case]:
     """Returns `each` cases of at most `tokens` tokens, answers included.
 
@@ -214,7 +206,6 @@ def cases_of(
 
     Args:
       make: returns a case of `units` units; a second argument, `sample`, numbers the cases from 0.
-      count: tokens of a prompt.
       most: units a case may have.
     """
     cases: list[Case] = []
@@ -237,7 +228,7 @@ def cases_of(
     return cases
 
 
-def _length(case: Case, count: Callable[[Prompt], int]) -> int:
+def _length(case: Case, count: Count) -> int:
     """Returns the tokens of a case's prompt and of its longest answer."""
     return count(case.prompt) + case.prompt.new_tokens
 
@@ -286,16 +277,7 @@ def run(
     (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     with open(folder / "cases.jsonl", "w", encoding="utf-8") as file:
         for case, answer, scored_answer in zip(cases, answers, scored, strict=True):
-            row = {
-                "task": case.task,
-                "tokens": case.tokens,
-                "depth": case.depth,
-                "prompt": case.prompt.key,
-                "expected": case.expected,
-                "generated": answer.generated,
-                "score": score_of(case, scored_answer),
-                "prompt_tokens": answer.prompt_tokens,
-            }
+            row = _case_row(case, answer, score_of(case, scored_answer))
             file.write(json.dumps(row) + "\n")
     pictures.scores(results, str(opened.about.get("checkpoint", ""))).savefig(
         folder / f"{name}.png", dpi=120, metadata=outputs.PICTURE_METADATA
@@ -307,11 +289,23 @@ def run(
     return results
 
 
+def _case_row(case: Case, answer: Answer, score: float) -> dict[str, Any]:
+    """Returns a line of cases.jsonl."""
+    return {
+        "task": case.task,
+        "tokens": case.tokens,
+        "depth": case.depth,
+        "prompt": case.prompt.key,
+        "expected": case.expected,
+        "generated": answer.generated,
+        "score": score,
+        "prompt_tokens": answer.prompt_tokens,
+    }
+
+
 def print_table(results: Iterable[Result]) -> None:
     """Prints a line for each result."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = printable.plain_table()
     for name, justify in (
         ("task", "left"),
         ("tokens", "right"),

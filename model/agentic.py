@@ -28,7 +28,7 @@ from .loss import LocalLosses, LossSums, global_sums
 from .memory.chunked import chunked, chunked_total
 from .norms import RMSNorm, scaled_norm
 from .parameter_declarations import EmbedAndHeadFactory
-from .projection import param
+from .projection import param, zero_param
 from .transformer import TOKENS, Batch, Transformer
 from .weight_gathering import Shards
 
@@ -86,7 +86,7 @@ class TrajectoryEmbedAndHead(nnx.Module):
         self.norm = RMSNorm(config)
         self.action_head = nnx.Dict(
             weight=param(rngs, (hidden, sizes.predicted), ("embed", "actions"), std),
-            bias=nnx.Param(jnp.zeros((sizes.predicted,), jnp.float32), axes=("actions",)),
+            bias=zero_param((sizes.predicted,), ("actions",)),
         )
 
 

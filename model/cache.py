@@ -42,25 +42,25 @@ CPU_BYTES_AT_ONCE = 1 << 20
 BYTES_AT_ONCE = 1 << 25
 
 
-def merge_over(partial: AttentionPartial, axis: str, scatter: bool = False) -> AttentionPartial:
-    """Returns attention over all keys, from the parts computed by the devices of a mesh axis.
+def merge_over_sequence(partial: AttentionPartial, scatter: bool = False) -> AttentionPartial:
+    """Returns attention over all keys, from the parts computed by the devices of the sequence axis.
 
     Args:
       scatter: returns only this device's share of the queries, instead of all of them on every
         device.
     """
-    maximum = lax.pmax(partial.lse, axis)
+    maximum = lax.pmax(partial.lse, "sequence")
     maximum = jnp.where(jnp.isneginf(maximum), 0.0, maximum)
     weight = jnp.exp(partial.lse - maximum)
     out = partial.out * per_row(weight)
     if scatter:
-        out = lax.psum_scatter(out, axis, scatter_dimension=1, tiled=True)
-        total = lax.psum_scatter(weight, axis, scatter_dimension=2, tiled=True)
+        out = lax.psum_scatter(out, "sequence", scatter_dimension=1, tiled=True)
+        total = lax.psum_scatter(weight, "sequence", scatter_dimension=2, tiled=True)
         maximum = lax.dynamic_slice_in_dim(
-            maximum, lax.axis_index(axis) * total.shape[2], total.shape[2], 2
+            maximum, lax.axis_index("sequence") * total.shape[2], total.shape[2], 2
         )
     else:
-        out, total = lax.psum(out, axis), lax.psum(weight, axis)
+        out, total = lax.psum(out, "sequence"), lax.psum(weight, "sequence")
     safe = jnp.where(total == 0, 1.0, total)
     return AttentionPartial(
         out / per_row(safe), jnp.where(total == 0, -jnp.inf, maximum + jnp.log(safe))
@@ -176,28 +176,29 @@ class CachedModel:
 
     @functools.cached_property
     def shapes(self) -> Any:
-        """Shape and dtype of each array of the cache."""
+        """Shape, dtype and sharding of each array of the cache."""
         model, slots = self.model, -(-self.capacity // self.ranks) * self.ranks
         heads = model.parallel.local_key_heads * model.mesh.shape["tensor"]
         k = jax.ShapeDtypeStruct(
             (model.config.num_hidden_layers, self.rows, heads, slots, model.config.head_dim),
             model.dtype,
+            sharding=NamedSharding(model.mesh, _KV),
         )
-        index = jax.ShapeDtypeStruct((self.rows, slots), jnp.int32)
+        index = jax.ShapeDtypeStruct(
+            (self.rows, slots), jnp.int32, sharding=NamedSharding(model.mesh, _SLOTS)
+        )
         return Cache(*cast(Any, (k, k, index, index)))
 
     @property
     def shardings(self) -> Any:
         """How the arrays of the cache are split."""
-        return jax.tree.map(functools.partial(NamedSharding, self.model.mesh), SPECS)
+        return jax.tree.map(lambda x: x.sharding, self.shapes)
 
     @property
     def bytes_per_device(self) -> int:
         """Bytes of the cache on each device."""
-        arrays = zip(self.shapes, self.shardings, strict=True)
         return sum(
-            math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
-            for array, sharding in arrays
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in self.shapes
         )
 
     def empty(self) -> Cache:
@@ -242,14 +243,7 @@ class CachedModel:
 
     @functools.cached_property
     def _extend(self) -> Any:
-        extend = jax.shard_map(
-            self.local_extend,
-            mesh=self.model.mesh,
-            in_specs=(self.model.specs, SPECS, ROWS),
-            out_specs=(SPECS, ROWS),
-            check_vma=False,
-        )
-        return jax.jit(extend, donate_argnums=1)
+        return self.compiled(self.local_extend, (ROWS,), (SPECS, ROWS))
 
     def prefill(self, params: Shards, cache: Cache, batch: Batch) -> Cache:
         """Appends n tokens to each row, split over the sequence axis. The old cache's memory is
@@ -278,14 +272,23 @@ class CachedModel:
         def local(params, cache, batch):
             return self.local_run(params, cache, batch)[0]
 
-        prefill = jax.shard_map(
-            local,
+        return self.compiled(local, (TOKENS,), SPECS)
+
+    def compiled(self, fn: Callable, inputs: tuple[PartitionSpec, ...], results: Any) -> Any:
+        """Returns fn, which takes a device's shards and its parts of the cache and of other inputs,
+        as a compiled function of global arrays, which reuses the cache's memory.
+
+        Args:
+          inputs, results: the specs of the other inputs, and of the results.
+        """
+        sharded = jax.shard_map(
+            fn,
             mesh=self.model.mesh,
-            in_specs=(self.model.specs, SPECS, TOKENS),
-            out_specs=SPECS,
+            in_specs=(self.model.specs, SPECS, *inputs),
+            out_specs=results,
             check_vma=False,
         )
-        return jax.jit(prefill, donate_argnums=1)
+        return jax.jit(sharded, donate_argnums=1)
 
     # On a device, inside `shard_map`
 
@@ -325,7 +328,7 @@ class CachedModel:
             jnp.full((rows, heads, length), -jnp.inf, jnp.float32),
         )
         parts = -(-cached.used // size)
-        return merge_over(lax.fori_loop(0, parts, attend_part, no_keys), "sequence")
+        return merge_over_sequence(lax.fori_loop(0, parts, attend_part, no_keys))
 
     @property
     def _slots_at_once(self) -> int:
@@ -341,7 +344,7 @@ class CachedModel:
     ) -> AttentionPartial:
         every = jax.tree.map(lambda x: lax.all_gather(x, "sequence", axis=1, tiled=True), queries)
         keys = cached.keys()._replace(coords=cached.before)
-        past = merge_over(_over_cache(op, every, keys, self.dense), "sequence", scatter=True)
+        past = merge_over_sequence(_over_cache(op, every, keys, self.dense), scatter=True)
         return merge(op.forward(queries, new), past)
 
     def _run(

@@ -315,9 +315,6 @@ class TransformerConfig:
         nullable = {f.name for f in dataclasses.fields(cls) if "None" in str(f.type)}
         nullable |= {"head_dim", "num_key_value_heads"}
         values = {name: config[name] for name in names if name in config}
-        # A missing id means transformers' default; null means none.
-        for name in ("bos_token_id", "eos_token_id"):
-            values.setdefault(name, {"bos_token_id": 1, "eos_token_id": 2}[name])
         for name in values:
             if values[name] is None and name not in nullable:
                 raise ValueError(f"{name}: found null; needs a value")
@@ -340,14 +337,10 @@ class TransformerConfig:
         The rotary embedding is written in both spellings, so that transformers 4 and 5 and other
         libraries read the same model.
         """
-        values = {
-            f.name: getattr(self, f.name)
+        values: dict[str, Any] = {
+            f.name: list(value) if isinstance(value := getattr(self, f.name), tuple) else value
             for f in dataclasses.fields(self)
             if f.name not in ("rope", "local_rope")
-        }
-        values = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
         }
         values["rope_parameters"] = self.rope.to_hf()
         if self.local_rope is not None:

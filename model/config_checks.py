@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .adapter import FEED_FORWARD, ROUTER
 from .families import FAMILIES
 from .families.family import BY_FAMILY, NEUTRAL
-from .number_checks import MOST, is_int, require_int, require_number
+from .number_checks import MOST, is_int, require_bool, require_int, require_number
 from .rope_config import PER_CHANNEL, RopeConfig
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ def _require_numbers(config: TransformerConfig) -> None:
     if config.sliding_window is not None:
         require_int("sliding_window", config.sliding_window, at_least=1)
     for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "output_bias"):
-        if not isinstance(getattr(config, name), bool):
-            raise ValueError(f"{name}: {getattr(config, name)!r} is not true or false")
+        require_bool(name, getattr(config, name))
 
 
 def _require_layers(config: TransformerConfig) -> None:
@@ -147,8 +146,7 @@ def _require_experts(config: TransformerConfig) -> None:
     for name in ("router_aux_loss_coef", "router_z_loss_coef"):
         require_number(name, getattr(config, name), above=0, or_equal=True)
     for name in ("norm_topk_prob", "output_router_logits"):
-        if not isinstance(getattr(config, name), bool):
-            raise ValueError(f"{name}: {getattr(config, name)!r} is not true or false")
+        require_bool(name, getattr(config, name))
     require_number("routed_scaling_factor", config.routed_scaling_factor, above=0)
     require_int(
         "shared_expert_intermediate_size", config.shared_expert_intermediate_size, at_least=0

@@ -260,17 +260,7 @@ class Generator:
                 for x in scores
             )
 
-        specs = (self.model.specs, SPECS, TOKENS)
-        compiled = jax.jit(
-            jax.shard_map(
-                local,
-                mesh=self.model.mesh,
-                in_specs=specs,
-                check_vma=False,
-                out_specs=(SPECS, PartitionSpec(), PartitionSpec()),
-            ),
-            donate_argnums=1,
-        )
+        compiled = self.cached.compiled(local, (TOKENS,), (SPECS, PartitionSpec(), PartitionSpec()))
 
         def score(params, cache, batch):
             order = permutation(batch["index"].shape[1], self.cached.ranks, "striped")
@@ -366,14 +356,8 @@ class Generator:
             # So that every process has all rows.
             return cache, lax.all_gather(token, BATCH_AXES, tiled=True)
 
-        step = jax.shard_map(
-            local,
-            mesh=self.model.mesh,
-            check_vma=False,
-            out_specs=(SPECS, PartitionSpec()),
-            in_specs=(self.model.specs, SPECS, ROWS, ROWS, ROWS, PartitionSpec()),
-        )
-        return jax.jit(step, donate_argnums=1)
+        inputs = (ROWS, ROWS, ROWS, PartitionSpec())
+        return self.cached.compiled(local, inputs, (SPECS, PartitionSpec()))
 
     def _local_step(
         self,
@@ -397,14 +381,7 @@ class Generator:
 
     @functools.cached_property
     def _generate(self) -> Callable:
-        generate = jax.shard_map(
-            self._local,
-            mesh=self.model.mesh,
-            in_specs=(self.model.specs, SPECS, ROWS, ROWS, ROWS),
-            out_specs=(SPECS, PartitionSpec()),
-            check_vma=False,
-        )
-        return jax.jit(generate, donate_argnums=1)
+        return self.cached.compiled(self._local, (ROWS, ROWS, ROWS), (SPECS, PartitionSpec()))
 
     def _local(
         self,
@@ -469,16 +446,11 @@ class Generator:
             )
             for name, parameter in self.model.parameters.items()
         }
-        cache = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            cached.shapes,
-            cached.shardings,
-        )
         batch = dict.fromkeys(
             ("tokens", "index", "segment_ids"),
             jax.ShapeDtypeStruct((self.rows, self.chunk), jnp.int32),
         )
-        memory = cached.lower_prefill(params, cache, batch).compile().memory_analysis()
+        memory = cached.lower_prefill(params, cached.shapes, batch).compile().memory_analysis()
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
 

@@ -43,11 +43,6 @@ class EmbedAndHead:
     loss_chunk: int
 
     @property
-    def embedding_names(self) -> tuple[str, ...]:
-        """The parameters that `embed` reads."""
-        return ("embed_tokens.weight",)
-
-    @property
     def head_names(self) -> tuple[str, ...]:
         """The parameters that `logits` and `losses` read."""
         return (

@@ -24,7 +24,7 @@ from .dropout import TokenInfo
 from .feedforward import ACTIVATIONS, Auxiliary, FeedForward
 from .grouped import grouped_product
 from .linear import product
-from .projection import param
+from .projection import param, zero_param
 from .sharding import TensorParallel
 from .stages import OUTPUT
 
@@ -33,6 +33,8 @@ SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": jax.nn.softmax,
     "sigmoid": jax.nn.sigmoid,
 }
+# What the declarations of an adapter's A and B share.
+_ADAPTER: dict[str, Any] = {"inputs": 1, "stages": (OUTPUT,)}
 
 
 class Routes(NamedTuple):
@@ -86,11 +88,6 @@ def router_sums(logits: Float[Array, "T X"], routes: Routes, real: Bool[Array, "
     }
 
 
-def _zero_adapter(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-    """Returns a zero A or B of an adapter; `parameters.draw_adapters` then draws A."""
-    return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes, inputs=1, stages=(OUTPUT,))
-
-
 class Router(nnx.Module):
     """Makes a token's logits, one per expert."""
 
@@ -100,15 +97,16 @@ class Router(nnx.Module):
             rngs, shape, ("embed", "router"), config.initializer_range, stages=(OUTPUT,)
         )
         if config.expert_bias:
-            self.bias = nnx.Param(jnp.zeros(shape[1:]), axes=("router",), stages=(OUTPUT,))
+            self.bias = zero_param(shape[1:], ("router",), stages=(OUTPUT,))
         if config.router_correction:
-            self.e_score_correction_bias = nnx.Param(
-                jnp.zeros(shape[1:]), axes=("router",), stages=(OUTPUT,), constant=True
+            self.e_score_correction_bias = zero_param(
+                shape[1:], ("router",), stages=(OUTPUT,), constant=True
             )
         self.adapter = config.adapter_of(ROUTER)
         if self.adapter is not None:
-            self.lora_A = _zero_adapter((shape[0], self.adapter.rank), ("embed", "rank"))
-            self.lora_B = _zero_adapter((self.adapter.rank, shape[1]), ("rank", "router"))
+            rank = self.adapter.rank
+            self.lora_A = zero_param((shape[0], rank), ("embed", "rank"), **_ADAPTER)
+            self.lora_B = zero_param((rank, shape[1]), ("rank", "router"), **_ADAPTER)
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T X"]:
         """Returns float32 logits of normalized hidden states."""
@@ -148,17 +146,21 @@ class ExpertProjection(nnx.Module):
             hf_name=f"model.layers.{{i}}.mlp.experts.{{j}}.{name}.weight",
         )
         if config.expert_bias:
-            self.bias = nnx.Param(
-                jnp.zeros((config.num_experts, outputs)),
-                axes=("experts", axes[1]),
+            self.bias = zero_param(
+                (config.num_experts, outputs),
+                ("experts", axes[1]),
                 stages=(OUTPUT,),
                 hf_name=f"model.layers.{{i}}.mlp.experts.{{j}}.{name}.bias",
             )
         self.adapter = config.adapter_of(name)
         if self.adapter is not None:
-            rank = self.adapter.rank
-            self.lora_A = _zero_adapter((shape[0], inputs, rank), ("experts", axes[0], "rank"))
-            self.lora_B = _zero_adapter((shape[0], rank, outputs), ("experts", "rank", axes[1]))
+            experts, rank = config.num_experts, self.adapter.rank
+            self.lora_A = zero_param(
+                (experts, inputs, rank), ("experts", axes[0], "rank"), **_ADAPTER
+            )
+            self.lora_B = zero_param(
+                (experts, rank, outputs), ("experts", "rank", axes[1]), **_ADAPTER
+            )
 
     def __call__(
         self, x: Float[Array, "M K"], sizes: Int[Array, " X"], experts: Int[Array, " M"], share=1
@@ -191,21 +193,11 @@ def _clamped_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
     return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
-def _plain_gate(activation: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    function = ACTIVATIONS[activation]
-    return lambda gate, up: function(gate) * up
-
-
-# Functions from gate and up to an expert's inner activations, if not activation(gate) * up.
-GATES = {"clamped": _clamped_gate}
-
-
 class Experts(nnx.Module):
     """A gated feed-forward per expert; their width F is split over `tensor`."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.gated = GATES.get(config.activation) or _plain_gate(config.activation)
-        self.count = config.num_experts
+        self.activation, self.count = config.activation, config.num_experts
         hidden, width = config.hidden_size, config.expert_width
         inward, outward = (hidden, width, ("embed", "mlp")), (width, hidden, ("mlp", "embed"))
         self.gate_proj = ExpertProjection("gate_proj", *inward, config, rngs)
@@ -248,7 +240,11 @@ class Experts(nnx.Module):
         sizes = jnp.bincount(experts, length=count + 1)[:count]
         rows = _sorted_rows(x, order, inverse_order)
         by_row = experts[order]
-        gated = self.gated(self.gate_proj(rows, sizes, by_row), self.up_proj(rows, sizes, by_row))
+        gate, up = self.gate_proj(rows, sizes, by_row), self.up_proj(rows, sizes, by_row)
+        if self.activation == "clamped":
+            gated = _clamped_gate(gate, up)
+        else:
+            gated = ACTIVATIONS[self.activation](gate) * up
         # Each tensor rank's partial sum has its share of the biases.
         shares = parallel.tensor if parallel.mlp else 1
         outputs = _reordered(self.down_proj(gated, sizes, by_row, shares), inverse_order, order)

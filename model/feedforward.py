@@ -30,12 +30,9 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: TransformerConfig, width: int | None = None, *, rngs: nnx.Rngs):
         self.activation = ACTIVATIONS[config.activation]
-        hidden, std = config.hidden_size, config.initializer_range
-        width = width or config.intermediate_size
-        width_bias = ((width,), ("mlp",)) if config.mlp_bias else ()
-        hidden_bias = ((hidden,), ("norm",)) if config.mlp_bias else ()
-        inward = ("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *width_bias)
-        outward = ("btf,fe->bte", (width, hidden), ("mlp", "embed"), std, *hidden_bias)
+        hidden, width, bias = config.hidden_size, width or config.intermediate_size, config.mlp_bias
+        inward = ("bte,ef->btf", (hidden, width), ("embed", "mlp"), bias)
+        outward = ("btf,fe->bte", (width, hidden), ("mlp", "embed"), bias)
         projection = functools.partial(Projection, stage=OUTPUT, config=config, rngs=rngs)
         self.gate_proj = projection(*inward, name="gate_proj")
         self.up_proj = projection(*inward, name="up_proj")

@@ -51,9 +51,9 @@ def part_of(x: Shaped[Array, ...], i: Any, count: int, axis: int) -> Shaped[Arra
 Weight = jax.Array | FrozenWeight
 
 
-def array(weight: Weight) -> Float[Array, ...]:
-    """Returns a weight that may be frozen as a float32 array."""
-    return weight.dequantize(jnp.float32) if isinstance(weight, FrozenWeight) else weight
+def array(weight: Weight, dtype: Any = jnp.float32) -> Float[Array, ...]:
+    """Returns a weight that may be frozen as an array of this dtype."""
+    return weight.dequantize(dtype) if isinstance(weight, FrozenWeight) else weight.astype(dtype)
 
 
 def split(weights: Mapping[str, Any]) -> tuple[dict[str, jax.Array], dict[str, FrozenWeight]]:

@@ -17,14 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .frozen import FrozenWeight, Weight
+from .frozen import FrozenWeight, Weight, array
 
 # The least and the most rows per block in the loop; between them an eighth of the average group.
 BLOCK_ROWS = (16, 512)
 
 
+@jax.custom_vjp
 def grouped_product(
-    x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " G"], transpose: bool = False
+    x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " G"]
 ) -> Float[Array, "M N"]:
     """Returns x[i] @ w[g] for each row i of group g, in x's dtype; zeros after the last group.
 
@@ -34,53 +35,29 @@ def grouped_product(
       x: the rows of the first group, then those of the second, and so on.
       w: [G, K, N], float32 by type with values of x's dtype, or frozen.
       sizes: the rows of each group; their sum may be less than M.
-      transpose: w is [G, N, K].
     """
-    if isinstance(w, FrozenWeight):
-        return _frozen_product(x, w, sizes, transpose)
-    return _trained_product(x, w, sizes, transpose)
+    return _rows_product(x, array(w, x.dtype), sizes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _trained_product(x, w, sizes, transpose):
-    return _rows_product(x, w.astype(x.dtype), sizes, transpose)
+def _forward(x, w, sizes):
+    # A frozen weight is kept as stored, and has no gradient: of x only the dtype is needed.
+    kept = jnp.zeros(0, x.dtype) if isinstance(w, FrozenWeight) else x
+    return grouped_product(x, w, sizes), (kept, w, sizes)
 
 
-def _trained_forward(x, w, sizes, transpose):
-    return _trained_product(x, w, sizes, transpose), (x, w, sizes)
-
-
-def _trained_backward(transpose, residuals, dy):
+def _backward(residuals, dy):
     x, w, sizes = residuals
     dy = dy.astype(x.dtype)
-    dx = _rows_product(dy, w.astype(x.dtype), sizes, not transpose)
-    dw = _weights_product(dy, x, sizes) if transpose else _weights_product(x, dy, sizes)
-    return dx, dw.astype(w.dtype), None
+    dx = _rows_product(dy, array(w, x.dtype), sizes, transpose=True)
+    dw = None if isinstance(w, FrozenWeight) else _weights_product(x, dy, sizes).astype(w.dtype)
+    return dx, dw, None
 
 
-_trained_product.defvjp(_trained_forward, _trained_backward)
+grouped_product.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _frozen_product(x, w, sizes, transpose):
-    return _rows_product(x, w.dequantize(x.dtype), sizes, transpose)
-
-
-def _frozen_forward(x, w, sizes, transpose):
-    # Only x's dtype is needed; the weight is kept as stored.
-    return _frozen_product(x, w, sizes, transpose), (w, sizes, jnp.zeros(0, x.dtype))
-
-
-def _frozen_backward(transpose, residuals, dy):
-    w, sizes, like = residuals
-    dx = _rows_product(dy.astype(like.dtype), w.dequantize(like.dtype), sizes, not transpose)
-    return dx, None, None
-
-
-_frozen_product.defvjp(_frozen_forward, _frozen_backward)
-
-
-def _rows_product(x, w, sizes, transpose):
+def _rows_product(x, w, sizes, transpose=False):
+    """`grouped_product` with an array; with `transpose`, of [G, N, K]."""
     return lax.platform_dependent(
         x,
         w,

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from .attention.names import BATCH_AXES
 from .embed_and_head import EmbedAndHead
+from .frozen import Weight
 from .loss import LocalLosses, LossSums, global_sums, sums_by_document
 from .modules import TokenEmbedAndHead
 from .parameter_declarations import EmbedAndHeadFactory
@@ -38,21 +39,22 @@ class LanguageModel(Transformer):
 
     def local_embed(self, params: Shards, batch: Batch) -> Float[Array, "B T E"]:
         """Returns the first layer's input."""
-        embed_and_head = self.embed_and_head
-        weights = self.weights.gather_named(params, embed_and_head.embedding_names)
-        return embed_and_head.embed(weights, batch["tokens"])
+        weights = self.weights.gather_named(params, ("embed_tokens.weight",))
+        return self.embed_and_head.embed(weights, batch["tokens"])
+
+    def _head_weights(self, params: Shards) -> dict[str, Weight]:
+        return self.weights.gather_named(params, self.embed_and_head.head_names)
 
     def local_logits(self, params: Shards, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Returns float32 logits of the whole vocabulary, from the last layer's output."""
-        embed_and_head = self.embed_and_head
-        weights = self.weights.gather_named(params, embed_and_head.head_names)
-        return embed_and_head.logits(weights, x)
+        return self.embed_and_head.logits(self._head_weights(params), x)
 
     def local_losses(self, params: Shards, batch: Batch) -> LocalLosses:
         """Returns the losses of this device's tokens."""
-        embed_and_head, (x, sums) = self.embed_and_head, self.local_layers(params, batch)
-        weights = self.weights.gather_named(params, embed_and_head.head_names)
-        total, losses = embed_and_head.losses(weights, x, batch["targets"], batch["loss_weights"])
+        x, sums = self.local_layers(params, batch)
+        total, losses = self.embed_and_head.losses(
+            self._head_weights(params), x, batch["targets"], batch["loss_weights"]
+        )
         return LocalLosses(
             total, losses, self.auxiliary_losses(sums, batch), self.measures(sums, batch)
         )
@@ -94,9 +96,8 @@ class LanguageModel(Transformer):
         """
 
         def local(params, batch):
-            embed_and_head, (x, _) = self.embed_and_head, self.local_layers(params, batch)
-            weights = self.weights.gather_named(params, embed_and_head.head_names)
-            losses = embed_and_head.token_losses(weights, x, batch["targets"])
+            x, head_weights = self.local_hidden(params, batch), self._head_weights(params)
+            losses = self.embed_and_head.token_losses(head_weights, x, batch["targets"])
 
             def by_document(values: Float[Array, "B T"]) -> Float[Array, "B D"]:
                 sums = sums_by_document(values, batch["segment_ids"], documents)

@@ -20,7 +20,7 @@ from .feedforward import Auxiliary
 from .frozen import array
 from .memory.chunked import chunked_with_sums, passed_through
 from .memory.options import MemoryConfig
-from .modules import Tokens
+from .modules import SelfAttention, Tokens
 from .parameter_declarations import bind, read_by
 from .rope_config import RopeConfig
 from .sharding import TensorParallel
@@ -83,7 +83,7 @@ class ShardedLayer:
 
     def project(self, weights: dict, x: Hidden, info: TokenInfo) -> tuple[Heads, Heads, Heads]:
         """Returns queries, keys and values, for the heads in the weights."""
-        project = self._projection(_queries_keys_values)
+        project = self._projection(SelfAttention.queries_keys_values)
         weights = read_by(self.config, (QUERIES, KEYS_VALUES), weights)
         return self._position_wise(
             lambda *part: ({}, project(*part)), weights, x, info, self.memory.projection_chunk
@@ -94,17 +94,19 @@ class ShardedLayer:
     ) -> tuple[Hidden, tuple[Heads, Heads, Heads]]:
         """Returns x, and queries, keys and values. Using the returned x lets its gradient
         accumulate in place (see `passed_through`)."""
-        return self._project_through(_queries_keys_values, (QUERIES, KEYS_VALUES), weights, x, info)
+        return self._project_through(
+            SelfAttention.queries_keys_values, (QUERIES, KEYS_VALUES), weights, x, info
+        )
 
     def queries_through(self, weights: dict, x: Hidden, info: TokenInfo) -> tuple[Hidden, Heads]:
         """Returns x and the queries; see `project_through`."""
-        return self._project_through(_queries, (QUERIES,), weights, x, info)
+        return self._project_through(SelfAttention.queries, (QUERIES,), weights, x, info)
 
     def keys_values_through(
         self, weights: dict, x: Hidden, info: TokenInfo
     ) -> tuple[Hidden, tuple[Heads, Heads]]:
         """Returns x, and the keys and values; see `project_through`."""
-        return self._project_through(_keys_values, (KEYS_VALUES,), weights, x, info)
+        return self._project_through(SelfAttention.keys_values, (KEYS_VALUES,), weights, x, info)
 
     def _project_through(
         self, read: Callable, stages: tuple[str, ...], weights: dict, x: Hidden, info: TokenInfo
@@ -122,15 +124,15 @@ class ShardedLayer:
         )
 
     def _projection(self, read: Callable) -> Callable:
-        """The position-wise work from a layer's input to the mixer's projections read by `read`."""
+        """The position-wise work from a layer's input to the projections that `read` returns."""
 
         def project(weights, x, info):
             layer = bind(self.config, weights)
             with jax.named_scope("input_norm"):
-                x = self.parallel.all_gather_tokens(layer.mixer_input(x))
+                x = self.parallel.all_gather_tokens(layer.attention_input(x))
             tokens = Tokens(info, self.rope, self.length, self.parallel)
             with jax.named_scope("qkv_projection"):
-                return read(layer.mixer, x, tokens)
+                return read(layer.self_attn, x, tokens)
 
         return project
 
@@ -152,10 +154,10 @@ class ShardedLayer:
         def finish(weights, arrays, info):
             layer = bind(self.config, weights)
             with jax.named_scope("attention_output"):
-                mixed = layer.mixer.output(arrays["attended"], self.parallel, info.dropout)
+                attended = layer.self_attn.output(arrays["attended"], self.parallel, info.dropout)
             with jax.named_scope("feed_forward"):
                 hidden, auxiliary = layer.output(
-                    arrays["x"], mixed, lambda x: layer.mlp(x, self.parallel, info), self._add
+                    arrays["x"], attended, lambda x: layer.mlp(x, self.parallel, info), self._add
                 )
             return auxiliary, hidden
 
@@ -189,15 +191,3 @@ class ShardedLayer:
         """A chunk's tokens: all if tokens are split, since a rank's chunks would not be chunks of
         all ranks' tokens."""
         return 0 if self.parallel.split_tokens else chunk
-
-
-def _queries(mixer: Any, x: Hidden, tokens: Tokens) -> Heads:
-    return mixer.queries(x, tokens)
-
-
-def _keys_values(mixer: Any, x: Hidden, tokens: Tokens) -> tuple[Heads, Heads]:
-    return mixer.keys_values(x, tokens)
-
-
-def _queries_keys_values(mixer: Any, x: Hidden, tokens: Tokens) -> tuple[Heads, Heads, Heads]:
-    return mixer.queries(x, tokens), *mixer.keys_values(x, tokens)

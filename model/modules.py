@@ -4,11 +4,11 @@ stage, Hugging Face's name) and computes with them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -17,7 +17,7 @@ from .dropout import TokenInfo
 from .experts import MixtureOfExperts
 from .feedforward import Auxiliary, FeedForward
 from .norms import QK_NORMS, RMSNorm
-from .projection import DropoutKeys, Projection, param
+from .projection import DropoutKeys, Projection, param, zero_param
 from .rope import apply_rope, attention_scaling, inverse_frequencies, query_factors
 from .rope_config import RopeConfig
 from .sharding import TensorParallel
@@ -46,53 +46,43 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        hidden = config.hidden_size
-        size = config.head_dim
-        std = config.initializer_range
-        bias = config.attention_bias
+        hidden, size = config.hidden_size, config.head_dim
+        projection = functools.partial(Projection, config=config, rngs=rngs)
 
         def heads_projection(name, heads, axis, stage):
-            bias_declaration = ((heads, size), (axis, "head_dim")) if bias else ()
-            return Projection(
+            return projection(
                 "bte,ehd->bthd",
                 (hidden, heads, size),
                 ("embed", axis, "head_dim"),
-                std,
-                *bias_declaration,
+                config.attention_bias,
                 name=name,
                 stage=stage,
-                config=config,
-                rngs=rngs,
             )
 
-        self.q_proj = heads_projection("q_proj", config.num_attention_heads, "heads", QUERIES)
-        self.k_proj = heads_projection(
-            "k_proj", config.num_key_value_heads, "kv_heads", KEYS_VALUES
-        )
-        self.v_proj = heads_projection(
-            "v_proj", config.num_key_value_heads, "kv_heads", KEYS_VALUES
-        )
+        of_queries = config.num_attention_heads, "heads", QUERIES
+        of_keys = config.num_key_value_heads, "kv_heads", KEYS_VALUES
+        self.q_proj = heads_projection("q_proj", *of_queries)
+        self.k_proj = heads_projection("k_proj", *of_keys)
+        self.v_proj = heads_projection("v_proj", *of_keys)
         if norm := QK_NORMS[config.qk_norm]:
-            self.q_norm = norm(config, config.num_attention_heads, "heads", QUERIES)
-            self.k_norm = norm(config, config.num_key_value_heads, "kv_heads", KEYS_VALUES)
+            self.q_norm = norm(config, *of_queries)
+            self.k_norm = norm(config, *of_keys)
         if config.attention_sinks:  # `ShardedLayer.attend` reads them
-            self.sinks = nnx.Param(
-                jnp.zeros((config.num_attention_heads,), jnp.float32),
-                axes=("heads",),
-                stages=(ATTENTION,),
-                hf_name="model.layers.{i}.self_attn.sinks",
-            )
-        self.o_proj = Projection(
+            self.sinks = zero_param((config.num_attention_heads,), ("heads",), stages=(ATTENTION,))
+        self.o_proj = projection(
             "bthd,hde->bte",
             (config.num_attention_heads, size, hidden),
             ("heads", "head_dim", "embed"),
-            std,
-            *(((hidden,), ("norm",)) if config.output_bias else ()),
+            config.output_bias,
             name="o_proj",
             stage=OUTPUT,
-            config=config,
-            rngs=rngs,
         )
+
+    def queries_keys_values(
+        self, x: Float[Array, "B T E"], tokens: Tokens
+    ) -> tuple[Float[Array, "B T H D"], ...]:
+        """Returns the results of `queries` and of `keys_values`."""
+        return self.queries(x, tokens), *self.keys_values(x, tokens)
 
     def queries(self, x: Float[Array, "B T E"], tokens: Tokens) -> Float[Array, "B T Hq D"]:
         """Returns the queries of normalized hidden states, for the heads in the weights."""
@@ -162,8 +152,7 @@ class DecoderLayer(nnx.Module):
     """The modules of one layer and its per-token computation: a norm before attention and one
     before the feed-forward (LLaMA).
 
-    `model.layer` runs it. A family with another layer has a subclass in LAYER_MODULES. Attribute
-    `mixer` is the module that mixes tokens.
+    `model.layer` runs it. A family with another layer has a subclass in LAYER_MODULES.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -172,29 +161,24 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config, OUTPUT)
         self.mlp = feed_forward(config, rngs)
 
-    @property
-    def mixer(self) -> SelfAttention:
-        """The sequence mixer, under Hugging Face's name."""
-        return self.self_attn
-
-    def mixer_input(self, x: Hidden) -> Hidden:
-        """Returns what the mixer's projections read."""
+    def attention_input(self, x: Hidden) -> Hidden:
+        """Returns what attention's projections read."""
         return self.input_layernorm(x)
 
     def output(
         self,
         x: Hidden,
-        mixed: Hidden,
+        attended: Hidden,
         feed_forward: Callable[[Hidden], tuple[Hidden, Auxiliary]],
         add: Callable[[Hidden, Hidden], Hidden],
     ) -> tuple[Hidden, Auxiliary]:
         """Returns the layer's output, and the feed-forward's auxiliary sums.
 
         Args:
-          x: the layer's input; mixed: the mixer's output for it.
+          x: the layer's input; attended: attention's output for it, projected.
           feed_forward: `mlp` on a device; add: adds a branch to the residual stream.
         """
-        x = add(x, mixed)
+        x = add(x, attended)
         branch, auxiliary = feed_forward(self.post_attention_layernorm(x))
         return add(x, branch), auxiliary
 
@@ -208,11 +192,11 @@ class PostNormLayer(DecoderLayer):
         self.post_feedforward_layernorm = RMSNorm(config, OUTPUT)
         self.mlp = feed_forward(config, rngs)
 
-    def mixer_input(self, x):
+    def attention_input(self, x):
         return x
 
-    def output(self, x, mixed, feed_forward, add):
-        x = add(x, self.post_attention_layernorm(mixed))
+    def output(self, x, attended, feed_forward, add):
+        x = add(x, self.post_attention_layernorm(attended))
         branch, auxiliary = feed_forward(x)
         return add(x, self.post_feedforward_layernorm(branch)), auxiliary
 
@@ -228,8 +212,8 @@ class SandwichNormLayer(DecoderLayer):
         self.post_feedforward_layernorm = RMSNorm(config, OUTPUT)
         self.mlp = feed_forward(config, rngs)
 
-    def output(self, x, mixed, feed_forward, add):
-        x = add(x, self.post_attention_layernorm(mixed))
+    def output(self, x, attended, feed_forward, add):
+        x = add(x, self.post_attention_layernorm(attended))
         branch, auxiliary = feed_forward(self.pre_feedforward_layernorm(x))
         return add(x, self.post_feedforward_layernorm(branch)), auxiliary
 

@@ -16,6 +16,12 @@ def is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def require_bool(name: str, value: Any) -> None:
+    """Raises ValueError, naming the field, unless the value is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: {value!r} is not true or false")
+
+
 def require_int(name: str, value: Any, at_least: int) -> None:
     """Raises ValueError, naming the field, unless the value is a whole number of at least
     `at_least` within int32."""

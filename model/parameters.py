@@ -183,10 +183,9 @@ class ModelParameters(abc.ABC):
                 for name, array in draw_adapters(self.config, key).items()
             }
 
-        names = jax.eval_shape(padded, jax.random.key(seed))
-        return jax.jit(padded, out_shardings={name: self.shardings[name] for name in names})(
-            jax.random.key(seed)
-        )
+        key = jax.random.key(seed)
+        shardings = {name: self.shardings[name] for name in jax.eval_shape(padded, key)}
+        return jax.jit(padded, out_shardings=shardings)(key)
 
     def init_magnitudes(
         self, params: dict[str, Shaped[Array, ...]]

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, UInt32
 from .adapter import PROJECTIONS
 from .config import TransformerConfig
 from .dropout import zero_dropped
-from .frozen import FrozenWeight
+from .frozen import array
 from .linear import einsum_subscripts, product
 from .sharding import TensorParallel
 
@@ -38,6 +38,12 @@ def param(
     )
 
 
+def zero_param(shape: Shape, axes: Axes, **declared: Any) -> nnx.Param:
+    """Returns a float32 parameter of zeros, declared as in `param`: a bias, or an adapter's A or B;
+    `parameters.draw_adapters` draws A."""
+    return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes, **declared)
+
+
 class Projection(nnx.Module):
     """A linear map, given by an einsum equation whose weight is input-first, and its low-rank
     adapter, if any.
@@ -52,9 +58,7 @@ class Projection(nnx.Module):
         equation: str,
         shape: Shape,
         axes: Axes,
-        std: float,
-        bias_shape: Shape | None = None,
-        bias_axes: Axes | None = None,
+        bias: bool,
         *,
         name: str,
         stage: str,
@@ -64,30 +68,24 @@ class Projection(nnx.Module):
         self.equation, self.name, self.adapter = equation, name, config.adapter_of(name)
         x_axes, w_axes, _ = einsum_subscripts(equation)
         self.inputs = inputs = len(set(x_axes) & set(w_axes))
-        stages = (stage,)
-        self.weight = param(rngs, shape, axes, std, inputs, stages=stages)
-        if bias_shape is not None:
-            self.bias = nnx.Param(jnp.zeros(bias_shape, jnp.float32), axes=bias_axes, stages=stages)
-        self.input_axes = axes[:inputs]
-        adapter = self.adapter
-        if adapter is not None:
-            # Zeros here; `parameters.draw_adapters` draws A.
-            self.lora_A = nnx.Param(
-                jnp.zeros((*shape[:inputs], adapter.rank), jnp.float32),
-                axes=(*axes[:inputs], "rank"),
-                inputs=inputs,
-                stages=stages,
+        self.input_axes, output_axes, stages = axes[:inputs], axes[inputs:], (stage,)
+        self.weight = param(rngs, shape, axes, config.initializer_range, inputs, stages=stages)
+        if bias:
+            bias_axes = tuple("norm" if axis == "embed" else axis for axis in output_axes)
+            self.bias = zero_param(shape[inputs:], bias_axes, stages=stages)
+        if self.adapter is None:
+            return
+        rank = self.adapter.rank
+        self.lora_A = zero_param(
+            (*shape[:inputs], rank), (*self.input_axes, "rank"), inputs=inputs, stages=stages
+        )
+        self.lora_B = zero_param(
+            (rank, *shape[inputs:]), ("rank", *output_axes), inputs=1, stages=stages
+        )
+        if self.adapter.use_dora:  # `ModelParameters.init_magnitudes` sets them
+            self.lora_magnitude_vector = nnx.Param(
+                jnp.ones(shape[inputs:], jnp.float32), axes=output_axes, stages=stages
             )
-            self.lora_B = nnx.Param(
-                jnp.zeros((adapter.rank, *shape[inputs:]), jnp.float32),
-                axes=("rank", *axes[inputs:]),
-                inputs=1,
-                stages=stages,
-            )
-            if adapter.use_dora:  # `ModelParameters.init_magnitudes` sets them
-                self.lora_magnitude_vector = nnx.Param(
-                    jnp.ones(shape[inputs:], jnp.float32), axes=axes[inputs:], stages=stages
-                )
 
     def __call__(
         self, x: Float[Array, ...], parallel: TensorParallel, dropout: DropoutKeys = None
@@ -150,7 +148,7 @@ class Projection(nnx.Module):
         a = self.lora_A[...]
         b = self.lora_B[...]
         w_in, w_out, scale = w_axes[: self.inputs], w_axes[self.inputs :], self.adapter.scale
-        dense = weight.dequantize(dtype) if isinstance(weight, FrozenWeight) else weight
+        dense = array(weight, dtype)
         # A product, not a sum of squares, which would be a float32 copy of the weight if not fused.
         squares = jnp.einsum(
             f"{w_axes},{w_axes}->{w_out}", dense, dense, preferred_element_type=jnp.float32

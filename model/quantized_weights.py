@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ from .codecs import (
 from .frozen import FrozenWeight, part_of
 from .sharding import HIDDEN, Parameter, mesh_axes_of
 
-# The arrays of a weight, by the kind of quantization.
+# The arrays of a weight, by the kind of quantization; NF4 has all of them.
 QUANTIZED_PARTS = {"nf4": ("codes", "absmax", "nested"), "int8": ("codes", "absmax")}
 
 
@@ -150,12 +150,7 @@ def is_quantized(name: str) -> bool:
 def weight_of(name: str) -> str:
     """Returns the name of the weight that a parameter is part of; any other name unchanged."""
     weight, _, part = name.rpartition(".")
-    return (
-        weight
-        if is_quantized(weight)
-        and part in {part for parts in QUANTIZED_PARTS.values() for part in parts}
-        else name
-    )
+    return weight if is_quantized(weight) and part in QUANTIZED_PARTS["nf4"] else name
 
 
 def weights_in(name: str, array: Any) -> int:
@@ -400,8 +395,6 @@ def _reader(
     return read
 
 
-def quantized_names(names: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the names of the weights whose codes are in `names`."""
-    for name in names:
-        if name.endswith(".codes"):
-            yield weight_of(name)
+def quantized_names(names: Iterable[str]) -> list[str]:
+    """Returns the names of the weights whose codes are in `names`."""
+    return [weight_of(name) for name in names if name.endswith(".codes")]

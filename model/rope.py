@@ -30,14 +30,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int | None = No
         original length the base grows with it, or the long factors replace the short ones, once for
         the whole row, as in one forward of transformers over `length` positions. It is equal for
         every row, document and shard, so that packing and mesh do not change the embedding.
-
-    Raises:
-      ValueError: an odd head_dim; the rule `dynamic` without the original length.
     """
-    if head_dim % 2:
-        raise ValueError(
-            f"head_dim: {head_dim} is odd; rotary embedding turns halves, so it must be even"
-        )
     theta = _dynamic_theta(rope, head_dim, length) if rope.rule == "dynamic" else rope.theta
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     # The power is taken in float64 and rounded once: float32 pow differs between libraries in the
@@ -78,7 +71,7 @@ def attention_scaling(rope: RopeConfig) -> float:
 
 
 def _number(value: float | None) -> float:
-    """A number that the rule needs; RopeConfig cannot be made without it."""
+    """A number that the rule needs; no TransformerConfig lacks it."""
     assert value is not None
     return value
 
@@ -86,12 +79,7 @@ def _number(value: float | None) -> float:
 def _dynamic_theta(rope: RopeConfig, head_dim: int, length: int | None) -> np.float32:
     """The base of the rule `dynamic` (NTK): a greater one stretches the slowest channels to
     `length` and keeps the fastest."""
-    original = rope.original_max_position_embeddings
-    if original is None:
-        raise ValueError(
-            "rope: the rule 'dynamic' needs original_max_position_embeddings, the model's own "
-            "length"
-        )
+    original = _number(rope.original_max_position_embeddings)
     if length is None or length <= original:
         return np.float32(rope.theta)
     factor = _number(rope.factor)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .number_checks import as_float, require_number
+from .number_checks import as_float, require_bool, require_number
 
 # The numbers each RoPE rule needs, and optional ones with defaults, by Hugging Face's names.
 _REQUIRED: dict[str, tuple[str, ...]] = {
@@ -81,13 +81,14 @@ class RopeConfig:
                     f"rope_scaling: {name} is missing; rope_type {self.rule!r} needs "
                     f"{', '.join(required)}"
                 )
+            if value is None:
+                continue
             if name == "truncate":
-                if not (value is None or isinstance(value, bool)):
-                    raise ValueError(f"rope_scaling.truncate: {value!r} is not true or false")
-            elif name in PER_CHANNEL and value is not None:
+                require_bool("rope_scaling.truncate", value)
+            elif name in PER_CHANNEL:
                 for number in value:
                     require_number(f"rope_scaling.{name}", number, above=0)
-            elif value is not None:
+            else:
                 require_number(
                     f"rope_scaling.{name}", value, above=0, or_equal=name.startswith("mscale")
                 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -229,20 +229,37 @@ class Sharding:
         shape = [
             size // together for size, together in zip(parameter.shape, granularity, strict=True)
         ]
-        splits, storage_axes = _Splits(self.mesh, shape), self.storage_axes
+        local_shape = list(shape)
+        splits: list[list[str]] = [[] for _ in shape]
+
+        def split(i: int, mesh_axis: str) -> bool:
+            """Splits axis i over a mesh axis if the latter divides it; returns whether it does."""
+            size = self.mesh.shape[mesh_axis]
+            if local_shape[i] % size:
+                return False
+            if size > 1:
+                local_shape[i] //= size
+                splits[i].append(mesh_axis)
+            return True
+
+        storage_axes = self.storage_axes
         for i, (axis, rule) in enumerate(zip(parameter.axes, rules, strict=True)):
             if rule.expert:
                 storage_axes = tuple(name for name in storage_axes if name != "expert")
-                divides = splits.split(i, "expert")
+                divides = split(i, "expert")
                 assert divides, "`Transformer` refuses such an axis"
             if rule.tensor and getattr(self.parallel, axis):
-                splits.split(i, "tensor")
+                split(i, "tensor")
         by_preference = sorted(
             (rule.storage, -shape[i], i) for i, rule in enumerate(rules) if rule.storage is not None
         )
         for mesh_axis in storage_axes:
-            splits.split_first([i for *_, i in by_preference], mesh_axis)
-        return splits.spec()
+            for *_, i in by_preference:
+                if split(i, mesh_axis):
+                    break
+        return PartitionSpec(
+            *(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in splits)
+        )
 
     def specs(self, parameters: dict[str, Parameter]) -> dict[str, PartitionSpec]:
         """Returns the spec of each parameter."""
@@ -253,36 +270,6 @@ class Sharding:
         return {
             name: NamedSharding(self.mesh, spec) for name, spec in self.specs(parameters).items()
         }
-
-
-class _Splits:
-    """The mesh axes that split each axis of an array, added one after another."""
-
-    def __init__(self, mesh: Mesh, shape: Sequence[int]) -> None:
-        self.mesh, self.local_shape = mesh, list(shape)
-        self.chosen: list[list[str]] = [[] for _ in shape]
-
-    def split(self, i: int, mesh_axis: str) -> bool:
-        """Splits axis i over a mesh axis if the latter divides it; returns whether it does."""
-        size = self.mesh.shape[mesh_axis]
-        if self.local_shape[i] % size:
-            return False
-        if size > 1:
-            self.local_shape[i] //= size
-            self.chosen[i].append(mesh_axis)
-        return True
-
-    def split_first(self, axes: Iterable[int], mesh_axis: str) -> None:
-        """Splits the first of these axes that a mesh axis divides."""
-        for i in axes:
-            if self.split(i, mesh_axis):
-                return
-
-    def spec(self) -> PartitionSpec:
-        """Returns the mesh axes of each axis."""
-        return PartitionSpec(
-            *(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in self.chosen)
-        )
 
 
 def mesh_axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -199,7 +199,10 @@ class Transformer(ModelParameters):
         if not self.config.num_experts:
             assert not sums, f"no loss is made of {', '.join(sums)}"
             return {}
-        return router_losses(sums, self._router_totals(sums, batch), self.config)
+        totals = (
+            batch[ROUTER_TOTALS] if ROUTER_TOTALS in batch else self._router_totals(sums, batch)
+        )
+        return router_losses(sums, totals, self.config)
 
     def measures(self, sums: Auxiliary, batch: Batch) -> dict[str, Float[Array, ""]]:
         """Returns a batch's other metrics over all devices, as `experts.router_measures` does; none
@@ -207,16 +210,10 @@ class Transformer(ModelParameters):
         if not self.config.num_experts:
             return {}
         entropy = lax.psum(sums["entropy"].sum(), EVERY_TOKEN)
-        part = self._own_router_totals(sums, batch)
+        part = self._router_totals(sums, batch)
         return router_measures(part, batch.get(ROUTER_TOTALS, part), entropy, self.config)
 
     def _router_totals(self, sums: Auxiliary, batch: Batch) -> RouterTotals:
-        """Returns the totals stored in a part of a larger batch, or else the batch's own."""
-        if ROUTER_TOTALS in batch:
-            return batch[ROUTER_TOTALS]
-        return self._own_router_totals(sums, batch)
-
-    def _own_router_totals(self, sums: Auxiliary, batch: Batch) -> RouterTotals:
         real = jnp.sum(batch["segment_ids"] > 0, dtype=jnp.float32)
         own = lax.stop_gradient(sums["tokens"]), real, jnp.sum(batch["loss_weights"])
         return RouterTotals(*lax.psum(own, EVERY_TOKEN))

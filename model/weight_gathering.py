@@ -74,7 +74,7 @@ class WeightGatherer:
         """Returns a layer's weights from gathered arrays, without padding of the hidden axis, with
         frozen ones marked."""
         # In one order, so that each process compiles the same program.
-        quantized = tuple(quantized_names(whole))
+        quantized = quantized_names(whole)
         plain = {
             name: self._weight(LAYERS + name, array, self.parameters[LAYERS + name].axes[1:])
             for name, array in whole.items()

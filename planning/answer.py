@@ -7,11 +7,15 @@ along with counts of the data.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+import json
+import shlex
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from data.errors import UserError
 from model.adapter import Quantization
 from model.attention.names import MESH_AXES
+from model.memory.options import MemoryConfig
 from trainer.config.fields import AUTO
 from trainer.config.mesh import dcn_text
 
@@ -19,7 +23,8 @@ from .costs.hardware import Hardware
 from .costs.measured import highest_mfu, kind, slowest, worst_over_upper_end
 from .machines import device_count, several_of
 from .memory_estimate import MemoryEstimate
-from .plan import Job
+from .memory_options import MEMORY_OPTIONS
+from .plan import Job, changed
 from .search import best_job
 
 MOST_CONTEXT = 1 << 30
@@ -41,14 +46,6 @@ def longest(job: Job, free: Collection[str] = AUTO) -> Job | None:
             break
         found, job = best.job, job.changed(data={"context_length": 2 * job.context})
     return found
-
-
-def _time_range(job: Job):
-    """The job's time range; None if the cost model estimates none."""
-    try:
-        return job.time_range()
-    except ValueError:
-        return None
 
 
 def heading(job: Job) -> str:
@@ -74,24 +71,36 @@ def _adapters(job: Job) -> str:
     return {"none": "LoRA", "nf4": "QLoRA", "int8": "LoRA over int8"}[job.run.adapter.quantize]
 
 
-def flags(job: Job) -> str:
-    """Returns the scripts.plan flags for the job's mesh, memory policy and accumulation."""
-    mesh, memory, parts = job.run.mesh, job.run.memory, job.run.train.accumulation
+def plan_flags(job: Job, found: Job) -> str:
+    """Returns the options that turn `scripts.plan` of a job into that of a found one."""
+    mesh, memory, parts = found.run.mesh, found.run.memory, found.run.train.accumulation
     axes = [f"{axis}={getattr(mesh, axis)}" for axis in MESH_AXES if getattr(mesh, axis) > 1]
     axes += [f"dcn.{axis}={factor}" for axis, factor in mesh.dcn.items()]
-    words = [f"--mesh {','.join(axes) or 'sequence=1'}", f"--remat {memory.remat}"]
-    for field in dataclasses.fields(memory):
-        value = getattr(memory, field.name)
+    words = [f"--context {found.context}"] * (found.context != job.context)
+    if (adapter := found.run.adapter) != job.run.adapter:
+        words.append(f"--{'qlora' if adapter.quantize == 'nf4' else 'lora'} {adapter.rank}")
+    words += [f"--mesh {','.join(axes) or 'sequence=1'}", f"--remat {memory.remat}"]
+    for name in MEMORY_OPTIONS:
+        value = getattr(memory, name)
         if (
-            field.name != "remat"
-            and value != field.default
-            and (field.name != "every_k" or memory.policy.every_k)
+            name != "remat"
+            and value != getattr(MemoryConfig, name)
+            and (name != "every_k" or memory.policy.every_k)
         ):
-            words.append(
-                f"--{field.name.replace('_', '-')}" + ("" if value is True else f" {value}")
-            )
-    words += ["--attention-groups 0"] * job.group_per_key_head
+            words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
+    words += ["--attention-groups 0"] * found.group_per_key_head
     return " ".join(words + [f"--accumulation {parts}"] * (parts > 1))
+
+
+def train_flags(job: Job, found: Job) -> str:
+    """Returns the options that turn train.py's run of a job into that of a found one."""
+    run, words = changed(found.run, memory=found.memory), []
+    for section in ("data", "train", "mesh", "memory", "adapter"):
+        for name, value in vars(getattr(run, section)).items():
+            if value != getattr(getattr(job.run, section), name):
+                text = value if isinstance(value, str) else json.dumps(value)
+                words.append(f"--{section}.{name} {shlex.quote(text)}")
+    return " ".join(words)
 
 
 def memory_lines(memory: MemoryEstimate) -> list[str]:
@@ -143,15 +152,14 @@ def time_figures(
     """Returns (low, high) of a step's time and derived figures, by their names in reports.
 
     These are "seconds of a step", "tokens a second" over all devices, and "MFU", a share from 0 to
-    1; empty if the cost model estimates none (`no_time`).
+    1; empty if the cost model estimates none (`Job.untimed`).
 
     Args:
       tokens: to train on; adds "hours".
       price: per device-hour; adds the cost of all devices: the "price" of training on `tokens`, or
         without them the "price of 1,000 steps".
     """
-    seconds = _time_range(job)
-    estimate = job.estimate() if seconds else None
+    seconds, estimate = job.time_range(), job.estimate()
     if seconds is None or estimate is None:
         return {}
     step_tokens = estimate.tokens_per_second * estimate.seconds
@@ -178,7 +186,7 @@ def time_lines(job: Job, **options: Any) -> list[str]:
     """Returns the lines of `time_figures`, and the source of the range."""
     figures = time_figures(job, **options)
     if not figures or job.hardware is None:
-        return [f"time: not estimated; {no_time(job)}"]
+        return [f"time: not estimated; {job.untimed}"]
     over = worst_over_upper_end(kind(job.hardware))
     lines = [
         f"time: from {_lower_end(job.hardware, figures['MFU'][1])},",
@@ -188,15 +196,6 @@ def time_lines(job: Job, **options: Any) -> list[str]:
     return lines + [
         f"  {name:20} {number(low):>9} to {number(high)}" for name, (low, high) in figures.items()
     ]
-
-
-def no_time(job: Job) -> str:
-    """Returns why a job has no `time_figures`."""
-    try:
-        job.time_range()
-    except ValueError as error:
-        return str(error)
-    return job.untimed
 
 
 def _lower_end(hardware: Hardware, mfu: float) -> str:
@@ -209,7 +208,7 @@ def _lower_end(hardware: Hardware, mfu: float) -> str:
 
 def _upper_end(job: Job) -> str:
     """Returns the source of the upper end of the job's time range."""
-    estimate, seconds = job.estimate(), _time_range(job)
+    estimate, seconds = job.estimate(), job.time_range()
     assert job.hardware is not None and estimate is not None and seconds is not None
     if seconds.high <= estimate.seconds:
         return (
@@ -227,55 +226,62 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def advice(job: Job) -> Iterator[str]:
-    """Yields changes that would make a job fit: mesh, policy, shorter rows, more devices."""
+def advice(job: Job, flags: Callable[[Job, Job], str]) -> Iterator[str]:
+    """Yields changes that would make a job fit: mesh, policy, shorter rows, more devices.
+
+    Args:
+      flags: `plan_flags` or `train_flags`.
+    """
     if job.device_gib is None:
         return
     best = best_job(job)
     if best.job is not None:
-        yield f"{FITS[best.fits]} here with {settings(best.job)}: {flags(best.job)}"
+        yield f"{FITS[best.fits]} here with {settings(best.job)}: {flags(job, best.job)}"
         return
-    yield from _adapter_advice(job)
-    for power in range(1, 12):
-        if job.context % (1 << power):
-            break
-        shorter = best_job(job.changed(data={"context_length": job.context >> power}))
-        if shorter.job is not None and shorter.fits == "yes":
+    yield from _adapter_advice(job, flags)
+    for shorter in shorter_rows(job):
+        best = best_job(shorter)
+        if best.job is not None and best.fits == "yes":
             yield (
-                f"rows of {shorter.job.context:,} tokens fit here, with {settings(shorter.job)}: "
-                f"--context {shorter.job.context} {flags(shorter.job)}"
+                f"rows of {shorter.context:,} tokens fit here, with {settings(best.job)}: "
+                f"{flags(job, best.job)}"
             )
             break
-    for times in MORE:
-        if enough(job, times):
-            count = device_count(job.topology) * times
-            yield f"a row of this length fits on {count:,} of these devices"
-            break
+    if count := enough_devices(job):
+        yield f"a row of this length fits on {count:,} of these devices"
 
 
-def _adapter_advice(job: Job) -> Iterator[str]:
+def shorter_rows(job: Job) -> Iterator[Job]:
+    """Yields the job with rows of half the length, of a quarter, and so on."""
+    for power in range(1, 12):
+        if job.context % (1 << power):
+            return
+        yield job.changed(data={"context_length": job.context >> power})
+
+
+def _adapter_advice(job: Job, flags: Callable[[Job, Job], str]) -> Iterator[str]:
     """Yields the adapters, LoRA before QLoRA, that make a job fit that does not fit without."""
     adapter = job.run.adapter
     if adapter.quantize != "none" or job.run.trajectories.path:
         return
     rank = adapter.rank or RANK
-    tries: dict[str, Quantization] = (
-        {"qlora": "nf4"} if adapter.rank else {"lora": "none", "qlora": "nf4"}
-    )
-    for flag, quantize in tries.items():
+    tries: tuple[Quantization, ...] = ("nf4",) if adapter.rank else ("none", "nf4")
+    for quantize in tries:
         changed_job = job.changed(adapter=adapter.with_rank(rank, quantize))
         try:
             best = best_job(changed_job)
-        except ValueError:  # a rank or code blocks impossible for this model
+        except (UserError, ValueError):  # such as a rank impossible for this model
             continue
         if best.job is not None:
-            adapters = _adapters(best.job)
-            yield f"{adapters} {FITS[best.fits]}: --{flag} {rank} {flags(best.job)}"
+            yield f"{_adapters(best.job)} {FITS[best.fits]}: {flags(job, best.job)}"
         if best.fits == "yes":
             return
 
 
-def enough(job: Job, times: int) -> bool:
-    """Returns whether the job certainly fits on some mesh of this many times its machine."""
-    larger = dataclasses.replace(job, topology=several_of(job.topology, times))
-    return best_job(larger).fits == "yes"
+def enough_devices(job: Job) -> int | None:
+    """Returns how many devices a job certainly fits on; None if the most in `MORE` are too few."""
+    for times in MORE:
+        larger = dataclasses.replace(job, topology=several_of(job.topology, times))
+        if best_job(larger).fits == "yes":
+            return device_count(job.topology) * times
+    return None

@@ -265,23 +265,17 @@ def _what_would(job: Job) -> Iterator[str]:
                 flag = "" if quantize == "none" else f" --adapter.quantize {quantize}"
                 yield f"--adapter.rank {answer.RANK}{flag} would fit"
                 break
-    for power in range(1, 12):
-        if job.context % (1 << power) == 0:
-            length = job.context >> power
-            if _fits(job.changed(data={"context_length": length})):
-                yield f"--data.context_length {length} would fit"
-                break
-    for times in answer.MORE:
-        if answer.enough(job, times):
-            yield f"{times * device_count(job.topology)} such devices would be enough"
-            break
+    if shorter := next(filter(_fits, answer.shorter_rows(job)), None):
+        yield f"--data.context_length {shorter.context} would fit"
+    if count := answer.enough_devices(job):
+        yield f"{count} such devices would be enough"
 
 
 def _fits(job: Job) -> bool:
     """Returns whether the planner would find a job that certainly fits."""
     try:
         return best_job(job, job.run.auto).fits == "yes"
-    except ValueError:  # such as a rank impossible for this model
+    except (UserError, ValueError):  # such as a rank impossible for this model
         return False
 
 

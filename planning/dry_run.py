@@ -12,7 +12,6 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -54,15 +53,11 @@ Prepare = Callable[[RunConfig, Objective, StepBuilder], dict[str, int]]
 steps between measurements."""
 
 
-def _no_evaluations(*_: Any) -> dict[str, int]:
-    return {}
-
-
 def dry_run(
     config: RunConfig,
     machine: str = "",
     gpu_memory: str | None = None,
-    prepare: Prepare = _no_evaluations,
+    prepare: Prepare = lambda *_: {},
 ) -> bool:
     """Prints what each stage of a run would do; returns whether all fit or may fit, or with `auto`
     whether anything that the planner may choose does.
@@ -197,7 +192,7 @@ def _report(objective: Objective, target: _Target) -> bool:
         tokens = config.train.steps * job.batch * job.context
         print(*answer.time_lines(job, tokens=tokens), "", answer.verdict(memory), sep="\n")
         if memory.fits == "no":
-            print(*(f"  {line}" for line in answer.advice(job)), sep="\n")
+            print(*(f"  {line}" for line in answer.advice(job, answer.train_flags)), sep="\n")
     else:
         print("to see the time and whether it fits, name the machine, such as --dry-run 8xH100")
     print(

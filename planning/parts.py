@@ -12,7 +12,7 @@ from model.parameter_declarations import declare
 from model.quantized_weights import weight_of
 from model.sharding import Parameter
 from trainer.config.schema import MemoryConfig, RunConfig
-from trainer.optimizer import moment_bits, moment_count, split_trainable
+from trainer.optimizer import moment_bits, moment_count, trainable_names
 
 from .compiled import GIB
 
@@ -154,9 +154,8 @@ def local_checkpoint_bytes(run: RunConfig, model: TransformerConfig, hosts: int)
 def trained_names(run: RunConfig, model: TransformerConfig) -> list[str]:
     """The names of the parameters that the run trains."""
     declared = declared_once(model.with_adapter(run.adapter))
-    return split_trainable(
-        [name for name, parameter in declared.items() if not parameter.frozen], run.model.trainable
-    )[0]
+    names = [name for name, parameter in declared.items() if not parameter.frozen]
+    return trainable_names(names, run.model.trainable)
 
 
 @functools.cache

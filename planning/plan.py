@@ -38,7 +38,7 @@ from . import costs
 from .compiled import dump, memory
 from .compiled.communication import communication
 from .compiled.refusal import refused_gib
-from .machines import device_count, hosts, is_gpu, memory_gib, split_topology
+from .machines import device_count, gpus_per_host, hosts, is_gpu, memory_gib, split_topology
 from .memory_options import MEMORY_OPTIONS
 from .parts import device_tokens, parts_gib
 from .topology import topology_devices
@@ -239,10 +239,17 @@ class Job:
 
     @property
     def hardware(self) -> costs.Hardware | None:
-        """The cost model's hardware; None if it does not list the machine."""
+        """The cost model's hardware; None if it does not list the machine. Each GPU has a network
+        card of its own."""
         _, generation, shape = split_topology(self.topology)
         one_box, several_boxes = GPU_HARDWARE.get(generation, (generation, generation))
-        return costs.HARDWARE.get(several_boxes if "x" in shape else one_box)
+        hardware = costs.HARDWARE.get(several_boxes if "x" in shape else one_box)
+        if hardware is None or not hardware.network.node:
+            return hardware
+        network, node = hardware.network, gpus_per_host(self.topology)
+        uplink = network.uplink * node / network.node
+        network = dataclasses.replace(network, node=node, uplink=uplink)
+        return dataclasses.replace(hardware, network=network)
 
     @property
     def untimed(self) -> str:

@@ -19,7 +19,7 @@ from trainer.config.optimizer import ADAPTERS_LEARNING_RATE, LEARNING_RATE
 from trainer.config.schema import VERSION, MemoryConfig, RunConfig
 from trainer.devices import GPU_MEMORY_SHARE, TPUS
 
-from .answer import heading, no_time, number, settings, time_figures
+from .answer import heading, number, settings, time_figures
 from .machines import accelerator_type, gpus_per_host, hosts, split_topology
 from .memory_estimate import estimate_memory
 from .plan import Job
@@ -106,12 +106,11 @@ def recipe_of(
         recipe["train"] = {"steps": default.train.steps, **_train(job, base)}
         return recipe
     recipe["data"] = {
-        "template": template or run.data.template,
+        "template": run.data.template,
         **base.get("data", {}),
+        **({"template": template} if template else {}),
         "context_length": job.context,
     }
-    if template:
-        recipe["data"]["template"] = template
     length = {} if {"steps", "epochs"} & base.get("train", {}).keys() else {"epochs": EPOCHS}
     recipe["train"] = {**length, **_train(job, base)}
     recipe["optimizer"] = _optimizer(job, base.get("optimizer", {}))
@@ -225,7 +224,7 @@ def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | Non
     seconds = (
         "{} to {} s per step, estimated".format(*map(number, figures["seconds of a step"]))
         if figures
-        else f"not estimated; {no_time(job)}"
+        else f"not estimated; {job.untimed}"
     )
     plan = f"python -m scripts.plan --config {path}" + (f" --model {model}" if model else "")
     own = (

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
+from data.errors import UserError
 from model.memory.options import MemoryConfig
 from model.memory.policies import PREFETCH_POLICIES
 from model.norms import QK_NORMS
@@ -142,17 +143,14 @@ def refusal(job: Job) -> str | None:
     try:
         run = check(changed(job.run, memory=job.memory))
         build_language_model(run, job.model, abstract_mesh(run.mesh))
-    except ValueError as error:
+    except (UserError, ValueError) as error:
         return str(error)
     return None
 
 
 def _seconds(job: Job) -> float:
     """Returns the upper end of the job's time range; 0 if the cost model estimates none."""
-    try:
-        seconds = job.time_range()
-    except ValueError:
-        return 0.0
+    seconds = job.time_range()
     return seconds.high if seconds else 0.0
 
 
@@ -176,8 +174,7 @@ def candidates(job: Job) -> list[Job]:
         if _too_large(candidate) is not None:
             continue
         try:
-            seconds = candidate.time_range()
-            high = seconds.high if seconds else 0.0
+            high = _seconds(candidate)
         except ValueError:
             high = math.inf
         # Estimates within a percent or so count as equal: then the policy that keeps more goes
@@ -300,14 +297,10 @@ def _expert_sizes(job: Job, devices: int) -> list[int]:
     ]
 
 
-def _ignore(job: Job, result: Any) -> None:
-    """Ignores a tried job."""
-
-
 def search(
     job: Job,
     candidates: Callable[[Job], list[Job]] = allowed_policies,
-    on_try: Callable[[Job, Any], None] = _ignore,
+    on_try: Callable[[Job, Any], object] = lambda job, result: None,
     most: int = 1 << 31,
 ) -> tuple[Job | None, dict[str, Any] | None, DoesNotFit | None]:
     """The longest context that fits, doubling from the job's up to `most`.

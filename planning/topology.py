@@ -20,6 +20,8 @@ from trainer.devices import GPUS, Gpu
 
 from .machines import ANY_GPU, split_topology
 
+SECONDS_BETWEEN_LINES = 30.0  # while compiling
+
 
 def topology_devices(name: str) -> list[jax.Device]:
     """The devices of a topology, to lower for.
@@ -79,14 +81,11 @@ def _silent_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiling(every: float = 30.0) -> Iterator[None]:
+def compiling() -> Iterator[None]:
     """Reports compile time on stderr, and drops what the compiler writes there.
 
     A refusal reaches the caller as an exception with the same figures; on stderr it is a memory
     dump.
-
-    Args:
-      every: seconds between lines.
 
     Raises:
       ValueError: the compiler fails for a reason other than memory; the first line of its message.
@@ -95,7 +94,7 @@ def compiling(every: float = 30.0) -> Iterator[None]:
     with open(os.dup(2), "w", encoding="utf-8") as stderr, _silent_stderr():
 
         def tell() -> None:
-            while not done.wait(every):
+            while not done.wait(SECONDS_BETWEEN_LINES):
                 print(f"still compiling, {time.monotonic() - start:.0f} s", file=stderr, flush=True)
 
         teller = threading.Thread(target=tell, daemon=True)

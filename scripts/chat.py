@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from data.conversation import Message
-from data.errors import UserError
+from data.errors import UserError, first_line
 from data.printable import printable
 from data.untrusted_files import is_text, read_text
 from eval import adapters, runner
@@ -70,8 +70,7 @@ def read_document(path: str | None) -> str | None:
         text = read_text(path).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"--document: {path} cannot be read ({getattr(error, 'strerror', None) or error}); "
-            "expected a UTF-8 text"
+            f"--document: {path} cannot be read ({first_line(error)}); expected a UTF-8 text"
         ) from None
     if not text:
         raise UserError(f"--document: {path} is empty")

@@ -196,6 +196,7 @@ def work(arguments: Options) -> None:
     from data.outputs import new_folder
     from trainer.checkpoint.manifest import reading
     from trainer.checkpoint.readers import find_checkpoint
+    from trainer.huggingface.card import is_trained
 
     out = new_folder(arguments.hf_dir)  # before the slow verification of all checksums
     checkpoint = find_checkpoint(arguments.checkpoint, ["model", "assets"])
@@ -203,7 +204,7 @@ def work(arguments: Options) -> None:
         config, base = _write(arguments, checkpoint, out)
     _warn_of_unnamed(checkpoint, base)
     _warn_of_programs(out, config, arguments.fuse_experts)
-    _verify(out, config, arguments.verify)
+    _verify(out, config, arguments.verify, is_trained(checkpoint))
     averaged = ", averaged weights" if arguments.average else ""
     print(
         f"{arguments.hf_dir}: from {checkpoint}{averaged}; its README.md is a model card; "
@@ -321,19 +322,20 @@ def _warn_of_programs(out: Path, config: TransformerConfig | None, stacked: bool
         warnings.warn(f"{out}: {line}", stacklevel=2)
 
 
-def _verify(out: Path, config: TransformerConfig | None, compare: bool) -> None:
+def _verify(out: Path, config: TransformerConfig | None, compare: bool, trained: bool) -> None:
     """Opens the export with transformers.
 
     Args:
       config: of a whole model; None for adapters.
       compare: whether to compare the logits.
+      trained: whether a training run saved the checkpoint.
     """
     from trainer.huggingface.verify import check_config, check_tokenizer, compare_logits
 
     print("opening the folder with transformers", file=sys.stderr, flush=True)
     if config is not None:
         check_config(out, config)
-    check_tokenizer(out)
+    check_tokenizer(out, trained)
     if compare:
         difference = compare_logits(out)
         print(f"logits differ from transformers' by at most {difference:.1e} of the largest logit")

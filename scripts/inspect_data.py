@@ -18,6 +18,7 @@ from rich.text import Text
 
 from data import printable
 from data.batch import Batch
+from data.errors import UserError
 from data.loader import Loader
 from data.pairs import PairLoader
 from data.prepared import Documents, counts
@@ -26,6 +27,7 @@ from trainer import entry
 from trainer.options import FIELDS, AtLeastOne, TokensOr0, command, no_download, option, other_words
 
 IN_LOSS, SEPARATOR = "bold green", "dim"  # rich styles
+LONGEST_BAR = 40  # characters
 
 
 class _Run(NamedTuple):
@@ -74,20 +76,19 @@ def _runs(row: Batch, end: int) -> Iterator[_Run]:
             yield _Run(int(segments[start]), bool(in_loss[start]), int(start), int(stop))
 
 
-def histogram(lengths: Int[np.ndarray, " N"], width: int = 40) -> str:
+def histogram(lengths: Int[np.ndarray, " N"]) -> str:
     """Returns a line per power of two: the number of documents of about that length, and their
     share of the tokens.
 
     Args:
         lengths: number of tokens of each document.
-        width: number of characters of the longest bar.
     """
     powers = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
     lines = []
     for power in range(powers.min(), powers.max() + 1):
         in_bin = powers == power
         share = lengths[in_bin].sum() / lengths.sum()
-        bar = "█" * round(width * in_bin.sum() / np.bincount(powers).max())
+        bar = "█" * round(LONGEST_BAR * in_bin.sum() / np.bincount(powers).max())
         lines.append(
             f"{2**power:9,} .. {2 ** (power + 1) - 1:9,}  {in_bin.sum():8,} documents {share:6.1%} "
             f"of tokens  {bar}"
@@ -126,13 +127,16 @@ def work(args: "Options") -> None:
     from trainer.text_checks import data_warnings
 
     recipe = load(with_recipe_named(args.flags), command_flags=vars(args).keys() - {"flags"})
+    if recipe.trajectories.path:
+        raise UserError(
+            f"trajectories.path: found {recipe.trajectories.path}, which has episodes and no "
+            "texts; scripts.inspect_trajectories shows them"
+        )
     config = choose_stage(recipe, args.stage)
     source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     prepared = prepare_text(config, source.config, tokenizer)
-    loader_class = PairLoader if config.preference.loss else Loader
-    loader = loader_class(
-        prepared.train, config.data.context_length, config.train.batch_size, config.data.seed
-    )
+    rows = (prepared.train, config.data.context_length, config.train.batch_size, config.data.seed)
+    loader = PairLoader(*rows, shares=False) if config.preference.loss else Loader(*rows)
     console = printable.console(highlight=False, soft_wrap=True)
     brackets = console.no_color or console.color_system is None
     if brackets:

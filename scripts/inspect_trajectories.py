@@ -129,15 +129,7 @@ def show(
     task: Task, algorithms: Mapping[str, Mapping[str, float]], left_out: Sequence[str]
 ) -> None:
     """Prints the table, and the skipped files."""
-    from rich.table import Table
-
-    table = Table(
-        title=f"returns of {task.name}",
-        title_justify="left",
-        box=None,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-    )
+    table = printable.plain_table(f"returns of {task.name}")
     table.add_column("algorithm")
     for column in ("episodes", *QUANTILES, "mean"):
         table.add_column(column, justify="right")

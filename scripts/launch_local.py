@@ -77,12 +77,9 @@ def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
     processes = []
     for number in range(count):
         own_flags = [
-            "--distributed.coordinator",
-            address,
-            "--distributed.process_id",
-            str(number),
-            "--distributed.num_processes",
-            str(count),
+            *("--distributed.coordinator", address),
+            *("--distributed.process_id", str(number)),
+            *("--distributed.num_processes", str(count)),
         ]
         # In separate process groups: a terminal sends Ctrl-C only to the launcher, which forwards
         # it.

@@ -87,18 +87,8 @@ def deciding(codes: Sequence[int]) -> int:
     crash causes on the others.
     """
 
-    def rank(code: int) -> int:
-        order = [CANNOT_PASS, STOPPED]
-        followers = [TRANSIENT, PREEMPTED, 0]
-        return (
-            order.index(code)
-            if code in order
-            else 9 + followers.index(code)
-            if code in followers
-            else 5
-        )
-
-    return min(codes, key=rank)
+    order = [CANNOT_PASS, STOPPED, None, TRANSIENT, PREEMPTED, 0]  # None: a crash
+    return min(codes, key=lambda code: order.index(code if code in order else None))
 
 
 class Launcher:
@@ -447,6 +437,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if args.type and args.machine_type:
         raise Refused(
             "--type is for the Cloud TPU API, --machine-type for Compute Engine; pass only one"
+        )
+    if args.machine_type and args.api == "queued":
+        raise Refused(
+            "--machine-type is for Compute Engine, --api queued is the Cloud TPU API; pass only one"
         )
     return args, command
 

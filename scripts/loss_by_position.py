@@ -3,10 +3,10 @@
     python -m scripts.loss_by_position --config RECIPE --checkpoint DIR_OR_HF [...] --output DIR
     python -m scripts.loss_by_position --data.path DATA --checkpoint DIR_OR_HF [...] --output DIR
 
-Data, packing and mesh are the recipe's, or as train.py has them without one; `model.path` is set to
-each checkpoint in turn. Targets are grouped by the number of tokens before them in the same
-document and row, into buckets between powers of two. Writes loss_by_position.json and
-loss_by_position.png to --output.
+Data, packing and mesh are the recipe's, or as train.py has them without one; `model.path`, for an
+adapter `adapter.path`, is set to each checkpoint in turn. Targets are grouped by the number of
+tokens before them in the same document and row, into buckets between powers of two. Writes
+loss_by_position.json and loss_by_position.png to --output.
 
 With --without-earlier W each target is also predicted from at most W preceding tokens: every
 document is cut into pieces of W tokens that cannot attend to each other. If the model uses earlier
@@ -31,10 +31,21 @@ from data import printable
 from data.outputs import PICTURE, PICTURE_METADATA, output_files
 from eval.pictures import short_names
 from trainer import entry
-from trainer.options import FIELDS, AtLeastOne, StorePath, Tokens, command, option, other_words
+from trainer.options import (
+    FIELDS,
+    AtLeastOne,
+    AtLeastZero,
+    EachOnce,
+    StorePath,
+    Tokens,
+    command,
+    option,
+    other_words,
+)
 
 if TYPE_CHECKING:
     from data.loader import Loader
+    from trainer.config.schema import RunConfig
     from trainer.text import TextObjective
 
 BUCKETS = 32  # for up to 2^32 - 1 tokens before the target
@@ -105,7 +116,9 @@ class Measurement(NamedTuple):
     """Piece length in tokens -> rows for the loss without the earlier
     text minus the loss with it."""
     about: dict
-    """What was measured: split, batches, lengths, data."""
+    """What was measured: split, batches, rows, lengths, data."""
+    targets: Int[np.ndarray, "B L"]
+    """The first batch's targets."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,8 +126,10 @@ class Options:
     """The command's options."""
 
     checkpoint: tuple[StorePath, ...] = option(
-        "checkpoints, runs or Hugging Face models with the same tokenizer; each gives a curve",
+        "checkpoints, runs, Hugging Face models or adapters with the same tokenizer; each gives a "
+        "curve",
         metavar="DIR_OR_HF",
+        action=EachOnce,
     )
     output: Path = option("folder for the table and the plot", metavar="DIR")
     split: str | None = option(
@@ -123,7 +138,7 @@ class Options:
         None,
         choices=("train", "held_out"),
     )
-    skip: int = option(
+    skip: AtLeastZero = option(
         "number of batches to skip at the start of the split's first epoch, because the model "
         "was trained on them",
         0,
@@ -133,6 +148,7 @@ class Options:
         "also measure with documents cut into pieces of W tokens; each W gives a curve",
         (),
         metavar="W",
+        action=EachOnce,
     )
     stage: int | None = option("stage of a recipe with stages, from 1 (default: the last)", None)
     words: tuple[str, ...] = other_words(
@@ -152,16 +168,27 @@ def cut(batch: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
     return {**batch, "segment_ids": segment_ids, "positions": batch["positions"] % tokens}
 
 
-def measure(checkpoint: str, args: Options) -> Measurement:
+def same_targets(a: np.ndarray, b: np.ndarray) -> bool:
+    """Returns whether two checkpoints' targets are the same, up to the token that ends a text: base
+    and instruction-tuned models often have different ones."""
+    if a.shape != b.shape:
+        return False
+    differs = a != b
+    return len(set(a[differs])) <= 1 and len(set(b[differs])) <= 1
+
+
+def measure(checkpoint: str, args: Options, before: Measurement | None = None) -> Measurement:
     """Measures one checkpoint.
 
     Args:
         checkpoint: the checkpoint.
         args: the command-line options.
+        before: of another checkpoint, to be compared with this one.
 
     Raises:
-        UserError: there is no batch to measure.
+        UserError: there is no batch to measure, or the other checkpoint has other targets.
     """
+    from data.errors import UserError
     from data.loader import Loader
 
     objective = _objective(checkpoint, args)
@@ -172,8 +199,16 @@ def measure(checkpoint: str, args: Options) -> Measurement:
     loader = Loader(
         objective.prepared, config.data.context_length, size, config.data.seed, split=split
     )
-    total = len(loader) // size
-    steps = _steps(args, split, total, size)
+    loader.end = len(loader)  # the last batch has the rows that are left
+    total = -(-len(loader) // size)
+    steps = _steps(args, split, total)
+    targets = loader.batch(steps.start)["targets"]
+    if before is not None and not same_targets(targets, before.targets):
+        raise UserError(
+            f"--checkpoint: {checkpoint} has another tokenizer or chat template than "
+            f"{args.checkpoint[0]}, so the same documents have other targets; a command of its "
+            "own, with another --output, would work"
+        )
     print(
         f"{checkpoint}: split {split}, batches {steps.start} to {steps[-1]} of {total} "
         f"({steps.start} skipped)",
@@ -190,9 +225,11 @@ def measure(checkpoint: str, args: Options) -> Measurement:
         "first_batch": steps.start,
         "batches": len(steps),
         "batch_size": size,
+        "rows": min(steps.stop * size, len(loader)) - steps.start * size,
         "data": [source.path for source in config.data.sources],
     }
-    return Measurement(*_measured(objective, loader, steps, args.without_earlier), about)
+    measured = _measured(objective, loader, steps, args.without_earlier)
+    return Measurement(*measured, about, targets)
 
 
 def _objective(checkpoint: str, args: Options) -> "TextObjective":
@@ -206,24 +243,66 @@ def _objective(checkpoint: str, args: Options) -> "TextObjective":
     from trainer.stages import choose_stage
     from trainer.text import TextObjective
 
-    if any(word.partition("=")[0] in ("--model.path", "--model-path") for word in args.words):
+    given = {word.partition("=")[0].replace("-path", ".path") for word in args.words}
+    if "--model.path" in given:
         raise UserError("--model.path: each --checkpoint takes its place; leave it out")
     config = configuration.load(
         [*args.words, "--model.path", checkpoint], command_flags=vars(args).keys() - {"words"}
     )
-    config = choose_stage(config, args.stage)
+    if config.trajectories.path:
+        raise UserError(
+            f"trajectories.path: found {config.trajectories.path}; losses by position are of texts "
+            "and conversations; eval.in_context plays episodes"
+        )
+    if config.preference.loss is not None:
+        raise UserError(
+            f"preference.loss: found {config.preference.loss}; losses by position are of texts and "
+            "conversations, so a recipe without it, and with such data, would work"
+        )
     if config.mesh.simulate:
-        simulate(config.mesh.simulate)
+        simulate(config.mesh.simulate)  # before a run's checkpoint is opened, which starts JAX
+    config = _with_checkpoint(config, checkpoint, "--adapter.path" in given)
+    config = choose_stage(config, args.stage)
     if "mesh" in config.auto:
         config = spread(config, len(jax.devices()))
         print(f"mesh: {config.mesh.product}", flush=True)
     return TextObjective(config, make_mesh(config.mesh, schedule=config.attention.schedule))
 
 
+def _with_checkpoint(config: "RunConfig", checkpoint: str, beside: bool) -> "RunConfig":
+    """Returns the configuration with a checkpoint's model, or with its adapter on the adapter's
+    base.
+
+    Args:
+        config: the recipe, whose own `adapter.path` is no part of a whole model.
+        checkpoint: the checkpoint.
+        beside: whether the command line has an `adapter.path`.
+
+    Raises:
+        UserError: the command line has one, and the checkpoint is another.
+    """
+    from data.errors import UserError
+    from trainer.adapted_source import AdaptedSource
+    from trainer.model_source import adapter_source, open_model
+
+    source = open_model(checkpoint, weights=False)
+    if not isinstance(source, AdaptedSource):
+        path = config.adapter.path if beside else None
+        return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, path=path))
+    if beside:
+        raise UserError(f"--adapter.path: {checkpoint} is an adapter too; leave it out")
+    _, base = adapter_source(checkpoint)
+    adapter = dataclasses.replace(source.adapter.config, path=checkpoint)
+    if adapter.quantize == "none":  # PEFT's format does not say
+        adapter = dataclasses.replace(adapter, quantize=config.adapter.quantize)
+    model = dataclasses.replace(config.model, path=base)
+    return dataclasses.replace(config, model=model, adapter=adapter)
+
+
 def _measured(
     objective: "TextObjective", loader: "Loader", steps: range, without_earlier: tuple[int, ...]
 ) -> tuple[list[dict], dict[int, list[dict]], dict[int, list[dict]]]:
-    """Returns what these steps' batches add up to: a Measurement without `about`.
+    """Returns what these steps' batches add up to: the first fields of a Measurement.
 
     Args:
         objective: the model and the order of a row's tokens.
@@ -252,8 +331,9 @@ def _measured(
             )
             without[tokens].add(piece_losses, batch["positions"], batch["loss_weights"])
             gains[tokens].add(piece_losses - losses, batch["positions"], batch["loss_weights"])
-        mean = np.average(losses, weights=batch["loss_weights"])
-        print(f"batch {number} of {len(steps)}: {mean:.3f} nats per target", flush=True)
+        counted = losses[batch["loss_weights"] > 0]  # none of a row of one token
+        mean = f"{counted.mean():.3f} nats per target" if counted.size else "no target"
+        print(f"batch {number} of {len(steps)}: {mean}", flush=True)
     return (
         buckets.rows(),
         {tokens: sums.rows() for tokens, sums in without.items()},
@@ -261,14 +341,13 @@ def _measured(
     )
 
 
-def _steps(args: Options, split: str, total: int, size: int) -> range:
+def _steps(args: Options, split: str, total: int) -> range:
     """Returns the steps whose batches are measured.
 
     Args:
         args: the options of the command line.
         split: the split of the data.
         total: its batches in the first epoch.
-        size: rows per batch.
 
     Raises:
         UserError: no batch is left to measure.
@@ -276,23 +355,20 @@ def _steps(args: Options, split: str, total: int, size: int) -> range:
     from data.errors import UserError
 
     steps = range(args.skip, min(args.skip + args.batches, total))
-    if args.skip < 0 or not steps:
+    if not steps:
         raise UserError(
-            f"--skip {args.skip} --batches {args.batches}: the split {split} has {total} batches "
-            f"of {size} rows in its first epoch; "
-            + ("skip fewer" if total else "use a smaller --train.batch_size")
+            f"--skip: found {args.skip}, and the first epoch of the split {split} has {total} "
+            "batches; a smaller number would work"
         )
     return steps
 
 
 def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
     """Plots each checkpoint's mean losses by tokens before the target, with two standard errors."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(8, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     names = short_names(curves)
     for name, rows in curves.items():
@@ -345,9 +421,10 @@ def work(args: Options) -> None:
         args.output, {"loss_by_position.json": b'"about"', "loss_by_position.png": PICTURE}
     )
     entry.keep_compiled()
-    curves, gains = {}, {}
+    curves, gains, before = {}, {}, None
     for checkpoint in args.checkpoint:
-        curves[checkpoint], without, gain, about = measure(checkpoint, args)
+        before = measure(checkpoint, args, before)
+        curves[checkpoint], without, gain, about, _ = before
         for tokens in args.without_earlier:
             curves[f"{checkpoint}, pieces of {tokens} tokens"] = without[tokens]
             # Up to W tokens, most targets are predicted from the same text in both cases.
@@ -361,7 +438,7 @@ def work(args: Options) -> None:
     )
     title = (
         f"Loss by position: split {about['split']}, {about['first_batch']} batches skipped, "
-        f"{about['batches'] * about['batch_size']} rows of {about['context_length']:,} tokens"
+        f"{about['rows']} rows of {about['context_length']:,} tokens"
     )
     plot(curves, picture, title)
     print_table(curves, title)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from data.errors import UserError
+from data.errors import UserError, first_line
 from data.outputs import output_files
 from data.synthetic.tasks import sentences_of
 from data.untrusted_files import read_text
@@ -128,9 +128,7 @@ def work(args: Options) -> None:
     try:
         text = read_text(args.book)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{args.book}: cannot read the book ({getattr(error, 'strerror', None) or error})"
-        ) from error
+        raise UserError(f"{args.book}: cannot read the book ({first_line(error)})") from error
     sentences = sentences_of(text)
     files = {f"{name}.json": b'"context"' for name in TASKS}
     files |= {f"{name}.yaml": b'"doc_to_text": "{{context}}"' for name in TASKS}

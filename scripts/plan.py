@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.errors import UserError
 from data.outputs import PICTURE, PICTURE_METADATA, output_file, output_files
 from data.untrusted_files import read_text
 from scripts.compare_schedules import compare
@@ -119,9 +120,8 @@ def draw(tries: list[dict[str, Any]], plan: dict[str, Any], path: Path) -> None:
         )
     axes.set_xscale("log", base=2)
     contexts = sorted({row["context"] for row in tries})
-    axes.set_xticks(
-        contexts, [f"{x >> 20}M" if x >= 1 << 20 else f"{x >> 10}K" for x in contexts], minor=False
-    )
+    labels = [f"{x / 2**20:.4g}M" if x >= 2**20 else f"{x / 2**10:.4g}K" for x in contexts]
+    axes.set_xticks(contexts, labels, minor=False)
     axes.set(
         xlabel="tokens per row",
         ylabel="GiB per device",
@@ -141,6 +141,8 @@ def run(args: argparse.Namespace) -> int:
         return compare(args)
     if args.write:
         output_file(args.write, RECIPE)
+    elif args.template:
+        raise UserError("--template: is for the recipe of --write; with both it would work")
     jobs, status = jobs_of(args), 0
     if args.output:  # refuses an unusable path now, not after minutes of compiling
         check_outputs(args, len(jobs))
@@ -220,7 +222,7 @@ def print_answer(job: Job, memory: MemoryEstimate, times: Mapping[str, Any]) -> 
     lines = (*answer.memory_lines(memory), "", *answer.time_lines(job, **times), "")
     print(*lines, answer.verdict(memory), sep="\n")
     if memory.fits == "no":
-        print(*(f"  {line}" for line in answer.advice(job)), sep="\n")
+        print(*(f"  {line}" for line in answer.advice(job, answer.plan_flags)), sep="\n")
     print(flush=True)
 
 
@@ -269,7 +271,6 @@ def _require_template(recipe: Mapping[str, Any]) -> None:
     what a base model needs.
     """
     from data.conversation import DEFAULT_TEMPLATE
-    from data.errors import UserError
     from data.sources import TURN_FORMATS
     from data.templates import jinja_template
     from trainer.model_source import open_model

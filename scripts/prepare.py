@@ -1,4 +1,4 @@
-"""Tokenizes a run's data ahead of training, so that accelerators do not wait for it.
+"""Prepares a run's data ahead of training, so that accelerators do not wait for it.
 
     python -m scripts.prepare --config RECIPE.yaml [--section.field value ...]
     python -m scripts.prepare --model.path MODEL --data.path DATA [--section.field value ...]
@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from data.beam import RUNNERS, Beam
 from data.engine import PROCESSES, Engine
@@ -25,9 +26,12 @@ from data.printable import printable
 from trainer import entry
 from trainer.options import FIELDS, no_download, option, other_words, parse
 
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
+
 
 def prepare(words: Sequence[str], engine: Engine) -> None:
-    """Tokenizes the data, unless done, and prints the data report.
+    """Prepares the data, unless done, and prints the data report.
 
     Args:
         words: the recipe and its fields, as on train.py's command line.
@@ -44,6 +48,9 @@ def prepare(words: Sequence[str], engine: Engine) -> None:
     from trainer.text import prepare_text
 
     config = load([*words])
+    if config.trajectories.path:
+        _prepare_episodes(config, engine)
+        return
     source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     for number in range(1, max(len(config.stages), 1) + 1):
         data = choose_stage(config, number)
@@ -57,6 +64,25 @@ def prepare(words: Sequence[str], engine: Engine) -> None:
                     )
                 )
         print(f"prepared in {prepared.folder}")
+
+
+def _prepare_episodes(config: RunConfig, engine: Engine) -> None:
+    """Stores a run's episodes, unless done, and prints their report.
+
+    Raises:
+        UserError: they cannot be used, or the engine is another than for episodes.
+    """
+    from data.trajectories.builder import prepare_trajectories
+
+    if engine is not PROCESSES:
+        raise UserError("--engine: found beam, which prepares no episodes; processes would work")
+    options = config.trajectories
+    assert options.path is not None
+    prepared = prepare_trajectories(
+        options.path, options.task, config.data.prepared, progress=config.logging.console
+    )
+    print(prepared.report)
+    print(f"prepared in {prepared.folder}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -64,14 +64,8 @@ def evaluation_command(
     return [
         *("-m", "eval.line_retrieval", "--checkpoint", str(checkpoint), "--output", str(output)),
         *("--cases", CASES, "--max-new-tokens", str(NEW_TOKENS)),
-        *(
-            "--rows",
-            str(ROWS),
-            "--simulate",
-            str(mesh.simulate),
-            "--compute-dtype",
-            config.model.compute_dtype,
-        ),
+        *("--rows", str(ROWS), "--simulate", str(mesh.simulate)),
+        *("--compute-dtype", config.model.compute_dtype),
         *("--fsdp", str(mesh.fsdp), "--tensor", str(mesh.tensor), "--sequence", str(mesh.sequence)),
     ]
 

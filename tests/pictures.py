@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 def overlaps(figure: Figure) -> list[tuple[Artist, Artist]]:
     """Returns the pairs of panels, legends and titles of a figure that overlap."""
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     texts = [
         text
         for text in (figure._suptitle, figure._supxlabel, figure._supylabel)

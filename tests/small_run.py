@@ -82,6 +82,37 @@ def recipe(
     return path
 
 
+def adapter_run(recipe: pathlib.Path, folder: pathlib.Path, model: pathlib.Path, **sections):
+    """Returns a function from a run's name in a folder, and flags, to the command line of a short
+    run of adapters on a model, with a learning rate at which they learn something in a few steps.
+
+    Args:
+      recipe: as of `recipe`; sections: fields of sections that it gets too.
+    """
+    written = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    written["model"] = {"compute_dtype": "float32"}
+    written["data"] |= {"held_out_path": None, "held_out_fraction": 0.0}
+    written["mesh"] = {"data": 4, "fsdp": 2, "simulate": 8}
+    written["attention"] = {"kernel": "reference"}
+    written["train"] = {"batch_size": 8}
+    written["optimizer"] |= {"learning_rate": 0.02, "schedule": "constant", "warmup_steps": 0}
+    for section, fields in sections.items():
+        written[section] = written.get(section, {}) | fields
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(written), encoding="utf-8")
+
+    def line(run, *flags, model=model):
+        command = ["--config", path, "--run_dir", folder / run, "--model.path", model, *flags]
+        return [str(word) for word in command]
+
+    return line
+
+
+def losses(run: pathlib.Path) -> list[float]:
+    """The losses of a run of text, step by step."""
+    return [row["loss_nats_per_target"] for row in rows(run / "metrics.jsonl")]
+
+
 def start(
     repository: pathlib.Path,
     recipe: pathlib.Path,

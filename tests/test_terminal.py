@@ -50,7 +50,9 @@ COMMANDS = {
 ALL = ["train", "trainer.xla_flags", *REGISTRY]
 # Modules that only say which command to use when they are run; and how all others print.
 NO_COMMAND = r'raise SystemExit\(\s*"'
-FRAME = r"entry\.run\(|printable_output\(\)|^main = command\(|from \S*wheel_models import"
+FRAME = (
+    r"entry\.run\(|printable_output\(\)|^main = (runner\.)?command\(|from \S*wheel_models import"
+)
 
 
 def control_characters(text: str) -> set[str]:

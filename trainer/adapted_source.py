@@ -19,7 +19,8 @@ from .checkpoint.readers import read_data, restore_model
 from .huggingface import adapter_config, peft
 from .huggingface.assets import trained_mask
 from .huggingface.hub_models import TOKENIZERS
-from .source_kinds import ModelSource, Params, StoredSource
+from .objective import Params
+from .source_kinds import ModelSource, StoredSource
 
 # Fields of the base that a run may change, besides the vocabulary.
 _TRAINED = ("rope", "local_rope", "max_position_embeddings", "eos_token_id")

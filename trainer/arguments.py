@@ -49,6 +49,13 @@ def not_negative(text: str) -> float:
     raise argparse.ArgumentTypeError(f"found {text}; a number, at least 0, is needed")
 
 
+def finite(text: str) -> float:
+    """The argparse type of a number that may be below 0, such as a return."""
+    if not math.isnan(number := _finite(text)):
+        return number
+    raise argparse.ArgumentTypeError(f"found {text}; a finite number is needed")
+
+
 def _finite(text: str) -> float:
     """Returns the number in a text; NaN if it is not a finite number."""
     try:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from data.errors import UserError
 
-from .config.schema import CheckpointConfig
+from .config.schema import CheckpointConfig, RunConfig
+from .run.identity import changed_setting, evaluation_called
 
 
 @dataclasses.dataclass
@@ -18,28 +20,51 @@ class BestCheckpoint:
 
     Attributes:
       config: names the metric, the better direction, and the patience.
+      measured_by: the settings of the evaluation that measures the metric, see `_measuring`.
       step, value: the best measurement; None before the first.
       waited: measurements since the best.
       is_measured: whether some evaluation measures the metric.
       before: the step and value of the previous best.
       last: the step and value of the last measurement.
+      forgotten: which earlier best is no longer kept, and why; "" for none.
     """
 
     config: CheckpointConfig
+    measured_by: Mapping[str, Any] | None = None
     step: int | None = None
     value: float | None = None
     waited: int = 0
     is_measured: bool = False
     before: tuple[int | None, float | None] = dataclasses.field(default=(None, None), compare=False)
     last: tuple[int | None, float] = dataclasses.field(default=(None, math.nan), compare=False)
+    forgotten: str = dataclasses.field(default="", compare=False)
 
     @classmethod
-    def restored(cls, config: CheckpointConfig, data: Mapping[str, Any]) -> BestCheckpoint:
-        """Reads a checkpoint's data; starts over if it is for another metric or absent."""
-        best = data.get("best") or {}
-        if (best.get("metric"), best.get("is")) != (config.best, config.best_is):
-            return cls(config)
-        return cls(config, best["step"], best["value"], best["waited"], is_measured=True)
+    def begun(cls, config: RunConfig) -> BestCheckpoint:
+        """Begins without a measurement."""
+        return cls(config.checkpoint, _measuring(config))
+
+    @classmethod
+    def restored(cls, config: RunConfig, data: Mapping[str, Any]) -> BestCheckpoint:
+        """Reads a checkpoint's data; begins without a measurement if they have none, or one of
+        something else than `checkpoint.best` names now."""
+        saved, best = data.get("best") or {}, cls.begun(config)
+        step, metric = saved.get("step"), config.checkpoint.best
+        if (saved.get("metric"), saved.get("is")) != (metric, config.checkpoint.best_is):
+            now = f"is {metric} ({config.checkpoint.best_is})" if metric else "is not given"
+            why = f"checkpoint.best {now} now"
+        # Earlier releases did not record it.
+        elif _differ(saved.get("measured_by", best.measured_by), best.measured_by):
+            why = f"evaluations: what measures {metric} has changed"
+        else:
+            best.step, best.value, best.waited = step, saved["value"], saved["waited"]
+            best.is_measured = "measured_by" in saved or best.measured_by is not None
+            return best
+        if step is not None:
+            best.forgotten = (
+                f"the best by {saved['metric']} so far, step {step}, is no longer kept: {why}"
+            )
+        return best
 
     @property
     def data(self) -> dict[str, Any]:
@@ -50,6 +75,7 @@ class BestCheckpoint:
             "best": {
                 "metric": self.config.best,
                 "is": self.config.best_is,
+                "measured_by": self.measured_by,
                 "step": self.step,
                 "value": self.value,
                 "waited": self.waited,
@@ -69,7 +95,7 @@ class BestCheckpoint:
             return f"{name} was never a finite number in {self.waited} measurements"
         return (
             f"{name} was {better} at step {self.step} ({self.value:.6g}), "
-            f"{self.waited} measurements ago"
+            f"{self.waited} measurement{'s' * (self.waited > 1)} ago"
         )
 
     @property
@@ -101,6 +127,17 @@ class BestCheckpoint:
     def _is_better(self, value: float) -> bool:
         sign = 1 if self.config.best_is == "lowest" else -1
         return math.isfinite(value) and (self.value is None or sign * value < sign * self.value)
+
+    def warning_on_resuming(self, config: RunConfig) -> str | None:
+        """Returns what has changed since the checkpoint, if the best one is not kept any more or
+        is always the last step; None otherwise.
+
+        Raises:
+          UserError: as `require`.
+        """
+        if self.forgotten or not self.is_measured or self.measured_by is None:
+            return self.forgotten or None
+        return self.require({self.config.best or "": _steps_between(config)}, config.train.steps)
 
     def forget(self, step: int, instead: int) -> None:
         """Returns to the previous best if `step`, whose checkpoint could not be saved, is the best.
@@ -152,3 +189,30 @@ class BestCheckpoint:
             f"{' and the run never ends early' if patience else ''}; {more} would measure it more "
             "often"
         )
+
+
+def _entry(config: RunConfig) -> Mapping[str, Any] | None:
+    """Returns the entry of `evaluations` that measures checkpoint.best; None if none does."""
+    name = (config.checkpoint.best or "").partition("/")[0]
+    return evaluation_called(name, config.evaluations)
+
+
+def _measuring(config: RunConfig) -> dict[str, Any] | None:
+    """Returns the settings of what measures checkpoint.best, in JSON: {} for held-out data, whose
+    fingerprint checkpoints have anyway; None if nothing does."""
+    if (entry := _entry(config)) is not None:
+        return json.loads(json.dumps(entry))
+    return {} if (config.checkpoint.best or "").startswith("held_out_") else None
+
+
+def _differ(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> bool:
+    """Returns whether two of `_measuring` measure different things."""
+    if old is None or new is None:
+        return old is not new
+    return changed_setting(old, new) is not None
+
+
+def _steps_between(config: RunConfig) -> int:
+    """Returns the steps between measurements of checkpoint.best."""
+    entry = _entry(config)
+    return config.train.evaluate_every if entry is None else int(entry.get("every", 0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from data.errors import UserError
 from .checkpoint.store import CheckpointStore
 from .config.schema import TrainConfig
 from .objective import Objective, Params
+from .run.cluster import warn
 from .step import StepMetrics
 
 SHOWN_RECORDS = 20  # of a step with a non-finite loss
@@ -91,8 +91,7 @@ class FiniteSteps:
                 "optimizer.learning_rate in another --run_dir, or give --train.non_finite skip "
                 "to skip such steps"
             )
-        if jax.process_index() == 0:
-            print(f"warning: {problem}; skipped, the parameters are unchanged", file=sys.stderr)
+        warn(f"{problem}; skipped, the parameters are unchanged")
         return False
 
     def require_trained(self, step: int) -> None:

@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -29,9 +28,9 @@ from .objective import AUXILIARY, BY_SOURCE, DeviceBatch, HostBatch, Objective
 from .reporting.boards import import_wandb
 from .reporting.meter import Meter
 from .reporting.metrics_log import LogStart, MetricsLog
-from .reporting.profiling import Profiler
+from .reporting.profiling import Profiler, session_of
 from .resources import Resources, open_resources
-from .run.cluster import barrier, first_then_others, require_same
+from .run.cluster import barrier, first_then_others, require_same, warn
 from .run.directory import RunDirectory
 from .run.identity import shared_fields
 from .run.logs import replace_file
@@ -98,8 +97,8 @@ def _open_inputs(
     config = dataclasses.replace(config, train=objective.config.train)  # with its steps
     if config.train.epochs is not None:  # before compiling: the run there may have another length
         check_run(config, jax.process_index() == 0)
-    if jax.process_index() == 0 and (warning := peak_warning(config)):
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    if warning := peak_warning(config):
+        warn(warning)
     require_same(
         {
             "the model's fingerprint": objective.origin,
@@ -207,6 +206,7 @@ class _Training:
         ):
             # Now: the initial model's files may be gone by the time a checkpoint is saved.
             if jax.process_index() == 0:
+                self._warn_of_profile(run)
                 shutil.rmtree(run.assets, ignore_errors=True)
                 self.objective.write_assets(run.assets)
                 replace_file(run.versions, (json.dumps(versions(), indent=1) + "\n").encode())
@@ -252,6 +252,15 @@ class _Training:
         processes = logging.profile_processes
         return logging.profile_steps if not processes or jax.process_index() in processes else ()
 
+    def _warn_of_profile(self, run: RunDirectory) -> None:
+        """Warns if the run has passed the steps to profile, and no start has profiled them."""
+        steps, step = self.config.logging.profile_steps, self.state.step
+        if steps and step >= steps[1] and not run.has_profile(session_of(steps)):
+            warn(
+                f"logging.profile_steps: found {list(steps)}, but the run continues from step "
+                f"{step}, so nothing is profiled; later steps would work"
+            )
+
     def _evaluate_before_training(self, log: MetricsLog) -> None:
         """Runs all evaluations before the first step, or on resuming those that preemption skipped.
 
@@ -260,15 +269,18 @@ class _Training:
         """
         if self.state.step == 0 or self.state.best.to_be_checked:
             self._evaluate(self.evaluations, log)
-        elif not self.state.evaluated:
+        elif self.state.shortened or not self.state.evaluated:
             # If none is due, all of them.
             self._evaluate(self._due_evaluations() or self.evaluations, log)
 
     def _open_log(self, run: RunDirectory) -> MetricsLog:
+        state = self.state
+        # An earlier start may have logged evaluations of what has become the last step.
+        logged = None if state.shortened else state.logged
         return MetricsLog(
             run,
             self.config,
-            LogStart(self.state.step, self.state.evaluated, self.state.logged),
+            LogStart(state.step, state.evaluated, logged),
             evaluations=[evaluation.name for evaluation in self.evaluations],
             loss_name=self.objective.loss_name,
             write=jax.process_index() == 0,
@@ -276,8 +288,13 @@ class _Training:
 
     def _steps(self, session: _Session) -> Iterator[None]:
         """Trains to the last step; yields after each step."""
-        batches = self.objective.batches(self.state.step)
-        self.state.start_clock()
+        state = self.state
+        state.start_clock()
+        if state.only_local and state.step in (state.best.step, self.config.train.steps):
+            session.saves.save(session.log)
+        if state.shortened:  # only evaluations were left
+            return
+        batches = self.objective.batches(state.step)
         self.meter.start()
         batch: DeviceBatch | None = self._next_batch(batches)
         while batch is not None:
@@ -392,10 +409,9 @@ class _Training:
                 if evaluation not in evaluations:
                     self._measure(evaluation, log)
         state.evaluated = True
-        if best.to_be_checked:  # the first call runs all evaluations
-            warning = best.require(every, self.config.train.steps)
-            if warning and jax.process_index() == 0:
-                print(f"warning: {warning}", file=sys.stderr, flush=True)
+        # The first call runs all evaluations.
+        if best.to_be_checked and (warning := best.require(every, self.config.train.steps)):
+            warn(warning)
         return state.step > 0 and best.update(state.step, measured)
 
     def _measure(self, evaluation: Evaluation, log: MetricsLog) -> dict[str, float]:

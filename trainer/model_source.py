@@ -120,13 +120,13 @@ def open_adapter(path: str, base: str | None = None) -> AdaptedSource:
     Raises:
       ValueError: as `adapter_source`, `open_model` and `with_adapter`.
     """
-    _, named = adapter_source(path)
+    adapter, named = adapter_source(path)
     if not (base or named):
         raise ValueError(
             f"{path}: {adapter_config.CONFIG} names no base_model_name_or_path; give the base in "
             "addition to --adapter"
         )
-    return with_adapter(open_model(base or named), path)
+    return _adapted(open_model(base or named), adapter, path)
 
 
 def with_adapter(source: ModelSource, path: str) -> AdaptedSource:
@@ -136,6 +136,12 @@ def with_adapter(source: ModelSource, path: str) -> AdaptedSource:
       ValueError: as `adapter_source`; or the model is not a base, or not the adapter's.
     """
     adapter, _ = adapter_source(path)
+    return _adapted(source, adapter, path)
+
+
+def _adapted(source: ModelSource, adapter: AdapterSource, path: str) -> AdaptedSource:
+    """Returns a model with an adapter, which `path` names in messages; errors as in
+    `with_adapter`."""
     if isinstance(source, AdaptedSource):
         raise ValueError(
             f"{path}: an adapter needs a whole model as its base, found the adapter "
@@ -180,8 +186,7 @@ def choose_model(
     `open_model`; `field` names the path in a message.
 
     Raises:
-      UserError, ValueError: neither a path nor a shape, no tokenizer, or an impossible shape; or as
-        `with_adapter`.
+      UserError, ValueError: an impossible shape; or as `load_tokenizer` and `with_adapter`.
     """
     if config.path:
         source = open_model(config.path, weights)
@@ -197,16 +202,14 @@ def choose_model(
             config=source.config.with_positions(**config.overrides),
             tokenizer_path=Path(config.tokenizer or source.tokenizer_path),
         )
-    if not config.preset and not config.overrides:
-        raise UserError(
-            "model: neither model.path (a pretrained model) nor model.preset (a shape) is given; "
-            "add --model.path HF_DIR"
-        )
-    if not config.tokenizer:
-        raise UserError(
-            "model.tokenizer: a model from scratch needs a tokenizer; give its folder or .model "
-            "file"
-        )
+    scratch = _scratch_source(config)
+    return with_adapter(scratch, adapter_path) if adapter_path else scratch  # refused as a base
+
+
+def _scratch_source(config: ModelConfig) -> ScratchSource:
+    """Returns the model from scratch in a recipe's section `model`, which `trainer.config.checks`
+    has found to have a shape and a tokenizer; errors as in `choose_model`."""
+    assert config.tokenizer
     path = Path(config.tokenizer)
     tokenizer = load_tokenizer(path)
     ends = (tokenizer.bos_id, tokenizer.eos_id)
@@ -217,8 +220,7 @@ def choose_model(
         # The embedding of a padding token is not trained, which that of a text's token must be.
         pad_token_id=None if tokenizer.pad_id in ends else tokenizer.pad_id,
     )
-    scratch = ScratchSource(shape, path)
-    return with_adapter(scratch, adapter_path) if adapter_path else scratch  # refused as a base
+    return ScratchSource(shape, path)
 
 
 def scratch_config(config: ModelConfig, **defaults: Any) -> TransformerConfig:

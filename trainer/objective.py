@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int
 
 from model.attention import Mask
@@ -53,12 +53,8 @@ class TrainableModel(Protocol):
         """Shape of every parameter without the padding of `parameters`."""
 
     @property
-    def specs(self) -> Mapping[str, PartitionSpec]:
-        """The partition of each parameter over the mesh."""
-
-    @property
     def shardings(self) -> Mapping[str, NamedSharding]:
-        """`specs` on `mesh`."""
+        """The sharding of each parameter on `mesh`."""
 
     @property
     def mesh(self) -> Mesh:

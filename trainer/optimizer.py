@@ -6,7 +6,7 @@ import collections
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -454,25 +454,18 @@ def _with_moments_in_8_bits(
     return optax.GradientTransformation(init, update)
 
 
-def split_trainable(names: Iterable[str], pattern: str) -> tuple[list[str], list[str]]:
-    """Returns the names that `pattern` fully matches, and the others.
+def trainable_names(names: Sequence[str], pattern: str) -> list[str]:
+    """Returns the names that `model.trainable`, a regular expression, fully matches.
 
     Raises:
-      UserError: `pattern` is not a regular expression, or matches no name.
+      UserError: it matches none.
     """
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        raise UserError(
-            f"model.trainable: {pattern!r} is not a regular expression ({error})"
-        ) from None
-    names = list(names)
-    trainable = [name for name in names if expression.fullmatch(name)]
+    trainable = [name for name in names if re.fullmatch(pattern, name)]
     if not trainable:
         raise UserError(
             f"model.trainable: {pattern!r} matches no parameter; there are {', '.join(names)}"
         )
-    return trainable, [name for name in names if name not in trainable]
+    return trainable
 
 
 def abstract_state(

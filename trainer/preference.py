@@ -196,18 +196,20 @@ class PreferenceObjective(TextObjective):
         max_pairs = max(loader.max_pairs for loader in loaders)
         for loader in loaders:
             loader.max_pairs = max_pairs
-        options = self.config.preference
-        if options.share_prompts and not self.loader.shares:
-            note = "preference.share_prompts: the model has a window, so prompts are computed twice"
-            self.warnings = [*self.warnings, note]
-            if jax.process_index() == 0 and not is_abstract(self.mesh):
-                print(f"warning: {note}", file=sys.stderr, flush=True)
         # Without devices, as in a dry run, nothing is computed.
-        if options.needs_reference and not is_abstract(self.mesh):
+        if self.config.preference.needs_reference and not is_abstract(self.mesh):
             # The model is loaded once for both splits, and only if a file lacks something.
             load = functools.cache(self._log_likelihoods)
             for loader in loaders:
                 loader.references = self._references(loader.documents, load)
+
+    def _data_warnings(self) -> list[str]:
+        warnings = super()._data_warnings()
+        if self.config.preference.share_prompts and not self.loader.shares:
+            warnings.append(
+                "preference.share_prompts: the model has a window, so prompts are computed twice"
+            )
+        return warnings
 
     @classmethod
     def abstract_model_and_batch(

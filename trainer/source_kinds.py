@@ -34,9 +34,8 @@ from .huggingface.folder import has_any_weights, has_weights, weights_fingerprin
 from .huggingface.hub_models import hub_name
 from .huggingface.read import check_codes, check_weights, read_hf, stored_hf
 from .huggingface.table import hf_layout
+from .objective import Params
 from .vocabulary import draw_rows
-
-Params = dict[str, jax.Array]
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -12,6 +12,7 @@ from model.attention.names import MESH_AXES
 from model.config import POSITIONS
 
 from .checkpoint.commit import CHECKPOINTS, located
+from .config import load as configuration
 from .config.checks import check
 from .config.data import Today
 from .config.preference import PreferenceConfig
@@ -19,7 +20,7 @@ from .config.schema import MeshConfig, RunConfig
 from .mesh import start_devices
 from .run.cluster import first_then_others, process
 from .run.directory import EARLIER_STAGES, RunDirectory
-from .run.identity import recorded_identity, saved_steps
+from .run.identity import recorded, recorded_identity, saved_steps, stages_up_to
 from .run.opening import check_run, has_begun
 
 
@@ -145,7 +146,8 @@ def _with_first_reference(config: RunConfig, index: int) -> PreferenceConfig:
 def choose_stage(config: RunConfig, number: int | None = None) -> RunConfig:
     """Returns the configuration that reads a stage's data; without stages `config`.
 
-    It keeps the recipe's model, whose tokenizer exists before earlier stages have run.
+    It keeps the recipe's model and adapter: those of earlier stages may not exist, or are not asked
+    for.
 
     Args:
       number: of the stage, from 1; the last one by default.
@@ -160,7 +162,8 @@ def choose_stage(config: RunConfig, number: int | None = None) -> RunConfig:
         _announce(stages, (number or len(stages)) - 1)
     stage = stages[(number or len(stages)) - 1]
     overrides = {**config.model.overrides, **stage.model.overrides}
-    return dataclasses.replace(stage, model=dataclasses.replace(config.model, overrides=overrides))
+    model = dataclasses.replace(config.model, overrides=overrides)
+    return dataclasses.replace(stage, model=model, adapter=config.adapter)
 
 
 def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) -> Path:
@@ -176,13 +179,13 @@ def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) ->
     stages_of(config)  # finds errors before it waits for other processes
     start_devices(config)
     stages = stages_of(_on_one_day(config))
-    if len(stages) == 1:
-        return train(stages[0], False)
     # One process checks for all: they would find each other's locks, or folders not visible to
     # others yet.
     first = first_then_others(
-        lambda index: _first_unfinished(stages) if index is None else int(index), str
+        lambda index: _first_unfinished(stages, config) if index is None else int(index), str
     )
+    if len(stages) == 1:
+        return train(stages[0], False)
     if first == len(stages):
         location = stages[-1].location
         path = located(location) / CHECKPOINTS / str(saved_steps(location)[-1])
@@ -206,14 +209,18 @@ def _on_one_day(config: RunConfig) -> RunConfig:
     return first_then_others(with_day, lambda config: str(config.data.template_date))
 
 
-def _first_unfinished(stages: list[RunConfig]) -> int:
+def _first_unfinished(stages: list[RunConfig], recipe: RunConfig) -> int:
     """Returns the index of the first stage after which no other has begun; the number of stages if
     the last has ended and nothing is left to continue from.
 
+    Args:
+      recipe: with the stages.
+
     Raises:
-      UserError: an earlier stage's folder holds another run, or a longer or shorter one; or the
-        checkpoint with which a stage began is gone.
+      UserError: the run was begun with more or fewer stages; an earlier stage's folder holds
+        another run, or a longer or shorter one; or the checkpoint with which a stage began is gone.
     """
+    _require_as_many(stages, len(recipe.stages))
     begun = max((i for i, stage in enumerate(stages) if has_begun(stage)), default=0)
     for index, stage in enumerate(stages[:begun]):
         if has_begun(stage):
@@ -228,6 +235,44 @@ def _first_unfinished(stages: list[RunConfig]) -> int:
         f"stage {begun + 1} needs the checkpoint in {stages[begun - 1].location}, which is gone; "
         "restore that folder, or start again with another --run_dir"
     )
+
+
+def _require_as_many(stages: list[RunConfig], given: int) -> None:
+    """Raises UserError if the run in the folder was begun with more or fewer stages.
+
+    Args:
+      given: the number of stages in the recipe.
+    """
+    last = stages[-1]
+    count = stages_up_to(configuration.resolved(last))
+    more = f"{last.location}/{EARLIER_STAGES}/{count}"
+    if has_begun(dataclasses.replace(last, run_dir=more)):
+        begun = f"{count + 1} or more"
+    elif has_begun(last):
+        then = stages_up_to(recorded(_with_recorded(last)))
+        # A run without stages may have begun from a stage of another run, which has moved since.
+        if then == count or _is_same_run(last):
+            return
+        begun = str(then) if then > 1 else "one or none"
+    else:
+        return
+    remedy = "give as many, or another --run_dir"
+    if saved_steps(last.location):
+        kind = "adapter" if last.adapter.rank else "model"
+        remedy += f"; --{kind}.path {last.location} --run_dir NEW goes on from its weights"
+    raise UserError(
+        f"stages: found {given or 'none'}, but the run in {last.location} was begun with {begun}; "
+        f"{remedy}"
+    )
+
+
+def _is_same_run(begun: RunConfig) -> bool:
+    """Returns whether the folder of a begun stage holds its run, of any length."""
+    try:
+        check_run(_with_chosen_positions(begun), process_zero=False, steps_known=False)
+    except UserError:
+        return False
+    return True
 
 
 def _require_ended(stage: RunConfig, index: int) -> None:
@@ -248,13 +293,10 @@ def _with_chosen_positions(stage: RunConfig) -> RunConfig:
     part of its run's identity."""
     if "positions" not in stage.auto:
         return stage
-    run = RunDirectory.of(stage)
-    if run.mirror is not None:
-        run.mirror.pull(run.config.name)
-    recorded = recorded_identity(run)
+    began = recorded_identity(_with_recorded(stage))
 
     def completed(given: dict[str, Any], field: str) -> dict[str, Any]:
-        chosen = {name: value for name, value in recorded[field].items() if name in POSITIONS}
+        chosen = {name: value for name, value in began[field].items() if name in POSITIONS}
         return {**chosen, **given}
 
     model, preference = stage.model, stage.preference
@@ -263,6 +305,15 @@ def _with_chosen_positions(stage: RunConfig) -> RunConfig:
         preference = dataclasses.replace(preference, ref_overrides=overrides)
     model = dataclasses.replace(model, overrides=completed(model.overrides, "model.overrides"))
     return dataclasses.replace(stage, model=model, preference=preference)
+
+
+def _with_recorded(stage: RunConfig) -> RunDirectory:
+    """Returns a begun stage's folder with the configuration that it has recorded, also of one in a
+    bucket."""
+    run = RunDirectory.of(stage)
+    if run.mirror is not None:
+        run.mirror.pull(run.config.name)
+    return run
 
 
 def _announce(stages: list[RunConfig], index: int) -> None:

@@ -12,11 +12,13 @@ from data.errors import UserError
 
 from .best import BestCheckpoint
 from .build import run_notes
+from .checkpoint.items import Restored
 from .checkpoint.local_tier import LocalTier
 from .checkpoint.store import CheckpointStore
 from .config.schema import RunConfig
 from .finite import FiniteSteps
 from .objective import Objective, Params
+from .run.cluster import warn
 from .run.versions import difference, versions
 from .step import StepBuilder
 
@@ -33,6 +35,8 @@ class TrainingState:
         after a last step that had only some of a batch's rows.
       logged: the newest checkpoint's record of the logs.
       evaluated: whether the evaluations that are due after `step` have been done.
+      shortened: whether the restored step has become the last one, so that its evaluations are due.
+      only_local: whether the run's folder has no checkpoint of the restored step.
       finite: which steps had a finite loss.
       best: the best measurement so far, and how many measurements ago.
     """
@@ -58,8 +62,9 @@ class TrainingState:
 
     @property
     def finished(self) -> bool:
-        """Whether no step is left, or the run's patience is exhausted."""
-        return self.step >= self.config.train.steps or self.best.exhausted
+        """Whether no step and no evaluation is left, or the run's patience is exhausted."""
+        no_step_left = self.step >= self.config.train.steps
+        return self.best.exhausted or (no_step_left and not self.shortened)
 
     def due(self, every: int) -> bool:
         """Whether something done every `every` steps, and after the last one, is due now."""
@@ -83,6 +88,7 @@ class TrainingState:
         """Returns what checkpoints say of the run's progress, with their record of the logs."""
         return {
             "step": self.step,
+            "steps": self.config.train.steps,
             **self._fingerprints,
             "inputs": self.objective.inputs,
             "evaluated": self.evaluated,
@@ -120,6 +126,7 @@ class TrainingState:
         self.trainable: Params = {}  # frees the arrays of an earlier call
         self.frozen: Params = {}
         self.optimizer_state: Any = None
+        self.shortened = self.only_local = False
         self._seen = self._saved_so_far()
         steps, _ = self._seen
         if self._restore_local(after=max(steps, default=0)):
@@ -131,7 +138,10 @@ class TrainingState:
         if newest is None:
             self._begin()
         else:
-            self._restore(newest)
+            restored = self.store.restore(
+                newest, self.builder.abstract_saved, self.builder.abstract_optimizer
+            )
+            self._resume_from(restored, str(self.store.path(newest)))
 
     def _saved_so_far(self) -> tuple[list[int], dict[str, Any]]:
         """Returns the steps of all checkpoints in the run's folder, and its record of local
@@ -149,23 +159,11 @@ class TrainingState:
         self.finite = FiniteSteps(self.config.train, self.objective, self.store)
         self.tokens_seen, self.rows_left_out, self._earlier_seconds = 0, 0, 0.0
         self.logged: dict[str, Any] = {}
-        self.best = BestCheckpoint(self.config.checkpoint)
+        self.best = BestCheckpoint.begun(self.config)
         self.say(
             "\n".join(
                 (self.builder.saved_size, *run_notes(self.config, self.objective.model.config))
             )
-        )
-
-    def _restore(self, checkpoint_step: int) -> None:
-        """Restores a checkpoint of the run's folder."""
-        restored = self.store.restore(
-            checkpoint_step, self.builder.abstract_saved, self.builder.abstract_optimizer
-        )
-        self._resume_from(
-            restored.model,
-            restored.optimizer,
-            restored.data or {},
-            str(self.store.path(checkpoint_step)),
         )
 
     def _restore_local(self, after: int) -> bool:
@@ -177,33 +175,51 @@ class TrainingState:
         self.say(self.local.describe(*abstract, self.config.checkpoint.local_every))
         if restored is None:
             return False
-        path = f"local checkpoint, {self.local.folder}"
-        self._resume_from(restored.model, restored.optimizer, restored.data, path)
+        best = BestCheckpoint.restored(self.config, restored.data).step
+        if best not in (None, restored.step, *self._seen[0]):
+            warn(
+                f"{self.local.folder}: the local checkpoint of step {restored.step} is not used, "
+                f"since saving the best one, of step {best}, had not ended"
+            )
+            return False
+        self.only_local = True
+        self._resume_from(restored, f"local checkpoint, {self.local.folder}")
         return True
 
-    def _resume_from(self, model: Params, optimizer: Any, data: dict[str, Any], path: str) -> None:
+    def _resume_from(self, restored: Restored, path: str) -> None:
         """Resumes from a checkpoint's state; `path` names it."""
+        data = restored.data
         self._check_fingerprints(data, path)
-        if jax.process_index() == 0 and (change := difference(data.get("versions", versions()))):
-            print(
-                f"warning: {path}: was written with {change}; the run continues, but may not "
-                "repeat bit by bit what that code would have computed",
-                file=sys.stderr,
+        if change := difference(data.get("versions", versions())):
+            warn(
+                f"{path}: was written with {change}; the run continues, but may not repeat bit by "
+                "bit what that code would have computed"
             )
         base = (
             self._placed(self.objective.read_params()) if self.builder.saves_trainable_only else {}
         )
-        self._set_params({**base, **model})
-        self.optimizer_state = optimizer
-        self.step, self.evaluated = data["step"], data["evaluated"]
+        self._set_params({**base, **restored.model})
+        self.optimizer_state = restored.optimizer
+        self.step, last = data["step"], self.config.train.steps
+        self.evaluated, self.shortened = data["evaluated"], self.step == last < data.get("steps", 0)
         self.finite = FiniteSteps.restored(self.config.train, self.objective, self.store, data)
         self.tokens_seen, self._earlier_seconds = data["tokens_seen"], data["wall_seconds"]
         # Earlier releases filled every batch.
         rows_seen = data.get("rows_seen", self.step * self.config.train.batch_size)
         self.rows_left_out = self.objective.rows_taken(self.step) - rows_seen
         self.logged = data["logged"]
-        self.best = BestCheckpoint.restored(self.config.checkpoint, data)
+        self.best = BestCheckpoint.restored(self.config, data)
         self.store.protected = self.best.step
+        self._say_resumed(path)
+
+    def _say_resumed(self, path: str) -> None:
+        """Says where the run stands, and what has changed since the checkpoint.
+
+        Raises:
+          UserError: as `BestCheckpoint.require`.
+        """
+        if not self.finished and (warning := self.best.warning_on_resuming(self.config)):
+            warn(f"{path}: {warning}")
         if self.best.exhausted:
             self.say(
                 f"already stopped at step {self.step}: {self.best.why}; a higher "
@@ -214,12 +230,10 @@ class TrainingState:
         else:
             self.say(f"continuing from step {self.step} ({path})")
         is_extended = self.config.train.epochs is not None or not self.finished
-        if self.rows_left_out and is_extended and jax.process_index() == 0:
-            print(
-                f"warning: {path}: the run was extended after a last step that took only the rows "
-                f"left of its epochs: the other {self.rows_left_out} rows of that batch are not "
-                "trained on",
-                file=sys.stderr,
+        if self.rows_left_out > 0 and is_extended:
+            warn(
+                f"{path}: the run was extended after a last step that took only the rows left of "
+                f"its epochs: the other {self.rows_left_out} rows of that batch are not trained on"
             )
 
     def _check_fingerprints(self, saved: dict[str, Any], path: str) -> None:

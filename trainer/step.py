@@ -43,7 +43,7 @@ from .optimizer import (
     clipping,
     learning_rate,
     make_optimizer,
-    split_trainable,
+    trainable_names,
 )
 from .streaming import in_host_memory, keep_unless_finite, streamed_update
 
@@ -121,7 +121,7 @@ class StepBuilder:
     def trainable(self) -> tuple[str, ...]:
         """Names of the trained parameters."""
         names = [name for name, parameter in self.model.parameters.items() if not parameter.frozen]
-        return tuple(split_trainable(names, self.trainable_pattern)[0])
+        return tuple(trainable_names(names, self.trainable_pattern))
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:

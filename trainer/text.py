@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -38,7 +38,8 @@ from model.loss import LossSums
 from .adapted_source import AdaptedSource
 from .build import build_language_model, shares_prompts
 from .config import load as configuration
-from .config.data import SourceConfig
+from .config.checks import check_profile
+from .config.data import DataConfig, SourceConfig
 from .config.schema import RunConfig
 from .huggingface import adapter_config
 from .mesh import LocalPart, batch_sharding, is_abstract, local_order, local_part, place_batch
@@ -88,12 +89,38 @@ def prepare_text(
       engine: what prepares the data.
     """
     data = config.data
+    rules = EncodingRules(
+        data.context_length,
+        clean=data.clean,
+        train_on=data.train_on,
+        cut_prompts=config.preference.long_pairs == "cut_prompt",
+        unpaired=config.preference.labelled,
+        share_prompts=shares_prompts(config, model),
+    )
+    return prepare(
+        _sources_of(data, tokenizer, generate=key is None),
+        tokenizer,
+        rules,
+        data.prepared,
+        progress=progress and sys.stderr.isatty(),
+        key=key,
+        engine=engine,
+        cache_gib=data.cache_gib,
+    )
+
+
+def _sources_of(data: DataConfig, tokenizer: Tokenizer, generate: bool) -> Sources:
+    """Returns what `data.prepare` reads.
+
+    Args:
+      generate: whether to write the records of synthetic sources, and read those.
+    """
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text))
 
     def path_of(source: SourceConfig) -> str:
-        if key or not source.path.startswith(synthetic.PREFIX):
+        if not (generate and source.path.startswith(synthetic.PREFIX)):
             return source.path
         return str(synthetic.write(source.path, data.context_length, count, tokenizer.fingerprint))
 
@@ -109,28 +136,10 @@ def prepare_text(
         )
         for source in data.sources
     )
-    held_out = (
-        (dataclasses.replace(sources[0], path=data.held_out_path, weight=1.0),)
-        if data.held_out_path
-        else ()
-    )
-    rules = EncodingRules(
-        data.context_length,
-        clean=data.clean,
-        train_on=data.train_on,
-        cut_prompts=config.preference.long_pairs == "cut_prompt",
-        unpaired=config.preference.labelled,
-        share_prompts=shares_prompts(config, model),
-    )
-    return prepare(
-        Sources(sources, held_out, 0.0 if held_out else data.held_out_fraction),
-        tokenizer,
-        rules,
-        data.prepared,
-        progress=progress and sys.stderr.isatty(),
-        key=key,
-        engine=engine,
-        cache_gib=data.cache_gib,
+    if not data.held_out_path:
+        return Sources(sources, (), data.held_out_fraction)
+    return Sources(
+        sources, (dataclasses.replace(sources[0], path=data.held_out_path, weight=1.0),), 0.0
     )
 
 
@@ -159,13 +168,6 @@ def source_names(config: RunConfig) -> tuple[str, ...]:
         candidates = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
         names.append(next(name for name in candidates if name not in names))
     return tuple(names)
-
-
-class _ReadPart(TypedDict):
-    """This process's part of a batch: indices of rows, and indices within a row."""
-
-    rows: list[int]
-    indices: Int[np.ndarray, " T"]
 
 
 class TextObjective(Objective):
@@ -293,8 +295,9 @@ class TextObjective(Objective):
             self.config, train=self.config.train.for_epochs(self.rows_per_epoch)
         )
         if self.config.train.epochs is not None:
+            check_profile(self.config)
             self.loader.end = self.rows_taken(self.config.train.steps)
-        self.warnings = data_warnings(self.source, self.config, self.prepared, self.loader)
+        self.warnings = self._data_warnings()
         for warning in self.warnings if prints else ():
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         # Exports state the longest document as the model's length: longer rows hold several
@@ -306,6 +309,9 @@ class TextObjective(Objective):
         self.fingerprint = self.loader.fingerprint
         self._held_out_loader = self._load("held_out") if len(self.prepared.held_out) else None
         self.has_held_out = self._held_out_loader is not None
+
+    def _data_warnings(self) -> list[str]:
+        return data_warnings(self.source, self.config, self.prepared, self.loader)
 
     @functools.cached_property
     def part(self) -> LocalPart:
@@ -319,8 +325,8 @@ class TextObjective(Objective):
         return local_order(self.part, self._layout)[1]
 
     @functools.cached_property
-    def _read_part(self) -> _ReadPart:
-        """The part of a batch that this process reads, in the order of the rows' tokens."""
+    def _read_part(self) -> dict[str, Any]:
+        """The rows of a batch, and the indices in a row, that this process reads; ascending."""
         indices, _ = local_order(self.part, self._layout)
         return {"rows": self.part.rows.tolist(), "indices": indices}
 

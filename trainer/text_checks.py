@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from data.clean import CleanConfig
+from data.conversation import TEMPLATE_FILES
 from data.errors import UserError
 from data.loader import Loader
 from data.prepared import Documents, Prepared
@@ -43,7 +44,7 @@ def data_warnings(
     """
     longest = longest_document(prepared)
     warnings = (
-        _length_warning_of(source, config, longest),
+        _length_warning(source, config, longest),
         _held_out_length_warning(source, config.model, prepared),
         _padding_warning(loader, longest),
         _repetition_warning(config, loader),
@@ -131,8 +132,8 @@ def _unused_warning(data: DataConfig) -> str | None:
     """Returns a warning about fields that apply only to conversations, if there are none."""
     if any(source.format in TURN_FORMATS for source in data.sources):
         return None
-    # Not chat_template_kwargs: the trained model answers with them.
-    names = ["train_on"]
+    # Not chat_template_kwargs and a template's file: the trained model answers with them.
+    names = ["train_on", *([] if data.template.endswith(TEMPLATE_FILES) else ["template"])]
     names += [f"clean.{each.name}" for each in dataclasses.fields(CleanConfig)]
     names.remove("clean.near_duplicates")  # of texts too
     default = DataConfig()
@@ -175,54 +176,48 @@ def _longest(documents: Documents) -> int:
     return int(lengths.max(initial=0))
 
 
-def _length_warning_of(source: ModelSource, config: RunConfig, longest: int) -> str | None:
-    """Returns `length_warning`, except for what `auto: [positions]` will stretch when it trains."""
-    if "positions" in config.auto and extended_positions(source.config, longest):
+def known_length(source: ModelSource, model: ModelConfig) -> int | None:
+    """Returns the tokens that a pretrained model's positions are trained for; None for a model from
+    scratch, or if its RoPE rule or the recipe's rope_theta supports any length.
+
+    Args:
+      source: the model with the recipe's positions; model: the recipe's section.
+    """
+    if not source.is_pretrained or "rope_theta" in model.overrides:
         return None
-    return length_warning(source, config.model, longest)
+    return trained_length(source.config)
+
+
+def _length_warning(source: ModelSource, config: RunConfig, longest: int) -> str | None:
+    """Returns a warning if documents exceed a model's `known_length`, unless `auto: [positions]`
+    will stretch it when the run trains.
+
+    Args:
+      longest: tokens of the longest document.
+    """
+    known = known_length(source, config.model)
+    is_stretched = "positions" in config.auto and extended_positions(source.config, longest)
+    if known is None or longest <= known or is_stretched:
+        return None
+    return (
+        f"documents up to {longest:,} tokens, trained for {known:,}: set "
+        f"rope_scaling{_example(source, longest)}"
+    )
 
 
 def _held_out_length_warning(
     source: ModelSource, model: ModelConfig, prepared: Prepared
 ) -> str | None:
-    """Returns a warning if documents that are only measured exceed a pretrained model's length,
-    which the training documents do not; arguments as in `length_warning`."""
-    trained, held_out = trained_length(source.config), _longest(prepared.held_out)
-    if (
-        not source.is_pretrained
-        or "rope_theta" in model.overrides
-        or trained is None
-        or not longest_document(prepared) <= trained < held_out
-    ):
+    """Returns a warning if documents that are only measured exceed a model's `known_length`, which
+    the training documents do not."""
+    known, held_out = known_length(source, model), _longest(prepared.held_out)
+    if known is None or not longest_document(prepared) <= known < held_out:
         return None
     return (
-        f"held-out documents up to {held_out:,} tokens, but trained for {trained:,}, and no "
+        f"held-out documents up to {held_out:,} tokens, but trained for {known:,}, and no "
         "training document is longer: the held-out loss counts positions that the model does not "
         "know; "
         f"shorter held-out documents or rope_scaling{_example(source, held_out)} would avoid that"
-    )
-
-
-def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str | None:
-    """Returns a warning if documents exceed a pretrained model's length; else None.
-
-    Also None if the recipe sets rope_theta, which handles the length.
-
-    Args:
-      source: the model with the recipe's positions; model: the recipe's section.
-      longest: tokens of the longest document.
-    """
-    trained = trained_length(source.config)
-    if (
-        not source.is_pretrained
-        or "rope_theta" in model.overrides
-        or trained is None
-        or longest <= trained
-    ):
-        return None
-    return (
-        f"documents up to {longest:,} tokens, trained for {trained:,}: set "
-        f"rope_scaling{_example(source, longest)}"
     )
 
 

@@ -263,29 +263,32 @@ def main(argv: list[str] | None = None) -> int:
         ),
     )
     args = parser.parse_args(argv)
-    if not args.why:
-        try:
-            memory = _memory(args)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            print("(exit 2)")  # evaluated by a launcher's shell: its `eval` must fail too
-            return 2
-        print(
-            shell_line(args.platform, os.environ.get(VARIABLES[args.platform], ""), args.generation)
-        )
-        for name, value in memory.items():
-            print(f"export {name}={value}")
+    if args.why:
+        _print_reasons(args.platform)
         return 0
-    if args.platform == "gpu":
+    try:
+        memory = _memory(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        print("(exit 2)")  # evaluated by a launcher's shell: its `eval` must fail too
+        return 2
+    print(shell_line(args.platform, os.environ.get(VARIABLES[args.platform], ""), args.generation))
+    for name, value in memory.items():
+        print(f"export {name}={value}")
+    return 0
+
+
+def _print_reasons(platform: str) -> None:
+    """Prints what is set for a platform, with the reasons."""
+    if platform == "gpu":
         print(
             f"{MEMORY_SHARE}={GPU_MEMORY_SHARE:g}\n"
             "    JAX takes 75% of a GPU's memory by default\n"
             f"{HOST_LIMIT}={HOST_SHARE:g} of the host's\n"
             "    a process may pin 64 GiB by default, less than most plans with offloading need"
         )
-    for flag in FLAGS[args.platform]:
+    for flag in FLAGS[platform]:
         print(f"{flag}{' (' + ', '.join(flag.only) + ')' if flag.only else ''}\n    {flag.why}")
-    return 0
 
 
 def _memory(args: argparse.Namespace) -> dict[str, str]:

@@ -138,20 +138,20 @@ def generate(path: str, context_length: int, count: Callable[[str], int]) -> lis
         texts = longest.text, longest.prefix + longest.rest, *filter(None, longest.further)
         return sum(map(count, texts)) + MARGIN + FURTHER_MARGIN * (len(texts) // 2 - 1)
 
-    few, many = 1, 33
-    short = tokens(few)
+    short = tokens(1)
     if short > context_length:
         raise UserError(
             f"{path}: its shortest exercise takes about {short} tokens; a data.context_length of "
             f"{short} or more would work"
         )
-    most = max(int(few + (context_length - short) / ((tokens(many) - short) / (many - few))), few)
+    per_unit = (tokens(33) - short) / 32
+    most = max(int(1 + (context_length - short) / per_unit), 1)
     if spec.task == "lines":
         most = min(most, tasks.MOST_TRAINING_LINES)
-    while most > few and tokens(most) > context_length:
+    while most > 1 and tokens(most) > context_length:
         most -= max(most // 50, 1)
     sizes = np.random.default_rng([spec.seed, list(TASKS).index(spec.task)]).integers(
-        few, most + 1, spec.exercises(context_length)
+        1, most + 1, spec.exercises(context_length)
     )
     records = []
     for number, units in enumerate(sizes.tolist()):
@@ -174,11 +174,9 @@ def write(path: str, context_length: int, count: Callable[[str], int], tokenizer
       tokenizer: fingerprint of the tokenizer that counts.
     """
     spec = Spec.parse(path)
-    like = (
-        hashlib.sha256(read_bytes(spec.like)).hexdigest()
-        if spec.like and Path(spec.like).is_file()
-        else spec.like
-    )
+    like = spec.like
+    if like and Path(like).is_file():
+        like = hashlib.sha256(read_bytes(like)).hexdigest()
     parts = json.dumps([RULES, spec._replace(like=like), context_length, tokenizer])
     folder = cache_folder("synthetic")
     file = folder / f"{spec.task}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}.jsonl"

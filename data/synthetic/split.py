@@ -38,7 +38,7 @@ def draw_keys(rng: np.random.Generator, kind: str, count: int, reserved: bool) -
     Raises:
       ValueError: there are fewer reserved keys of two words.
     """
-    keys = _reserved(kind) if reserved else _unreserved(kind, count)
+    keys = _pairs(kind, True) if reserved else _unreserved(kind, count)
     if count > len(keys):
         raise ValueError(
             f"{count} keys that no training text has cannot be drawn; {kind} has {len(keys)}"
@@ -47,14 +47,15 @@ def draw_keys(rng: np.random.Generator, kind: str, count: int, reserved: bool) -
 
 
 @functools.cache
-def _reserved(kind: str) -> tuple[str, ...]:
-    return tuple(filter(is_reserved, words.keys(kind, 0)))
+def _pairs(kind: str, reserved: bool) -> tuple[str, ...]:
+    """Returns all keys of two words that are reserved, or that are not."""
+    return tuple(key for key in words.keys(kind, 0) if is_reserved(key) == reserved)
 
 
 @functools.lru_cache(maxsize=4)
 def _unreserved(kind: str, count: int) -> Sequence[str]:
     """Returns at least `count` keys allowed in training texts, of two words if these suffice."""
-    pairs = _unreserved_pairs(kind)
+    pairs = _pairs(kind, False)
     if count <= len(pairs):
         return pairs
     longer = words.keys(kind, 2 * count)[len(words.keys(kind, 0)) :]
@@ -62,11 +63,6 @@ def _unreserved(kind: str, count: int) -> Sequence[str]:
         *pairs,
         *itertools.islice(itertools.filterfalse(is_reserved, longer), count - len(pairs)),
     ]
-
-
-@functools.cache
-def _unreserved_pairs(kind: str) -> tuple[str, ...]:
-    return tuple(itertools.filterfalse(is_reserved, words.keys(kind, 0)))
 
 
 def draw_values(
@@ -113,8 +109,6 @@ def _belongs(key: str, value: int, evaluation: bool, reserved: bool) -> bool:
     """Returns whether a pair is of the kind requested from `draw_values`."""
     if reserved:
         return is_reserved(value)
-    return (
-        is_evaluation(key, value)
-        if evaluation
-        else not (is_evaluation(key, value) or is_reserved(value))
-    )
+    if evaluation:
+        return is_evaluation(key, value)
+    return not (is_evaluation(key, value) or is_reserved(value))

@@ -106,11 +106,9 @@ class Haystack:
         """Returns `units` sentences; none for the haystack "needles", which needs keys."""
         if self.name == "noise":
             return [NOISE] * units
-        return (
-            [self.sentences[i % len(self.sentences)] for i in range(units)]
-            if self.name == "text"
-            else []
-        )
+        if self.name == "needles":
+            return []
+        return [self.sentences[i % len(self.sentences)] for i in range(units)]
 
 
 def _names(rng: np.random.Generator, count: int, kind: str, evaluation: bool) -> list[str]:

@@ -47,8 +47,7 @@ def wording_like(path: str | pathlib.Path) -> Wording:
     if correct_line not in record or len(record) < 3 or not number:
         raise UserError(
             f"{path}: the lines of its first case cannot be distinguished from the rest; cases of "
-            "at least "
-            "3 lines that end like their correct_line would work"
+            "at least 3 lines that end like their correct_line would work"
         )
     start = re.sub(r"[\w-]*$", "", _common_prefix(begins))
     end = re.sub(r"^[\w-]*", "", _common_prefix([begin[::-1] for begin in begins])[::-1])
@@ -77,8 +76,8 @@ def _first_case(path: str | pathlib.Path) -> tuple[str, str, int]:
     except (OSError, StopIteration, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}: no line cases in LongChat's form ({type(error).__name__}: {error}); its "
-            "first line should be "
-            'like {"prompt": "...", "expected_number": 7, "num_lines": 20, "correct_line": "..."}'
+            'first line should be like {"prompt": "...", "expected_number": 7, "num_lines": 20, '
+            '"correct_line": "..."}'
         ) from None
 
 

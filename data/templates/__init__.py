@@ -6,9 +6,10 @@ text, and in turns only if the template looks for them (`encoder`); `loss` finds
 `built_in` has templates for any tokenizer.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from data.conversation import Message
 from data.errors import UserError, nearest
@@ -17,13 +18,14 @@ from data.templates.encoder import Segment, encode, find_controls
 from data.templates.errors import TemplateError
 from data.templates.loss import Written, excluded_ranges, tail_of, trained_ranges
 from data.templates.notes import notes_of
-from data.templates.rendering import Rendered, Template
+from data.templates.rendering import Rendered, Template, has_thinking_part
 from data.templates.runs import cut
 from data.tokenizer import Tokenizer
 
-# Followed by the token, which data.text_tokens could let a text contain.
 UNREAD_VARIABLE = "the template does not read this of chat_template_kwargs: "
 ARGUMENTS_AS_TEXT = "arguments of calls given to the template as JSON text, as it requires"
+CONTENTS_AS_PARTS = "contents given to the template as lists of parts, as it requires"
+# Followed by the token, which data.text_tokens could let a text contain.
 TYPED = "control token in a turn's text, encoded as plain text: "
 _FIELD = "data.template, or the template of one of data.sources"  # for messages
 
@@ -124,7 +126,6 @@ def encode_conversation(
     including calls, reasoning and their marks. Turns whose Message.train is False are excluded.
 
     Args:
-      messages: the turns.
       template: the name of a chat template, one of NAMES.
       tokenizer: the tokenizer; its `template_date` is what strftime_now writes.
       add_generation_prompt: whether the header of an assistant's turn follows the conversation.
@@ -146,6 +147,8 @@ def encode_conversation(
     notes = notes_of(rendered, messages, tools, program.source, template == "tokenizer")
     if program.arguments_as_text:
         notes |= {ARGUMENTS_AS_TEXT}
+    if program.in_parts:
+        notes |= {CONTENTS_AS_PARTS}
     notes |= {UNREAD_VARIABLE + name for name in program.unread_variables(template_kwargs)}
     controls, typed = find_controls(rendered, tokenizer, _generated(messages))
     ranges_of = excluded_ranges if train_on_everything else trained_ranges
@@ -270,21 +273,39 @@ def _rendered(
 ) -> tuple[Template, Rendered]:
     """Returns a conversation as the template writes it, and the template as it was used.
 
-    DeepSeek V3's template accepts only arguments of calls that are JSON text.
+    DeepSeek V3's template accepts only arguments of calls that are JSON text; LLaVA's writes only
+    contents that are lists of parts, Magistral's only reasoning that is a part of one.
 
     Raises:
       TemplateError: see `encode_conversation`.
     """
     if not messages:
         raise TemplateError("a conversation without turns")
+    given = (messages, tools, add_generation_prompt)
     try:
-        return program, program.render(messages, tools, add_generation_prompt)
+        rendered = program.render(*given)
     except TemplateError:
-        if not any(message.tool_calls for message in messages):
-            raise
-        of_texts = program._replace(arguments_as_text=True)
-        try:
-            return of_texts, of_texts.render(messages, tools, add_generation_prompt)
-        except TemplateError:
-            pass  # the first refusal is that of the conversation as it is
-        raise
+        has_calls = any(message.tool_calls for message in messages)
+        others = [program._replace(arguments_as_text=True)] if has_calls else []
+        for other in (*others, program._replace(in_parts="content")):
+            with contextlib.suppress(TemplateError):
+                rendered = other.render(*given)
+                if other.arguments_as_text or rendered.writes("content"):
+                    return other, rendered
+        raise  # the refusal of the conversation as it is
+    if missing := _missing(rendered, messages):
+        of_parts = program._replace(in_parts=missing)
+        with contextlib.suppress(TemplateError):
+            if (with_parts := of_parts.render(*given)).writes(missing):
+                return of_parts, with_parts
+    return program, rendered
+
+
+def _missing(
+    rendered: Rendered, messages: Sequence[Message]
+) -> Literal["", "content", "reasoning"]:
+    """Returns the field of turns that a template has not written, and would perhaps in parts."""
+    if not rendered.writes("content"):
+        return "content"
+    is_given = any(map(has_thinking_part, messages))
+    return "reasoning" if is_given and not rendered.writes("reasoning") else ""

@@ -4,13 +4,11 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from data.templates.rendering import Rendered
+from data.templates.runs import Source
 from data.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from data.templates.runs import Source
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def find_controls(
     text = rendered.text
     found = [(match.start(), match.end()) for match in tokenizer.typed_pattern.finditer(text)]
     typed: set[str] = set()
-    turns = [(at, at + length) for at, length in _turn_ranges(rendered)]
+    turns = list(_turn_ranges(rendered))
     if found and turns and _any_overlap(found, turns):
         own = []
         for start, end in _template_ranges(rendered, tokenizer, generated):
@@ -81,11 +79,11 @@ def _ends_of(tokenizer: Tokenizer) -> tuple[str | None, ...]:
 
 
 def _turn_ranges(rendered: Rendered) -> Iterator[tuple[int, int]]:
-    """Yields (start, length) of the text that comes from turns."""
+    """Yields the ranges of the text that come from turns."""
     at = 0
     for length, source, _ in rendered.runs:
         if source is not None:
-            yield at, length
+            yield at, at + length
         at += length
 
 
@@ -123,16 +121,13 @@ def _template_ranges(
                     if low < high:
                         parts.append((at + low - offset, at + high - offset))
         for start, end in parts:
-            if ranges and ranges[-1][1] >= start:
-                ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
-            else:
-                ranges.append((start, end))
+            _add_range(ranges, start, end)
         at += length
     return ranges
 
 
 def _handled(
-    source: "Source", needles: frozenset[str], tokenizer: Tokenizer
+    source: Source, needles: frozenset[str], tokenizer: Tokenizer
 ) -> list[tuple[int, int]]:
     """Returns the ranges of a text where the template found a text containing a control token.
 
@@ -171,17 +166,15 @@ def encode(
     template and contents ("USER:" + " hello"). A token is trained on if any of its characters are.
 
     Args:
-      rendered: the conversation.
       controls: its control tokens.
       trained: the ranges of characters that are trained on, in order.
-      tokenizer: the tokenizer.
     """
     ids: list[int] = []
     ranges: list[tuple[int, int]] = []  # of ids that are trained on
     at = 0
     for control in controls:
         _add_text(rendered.text, at, control.start, trained, tokenizer, ids, ranges)
-        if _overlapping(trained, control.token_start, control.token_end):
+        if overlapping(trained, control.token_start, control.token_end):
             _add_range(ranges, len(ids), len(ids) + 1)
         ids.append(control.id)
         at = control.end
@@ -202,14 +195,14 @@ def _add_text(
     spans = tokenizer.encode_spans(text[start:end], start == 0)
     first = len(ids)
     ids += spans.ids
-    for low, high in _overlapping(trained, start, end):
+    for low, high in overlapping(trained, start, end):
         # A token without characters is placed where the next one begins.
         begin = bisect_right(spans.offsets, low - start, key=lambda at: max(at[1], at[0] + 1))
         stop = bisect_left(spans.offsets, high - start, lo=begin, key=lambda at: at[0])
         _add_range(ranges, first + begin, first + stop)
 
 
-def _overlapping(
+def overlapping(
     ranges: Sequence[tuple[int, int]], start: int, end: int
 ) -> Sequence[tuple[int, int]]:
     """Returns the ranges, given in order, that overlap start:end."""

@@ -17,11 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from data.conversation import Message
-from data.templates.encoder import Control, find_controls
+from data.templates.encoder import Control, find_controls, overlapping
 from data.templates.errors import TemplateError
 from data.templates.rendering import Rendered, Template
 from data.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ from data.tokenizer import Tokenizer
 MAX_CALL_TURNS = 1_000  # most turns of a conversation with calls, which is rendered again for each
 # Notes, as the report counts them.
 NO_END = "no token that ends an answer is in the loss: the template writes none"
+UNMARKED = "an answer outside the template's {% generation %} blocks, which alone are in the loss"
 GUESSED = "the beginning of an answer guessed: the template's generation prompt is not before it"
 
 Range = tuple[int, int]
@@ -86,13 +88,7 @@ def trained_ranges(written: Written) -> Trained:
         return Trained([])
     turns = _turns(rendered)
     if rendered.generated is not None:
-        return Trained(
-            [
-                block
-                for block in rendered.generated
-                if _block_is_trained(block, turns, answers, trained)
-            ]
-        )
+        return _marked(rendered.generated, turns, trained, all_answers=len(trained) == len(answers))
     boundaries = _TurnBoundaries(written, turns)
     ranges: list[Range] = []
     is_ended = False
@@ -122,17 +118,20 @@ def excluded_ranges(written: Written) -> Trained:
     return Trained(sorted(left_out))
 
 
-def _block_is_trained(
-    block: Range, turns: dict[int, list[_Part]], answers: list[int], trained: set[int]
-) -> bool:
-    if len(trained) == len(answers):
-        return True
-    inside = [
-        number
-        for number, parts in turns.items()
-        if any(part.start < block[1] and block[0] < part.end for part in parts)
-    ]
-    return bool(trained & set(inside))
+def _marked(
+    blocks: list[Range], turns: dict[int, list[_Part]], trained: set[int], all_answers: bool
+) -> Trained:
+    """Returns a template's {% generation %} blocks with text of the turns that are trained on; all
+    blocks, if these are all answers."""
+    ordered = sorted(blocks)
+    covering = {
+        number: {
+            block for part in turns[number] for block in overlapping(ordered, part.start, part.end)
+        }
+        for number in trained & turns.keys()
+    }
+    ranges = blocks if all_answers else sorted(set().union(*covering.values()))
+    return Trained(ranges, frozenset(() if all(covering.values()) else {UNMARKED}))
 
 
 def _turns(rendered: Rendered) -> dict[int, list[_Part]]:
@@ -193,6 +192,7 @@ class _TurnBoundaries:
             template.specials,
             template.date,
             json.dumps(template.variables, sort_keys=True, default=str),
+            template.in_parts,
         )
         self._opening = _opening_of(self._texts, tokenizer)
         self._ending = _ending_of(self._texts, self._opening, tokenizer)
@@ -399,9 +399,16 @@ class _TurnBoundaries:
         )
 
     def usual_end_of(self, turn: _Part) -> int:
-        """Returns the end of the text that follows every answer, or else of the turn's text."""
-        follows = self._text.startswith(self._ending, turn.end, turn.next_start)
-        return turn.end + len(self._ending) if follows else turn.end
+        """Returns the end of what ends every answer, or else of the turn's text.
+
+        Before the control tokens that end answers a template may write a text, or the end of the
+        answer in other words.
+        """
+        at, first = turn.end, self._first_after(turn.end)
+        if self._ending.is_token and first < len(self._controls):
+            at = self._controls[first].token_start
+        follows = self._text.startswith(self._ending.text, at, turn.next_start)
+        return at + len(self._ending.text) if follows and self._ending.text else turn.end
 
 
 class _TemplateTexts(NamedTuple):
@@ -434,29 +441,41 @@ def _opening_of(texts: _TemplateTexts, tokenizer: Tokenizer) -> int | None:
     return next((token for token in ids if bos is None or token != bos.id), None)
 
 
-def _ending_of(texts: _TemplateTexts, opening: int | None, tokenizer: Tokenizer) -> str:
-    """Returns a template's text after every answer, up to its last control token.
+class _Ending(NamedTuple):
+    """What ends every answer: control tokens, or else a text."""
 
-    Command R7B's writes two end tokens, others a text before theirs. Empty if answers in the middle
-    end differently from the last one, as in Harmony.
+    text: str = ""
+    """Empty if there is neither."""
+    is_token: bool = False
+
+
+def _ending_of(texts: _TemplateTexts, opening: int | None, tokenizer: Tokenizer) -> _Ending:
+    """Returns the control tokens that a template writes after every answer, or else the text.
+
+    Command R7B's writes two end tokens. There are none if answers in the middle end differently
+    from the last one, as in Harmony.
     """
     common = texts.after_any_answer
-    end = 0
-    for control in find_controls(_plain(common), tokenizer).controls:
-        if control.id == opening:
-            break
-        end = control.token_end
-    if not end and common == texts.after_last_answer:  # plain text ends an answer
-        return common.rstrip()
-    return common[:end]
+    controls = find_controls(_plain(common), tokenizer).controls
+    ends = list(takewhile(lambda control: control.id != opening, controls))
+    if ends:
+        return _Ending(common[ends[0].token_start : ends[-1].token_end], is_token=True)
+    if common == texts.after_last_answer:  # plain text ends an answer
+        return _Ending(common.rstrip())
+    return _Ending()
 
 
 @lru_cache(maxsize=256)
 def _template_texts(
-    source: str, specials: tuple[tuple[str, str], ...], date: datetime, variables: str
+    source: str,
+    specials: tuple[tuple[str, str], ...],
+    date: datetime,
+    variables: str,
+    in_parts: Literal["", "content", "reasoning"],
 ) -> _TemplateTexts:
     """Returns a template's texts around the turns of two questions and answers."""
-    template = Template(source, specials, date, json.loads(variables))
+    options = json.loads(variables)
+    template = Template(source, specials, date, options, in_parts=in_parts)
     roles = ("user", "assistant", "user", "assistant")
     try:
         rendered = template.render([Message(role, "a") for role in roles])

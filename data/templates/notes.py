@@ -8,9 +8,11 @@ from data.conversation import Message
 from data.reasons import TOOLS_LEFT_OUT
 from data.templates.errors import TemplateError
 from data.templates.rendering import Rendered
+from data.templates.runs import Source
 
 REASONING_LEFT_OUT = "reasoning left out: the template cannot write it"
 EARLIER_REASONING_LEFT_OUT = "reasoning of earlier turns left out by the template"
+LAST_REASONING_LEFT_OUT = "reasoning after the last question left out by the template"
 TEXT_LEFT_OUT = "text of a turn left out by the template"
 
 
@@ -48,19 +50,24 @@ def notes_of(
     }
     if tools and "tools" not in fields:
         notes.add(TOOLS_LEFT_OUT)
+    questions = [number for number, message in enumerate(messages) if message.role == "user"]
     for source in rendered.sources:
         ranges = written.get(id(source))
         if source.field == "content":
             if source.text and _is_cut(source, ranges or []):
                 notes.add(TEXT_LEFT_OUT)
         elif source.field == "reasoning" and source.text.strip() and not ranges:
-            can_write = re.search(r"\b(?:reasoning_content|thinking)\b", template)
-            notes.add(EARLIER_REASONING_LEFT_OUT if can_write else REASONING_LEFT_OUT)
+            if not re.search(r"\b(?:reasoning_content|thinking)\b", template):
+                notes.add(REASONING_LEFT_OUT)
+            elif questions and source.turn < questions[-1]:
+                notes.add(EARLIER_REASONING_LEFT_OUT)
+            else:
+                notes.add(LAST_REASONING_LEFT_OUT)
     _require_calls(rendered, written.keys(), is_models_own)
     return frozenset(notes)
 
 
-def _is_cut(source, ranges: list[tuple[int, int]]) -> bool:
+def _is_cut(source: Source, ranges: list[tuple[int, int]]) -> bool:
     """Returns whether text is missing, apart from white space and what the template looks for."""
     if sum(end - start for start, end in ranges) >= len(source.text.strip()):
         return False

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from data.conversation import Message
+from data.conversation import IN_CONTENT, Message
 from data.errors import UserError
 from data.fields import REASONING_FIELDS
 from data.templates.errors import TemplateError
+from data.templates.meter import meter
+from data.templates.runs import Run, Source
 from data.templates.sandbox import STEPS, STEPS_PER_VALUE, compile_template, variables_of
 
 # Template variables that come from a conversation's own fields.
@@ -31,16 +33,20 @@ class Rendered(NamedTuple):
     """A conversation as a template writes it."""
 
     text: str
-    runs: Sequence[tuple]
-    """Where the characters come from, see data.templates.tracked.Run."""
-    sources: list
-    """The template's input texts, as data.templates.tracked.Source."""
+    runs: Sequence[Run]
+    """Where the characters come from."""
+    sources: list[Source]
+    """The template's input texts."""
     generated: list[tuple[int, int]] | None = None
     """Ranges in {% generation %} blocks; None if the template has no such block."""
     needles: frozenset[str] = frozenset()
     """Texts that the template looks for in others, such as </think>."""
-    call_names: Sequence = ()
+    call_names: Sequence[Source] = ()
     """The sources of the names of all calls, in order."""
+
+    def writes(self, field: str) -> bool:
+        """Returns whether any turn's text of this field is written, such as `content`."""
+        return any(source is not None and source.field == field for _, source, _ in self.runs)
 
 
 class Template(NamedTuple):
@@ -56,6 +62,9 @@ class Template(NamedTuple):
     """Further variables, such as {"enable_thinking": False}."""
     arguments_as_text: bool = False
     """Whether calls have their arguments as JSON text, in OpenAI's form, instead of as values."""
+    in_parts: Literal["", "content", "reasoning"] = ""
+    """What turns have in a list of parts: `reasoning` that they had there, with the content beside
+    it, for Magistral's; or any `content`, for LLaVA's."""
     memory: dict[Any, Any] | None = None
     """Prompts that were rendered, by what was given; None: none is remembered."""
 
@@ -68,7 +77,6 @@ class Template(NamedTuple):
         """Renders a conversation.
 
         Args:
-          messages: the turns.
           tools: descriptions of tools.
           add_generation_prompt: whether the header of an assistant's turn follows.
 
@@ -90,7 +98,8 @@ class Template(NamedTuple):
             return self._run(messages, tools, add_generation_prompt)
         # Texts, since equal values may be written differently: 1, 1.0 and True.
         values = repr(([*messages], [*tools], self.variables))
-        given = (self.source, self.arguments_as_text, values, add_generation_prompt)
+        options = (self.arguments_as_text, self.in_parts, add_generation_prompt)
+        given = (self.source, values, *options)
         if given not in self.memory:
             self.memory[given] = self._run(messages, tools, add_generation_prompt)
         return self.memory[given]
@@ -103,8 +112,6 @@ class Template(NamedTuple):
     ) -> Rendered:
         """Runs the template."""
         from data.templates.environment import strftime
-        from data.templates.meter import meter
-        from data.templates.runs import Source
         from data.templates.tracked import concat, track
 
         reserved = sorted(RESERVED.intersection(self.variables))
@@ -115,6 +122,9 @@ class Template(NamedTuple):
         if self.arguments_as_text:
             messages = list(map(_with_arguments_as_text, messages))
         turns = [_fields(message, number, sources) for number, message in enumerate(messages)]
+        for turn, message in zip(turns, messages, strict=True):
+            if self.in_parts == "content" or (self.in_parts and has_thinking_part(message)):
+                _put_in_parts(turn, message)
         names = [call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())]
         descriptions = track(list(tools), -1, "tools", sources) or None
         variables = {
@@ -173,9 +183,6 @@ class _Outline(NamedTuple):
         Raises:
           TemplateError: it is too long.
         """
-        from data.templates.meter import meter
-        from data.templates.runs import Run, Source
-
         sources = [
             Source(number, "content", message.content) for number, message in enumerate(messages)
         ]
@@ -206,8 +213,6 @@ def _outline(
     add_generation_prompt: bool,
 ) -> _Outline | None:
     """Returns the outline of conversations of these roles; None if the template refuses them."""
-    from data.templates.meter import meter
-
     template = Template(source, specials, date)
     try:
         rendered = template._run(
@@ -227,10 +232,8 @@ def _outline(
     return _Outline(tuple(pieces), meter.limit - meter.left)
 
 
-def _set_limit(sources: list, turns: int) -> None:
+def _set_limit(sources: list[Source], turns: int) -> None:
     """Sets a template's work limit for a conversation."""
-    from data.templates.meter import meter
-
     characters = sum(len(source.text) for source in sources)
     meter.left = meter.limit = STEPS + STEPS_PER_VALUE * (len(sources) + turns) + characters
 
@@ -260,7 +263,23 @@ def _with_arguments_as_text(message: Message) -> Message:
     return replace(message, tool_calls=tuple(calls))
 
 
-def _fields(message: Message, turn: int, sources: list) -> dict[str, Any]:
+def has_thinking_part(message: Message) -> bool:
+    """Returns whether a turn's reasoning was a part of its content."""
+    return message.reasoning is not None and message.reasoning_field == IN_CONTENT
+
+
+def _put_in_parts(fields: dict[str, Any], message: Message) -> None:
+    """Makes a list of parts of a turn's content, and of the reasoning that was a part of it."""
+    from data.templates.tracked import Part
+
+    parts = [Part(type="text", text=fields["content"])]
+    if has_thinking_part(message):
+        thinking = [fields.pop(name, None) for name in REASONING_FIELDS]
+        parts.insert(0, Part(type="thinking", thinking=thinking[0]))
+    fields["content"] = parts
+
+
+def _fields(message: Message, turn: int, sources: list[Source]) -> dict[str, Any]:
     """Returns the fields of a turn as transformers gives them to a template, tracked."""
     from data.templates.tracked import track
 

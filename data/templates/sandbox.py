@@ -53,15 +53,8 @@ def compile_template(source: str) -> Compiled:
         raise UserError(
             f"the tokenizer's chat template is not Jinja: line {error.lineno}: {error.message}"
         ) from None
-    except (
-        RecursionError,
-        MemoryError,
-        SyntaxError,
-        ValueError,
-        OverflowError,
-    ) as error:  # of the compiler, or of constants
-        if isinstance(error, UserError):
-            raise
+    except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:
+        # Of the compiler, or of constants.
         raise UserError(
             f"the tokenizer's chat template cannot be compiled ({type(error).__name__})"
         ) from None

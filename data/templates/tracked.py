@@ -8,7 +8,7 @@ a turn's. Every operation returns exactly the characters that Python's returns.
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from jinja2 import Undefined
 
@@ -173,31 +173,22 @@ class Tracked(str):
         return self._cuts(ranges)
 
     def partition(self, sep: str) -> tuple["Tracked", ...]:
-        self.look_for(sep)
-        return (
-            self._partition_at(sep, str.find(self, sep), (self, Tracked(""), Tracked("")))
-            if sep
-            else self._empty_separator()
-        )
+        return self._partition_at(str.find, sep, (self, Tracked(""), Tracked("")))
 
     def rpartition(self, sep: str) -> tuple["Tracked", ...]:
-        self.look_for(sep)
-        return (
-            self._partition_at(sep, str.rfind(self, sep), (Tracked(""), Tracked(""), self))
-            if sep
-            else self._empty_separator()
-        )
-
-    def _empty_separator(self) -> NoReturn:
-        raise ValueError("empty separator")
+        return self._partition_at(str.rfind, sep, (Tracked(""), Tracked(""), self))
 
     def _partition_at(
-        self, sep: str, start: int, absent: tuple["Tracked", ...]
+        self, find: Callable[[str, str], int], sep: str, absent: tuple["Tracked", ...]
     ) -> tuple["Tracked", ...]:
+        self.look_for(sep)
+        if not sep:
+            raise ValueError("empty separator")
+        start = find(self, sep)
         end = start + len(sep)
-        return (
-            absent if start < 0 else tuple(self._cuts([(0, start), (start, end), (end, len(self))]))
-        )
+        if start < 0:
+            return absent
+        return tuple(self._cuts([(0, start), (start, end), (end, len(self))]))
 
     # Methods that join and replace.
 
@@ -255,16 +246,20 @@ class Tracked(str):
     def startswith(self, prefix: Any, *borders: int) -> bool:
         for needle in prefix if isinstance(prefix, tuple) else (prefix,):
             if str.startswith(self, needle, *borders):
-                self._find_at(0, len(needle), needle) if not borders else self.look_for(needle)
+                if borders:
+                    self.look_for(needle)
+                else:
+                    self._find_at(0, len(needle), needle)
                 return True
         return False
 
     def endswith(self, suffix: Any, *borders: int) -> bool:
         for needle in suffix if isinstance(suffix, tuple) else (suffix,):
             if str.endswith(self, needle, *borders):
-                self._find_at(
-                    len(self) - len(needle), len(self), needle
-                ) if not borders else self.look_for(needle)
+                if borders:
+                    self.look_for(needle)
+                else:
+                    self._find_at(len(self) - len(needle), len(self), needle)
                 return True
         return False
 
@@ -391,6 +386,16 @@ def percent(text: Tracked, values: Any) -> Tracked:
     return concat([*pieces, text[position:]])
 
 
+class Part(dict[str, Any]):
+    """A part of a content, which a template may read but not print as a whole."""
+
+
+def require_no_part(value: object) -> None:
+    """Raises TemplateError for a part of a content, which only its fields' texts may stand for."""
+    if isinstance(value, Part):
+        raise TemplateError("the chat template prints a content's list of parts")
+
+
 def text_of(value: Any) -> str:
     """Returns str(value), also tracking the texts inside lists and dictionaries.
 
@@ -405,9 +410,14 @@ def text_of(value: Any) -> str:
         parts: list[str] = []
         _represent(value, parts)
         return concat(parts)
-    if value is None or isinstance(value, bool | int | float | Undefined | range):
-        return str(value)
-    raise TemplateError(f"the chat template prints a {type(value).__name__}, which is not allowed")
+    _require_printable(value)
+    return str(value)
+
+
+def _require_printable(value: Any) -> None:
+    if value is not None and not isinstance(value, int | float | Undefined | range):
+        kind = type(value).__name__
+        raise TemplateError(f"the chat template prints a {kind}, which is not allowed")
 
 
 def _represent(value: Any, parts: list[str]) -> None:
@@ -421,6 +431,7 @@ def _represent(value: Any, parts: list[str]) -> None:
     if isinstance(value, str):
         parts.append(quoted(value, str.__repr__(value), _like_repr))
     elif isinstance(value, dict):
+        require_no_part(value)
         parts.append("{")
         for number, (key, item) in enumerate(value.items()):
             if number:
@@ -436,12 +447,9 @@ def _represent(value: Any, parts: list[str]) -> None:
                 parts.append(", ")
             _represent(item, parts)
         parts.append("]" if isinstance(value, list) else ",)" if len(value) == 1 else ")")
-    elif value is None or isinstance(value, bool | int | float | Undefined | range):
-        parts.append(repr(value))
     else:
-        raise TemplateError(
-            f"the chat template prints a {type(value).__name__}, which is not allowed"
-        )
+        _require_printable(value)
+        parts.append(repr(value))
 
 
 def _like_repr(part: str, whole: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from data.templates.meter import meter
-from data.templates.tracked import Tracked, concat, quoted
+from data.templates.tracked import Tracked, concat, quoted, require_no_part
 
 
 def to_json(
@@ -52,6 +52,7 @@ class _Writer:
 
     def _write_items(self, value: dict | list | tuple, depth: int) -> None:
         """Appends an object or a list."""
+        require_no_part(value)
         is_dict = isinstance(value, dict)
         if not value:
             self.parts.append("{}" if is_dict else "[]")

@@ -99,12 +99,7 @@ def unpack_archive(archive: Path, folder: Path, about: dict[str, object]) -> int
             with zipfile.ZipFile(archive) as opened:
                 members = _episodes(archive, opened)
                 needed = sum(member.file_size for member in members.values())
-                if needed > most_unpacked(archive.stat().st_size):
-                    raise UserError(
-                        f"{archive}: unpacks to more than {MOST_TIMES} times its size, which no "
-                        "episodes do; nothing was unpacked"
-                    )
-                _check_room(archive, folder.parent, needed)
+                _check_size(archive, folder.parent, needed)
                 for name, member in members.items():
                     _unpack_member(archive, opened, member, inner / "buffer" / name)
         except zipfile.BadZipFile as error:
@@ -112,9 +107,7 @@ def unpack_archive(archive: Path, folder: Path, about: dict[str, object]) -> int
                 f"{archive}: truncated, or not an archive ({error}); remove it, and the same "
                 "command downloads it again"
             ) from None
-        except (
-            NotImplementedError
-        ) as error:  # a compression method or a version that zipfile does not know
+        except NotImplementedError as error:  # a method or a version that zipfile does not know
             raise UserError(f"{archive}: cannot be decompressed ({error})") from None
         (inner / RECORD).write_text(
             json.dumps(about | {"episodes": len(members)}, indent=2) + "\n", encoding="utf-8"
@@ -162,7 +155,13 @@ def _episodes(archive: Path, opened: zipfile.ZipFile) -> dict[str, zipfile.ZipIn
     return members
 
 
-def _check_room(archive: Path, folder: Path, needed: int) -> None:
+def _check_size(archive: Path, folder: Path, needed: int) -> None:
+    """Raises UserError if episodes of this size are out of proportion, or the disk is too small."""
+    if needed > most_unpacked(archive.stat().st_size):
+        raise UserError(
+            f"{archive}: unpacks to more than {MOST_TIMES} times its size, which no episodes do; "
+            "nothing was unpacked"
+        )
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
@@ -177,12 +176,10 @@ def _unpack_member(
     try:
         with opened.open(member) as source, path.open("wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        RuntimeError,
-    ) as error:  # RuntimeError: an encrypted member
+    except NotImplementedError:  # which is a RuntimeError
+        raise
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        # RuntimeError is of an encrypted member.
         raise UserError(
             f"{archive}: {member.filename} in it is damaged "
             f"({str(error) or type(error).__name__}); remove the archive, and the same command "

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import sys
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,7 @@ from jaxtyping import Bool, Float64, Int64
 
 from data import paths
 from data.errors import UserError
-from data.folders import building, check_files, record_files
+from data.folders import building, check_files, file_hash, read_or_warn, record_files
 from data.progress import ProgressBar
 from data.record_store import open_records, readable, write_records
 from data.untrusted_files import check_tree, read_json
@@ -109,10 +108,10 @@ def prepare_trajectories(
     files = [] if key else episode_files(paths.expanded(path), task)
     name = key or f"trajectories-{_key(files, task)}"
     folder, shared = paths.local_folder(prepared) / name, f"{str(prepared).rstrip('/')}/{name}"
-    stored = _read_or_warn(folder)
+    stored = read_or_warn(folder, INDEX, _read)
     if stored is None and paths.is_remote(prepared):
         paths.download(shared, folder, INDEX, _is_whole)
-        stored = _read_or_warn(folder)
+        stored = read_or_warn(folder, INDEX, _read)
     if stored is None and key:
         raise UserError(
             f"{shared}: not found on this machine, but another process has prepared it; a "
@@ -125,23 +124,12 @@ def prepare_trajectories(
     return stored or _read(folder)
 
 
-def _read_or_warn(folder: Path) -> PreparedTrajectories | None:
-    """Reads a prepared folder; returns None if it is missing or, with a warning, damaged."""
-    if not (folder / INDEX).exists():
-        return None
-    try:
-        return _read(folder)
-    except UserError as error:
-        print(f"warning: {error}; rebuilding it", file=sys.stderr)
-        return None
-
-
 def _read(folder: Path) -> PreparedTrajectories:
     """Reads a prepared folder, not all of it; raises UserError if it looks damaged."""
     try:
         check_tree(folder)
         with np.load(folder / INDEX) as index:
-            check_files(folder, str(index["files"]))
+            check_files(folder, json.loads(str(index["files"])))
             dropped = read_json(folder / "dropped.json")
             return PreparedTrajectories(folder, index["returns"], index["lengths"], tuple(dropped))
     except (PermissionError, UserError):
@@ -165,8 +153,7 @@ def _key(files: list[Path], task: Task) -> str:
     for file in files:
         digest.update(file.name.encode())
         if file.is_file():  # anything else is left out, and counted
-            with file.open("rb") as opened:
-                digest.update(hashlib.file_digest(opened, "sha256").digest())
+            digest.update(bytes.fromhex(file_hash(file)))
         digest.update(_recorded_task(file).encode())
     return digest.hexdigest()[:20]
 
@@ -229,7 +216,7 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
             temporary / INDEX,
             returns=np.array(returns),
             lengths=np.array(lengths),
-            files=np.array(record_files(temporary, ["dropped.json", EPISODES])),
+            files=np.array(json.dumps(record_files(temporary, ["dropped.json", EPISODES]))),
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from data.folders import sync
+from data.folders import replacing
 from data.untrusted_files import read_json
 
 from .tasks import Task
@@ -35,14 +35,9 @@ def claim(path: Path, description: dict[str, Any]) -> None:
     """Writes or checks a folder's description; only the number of episodes may grow.
 
     Raises:
-      UserError: it was begun with other options.
+      UserError: it was begun with other options, or is damaged.
     """
-    try:
-        begun = read_json(path, path.parent) if os.path.lexists(path) else description
-    except ValueError:
-        raise UserError(
-            f"{path}: is not JSON, so the folder's content is unknown; another --output would work"
-        ) from None
+    begun = _begun(path) if os.path.lexists(path) else description
     different = [
         name for name in description if name != "episodes" and begun.get(name) != description[name]
     ]
@@ -57,6 +52,20 @@ def claim(path: Path, description: dict[str, Any]) -> None:
         return
     begun["episodes"] = begun["episodes"] | {policy: count}
     _write(path, begun)
+
+
+def _begun(path: Path) -> dict[str, Any]:
+    try:
+        begun = read_json(path, path.parent)
+        is_whole = isinstance(begun, dict) and isinstance(begun.get("episodes"), dict)
+        problem = None if is_whole else "does not list episodes"
+    except ValueError:
+        problem = "is not JSON"
+    if problem:
+        raise UserError(
+            f"{path}: {problem}, so the folder's content is unknown; another --output would work"
+        )
+    return begun
 
 
 def stored_episodes(folder: Path, count: int, state: Path) -> list[Path]:
@@ -80,7 +89,5 @@ def record(path: Path, **fields: Any) -> None:
 
 
 def _write(path: Path, description: dict[str, Any]) -> None:
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-    sync(partial)
-    os.replace(partial, path)
+    with replacing(path) as scratch:
+        scratch.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")

@@ -1,6 +1,5 @@
 """Episodes on disk, as in ExoRL: {domain}/{algorithm}/buffer/{time}_{index}_{length}.npz."""
 
-import os
 import zipfile
 import zlib
 from pathlib import Path
@@ -11,6 +10,7 @@ from jaxtyping import Float32, Float64
 
 from data.compression import MOST_TIMES, most_unpacked
 from data.errors import UserError
+from data.folders import replacing
 from data.untrusted_files import check_within
 
 from .tasks import Task
@@ -128,13 +128,8 @@ def _check_finite(path: Path, arrays: dict[str, np.ndarray]) -> None:
 def write_episode(folder: Path, name: str, index: int, episode: Episode) -> Path:
     """Writes {name}_{index}_{length}.npz atomically; returns its path."""
     path = folder / f"{name}_{index}_{len(episode.reward) - 1}.npz"
-    # Always the same name, so that a killed process's file is overwritten.
-    partial = folder / f".{path.name}.part"
-    with partial.open("wb") as file:
+    with replacing(path) as scratch, scratch.open("wb") as file:
         np.savez_compressed(file, **episode._asdict())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
     return path
 
 

@@ -7,7 +7,6 @@ the intrinsic reward learned so far.
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ from stable_baselines3.common.type_aliases import ReplayBufferSamples
 from torch import Tensor
 
 from data.errors import UserError
-from data.folders import sync
+from data.folders import replacing
 
 from .episodes import DAMAGE
 from .intrinsic import HIDDEN, REWARDS, IntrinsicReward, Transitions
@@ -180,11 +179,8 @@ class Explorer:
             "mean": self.replay.mean,
             "std": self.replay.std,
         }
-        partial = path.with_suffix(".part")
-        torch.save(state, partial)
-        sync(partial)
-        os.replace(partial, path)
-        sync(path.parent)
+        with replacing(path) as scratch:
+            torch.save(state, scratch)
 
     def load(self, path: Path) -> None:
         """Reads what `save` wrote; the replay stays as it is.

@@ -88,10 +88,7 @@ def cut(trajectory: Decisions, first: int, count: int) -> Decisions:
 
 
 def tokens(
-    trajectory: Decisions,
-    scales: Scales,
-    width: int,
-    config: TrajectoryConfig,
+    trajectory: Decisions, scales: Scales, width: int, config: TrajectoryConfig
 ) -> tuple[Float32[np.ndarray, "n W"], Int[np.ndarray, " n"]]:
     """Returns the numbers and the kinds of a trajectory's tokens, in their order."""
     count = len(trajectory.reward)

@@ -5,7 +5,6 @@ interruption."""
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from data.errors import UserError
-from data.folders import sync
+from data.folders import replacing
 from data.trajectories.episodes import DAMAGE
 
 
@@ -100,16 +99,6 @@ class Search:
             self.sums = self.sums + np.stack([total, squares])
             self.count += count
         self.iteration += 1
-        partial = self.path.with_suffix(".part.npz")
-        with partial.open("wb") as file:
-            np.savez(
-                file,
-                iteration=self.iteration,
-                count=self.count,
-                weights=self.weights,
-                sums=self.sums,
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self.path)
-        sync(self.path.parent)
+        fields = {name: getattr(self, name) for name in ("iteration", "count", "weights", "sums")}
+        with replacing(self.path) as scratch, scratch.open("wb") as file:
+            np.savez(file, **fields)

@@ -139,9 +139,7 @@ def physics_state(environment: Any) -> Float64[np.ndarray, " P"]:
 
 
 def relabel(
-    task: Task,
-    physics: Float64[np.ndarray, "T+1 P"],
-    action: Float32[np.ndarray, "T+1 A"],
+    task: Task, physics: Float64[np.ndarray, "T+1 P"], action: Float32[np.ndarray, "T+1 A"]
 ) -> Float32[np.ndarray, " T+1"]:
     """Returns a task's rewards for an episode of any task of its domain; row 0, the reset, has 0.
 

@@ -164,6 +164,8 @@ class Family:
         read.
       trained_lengths: max_position_embeddings of published models -> their trained length, if less.
       rules: the RoPE rules that its config.json can name.
+      llama_cpp_rules: those that llama.cpp reads; () if it reads no number of RoPE.
+      without_window: other programs that do not read `sliding_window`.
       presets: published sizes: fields of TransformerConfig, and `rope`, a mapping of RopeConfig's.
     """
 
@@ -184,6 +186,8 @@ class Family:
     stored_as: tuple[str, ...] = ()
     trained_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
     rules: tuple[str, ...] = ROPE_RULES
+    llama_cpp_rules: tuple[str, ...] = ("default", "linear", "yarn")
+    without_window: tuple[str, ...] = ()
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -321,6 +325,12 @@ def _check_quantization(
                 "read, NF4 with double quantization; use the unquantized model, which "
                 "adapter.quantize quantizes on reading"
             )
+
+
+# `llama_cpp_rules` of families whose converter there is Llama's, and `without_window` of Llama's
+# layer with a window.
+AS_LLAMA = ("default", "linear", "yarn", "llama3")
+AS_MISTRAL = ("llama.cpp", "SGLang", "mlx-lm")
 
 
 def alternating(layers: int) -> list[str]:

@@ -9,6 +9,18 @@ from typing import Any
 from .family import Family, alternating
 from .gemma3 import ACTIVATION, without_activation
 
+_SIZES = {
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+
 
 class Gemma2Family(Family):
     """A family whose layers alternate, beginning with a window, unless the config says
@@ -26,23 +38,15 @@ def _sizes(
     hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, scalar: int
 ) -> dict[str, Any]:
     return {
+        **_SIZES,
         "hidden_size": hidden,
         "intermediate_size": ffn,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "sliding_window": 4096,
         "layer_types": tuple(alternating(layers)),
-        "vocab_size": 256000,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
         "query_pre_attn_scalar": scalar,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
         "rope": {"theta": 10000.0},
     }
 
@@ -50,6 +54,7 @@ def _sizes(
 GEMMA2 = Gemma2Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
+    llama_cpp_rules=(),
     computes={
         "norms": "both",
         "norm_offset": 1.0,
@@ -57,22 +62,14 @@ GEMMA2 = Gemma2Family(
         "scaled_embeddings": True,
     },
     defaults={
-        "vocab_size": 256000,
+        **_SIZES,
         "hidden_size": 2304,
         "intermediate_size": 9216,
         "num_hidden_layers": 26,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "sliding_window": 4096,
         "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
     },
     configurable=(
         "attention_bias",

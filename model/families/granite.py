@@ -3,11 +3,12 @@ and logits."""
 
 from __future__ import annotations
 
-from .family import Family
+from .family import AS_LLAMA, Family
 
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
+    llama_cpp_rules=AS_LLAMA,
     defaults={"attention_multiplier": 1.0},
     configurable=(
         "attention_bias",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from .family import MIXTURE, Family
+from .family import AS_LLAMA, MIXTURE, Family
 
 _EXPERTS = "block_sparse_moe.experts"
 
 GRANITEMOE = Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
+    llama_cpp_rules=AS_LLAMA,
     computes={"norm_topk_prob": True},
     defaults={
         "attention_multiplier": 1.0,

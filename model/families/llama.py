@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .family import Family
+from .family import AS_LLAMA, Family
 
 
 def _sizes(
@@ -50,6 +50,7 @@ def _llama3(
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
+    llama_cpp_rules=AS_LLAMA,
     configurable=("attention_bias", "mlp_bias"),
     constants={"pretraining_tp": 1},
     presets={

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .family import Family
+from .family import AS_MISTRAL, Family
 
 _BETA = "llama_4_scaling_beta"
+_ORIGINAL = "original_max_position_embeddings"
 # If config.json names none.
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
     "factor": 16.0,
-    "original_max_position_embeddings": 16384,
+    _ORIGINAL: 16384,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "mscale": 1.0,
@@ -54,12 +55,13 @@ class Ministral3Family(Family):
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.write`. Transformers reads the original length under every RoPE rule."""
         config = super().write(fields)
-        numbers = {
-            "original_max_position_embeddings": config["max_position_embeddings"],
-            _BETA: config.pop(_BETA),
-        }
+        beta = config.pop(_BETA)
+        numbers = {_ORIGINAL: config["max_position_embeddings"], _BETA: beta}
         for key in ("rope_parameters", "rope_scaling"):
             config[key] = {**numbers, **(config[key] or {})}
+        if beta:  # where vLLM reads it
+            original = config["rope_parameters"][_ORIGINAL]
+            config["llama_4_scaling"] = {"beta": beta, _ORIGINAL: original}
         return config
 
 
@@ -85,6 +87,7 @@ def _sizes(hidden: int, ffn: int, layers: int, theta: float, **more: Any) -> dic
 MINISTRAL3 = Ministral3Family(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
+    without_window=AS_MISTRAL,
     defaults={
         "vocab_size": 131072,
         "intermediate_size": 14336,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from .family import Family
+from .family import AS_LLAMA, AS_MISTRAL, Family
 
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
+    llama_cpp_rules=AS_LLAMA,
+    without_window=AS_MISTRAL,
     defaults={
         "intermediate_size": 14336,
         "num_key_value_heads": 8,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .family import MIXTURE, WITH_EXPERTS, Family
+from .family import AS_LLAMA, AS_MISTRAL, MIXTURE, WITH_EXPERTS, Family
 
 _SIZES = {
     "num_key_value_heads": 8,
@@ -15,6 +15,8 @@ _SIZES = {
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
+    llama_cpp_rules=AS_LLAMA,
+    without_window=AS_MISTRAL,
     computes={"norm_topk_prob": True},
     defaults={
         "intermediate_size": 14336,

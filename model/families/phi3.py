@@ -8,10 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..rope_config import PER_CHANNEL, RopeConfig
-from .family import Family
+from .family import AS_MISTRAL, Family
 
 _ORIGINAL = "original_max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
+_SIZES = {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 32000,
+    "pad_token_id": 32000,
+}
 
 
 class Phi3Family(Family):
@@ -68,16 +77,9 @@ class Phi3Family(Family):
 PHI3 = Phi3Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    defaults={
-        "vocab_size": 32064,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 4096,
-        _ORIGINAL: 4096,
-        "eos_token_id": 32000,
-        "pad_token_id": 32000,
-    },
+    llama_cpp_rules=("default", "longrope"),
+    without_window=AS_MISTRAL,
+    defaults={**_SIZES, _ORIGINAL: 4096},
     configurable=("sliding_window", _PARTIAL),
     ignores=("attention_bias", "use_sliding_window"),
     rules=("default", "longrope"),  # transformers refuses others
@@ -87,16 +89,10 @@ PHI3 = Phi3Family(
     },
     presets={
         "phi-3-mini-4k": {
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
+            **_SIZES,
             "num_hidden_layers": 32,
             "num_attention_heads": 32,
             "num_key_value_heads": 32,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "vocab_size": 32064,
-            "eos_token_id": 32000,
-            "pad_token_id": 32000,
             "sliding_window": 2047,
         },
     },

@@ -9,6 +9,19 @@ from typing import Any
 from .family import Family
 
 _DROPOUTS = ("attention_dropout", "residual_dropout")
+_SIZES = {
+    "vocab_size": 155136,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 80,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 524288,
+    "attention_bias": True,
+    "output_bias": False,
+    "bos_token_id": 0,
+    "pad_token_id": 1,
+}
 
 
 class SeedOssFamily(Family):
@@ -31,37 +44,9 @@ class SeedOssFamily(Family):
 SEED_OSS = SeedOssFamily(
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
-    defaults={
-        "vocab_size": 155136,
-        "intermediate_size": 27648,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 80,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 524288,
-        "attention_bias": True,
-        "output_bias": False,
-        "bos_token_id": 0,
-        "pad_token_id": 1,
-    },
+    defaults=_SIZES,
     configurable=("attention_bias", "output_bias", "mlp_bias"),
     constants={"pretraining_tp": 1, "residual_dropout": 0.0},
     config_names={"output_bias": "attention_out_bias"},
-    presets={
-        "seed-oss-36b": {
-            "hidden_size": 5120,
-            "intermediate_size": 27648,
-            "num_hidden_layers": 64,
-            "num_attention_heads": 80,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "attention_bias": True,
-            "output_bias": False,
-            "max_position_embeddings": 524288,
-            "vocab_size": 155136,
-            "bos_token_id": 0,
-            "pad_token_id": 1,
-            "rope": {"theta": 1e7},
-        },
-    },
+    presets={"seed-oss-36b": {**_SIZES, "hidden_size": 5120, "rope": {"theta": 1e7}}},
 )

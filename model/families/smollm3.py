@@ -6,9 +6,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .family import WindowedFamily
+from .family import AS_LLAMA, WindowedFamily
 
 _LAYERS = 36
+_SIZES = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "pad_token_id": 128004,
+}
 
 
 class SmolLM3Family(WindowedFamily):
@@ -57,33 +66,23 @@ class SmolLM3Family(WindowedFamily):
 SMOLLM3 = SmolLM3Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
+    llama_cpp_rules=AS_LLAMA,
+    without_window=("llama.cpp",),
     defaults={
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "num_hidden_layers": _LAYERS,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
+        **_SIZES,
         "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
         "bos_token_id": 128000,
         "eos_token_id": 128001,
-        "pad_token_id": 128004,
     },
     configurable=("attention_bias", "mlp_bias", "no_rope_layers", "sliding_window", "layer_types"),
     theta=2e6,
     presets={
         "smollm3-3b": {
-            "hidden_size": 2048,
+            **_SIZES,
             "intermediate_size": 11008,
-            "num_hidden_layers": _LAYERS,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
             "max_position_embeddings": 65536,
-            "vocab_size": 128256,
-            "tie_word_embeddings": True,
             "bos_token_id": None,
             "eos_token_id": 128012,
-            "pad_token_id": 128004,
             "no_rope_layers": (1, 1, 1, 0) * (_LAYERS // 4),
             "rope": {"theta": 5e6},
         },

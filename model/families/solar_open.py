@@ -66,7 +66,8 @@ SOLAR_OPEN = SolarOpen(
     ),
     theta=1e6,
     all_linear=WITH_EXPERTS,
-    constants={"n_group": 1, "topk_group": 1},
+    # llama.cpp rotates half of each head unless the fraction is there.
+    constants={"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0},
     config_names={"num_experts": "n_routed_experts"},
     tensors=_SHARED,
     stacked={**STACKED, **_SHARED},

@@ -77,7 +77,7 @@ def check_combination(
     memory: MemoryConfig,
     *,
     layers: int,
-    period: int = 1,
+    period: int,
     key_heads: int,
     sequence: int,
     sequence_parallel: bool,

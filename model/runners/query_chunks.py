@@ -229,7 +229,7 @@ class LayerInChunks:
     def _sinks(self, weights, i):
         """Group i's attention sinks, float32, if the model has any."""
         sinks = ShardedLayer.sinks(weights)
-        return None if sinks is None else self.groups.take(sinks.astype(jnp.float32), i, 0)
+        return None if sinks is None else self.groups.take(sinks, i, 0)
 
     def _gradients(self, dkv, weights, source, queries, result, dout):
         """dk and dv of a chunk of queries added to `dkv`, float32; its dq, in q's dtype, and its

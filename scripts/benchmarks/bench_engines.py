@@ -62,7 +62,7 @@ class Conversations:
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
-        records = json.loads(WORDS.read_text(encoding="utf-8"))
+        records = read_json(WORDS)
         words = np.array(
             [w for r in records for turn in r["conversations"] for w in turn["value"].split()]
         )

@@ -70,9 +70,7 @@ def case(name: str, size: int, tokens: int):
     return get_schedule(options, size, layout), Mask(window=window[0] * tokens if window else None)
 
 
-def compile_pass(
-    schedule, mask, size, devices, block, backward: bool, tile: int = 128, kernel: str = "xla"
-) -> str:
+def compile_pass(schedule, mask, size, devices, block, backward: bool, kernel: str = "xla") -> str:
     """Returns the compiled text of one pass of a schedule alone.
 
     Args:
@@ -83,7 +81,7 @@ def compile_pass(
     """
     rows = len(devices) // size
     mesh = Mesh(np.array(devices).reshape(rows, size), ("fsdp", "sequence"))
-    tiles = {} if kernel == "reference" else {"query_tile": tile, "key_tile": tile}
+    tiles = {} if kernel == "reference" else {"query_tile": 128, "key_tile": 128}
     tiled = get_kernel(kernel, **tiles)
     context = Context(Ranks("sequence", size), mask, block.head_dim**-0.5)
     tokens, statistics = PartitionSpec("fsdp", "sequence"), PartitionSpec("fsdp", None, "sequence")

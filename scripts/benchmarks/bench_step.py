@@ -29,7 +29,7 @@ import numpy as np
 from data.outputs import output_files
 from model.attention.choice import BACKWARDS
 from scripts.benchmarks.commands import in_own_process, write_json
-from scripts.benchmarks.kernel_case import measure_products
+from scripts.benchmarks.kernel_case import best_of, measure_products
 from scripts.benchmarks.torch_step import TorchOptions, torch_step
 from trainer.options import AtLeastOne, Tokens, TokensOr0, command, option
 
@@ -38,12 +38,8 @@ CHECKPOINT_FROM = 4096  # tokens from which on torch recomputes its layers
 
 def matmul_rate(multiply) -> float:
     """Returns the FLOP/s of `multiply()`, a 2048^3 product, in the fastest of ten runs."""
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        multiply()
-        times.append(time.perf_counter() - start)
-    return 2 * 2048**3 / min(times)
+    seconds, _ = best_of(multiply, 10)
+    return 2 * 2048**3 / seconds
 
 
 def document_lengths(length: int, count: int) -> list[int]:

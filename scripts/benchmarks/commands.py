@@ -1,10 +1,12 @@
-"""Shared by the benchmark commands: JSON files, and measurements in new processes."""
+"""Shared by the benchmark commands: JSON files, memory, and measurements in new processes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -14,17 +16,39 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from scripts.benchmarks.results import ROOT
+from scripts.benchmarks.results import ROOT, write_whole
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes indented JSON."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    """Writes a file of indented JSON, which appears complete."""
+    write_whole(path, json.dumps(value, indent=2) + "\n")
 
 
 def read_json(path: Path):
     """Returns a JSON file's content."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns the values of a file of JSON lines; none if the file is missing."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def process_bytes(field: str) -> int:
+    """Returns this process's memory: `VmRSS` (current) or `VmHWM` (peak since its reset)."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes, and only the peak
+    # On Linux ru_maxrss would begin with the memory of the parent process.
+    (kib,) = re.findall(rf"{field}:\s+(\d+) kB", status.read_text())
+    return int(kib) * 1024
+
+
+def training_seconds(run: Path) -> float:
+    """Returns the training time of a run's stages, with evaluations and saves."""
+    logs = [*sorted(run.glob("stages/*/metrics.jsonl")), run / "metrics.jsonl"]
+    return sum(read_lines(log)[-1]["wall_seconds"] for log in logs)
 
 
 def tokens_text(count: int) -> str:

@@ -11,7 +11,6 @@ an interruption. Writes docs/results/curriculum.json and docs/curriculum.png.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
@@ -19,9 +18,8 @@ import yaml
 
 from eval.line_report import plot, read
 from eval.scoring import Score
-from scripts.benchmarks.commands import python
+from scripts.benchmarks.commands import python, read_lines, training_seconds
 from scripts.benchmarks.results import ROOT, renew, row
-from scripts.benchmarks.retrieval import seconds
 from trainer.options import command, option
 
 RECIPE = "configs/extension/lines_16k.yaml"
@@ -51,12 +49,11 @@ def train_alone(folder: Path, staged: Path) -> Path:
     Returns the run's folder.
     """
     last = recipe()["stages"][-1]
-    metrics = (staged / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    step = json.loads(metrics[-1])["wall_seconds"] / last["steps"]
+    step = read_lines(staged / "metrics.jsonl")[-1]["wall_seconds"] / last["steps"]
     python(
         "train.py --config {recipe} --run_dir {run} --stages [] "
         f"--data.context_length {last['context_length']} "
-        f"--train.steps {round(seconds(staged) / step)}",
+        f"--train.steps {round(training_seconds(staged) / step)}",
         recipe=RECIPE,
         run=folder,
     )
@@ -110,7 +107,7 @@ def work(args: Options) -> None:
     grown = evaluate(staged)
     at_once = evaluate(train_alone(Path(args.output) / "alone", staged))
     scores = {"growing lengths": grown, "16,384 tokens from the start": at_once}
-    save_result(grown, at_once, seconds(staged))
+    save_result(grown, at_once, training_seconds(staged))
     plot(
         scores,
         ROOT / "docs" / "curriculum.png",

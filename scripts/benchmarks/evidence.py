@@ -53,16 +53,8 @@ def command_of(name: str, plan: dict[str, Any]) -> list[str]:
         if size and axis not in ("dcn", "order", "simulate")
     ]
     mesh += [f"dcn.{axis}={size}" for axis, size in plan["mesh"].get("dcn", {}).items()]
-    command += [
-        "--context",
-        str(plan["context"]),
-        "--batch",
-        str(plan["batch"]),
-        "--schedule",
-        plan["schedule"],
-        "--mesh",
-        ",".join(mesh),
-    ]
+    command += ["--context", str(plan["context"]), "--batch", str(plan["batch"])]
+    command += ["--schedule", plan["schedule"], "--mesh", ",".join(mesh)]
     for name in MEMORY_OPTIONS:
         value, flag = plan.get(name), "--" + name.replace("_", "-")
         if value is True:
@@ -74,20 +66,13 @@ def command_of(name: str, plan: dict[str, Any]) -> list[str]:
 
 def flags_of(plan: dict[str, Any]) -> dict[str, str]:
     """Returns the variables with a plan's compiler flags."""
-    if "made_with" in plan:
-        return dict(plan["made_with"].get("flags", {}))
-    return {"LIBTPU_INIT_ARGS": plan["compiler_flags"]} if "compiler_flags" in plan else {}
-
-
-def stored_flags(plan: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Returns `flags_of` in the form of `made_with`; empty without flags."""
-    return {"flags": flags_of(plan)} if flags_of(plan) else {}
+    return plan["made_with"].get("flags", {})
 
 
 def versions_of(plan: dict[str, Any]) -> str:
     """Returns a plan's versions and flags, in one line."""
-    made = plan.get("made_with", {"jax": plan.get("jax", "not recorded")})
-    return ", ".join(f"{name} {version}" for name, version in made.items() if name != "flags")
+    made = plan["made_with"].items()
+    return ", ".join(f"{name} {version}" for name, version in made if name != "flags")
 
 
 def make(name: str, plan: dict[str, Any]) -> dict[str, Any]:
@@ -139,10 +124,9 @@ def work(args: Options) -> int:
         if args.list:
             print(f"{name}: {versions_of(plan)}")
             continue
-        if not (args.times or args.again) and plan.get("made_with") == {
-            **made_with(plan["topology"]),
-            **stored_flags(plan),
-        }:
+        flags = flags_of(plan)
+        current = made_with(plan["topology"]) | ({"flags": flags} if flags else {})
+        if not (args.times or args.again) and plan["made_with"] == current:
             print(f"{name}: up to date with these versions and flags")
             continue
         try:

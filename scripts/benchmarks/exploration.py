@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,7 +176,7 @@ def timed(folder: Path, text: str, **values: object) -> float:
       folder: the seconds of interrupted attempts are stored next to it.
     """
     spent = folder.with_name(f"{folder.name}.spent.json")
-    before = json.loads(spent.read_text(encoding="utf-8")) if spent.exists() else 0.0
+    before = read_json(spent) if spent.exists() else 0.0
     begun = _children_seconds()
     try:
         python(text, **values)
@@ -228,12 +227,12 @@ def unmeasured(args: Options) -> list[Cell]:
 def answers_of(cell: Cell, args: Options) -> list[Answer]:
     """Returns the results of a finished cell's evaluations."""
     folder = run_folder(cell, args)
-    trained = json.loads((folder / "trained.json").read_text(encoding="utf-8"))["cpu_seconds"]
+    trained = read_json(folder / "trained.json")["cpu_seconds"]
     answers = []
     for number, request in enumerate(cell.requests):
         answer = folder / f"in_context_{number}"
-        result = json.loads((answer / "results.json").read_text(encoding="utf-8"))
-        played = json.loads((answer / "cpu.json").read_text(encoding="utf-8"))["cpu_seconds"]
+        result = read_json(answer / "results.json")
+        played = read_json(answer / "cpu.json")["cpu_seconds"]
         answers.append(Answer(request, result, (trained + played) / 3600))
     return answers
 

@@ -56,11 +56,9 @@ def draw(by_task: dict[str, dict[str, Curve]], path: Path) -> None:
       by_task: task -> method -> curve, as from `curves`.
       path: of the picture, a PNG.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(2, math.ceil(len(TASKS) / 2)).flat
     labels: dict[str, Any] = {}
     for task, axes in zip(TASKS, panels, strict=True):

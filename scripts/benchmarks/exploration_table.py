@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from data.trajectories.tasks import TASKS
+from eval.scoring import RESAMPLES
 from scripts.benchmarks import results
 from scripts.benchmarks.exploration_cells import (
     BASELINES,
@@ -83,14 +84,12 @@ def _numbers(values: Any) -> str:
     return " ".join(f"{value:.1f}" for value in values)
 
 
-def nested_bootstrap(
-    values: Float[np.ndarray, "S E"], resamples: int = 10000
-) -> tuple[float, float]:
+def nested_bootstrap(values: Float[np.ndarray, "S E"]) -> tuple[float, float]:
     """Returns the mean's 95% interval; resamples training seeds, and evaluation seeds in each."""
     generator = np.random.default_rng(0)
     seeds, evaluations = values.shape
-    rows = generator.integers(seeds, size=(resamples, seeds, 1))
-    columns = generator.integers(evaluations, size=(resamples, seeds, evaluations))
+    rows = generator.integers(seeds, size=(RESAMPLES, seeds, 1))
+    columns = generator.integers(evaluations, size=(RESAMPLES, seeds, evaluations))
     means = values[rows, columns].mean((1, 2))
     return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
 

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import yaml
 
-from scripts.benchmarks.commands import python
+from scripts.benchmarks.commands import python, read_json, training_seconds
 from scripts.benchmarks.results import ROOT, renew, row
-from scripts.benchmarks.retrieval import seconds
 from trainer.options import command, option
 
 RECIPE = "configs/smollm2_16k.yaml"
@@ -66,7 +65,7 @@ def losses(checkpoint: str, args: Options, name: str, options: str = "") -> dict
             output=table.parent,
             sources=json.dumps([{"path": args.book, "format": "text"}]),
         )
-    result = json.loads(table.read_text(encoding="utf-8"))
+    result = read_json(table)
     curves, gains = (
         [
             next(bucket for bucket in curve if bucket["tokens_before_from"] == KNOWN)
@@ -119,7 +118,7 @@ def work(args: Options) -> None:
     )
     trained = train(args)
     models = dict(zip(GOALS, (*before, losses(str(trained), args, "trained")), strict=True))
-    save_result(models, seconds(trained))
+    save_result(models, training_seconds(trained))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

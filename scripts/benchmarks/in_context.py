@@ -22,10 +22,10 @@ import shutil
 import sys
 from pathlib import Path
 
+from data.errors import UserError
 from data.trajectories.tasks import TASKS, get_task
-from scripts.benchmarks.commands import python
+from scripts.benchmarks.commands import python, read_json, training_seconds
 from scripts.benchmarks.results import commit, load, renew, row
-from scripts.benchmarks.retrieval import seconds
 from trainer.options import command, option
 
 NAME = "in_context"
@@ -92,16 +92,13 @@ def run_one(task: str, method: str, seed: int, args: Options) -> dict:
             prepared=Path(args.output) / "prepared",
             stages=json.dumps(stages(in_context, tokens, args.steps)),
         )
-    if (
-        not results.exists()
-        or len(json.loads(results.read_text(encoding="utf-8"))["returns"]) < args.seeds
-    ):
+    if not results.exists() or len(read_json(results)["returns"]) < args.seeds:
         python(
             f"-m eval.in_context --checkpoint {{run}} --output {{output}} --seeds {args.seeds}",
             run=folder,
             output=results.parent,
         )
-    return json.loads(results.read_text(encoding="utf-8")) | {"minutes": seconds(folder) / 60}
+    return read_json(results) | {"minutes": training_seconds(folder) / 60}
 
 
 def stages(in_context: int, tokens: int, steps: int) -> list[dict[str, int]]:
@@ -239,6 +236,8 @@ def _add_lines(tables: dict[str, dict[str, list]], line: list[str], by_seed: lis
 
 def work(args: Options) -> None:
     """Measures task by task, and saves after each method."""
+    if args.seeds < 2:
+        raise UserError(f"--seeds: found {args.seeds}; intervals over seeds need at least 2")
     results: dict[tuple[str, str, int], list[dict]] = {}
     for task in args.tasks:
         for method in args.methods:

@@ -11,15 +11,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import resource
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .kernel_block import Case, LeftOut, make_block
-from .kernel_peers import PEERS
+from scripts.benchmarks.commands import process_bytes
+from scripts.benchmarks.kernel_block import Case, LeftOut, make_block
+from scripts.benchmarks.kernel_peers import PEERS
 
 # (batch, m, k, n): one large product and, on a CPU, products of the sizes in an attention tile. The
 # best rate counts.
@@ -39,15 +38,6 @@ def best_of(run: Callable, repeats: int) -> tuple[float, float]:
     return min(wall for wall, _ in times), min(cpu for _, cpu in times)
 
 
-def _host_bytes(field: str) -> int:
-    """Returns this process's memory: `VmRSS` (current) or `VmHWM` (peak since its reset)."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes, and only the peak
-    (kib,) = re.findall(rf"{field}:\s+(\d+) kB", status.read_text())
-    return int(kib) * 1024
-
-
 def _memory_readers() -> tuple[Callable[[], int], Callable[[], int], bool]:
     """Returns functions for the current and peak bytes (of the accelerator if there is one).
 
@@ -63,7 +53,7 @@ def _memory_readers() -> tuple[Callable[[], int], Callable[[], int], bool]:
     with contextlib.suppress(OSError):
         # Linux: resets the peak, so that compiling does not count.
         Path("/proc/self/clear_refs").write_text("5")
-    return lambda: _host_bytes("VmRSS"), lambda: _host_bytes("VmHWM"), True
+    return lambda: process_bytes("VmRSS"), lambda: process_bytes("VmHWM"), True
 
 
 def first_run_mib(run: Callable) -> float | None:

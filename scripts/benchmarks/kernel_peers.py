@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .kernel_block import Block, Case, LeftOut, refuse_dense
+from scripts.benchmarks.kernel_block import Block, Case, LeftOut, refuse_dense
 
 # Tokens: the mask takes a quarter of a GiB. With masks of twice as many, packed rows of 32K took
 # most of the GPU time.

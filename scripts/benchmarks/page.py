@@ -19,6 +19,7 @@ from scripts.benchmarks.results import ROOT, Result, changed, load_all
 from trainer.options import command, option
 
 PAGE = ROOT / "BENCHMARKS.md"
+WIDTH = 80  # of a command on a page
 # Begins the line that says which headlines' programs have changed.
 AGE = "Programs unchanged since the measurement, when this page was written: "
 # Where results and rows are placed, and the text around them.
@@ -193,11 +194,11 @@ def not_measured(results: Mapping[str, Result]) -> str:
     return "## Not measured\n\n" + table(("what", "needs", "source"), rows)
 
 
-def command_text(command: str, width: int = 80) -> str:
-    """Returns a command as code, cut after `width` characters; the result file has all of it."""
+def command_text(command: str) -> str:
+    """Returns a command as code, cut after WIDTH characters; the result file has all of it."""
     if not command.startswith(("python", "make", "pytest")):
         return "by hand"
-    return f"`{command if len(command) <= width else command[: width - 4] + ' ...'}`"
+    return f"`{command if len(command) <= WIDTH else command[: WIDTH - 4] + ' ...'}`"
 
 
 def provenance(results: Mapping[str, Result]) -> str:

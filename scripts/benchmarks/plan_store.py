@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from planning.memory_options import MEMORY_OPTIONS
-from scripts.benchmarks.results import ROOT
+from scripts.benchmarks.commands import read_json
+from scripts.benchmarks.results import ROOT, write_whole
 
 FILE = ROOT / "docs" / "plans" / "plans.json"
 KEPT = (
@@ -34,24 +35,21 @@ KEPT = (
     "estimated_step_seconds_high",
     "made_with",
     "jax",
-    "compiler_flags",
 )
 DIGITS = 6  # significant
 
 
 def read_plans(file: Path = FILE) -> dict[str, dict[str, Any]]:
     """Returns the stored plans by name, in alphabetical order."""
-    return json.loads(file.read_text(encoding="utf-8"))
+    return read_json(file)
 
 
 def write_plans(plans: dict[str, dict[str, Any]], file: Path = FILE) -> None:
-    """Stores the kept fields of plans atomically, one plan per line."""
+    """Stores the kept fields of plans, one plan per line."""
     lines = [
         f"{json.dumps(name)}: {json.dumps(kept(plan))}" for name, plan in sorted(plans.items())
     ]
-    partial = file.with_suffix(".part")
-    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    partial.replace(file)
+    write_whole(file, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def kept(plan: dict[str, Any]) -> dict[str, Any]:
@@ -67,12 +65,9 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
-        is_empty = {
-            name: inner is False or inner == [] or inner == {} for name, inner in value.items()
-        }
         return {
             name: _rounded(inner)
             for name, inner in value.items()
-            if name != "times" and not is_empty[name]
+            if not (name == "times" or inner is False or inner in ([], {}))
         }
     return value

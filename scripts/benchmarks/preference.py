@@ -18,13 +18,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from scripts.benchmarks.commands import ProcessFailed, python
+from scripts.benchmarks.commands import (
+    ProcessFailed,
+    python,
+    read_json,
+    read_lines,
+    training_seconds,
+)
 from scripts.benchmarks.results import ROOT, renew, row
-from scripts.benchmarks.retrieval import book_losses, seconds
+from scripts.benchmarks.retrieval import book_losses
 from trainer.options import command, option
 
 RECIPE = "configs/preference/smollm2_dpo.yaml"
@@ -42,15 +47,6 @@ class Options:
     model: str = option("SmolLM2's folder, such as scripts.make_smollm2 makes")
     book: str = option("a text that is not trained on", metavar="BOOK.txt")
     output: str = option("folder of the pairs and runs", "runs/preference")
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a file of JSON lines; none if the file is missing."""
-    return (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        if path.exists()
-        else []
-    )
 
 
 def training(args: Options, run: Path, prompts: list[str]) -> list[str]:
@@ -83,7 +79,7 @@ def train(words: list[str]) -> None:
 def train_killed(words: list[str], run: Path) -> None:
     """Trains a run, which is killed after each of KILLS and resumed, unless that is done."""
     record = run.with_name(f"{run.name}.json")
-    done = json.loads(record.read_text(encoding="utf-8")) if record.exists() else []
+    done = read_json(record) if record.exists() else []
     for step in KILLS[len(done) :]:
         print(f"kills {run} after step {step}", flush=True)
         process = subprocess.Popen([sys.executable, *words], cwd=ROOT)
@@ -218,7 +214,7 @@ def work(args: Options) -> None:
     book = book_losses(merged, args.model, args.book, folder)
     bitwise = same_metrics([run, killed]) and same_checkpoints([run, killed])
     rows, facts = rows_and_facts(run, records, book, bitwise)
-    renew("preference", rows, seconds=seconds(run), facts=facts)
+    renew("preference", rows, seconds=training_seconds(run), facts=facts)
 
 
 main = command(Options, work)

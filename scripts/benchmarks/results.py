@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from data.folders import replacing
 from scripts.benchmarks import freshness
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,10 +106,13 @@ def save(name: str, result: Result) -> Path:
         for key, value in dataclasses.asdict(result).items()
         if value or key not in optional
     }
-    path = FOLDER / f"{name}.json"
-    partial = path.with_suffix(".part")
-    partial.write_text(as_text(fields), encoding="utf-8")
-    partial.replace(path)
+    return write_whole(FOLDER / f"{name}.json", as_text(fields))
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Writes a file that appears complete; returns its path."""
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
     return path
 
 
@@ -190,20 +194,12 @@ def changed(result: Result) -> list[str]:
 
 def commit() -> str:
     """Returns the checked-out commit's short id, with `+changes` if tracked files differ."""
+    git = ("git", "-C", str(ROOT))
+    without = (":!docs/results", ":!docs/*.png", ":!BENCHMARKS.md")
     try:
-        head = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+        head = _output(*git, "rev-parse", "--short", "HEAD")
         changes = _output(
-            "git",
-            "-C",
-            str(ROOT),
-            "status",
-            "--porcelain",
-            "--untracked-files=no",
-            "--",
-            ".",
-            ":!docs/results",
-            ":!docs/*.png",
-            ":!BENCHMARKS.md",
+            *git, "status", "--porcelain", "--untracked-files=no", "--", ".", *without
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -22,7 +22,7 @@ from data.outputs import output_file
 from data.untrusted_files import read_text
 from eval.line_report import plot, read
 from eval.scoring import Score
-from scripts.benchmarks.commands import python
+from scripts.benchmarks.commands import python, read_json, training_seconds
 from scripts.benchmarks.results import ROOT, renew, row
 from trainer.options import command, option
 
@@ -94,7 +94,7 @@ def book_losses(run_folder: Path, model: str, book: str, folder: Path) -> list[f
             output=table.parent,
             sources=json.dumps([{"path": book, "format": "text"}]),
         )
-    curves = json.loads(table.read_text(encoding="utf-8"))["curves"]
+    curves = read_json(table)["curves"]
     totals = [
         sum(bucket["loss_nats_per_target"] * bucket["targets"] for bucket in curve)
         for curve in curves.values()
@@ -119,20 +119,8 @@ def short_tasks(checkpoint: str, args: Options, name: str) -> dict[str, dict]:
             tasks=tasks,
             folder=folder,
         )
-    rows = json.loads((folder / "results.json").read_text(encoding="utf-8"))["results"]
+    rows = read_json(folder / "results.json")["results"]
     return {task: next(row for row in rows if row["task"] == f"{task} acc") for task in SHORT_TASKS}
-
-
-def seconds(run_folder: Path) -> float:
-    """Returns the training time of a run's stages, with evaluations and saves."""
-    stages = [
-        *sorted((run_folder / "stages").glob("*/metrics.jsonl")),
-        run_folder / "metrics.jsonl",
-    ]
-    return sum(
-        json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["wall_seconds"]
-        for path in stages
-    )
 
 
 def named(scores: list[Score], like: str) -> list[Score]:
@@ -206,7 +194,7 @@ def work(args: Options) -> None:
         after,
         book_losses(trained, args.model, args.book, Path(args.output)),
         short,
-        seconds(trained),
+        training_seconds(trained),
     )
     plot(
         {"before": before, "after": after},

@@ -4,7 +4,6 @@ takes the folder of a measurement's files.
 
 from __future__ import annotations
 
-import json
 import shlex
 import statistics
 import subprocess
@@ -12,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.benchmarks.commands import read_json, tokens_text, write_json
+from scripts.benchmarks.commands import read_json, read_lines, tokens_text, write_json
 from scripts.benchmarks.identity import QUESTIONS
 from scripts.benchmarks.results import commit, load, row
 
@@ -337,10 +336,8 @@ def dirty_data(out: Path) -> Rows:
 def quickstart(out: Path) -> Rows:
     """Reads the run's losses and evaluation, and the command's duration."""
     run = out / "run"
-    lines = (run / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
-    before, after = (
-        json.loads(line)["held_out_loss_nats_per_target"] for line in (lines[0], lines[-1])
-    )
+    lines = read_lines(run / "held_out.jsonl")
+    before, after = (lines[i]["held_out_loss_nats_per_target"] for i in (0, -1))
     seconds = sum(read_json(out / "progress.json")["seconds"])
     (score,) = read_json(run / "evaluation" / "results.json")["within_trained_length"]
     return {
@@ -398,9 +395,9 @@ def identity(out: Path) -> Rows:
         "before": row(f"{what}, before training", f"{before} of {asked}", "at most 8", before <= 8)
     }
     for name, title in (("full", "all weights"), ("lora", "LoRA"), ("qlora", "QLoRA (NF4)")):
-        metrics = (out / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        steps = read_lines(out / name / "metrics.jsonl")[-1]["step"]
         rows[name] = row(
-            f"{what}, after {json.loads(metrics[-1])['step']} steps with {title}",
+            f"{what}, after {steps} steps with {title}",
             f"{named(name)} of {asked}",
             "at least 32",
             named(name) >= 32,

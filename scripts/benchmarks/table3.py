@@ -32,7 +32,7 @@ from planning.topology import topology_devices
 from scripts.benchmarks.commands import read_json, tokens_text
 from scripts.benchmarks.page import table as markdown
 from scripts.benchmarks.paper_rows import RING_ATTENTION_CONTEXTS
-from scripts.benchmarks.results import row
+from scripts.benchmarks.results import row, write_whole
 from scripts.benchmarks.table3_cells import (
     COLUMNS,
     FILE,
@@ -85,9 +85,7 @@ class Compilations:
             result = refusal(cell, outcome) or f"fits with {outcome['peak_gib']:.2f} GiB"
             print(f"{name}: {result} ({outcome['compile_seconds']:.0f} s)", flush=True)
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_suffix(".part")
-            partial.write_text(json.dumps(self.outcomes), encoding="utf-8")
-            partial.replace(self.path)
+            write_whole(self.path, json.dumps(self.outcomes))
         return self.outcomes[name]
 
 

@@ -14,10 +14,11 @@ from planning.machines import host_gib
 from planning.parts import host_parts_gib
 from planning.plan import Job
 from planning.search import best_every_k
+from scripts.benchmarks.commands import read_json
 from scripts.benchmarks.paper_rows import RING_ATTENTION_COLUMNS as COLUMNS
 from scripts.benchmarks.paper_rows import RING_ATTENTION_CONTEXTS as PAPER
 from scripts.benchmarks.plan_store import kept
-from scripts.benchmarks.results import ROOT
+from scripts.benchmarks.results import ROOT, write_whole
 from trainer.config.schema import MeshConfig
 
 FILE = ROOT / "docs" / "plans" / "table3.json"
@@ -150,15 +151,13 @@ def table_rows() -> list[tuple[str, str]]:
 
 def read_cells(file: Path = FILE) -> list[dict[str, Any]]:
     """Returns the stored cells: names, longest context with its plan, why twice that fails."""
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    return read_json(file) if file.exists() else []
 
 
 def write_cells(contents: Iterable[dict[str, Any]], file: Path = FILE) -> None:
-    """Stores cells atomically, one per line, with the kept part of their plans."""
+    """Stores cells, one per line, with the kept part of their plans."""
     lines = [
         json.dumps(content | ({"plan": kept(content["plan"])} if "plan" in content else {}))
         for content in contents
     ]
-    partial = file.with_suffix(".part")
-    partial.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
-    partial.replace(file)
+    write_whole(file, "[\n" + ",\n".join(lines) + "\n]\n")

@@ -164,6 +164,11 @@ class QueuedSlices(Slices):
                 "the Cloud TPU API has no tpu7x: --machine-type tpu7x-standard-4t --topology 4x4x4 "
                 "requests it from Compute Engine"
             )
+        if self.request.topology:
+            raise Refused(
+                "--topology only applies to Compute Engine; with the Cloud TPU API, --type gives "
+                "the size of a slice"
+            )
         if self.request.flex_start:
             raise Refused(
                 "--flex-start only applies to Compute Engine: pass --machine-type and --topology"
@@ -293,6 +298,11 @@ class GroupSlices(Slices):
             raise Refused(
                 f"--machine-type: found {request.machine_type}; expected one of Compute Engine's "
                 "TPUs, such as ct5p-hightpu-4t, ct6e-standard-4t, tpu7x-standard-4t"
+            )
+        if request.version:
+            raise Refused(
+                "--version only applies to the Cloud TPU API; with Compute Engine, the machine "
+                "type determines the image"
             )
         if request.topology and not re.fullmatch(r"\d+x\d+(x\d+)?", request.topology):
             raise Refused(

@@ -382,9 +382,8 @@ def test_a_run_finds_data_that_the_command_prepared_with_beam(small_recipe, tmp_
     assert main(command) == 0 and capsys.readouterr().out == output
 
 
-def test_counts_of_parts_add_up_to_the_counts_of_one_process(monkeypatch):
+def test_counts_of_parts_add_up_to_the_counts_of_one_process():
     """Only the first names are counted individually, whichever part they are in."""
-    monkeypatch.setattr("data.report.MOST_NAMES", 3)
     names = ["b: 1", "a: 2", "a: 3", "a: 2", "c", "d: 1", "a: 3", "b: 2"]
     expected, merged = (SourceReport("", most_names=3) for _ in range(2))
     for name in names:

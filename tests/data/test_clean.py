@@ -339,7 +339,7 @@ def test_splitting_keeps_every_exchange_in_order(sizes, with_system, room):
     def length(part):
         return sum(len(message.content) for message in part if message.role == "assistant")
 
-    parts = list(split(messages, list, length, room))
+    parts = list(split(messages, list, length, room, messages))
     assert all(part[:with_system] == messages[:with_system] for part in parts)
     bodies = [part[with_system:] for part in parts]
     assert [message for body in bodies for message in body] == messages[with_system:]

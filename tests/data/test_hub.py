@@ -73,6 +73,8 @@ class Hub(HubHandler):
                 body,
             )
         name = path.partition("/resolve/")[2].partition("/")[2]
+        if self.server.is_gated:
+            return self.answer(403, b"{}", {"X-Error-Code": "GatedRepo"}, body)
         if body:
             self.server.sent.append(name)
         headers = {"ETag": f'"{name.replace("/", "-")}"', "X-Repo-Commit": SHA}
@@ -85,7 +87,7 @@ def hub(monkeypatch, tmp_path):
     """Yields a local hub, with an empty cache."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         server.sent, server.requests = [], []
-        server.listing, server.content, server.headers = None, None, {}
+        server.listing, server.content, server.headers, server.is_gated = None, None, {}, False
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         for name, value in {
@@ -128,7 +130,7 @@ def answers(path):
     ],
 )
 def test_named_files_are_downloaded_once_and_read(hub, path, expected, sent):
-    files = source_files.find_files(path, (".json", ".jsonl", ".parquet"))
+    files = source_files.find(path, (".json", ".jsonl", ".parquet")).files
     card = [] if path.endswith(("more", "train.jsonl")) else ["README.md"]
     assert sorted(hub.sent) == card + sent
     assert [str(file).partition(f"/{SHA}/")[2] for file in files] == sent
@@ -155,7 +157,7 @@ def test_cards_and_metadata_of_the_hub_are_not_read_as_records(hub, monkeypatch,
     ]
     assert texts == ["a card"]
     hub.sent.clear()
-    files = source_files.find_files("hf://datasets/me/chats", (".txt", ".md"))
+    files = source_files.find("hf://datasets/me/chats", (".txt", ".md")).files
     assert [str(file).partition(f"/{SHA}/")[2] for file in files] == ["a.txt"]
     assert hub.sent == ([] if is_cached else ["a.txt"])
     assert answers("hf://datasets/me/chats") == ["Answer 3.", "Answer 0.", "Answer 1.", "Answer 2."]
@@ -376,6 +378,17 @@ def test_a_missing_data_set_revision_or_file_is_a_one_line_error(hub, path, word
     with pytest.raises(UserError, match=words) as caught:
         answers(path)
     assert "\n" not in str(caught.value) and hub.sent == []
+
+
+def test_a_data_set_that_needs_its_owners_consent_says_so(hub):
+    """As LMSYS-Chat-1M: the hub lists its files, and sends them to those who have access."""
+    hub.is_gated = True
+    with pytest.raises(
+        UserError, match="its owner must grant you access: request it at "
+    ) as caught:
+        answers("hf://datasets/me/chats/train.jsonl")
+    address = f"http://127.0.0.1:{hub.server_port}/datasets/me/chats"
+    assert f"request it at {address}, then `hf auth login`" in str(caught.value)
 
 
 @pytest.mark.parametrize(

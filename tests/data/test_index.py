@@ -23,8 +23,8 @@ def test_an_index_is_the_file_that_numpy_writes(rows, more, block):
         patch.setattr(index, "_ROWS_AT_A_TIME", block)
         folder = Path(scratch)
         part, whole = NewIndex(folder), NewIndex(folder)
-        for number, row in enumerate(more):
-            assert part.add(IndexEntry(*row)) == number
+        for row in more:
+            part.add(IndexEntry(*row))
         part.write(folder / "part.npz")
         for row in rows:
             whole.add(IndexEntry(*row))

@@ -13,10 +13,9 @@ from data.clean import CleanConfig
 from data.conversation import Text
 from data.encode import EncodingRules
 from data.engine import PROCESSES
-from data.job import Unit
 from data.paths import File
 from data.prepare import prepare
-from data.sources import Source, Sources
+from data.sources import Source, Sources, Unit
 from data.tokenizer import Tokenizer
 from tests.data.test_fixtures import FIXTURES
 

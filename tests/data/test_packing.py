@@ -13,18 +13,22 @@ from data.packing import plan, visits
 LENGTHS = st.lists(st.integers(0, 90), max_size=60)
 
 
+def rows_of(packed):
+    return tuple(packed.row(number) for number in range(len(packed)))
+
+
 @settings(max_examples=200, deadline=None)
 @given(LENGTHS, st.integers(1, 64), st.integers(-3, 2**70), st.integers(0, 5))
 def test_rows_contain_each_token_once_and_fit(lengths, context_length, seed, epoch):
     packed = plan(lengths, context_length, seed, epoch)
     seen = [np.zeros(length, int) for length in lengths]
-    for row in packed.rows:
+    for row in rows_of(packed):
         assert row and sum(length for _, _, length in row) <= context_length
         for document, start, length in row:
             assert length > 0 and start + length <= lengths[document]
             seen[document][start : start + length] += 1
     assert all((count == 1).all() for count in seen)
-    assert packed.rows == plan(np.array(lengths), context_length, seed, epoch).rows
+    assert rows_of(packed) == rows_of(plan(np.array(lengths), context_length, seed, epoch))
 
 
 @settings(max_examples=50, deadline=None)
@@ -35,11 +39,10 @@ def test_row_count_is_the_same_in_every_epoch(lengths, context_length):
 
 def test_the_order_depends_on_seed_and_epoch_and_matches_the_record():
     lengths = [5, 9, 3, 7, 7, 2, 8, 4]
-    assert (
-        len({plan(lengths, 12, seed, epoch).rows for seed in range(3) for epoch in range(3)}) == 9
-    )
+    plans = [plan(lengths, 12, seed, epoch) for seed in range(3) for epoch in range(3)]
+    assert len(set(map(rows_of, plans))) == 9
     # Recorded: a run that resumes with another version of numpy must have the same order.
-    assert plan(lengths, 12, 0, 0).rows == RECORDED
+    assert rows_of(plan(lengths, 12, 0, 0)) == RECORDED
 
 
 RECORDED = (
@@ -100,7 +103,7 @@ def test_a_decimal_weight_stays_exact_after_a_million_epochs():
 
 def test_whole_weights_give_the_recorded_order():
     """Recorded: a run that began before fractional weights had their own rule must resume."""
-    assert plan([5, 9, 3, 7], 12, 0, 1, [2.0, 1.0, 3.0, 1.0]).rows == (
+    assert rows_of(plan([5, 9, 3, 7], 12, 0, 1, [2.0, 1.0, 3.0, 1.0])) == (
         ((2, 0, 3), (2, 0, 3), (0, 0, 5)),
         ((3, 0, 7), (0, 0, 5)),
         ((1, 0, 9), (2, 0, 3)),

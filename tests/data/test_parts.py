@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from data.encode import EncodingRules
 from data.engine import Processes
 from data.prepare import prepare
+from data.report import MOST_NAMES, OTHER_FIELDS
 from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 
@@ -66,3 +67,18 @@ def test_a_conversation_is_kept_in_the_first_file_of_its_source_that_has_it(numb
             conversations = [number for file in files for number in file]
             assert report.kept == len(set(conversations))
             assert report.dropped.get("duplicate", 0) == len(conversations) - report.kept
+
+
+def test_names_are_counted_in_the_order_of_one_process(tmp_path):
+    """The first names of unread fields, which here are not the first by the alphabet, are counted
+    separately."""
+    lines = (
+        json.dumps({"messages": [f"question {n}", f"answer {n}"], f"field {999 - n}": 1})
+        for n in range(MOST_NAMES + 9)
+    )
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    sources = Sources((Source(str(tmp_path / "a.jsonl"), template="vicuna_v1.1"),))
+    one, parts = (_prepared(tmp_path, sources, engine) for engine in (Processes(), InParts()))
+    assert _contents(one.folder) == _contents(parts.folder)
+    [report] = parts.report.sources
+    assert report.unread[OTHER_FIELDS] == 9 and "record field `field 999`" in report.unread

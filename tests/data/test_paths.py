@@ -262,7 +262,7 @@ def test_a_pattern_stands_for_objects_of_a_bucket(gcs):
         "gs://bucket/chats/train-?.txt": names[:1],
         "gs://bucket/c*": (names[3], *names[:3]),
     }.items():
-        files = source_files.find_files(pattern, (".txt",))
+        files = source_files.find(pattern, (".txt",)).files
         assert [str(file) for file in files] == [f"gs://bucket/{name}" for name in expected]
     gcs.store.objects["bucket", "new.txt"] = b"", 1
     assert paths.File("gs://bucket/new.txt").exists()  # no listing is remembered

@@ -340,6 +340,7 @@ def test_texts_and_tokens_are_read_from_files_and_folders(tmp_path):
         {"id": "all", "tokens": [5, 6, 7]},
         {"id": "mask", "input_ids": [5, 6, 7], "loss_mask": [0, 1, True]},
         {"id": "labels", "input_ids": [5, 6, 7], "labels": [-100, -100, 7]},
+        {"id": "null", "tokens": None, "input_ids": [5, 6]},
         {"id": "short mask", "tokens": [5, 6, 7], "loss_mask": [1]},
         {"tokens": [5, "6"]},
         {"tokens": [1.5]},
@@ -354,6 +355,7 @@ def test_texts_and_tokens_are_read_from_files_and_folders(tmp_path):
         ("all", [5, 6, 7], [True] * 3),
         ("mask", [5, 6, 7], [False, True, True]),
         ("labels", [5, 6, 7], [False, False, True]),
+        ("null", [5, 6], [True] * 2),
     ]
     assert (
         sum(report.dropped.values()) == 6

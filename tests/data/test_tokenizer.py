@@ -231,6 +231,12 @@ def test_text_tokens_in_a_text_are_encoded_as_tokens(tmp_path, kind):
             "tokenizer_config.json: note.1 holds half of a surrogate pair",
         ),
         ("chat_template.jinja", b"\xff", "byte 0 of chat_template.jinja is not UTF-8 text"),
+        ("chat_template.json", b"[", "chat_template.json is not JSON"),
+        (
+            "chat_template.json",
+            b'{"chat_template": 1}',
+            "the chat_template in chat_template.json is no text",
+        ),
     ],
 )
 @pytest.mark.parametrize("library", ["tiny_tokenizer/tokenizer.json", "tiny.model"])
@@ -531,6 +537,25 @@ def test_token_names_and_templates_match_transformers(tmp_path, files, tools):
         segments = render(messages, "tokenizer", tokenizer, tools=tools)
         ids = [token for segment in segments for token in segment.ids]
         assert ids == expected, (tokenizer.decode(ids, False), theirs.decode(expected))
+
+
+def test_the_template_of_an_image_models_processor_is_read_if_the_tokenizer_has_none(tmp_path):
+    from transformers import AutoTokenizer, ProcessorMixin
+
+    folder = shutil.copytree(TINY, tmp_path / "tokenizer")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((TINY / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": _PLAIN}))
+    (folder / "processor_config.json").write_text("{}")
+    expected = ProcessorMixin.get_processor_dict(folder)[0]["chat_template"]
+    assert Tokenizer.load(folder).chat_template == expected == _PLAIN
+    Tokenizer.load(folder).save(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == expected
+    config["chat_template"] = "{{ 'own' }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Tokenizer.load(folder).chat_template == "{{ 'own' }}"
 
 
 @pytest.mark.parametrize("in_files", [False, True])

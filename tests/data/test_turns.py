@@ -101,6 +101,7 @@ def test_loss_flags_and_masks_are_counted():
         "does",
     }
     assert cleaned.unread == {"turn field `train`"}
+    assert not clean(USER, {**ANSWER, "weight": "1"}).changes  # of a CSV file
     for mask in ([0, 0, 0, 1], [False, True], "[0, 0, 0, 1]", "[False, True]"):
         masked = clean(USER, ANSWER, USER, ANSWER, loss_mask=mask)
         assert [turn.train for turn in masked.messages if turn.role == "assistant"] == [False, True]
@@ -374,6 +375,10 @@ def test_turns_that_change_rendering_are_kept_or_counted():
     assert clean({"role": "user", "content": parts}, ANSWER).changes == {
         "parts of a content joined to one text"
     }
+    # Templates may write a result's list as JSON, as transformers gives it to them.
+    result = {"role": "tool", "content": parts[:1]}
+    called = clean(USER, {**call, "content": "Hm."}, result, ANSWER)
+    assert "parts of a tool's result joined to one text" in called.changes
 
 
 def test_a_split_conversation_keeps_opening_and_late_system_turns():
@@ -382,7 +387,7 @@ def test_a_split_conversation_keeps_opening_and_late_system_turns():
     cleaned = clean(
         SYSTEM, ANSWER, USER, USER, ANSWER, {**SYSTEM, "content": "Late."}, USER, ANSWER
     )
-    parts = list(split(cleaned.messages, list, len, 5))
+    parts = list(split(cleaned.messages, list, len, 5, cleaned.messages))
     assert [[turn.role for turn in part] for part in parts] == [
         ["system", "assistant", "user", "user", "assistant"],
         ["system", "system", "user", "assistant"],

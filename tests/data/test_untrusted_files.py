@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data.errors import UserError
-from data.source_files import find_files
+from data.source_files import find
 from data.untrusted_files import MAX_JSON_DEPTH, check_within, check_writable, file_within
 
 
@@ -70,14 +70,14 @@ def test_special_files_are_refused_with_printable_names(tmp_path):
 def test_links_out_of_a_data_folder_are_refused(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a.jsonl").write_text("{}")
-    assert len(find_files(tmp_path / "data", (".jsonl",))) == 1
+    assert len(find(tmp_path / "data", (".jsonl",)).files) == 1
     (tmp_path / "secret.jsonl").write_text("{}")
     (tmp_path / "data/b.jsonl").symlink_to(tmp_path / "secret.jsonl")
     with pytest.raises(
         UserError, match=r"b\.jsonl: leads to .*secret\.jsonl, outside of its folder"
     ):
-        find_files(tmp_path / "data", (".jsonl",))
-    assert len(find_files(tmp_path / "data/b.jsonl", (".jsonl",))) == 1, (
+        find(tmp_path / "data", (".jsonl",))
+    assert len(find(tmp_path / "data/b.jsonl", (".jsonl",)).files) == 1, (
         "a link that the user names is refused"
     )
 

@@ -73,11 +73,12 @@ def test_a_repeated_value_is_refused(command, words, repeated, capsys):
         (needle, "--tokens 512 --top-p 0.9", "--top-p: is for sampled answers, and the most"),
         (ruler, "--tokens 512 --sample-seed 3", "--sample-seed: is for sampled answers, and the"),
         (ruler, "--tokens 512 --tasks vt cwe --text a.txt", "--text: none of --tasks takes a text"),
+        (needle, "--tokens 512 --depths 0 2", "--depths: found [0.0, 2.0]; each needs to be from"),
         (harness, "--tasks arc_easy --template chatml", "--template: questions are asked in a"),
         (harness, '--tasks arc_easy --template-kwargs {"a":1}', "--template-kwargs: questions are"),
     ],
 )
-def test_a_flag_without_effect_is_refused(command, words, error, tmp_path, capsys):
+def test_a_flag_without_effect_or_out_of_range_is_refused(command, words, error, tmp_path, capsys):
     given = ["--checkpoint", "x", "--output", str(tmp_path / "y"), *words.split()]
     assert command.main(given) == 2
     (line,) = capsys.readouterr().err.splitlines()

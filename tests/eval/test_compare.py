@@ -161,6 +161,10 @@ def test_no_number_is_cut_however_long(tmp_path, capsys, monkeypatch, columns):
     [
         ([], "is empty"),
         ([{"episode": 1}], "not an evaluation's cases (KeyError"),
+        ([line_case(1, 30, True) | {"right": 10**400}], "found the score 1000"),
+        ([line_case(1, 30, True) | {"right": float("nan")}], "found the score nan, not 0 to 1"),
+        ([line_case(1, 30, True) | {"num_lines": "x"}], "found 'generated', 'x', not a task"),
+        ([line_case(1, 30, True) | {"source": 7}], "found 7, 30, not a task and its length"),
         ([line_case(1, 30, True)], "have no case in common"),
         ([line_case(1, 20, True) | {"prompt": "of another text"}], "have no case in common"),
         (None, "not an evaluation's cases (FileNotFoundError"),

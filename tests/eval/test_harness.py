@@ -1,7 +1,6 @@
 """lm-eval's requests to our decoding give transformers' likelihoods and texts; a task made of local
 files runs to its results."""
 
-import argparse
 import functools
 import json
 import random
@@ -35,28 +34,11 @@ def opened(hf_model):
 
 
 def open_model(folder):
-    parser = argparse.ArgumentParser()
-    runner.add_evaluation_options(parser)
-    runner.add_generation_options(parser)
-    flags = [
-        "--checkpoint",
-        str(folder),
-        "--output",
-        "x",
-        "--fsdp",
-        "2",
-        "--sequence",
-        "4",
-        "--rows",
-        "2",
-        "--chunk",
-        "64",
-        "--compute-dtype",
-        "float32",
-    ]
+    flags = f"--checkpoint {folder} --output x --tasks none --rows 2 --chunk 64"
+    flags += " --fsdp 2 --sequence 4 --compute-dtype float32"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.entry.keep_compiled", lambda: None)
-        return runner.open_respondent(runner.parse(parser, flags))
+        return runner.open_respondent(harness.parse(flags.split()))
 
 
 class Request:
@@ -167,7 +149,7 @@ def test_a_text_is_embedded_by_its_own_length(tmp_path):
     ours = harness.Harness(open_model(folder), 512, 8)
     contexts = ["The whale swam", "The ship sailed round the whale." * 20, "The ship"]
     assert [len(ids(context)) > 128 for context in contexts] == [False, True, False]
-    scores = ours.likelihoods([(context, " home") for context in contexts])
+    scores = ours.likelihoods([(context, " home") for context in contexts], ["t"] * 3)
     for context, score in zip(contexts, scores, strict=True):
         whole = ids(context + " home")
         expected, is_greedy = likelihood(whole, len(whole) - len(ids(context)))
@@ -212,10 +194,10 @@ def test_a_task_that_needs_sampling_is_refused(opened, options, sampling):
 
 def test_requests_that_are_too_long_are_counted(opened):
     short = harness.Harness(opened, 40, 8)
-    assert len(short.likelihoods([("word " * 100, "end"), ("word", " end")])) == 2
+    assert len(short.likelihoods([("word " * 100, "end"), ("word", " end")], ["t"] * 2)) == 2
     assert (short.truncated, short.windowed) == (1, 0)
-    whole, pieces = harness.Harness(opened, 200, 8), short.rolling(["word " * 60])
-    assert pieces[0] < 0 and whole.rolling(["word " * 60])[0] < 0
+    whole, pieces = harness.Harness(opened, 200, 8), short.rolling(["word " * 60], ["t"])
+    assert pieces[0] < 0 and whole.rolling(["word " * 60], ["t"])[0] < 0
     assert (short.truncated, short.windowed) == (1, 1), "nothing of a rolling text is lost"
     assert (whole.truncated, whole.windowed) == (0, 0)
 
@@ -257,7 +239,7 @@ def test_scoring_takes_the_whole_length(opened, theirs):
     count = len(whole) - len(ids(context))
     for length in (len(whole) - 1, len(whole) - 2):
         scored = harness.Harness(opened, length, 256)
-        ((value, _),) = scored.likelihoods([(context, continuation)])
+        ((value, _),) = scored.likelihoods([(context, continuation)], ["t"])
         assert value == pytest.approx(likelihood(whole[-length - 1 :], count)[0], abs=1e-3)
         assert scored.truncated == len(whole) - 1 - length
 
@@ -279,7 +261,7 @@ def test_a_rolling_text_is_scored_in_the_windows_of_lm_eval(opened, theirs, leng
         length, len(tokens)
     )
     scored = harness.Harness(opened, length, 256)
-    total, nothing = scored.rolling([text, ""])
+    total, nothing = scored.rolling([text, ""], ["t", "t"])
     expected = sum(likelihood(before + scored, len(scored))[0] for before, scored in pairs)
     assert total == pytest.approx(expected, rel=1e-5)
     assert nothing == 0 and scored.windowed == (len(pairs) > 1) and scored.truncated == 0
@@ -352,7 +334,7 @@ def test_chats_are_encoded_and_split_as_by_lm_eval(tmp_path, template, generatio
     ours._score = lambda texts, starts: scored.extend(zip(texts, starts, strict=True)) or []
     assert ours.chat_prompt(turns, generation) == context
     pairs = [(context, " A"), (context, "The B")]
-    ours.likelihoods(pairs)
+    ours.likelihoods(pairs, ["t", "t"])
     for pair, (ids, start) in zip(pairs, scored, strict=True):
         assert (ids[:start], ids[start:]) == TemplateLM._encode_pair(reference, *pair)
     assert ours._encode(context) == reference.tok_encode(context)
@@ -382,23 +364,9 @@ metric_list: [{{metric: acc}}]
 
 def test_a_task_of_local_files(hf_model, even_task, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
-    flags = [
-        "--checkpoint",
-        str(hf_model),
-        "--tasks",
-        "even",
-        "--include-path",
-        str(tmp_path),
-        "--output",
-        str(tmp_path / "out"),
-        "--fsdp",
-        "8",
-        "--rows",
-        "8",
-        "--max-new-tokens",
-        "8",
-    ]
-    assert harness.main([*flags, "--chat"]) == 0
+    flags = f"--checkpoint {hf_model} --tasks even --include-path {tmp_path} --fsdp 8 --rows 8"
+    flags += f" --output {tmp_path / 'out'} --max-new-tokens 8 --chat"
+    assert harness.main(flags.split()) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     (row,) = results["results"]
     assert (
@@ -416,7 +384,7 @@ def test_an_error_in_our_own_code_is_not_the_tasks(opened, even_task, monkeypatc
         raise KeyError("bug")
 
     monkeypatch.setattr(f"eval.harness.{ours}", bug)
-    args = argparse.Namespace(
+    args = SimpleNamespace(
         tasks="even", few_shot=None, limit=None, chat=True, system_instruction=None
     )
     manager = lm_eval.tasks.TaskManager(include_path=str(even_task))
@@ -440,23 +408,9 @@ def test_short_tasks_of_a_book(hf_model, tmp_path, monkeypatch, only_own_tasks):
         )
         == 0
     )
-    flags = [
-        "--checkpoint",
-        str(hf_model),
-        "--tasks",
-        "book_next_sentence,book_last_word",
-        "--include-path",
-        str(tmp_path / "short"),
-        "--output",
-        str(tmp_path / "out"),
-        "--fsdp",
-        "8",
-        "--rows",
-        "8",
-        "--max-new-tokens",
-        "8",
-    ]
-    assert harness.main(flags) == 0
+    flags = f"--checkpoint {hf_model} --tasks book_next_sentence,book_last_word --fsdp 8 --rows 8"
+    flags += f" --include-path {tmp_path / 'short'} --output {tmp_path / 'out'} --max-new-tokens 8"
+    assert harness.main(flags.split()) == 0
     written = json.loads((tmp_path / "out" / "results.json").read_text())
     results = {row["task"]: row["cases"] for row in written["results"]}
     assert written["about"]["template"] is None and results == {

@@ -3,6 +3,7 @@ episodes."""
 
 import itertools
 import json
+import re
 from types import SimpleNamespace
 
 import jax
@@ -15,7 +16,7 @@ from data.outputs import PICTURE
 from data.trajectories.options import TrajectoryConfig
 from data.trajectories.rows import STATE, Decisions, Scales, row
 from eval import in_context
-from eval.in_context import Agent, Inputs, bootstrap, main, parse, play, summary
+from eval.in_context import Agent, Inputs, main, parse, play, summary
 from model.agentic import AgenticTransformer, TrajectorySizes
 from model.attention import Mask
 from model.config import TransformerConfig
@@ -190,21 +191,8 @@ def test_every_episode_has_a_column_and_new_contexts_start_empty(tmp_path, monke
             num_key_value_heads=2,
         ),
     )
-    command = [
-        "--checkpoint",
-        "made up",
-        "--output",
-        str(tmp_path / "out"),
-        "--seeds",
-        "3",
-        "--episodes",
-        "5",
-        "--target",
-        "7",
-        "--sequence",
-        "8",
-    ]
-    assert main(command) == 0
+    command = f"--checkpoint none --output {tmp_path / 'out'} --seeds 3 --episodes 5 --target 7"
+    assert main([*command.split(), "--sequence", "8"]) == 0
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert results["returns"] == [
         [10.0 * episode + seed for episode in range(5)] for seed in range(3)
@@ -219,16 +207,44 @@ def test_every_episode_has_a_column_and_new_contexts_start_empty(tmp_path, monke
     )
 
 
+def test_a_target_that_the_model_does_not_take_is_refused(tmp_path, monkeypatch, capsys):
+    options = TrajectoryConfig(conditioning="none", action_repeat=5)
+    scales = Scales(np.zeros(24), np.ones(24), 4.0)
+    inputs = Inputs("walker_walk", 24, 6, options, scales, TARGET, 50.0, 20.0)
+    monkeypatch.setattr(in_context.Inputs, "read", lambda folder: inputs)
+    monkeypatch.setattr("trainer.checkpoint.readers.assets_dir", lambda path: tmp_path)
+    assert main(["--checkpoint", "c", "--output", str(tmp_path / "out"), "--target", "7"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --target: found 7, and this model takes no return")
+
+
 def test_last_best_and_mean_are_distinguished():
     scores = summary(np.array([[1.0, 9.0, 2.0], [1.0, 3.0, 8.0]]))
     assert [scores[name]["mean"] for name in ("last", "best", "mean")] == [5.0, 8.5, 4.0]
     assert scores["last"]["by_seed"] == [2.0, 8.0] and scores["last"]["interval"] == (2.0, 8.0)
 
 
-def test_the_interval_has_the_width_of_a_normal_distribution():
-    values = np.random.default_rng(0).normal(size=400)
-    low, high = bootstrap(values)
-    assert high - low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1)
+def test_one_seed_has_no_interval(tmp_path, capsys):
+    returns = np.array([[1.0, 9.0, 2.0]])
+    results = {
+        "task": "walker_walk",
+        "in_context": 2,
+        "data_best": 9.0,
+        "data_mean": 2.0,
+        "returns": returns.tolist(),
+        "scores": summary(returns),
+    }
+    in_context.write(results, tmp_path)
+    assert json.loads((tmp_path / "results.json").read_text())["scores"]["last"]["interval"] is None
+    assert re.search(r"last +2\.0 +none", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("target", ["nan", "inf"])
+def test_a_target_that_is_no_number_is_refused(tmp_path, capsys, target):
+    with pytest.raises(SystemExit) as ended:
+        main(["--checkpoint", "c", "--output", str(tmp_path), "--target", target])
+    assert ended.value.code == 2
+    assert f"--target: found {target}; a finite number is needed" in capsys.readouterr().err
 
 
 def test_another_models_checkpoint_is_named(tmp_path):

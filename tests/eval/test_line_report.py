@@ -47,12 +47,8 @@ def test_files(tmp_path, capsys):
     assert "Line retrieval" in capsys.readouterr().out
 
 
-def test_depths_are_kept_apart_as_scores_are(tmp_path, monkeypatch):
+def test_depths_are_kept_apart_as_scores_are(tmp_path, saved_figures):
     """By the side of the trained length and by source; a report shows them apart too."""
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     answered = [
         outcome(LineCase("", 7, 20, "line", source), answer, tokens, 8192, new_tokens=100)
         for source, answer, tokens in (
@@ -70,7 +66,7 @@ def test_depths_are_kept_apart_as_scores_are(tmp_path, monkeypatch):
         [getattr(item, key) for key in keys] for item in score(answered)
     ]
     plot_depths(rows, tmp_path / "plot.png")
-    (axes,) = drawn[0].axes
+    (axes,) = saved_figures[0].axes
     assert [container.get_label() for container in axes.containers] == [
         "adjective-noun keys, 20 lines, a.jsonl",
         "adjective-noun keys, 20 lines, a.jsonl, beyond trained length",
@@ -153,14 +149,10 @@ def test_a_files_name_is_not_read_as_markup(name, capsys):
 
 
 @pytest.mark.parametrize("lengths", [(20,), (20, 40)])
-def test_plot_shows_scores_chance_and_tokens(tmp_path, monkeypatch, lengths):
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+def test_plot_shows_scores_chance_and_tokens(tmp_path, saved_figures, lengths):
     scores = score(outcome(LineCase("", 7, n, "line"), "7", n * 24, 8192, 100) for n in lengths)
     plot({"before": scores, "after": scores}, tmp_path / "plot.png")
-    (axes,) = drawn[0].axes
+    (axes,) = saved_figures[0].axes
     lines = {line.get_label(): line for line in axes.lines}
     assert list(lines["chance"].get_ydata()) == [1 / n for n in lengths]
     assert lines["chance"].get_marker() != "None"  # one point alone is visible

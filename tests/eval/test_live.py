@@ -143,18 +143,8 @@ def test_samples_are_the_most_likely_tokens_on_one_device(recipe):
     """Against a loop over `logits` without a cache, on one device; the run's mesh is split over
     fsdp, tensor and sequence."""
     prompts = ("Who are you?", "What is a ring?", "Tell me of stripes.")
-    config = load(
-        [
-            "--config",
-            str(recipe),
-            "--samples.prompts",
-            json.dumps(prompts),
-            "--samples.new_tokens",
-            "5",
-            "--evaluations",
-            "[]",
-        ]
-    )
+    flags = ["--samples.prompts", json.dumps(prompts), "--samples.new_tokens", "5"]
+    config = load(["--config", str(recipe), *flags, "--evaluations", "[]"])
     objective = TextObjective(config, mesh_of({"fsdp": 2, "tensor": 2, "sequence": 2}))
     [samples] = live.evaluations_of(config)
     samples.prepare(objective, None)
@@ -268,14 +258,8 @@ def test_a_test_is_declared_only_by_its_section(recipe, tmp_path, monkeypatch):
             ]
 
     monkeypatch.setitem(live.TESTS, "echo", Echo)
-    config = load(
-        [
-            "--config",
-            str(recipe),
-            "--evaluations",
-            '[{"test": "echo", "words": ["x", "y"]}, {"test": "needle"}]',
-        ]
-    )
+    entries = '[{"test": "echo", "words": ["x", "y"]}, {"test": "needle"}]'
+    config = load(["--config", str(recipe), "--evaluations", entries])
     (path := tmp_path / "config.yaml").write_text(dump(live.with_tests(config)))
     echo, needle = load(["--config", str(path)]).evaluations
     assert echo == {
@@ -353,14 +337,8 @@ def test_the_page_names_every_field_of_every_test(repository):
 @pytest.mark.slow
 def test_a_run_writes_their_metrics(recipe, repository, tmp_path):
     run = tmp_path / "run"
-    flags = (
-        "--train.steps",
-        "3",
-        "--optimizer.warmup_steps",
-        "1",
-        "--evaluations",
-        json.dumps(EVALUATIONS[:1]),
-    )
+    flags = ["--train.steps", "3", "--optimizer.warmup_steps", "1"]
+    flags += ["--evaluations", json.dumps(EVALUATIONS[:1])]
     small_run.finish(small_run.start(repository, recipe, run, *flags), run)
     rows = small_run.rows(run / "needle.jsonl")
     assert [row["step"] for row in rows] == [0, 2, 3] and all(

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from data.errors import UserError
-from eval import report
+from eval import in_context, report
 from eval.line_cases import LineCase
 from eval.line_report import write as write_lines
 from eval.page import number, ticks
@@ -121,21 +121,8 @@ def runs(tmp_path, whole_run):
 
 def test_two_runs_in_one_file(runs, capsys):
     path = runs / "out" / "report.html"
-    assert (
-        report.main(
-            [
-                str(runs / "before"),
-                str(runs / "after"),
-                "--evaluations",
-                str(runs / "before"),
-                "--evaluations",
-                str(runs / "curve"),
-                "--output",
-                str(path),
-            ]
-        )
-        == 0
-    )
+    words = f"{runs}/before {runs}/after --evaluations {runs}/before --evaluations {runs}/curve"
+    assert report.main([*words.split(), "--output", str(path)]) == 0
     content = path.read_text(encoding="utf-8")
     reader = Reader()
     reader.feed(content)
@@ -178,6 +165,19 @@ def test_runs_that_answered_the_same_cases_have_their_differences(runs):
     assert report.differences_of([report.read_run(runs / "after")]) == ""
 
 
+def test_a_value_that_is_no_score_is_named(runs, capsys):
+    """In the file of cases, from which the differences of two runs are computed."""
+    for name in ("before", "after"):
+        evaluate(runs / name / "vt", 2)
+    cases = runs / "after" / "vt" / "cases.jsonl"
+    cases.write_text(cases.read_text().replace('"score": 1.0', '"score": "x"'))
+    command = [str(runs / "before"), str(runs / "after"), "--output", str(runs / "x.html")]
+    assert report.main(command) == 2
+    assert capsys.readouterr().err == (
+        f"error: {cases}: found the score 'x', not 0 to 1; without it, the report can be made\n"
+    )
+
+
 def test_cases_of_one_length_on_both_sides_of_the_trained_length(runs):
     """Both scores are shown, and both maps' columns; the star is that of the score."""
     case = LineCase("line a: 7\n?", 7, 20, "line a: 7\n")
@@ -203,6 +203,47 @@ def test_cases_of_one_length_on_both_sides_of_the_trained_length(runs):
     write_lines(answered[:2], runs / "after" / "lines", {"checkpoint": "after"})
     after = report.read_run(runs / "after")
     assert shown([before, after]) == [["20 lines", *beyond, *within]]  # to be compared
+
+
+def test_returns_of_episodes_played_in_context_are_shown(runs):
+    """The expected numbers are those of two environments that earn 1, 9, 2 and 1, 3, 8."""
+    returns = np.array([[1.0, 9.0, 2.0], [1.0, 3.0, 8.0]])
+    facts = {"checkpoint": "after", "task": "walker_walk", "in_context": 3, "target": 9.0}
+    data = {"data_best": 9.0, "data_mean": 4.0}
+    for name, played in (("before", returns[:1]), ("after", returns)):
+        scores = {"returns": played.tolist(), "scores": in_context.summary(played)}
+        (runs / name / "in_context").mkdir()
+        in_context.write(facts | data | scores, runs / name / "in_context")
+    before, after = (report.read_run(runs / name) for name in ("before", "after"))
+    assert [
+        "walker_walk, last episode",
+        "",
+        "2.000",
+        "none",
+        "1",
+        "5.000",
+        "2.00 to 8.00",
+        "2",
+    ] in rows_of(report.scores_of([before, after]))
+    [evaluation] = [each for each in after.evaluations if "target" in each.about]
+    assert evaluation.about == facts | data  # how it was made
+
+
+def test_losses_of_one_checkpoint_in_several_files_are_all_drawn(runs):
+    """Such as of two splits; of two runs, too."""
+    content = json.loads((runs / "curve" / "loss_by_position.json").read_text())
+    for folder in ("after/a", "after/b", "before/a"):
+        (runs / folder).mkdir(parents=True)
+        (runs / folder / "loss_by_position.json").write_text(json.dumps(content))
+
+    def curves_of(runs):
+        return re.findall("<title>(.*?)</title>", report.positions_of(runs))
+
+    before, after = (report.read_run(runs / name) for name in ("before", "after"))
+    assert curves_of([before, after]) == ["after", "after (a)", "after (b)"]
+    shutil.rmtree(runs / "after" / "b")
+    after = report.read_run(runs / "after", [runs / "after" / "a"])  # the same file
+    assert curves_of([before, after]) == ["before: after", "after: after"]
 
 
 def test_depths_of_earlier_versions_are_shown(runs):
@@ -408,6 +449,18 @@ def test_the_cost_is_the_sum_over_the_steps(runs):
     assert cost["steps"] == str(rows[-1]["step"]) and "simulated devices" in cost["device hours"]
 
 
+def test_device_hours_count_the_devices_of_each_start(runs):
+    """config.yaml has only the last start's mesh."""
+    run = report.read_run(runs / "before")
+    rows = run.logs["metrics"]
+    for index, row in enumerate(rows):
+        row |= {"step": index + 1, "step_seconds": 3600.0, "tokens_per_second": 800.0}
+        row["tokens_per_second_per_device"] = 200.0 if index else 100.0
+    hours = 8 + 4 * (len(rows) - 1)
+    expected = f"{hours:,.2f} on 4 to 8 simulated devices"
+    assert report.cost(run)["device hours"] == expected
+
+
 def test_a_run_with_stages_reports_all_of_them(runs):
     """Curves and cost continue from stage to stage; a run whose last stage has not begun is
     reported too."""
@@ -464,49 +517,25 @@ def test_a_curve_leaves_out_non_finite_points():
     assert not re.search(r"\bnan\b", report.chart({"a": [(1, 1.0), (2, float("nan"))]}, "x", "y"))
 
 
+RESULTS = "evaluation/ruler/results.json"
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("name", "content", "words"),
     [
-        (
-            lambda runs: (runs / "after" / "config.yaml").unlink(),
-            "not a run (config.yaml is missing)",
-        ),
-        (
-            lambda runs: (runs / "after" / "config.yaml").write_text("a: ["),
-            "config.yaml: cannot be read",
-        ),
-        (
-            lambda runs: (runs / "after" / "config.yaml").write_text("- 1"),
-            "config.yaml: has no sections",
-        ),
-        (
-            lambda runs: (runs / "after" / "evaluation" / "ruler" / "results.json").write_text("{"),
-            "results.json: cannot be read",
-        ),
-        (
-            lambda runs: (runs / "after" / "evaluation" / "ruler" / "results.json").write_text(
-                "[]"
-            ),
-            "results.json: found list",
-        ),
-        (
-            lambda runs: (runs / "after" / "evaluation" / "ruler" / "results.json").write_text(
-                '{"evaluation": "ruler", "results": [{"task": "a"}]}'
-            ),
-            "results.json: a result has no 'tokens'",
-        ),
-        (
-            lambda runs: (runs / "after" / "config.yaml").write_text("mesh: {tensor: <b>}"),
-            "config.yaml: mesh.tensor: found '<b>'; a number is needed",
-        ),
-        (
-            lambda runs: (runs / "after" / "config.yaml").write_text("mesh: 7"),
-            "config.yaml: mesh expects the fields",
-        ),
+        ("config.yaml", None, "not a run (config.yaml is missing)"),
+        ("config.yaml", "a: [", "config.yaml: cannot be read"),
+        ("config.yaml", "- 1", "config.yaml: has no sections"),
+        ("config.yaml", "mesh: {tensor: <b>}", "mesh.tensor: found '<b>'; a number is needed"),
+        ("config.yaml", "mesh: 7", "config.yaml: mesh expects the fields"),
+        (RESULTS, "{", "results.json: cannot be read"),
+        (RESULTS, "[]", "results.json: found list"),
+        (RESULTS, '{"evaluation": "ruler", "results": [{"task": "a"}]}', "result has no 'tokens'"),
     ],
 )
-def test_unreadable_files_are_named(runs, capsys, change, words):
-    change(runs)
+def test_unreadable_files_are_named(runs, capsys, name, content, words):
+    path = runs / "after" / name
+    path.unlink() if content is None else path.write_text(content)
     assert report.main([str(runs / "after"), "--output", str(runs / "x.html")]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
@@ -618,3 +647,13 @@ def test_a_score_without_an_interval_is_shown():
     """As lm-eval's perplexities."""
     score = Score("lm-eval", "wikitext", 0, "tokens", None, 62, 12.5, None, None, False)
     assert report._cells(score) == ["12.500", "none", "62"]
+
+
+def test_products_beyond_floats_do_not_end_the_report(runs):
+    """Of numbers that each are within them, in the configuration and in a curve."""
+    large = 10**200
+    (runs / "after" / "config.yaml").write_text(f"mesh: {{fsdp: {large}, tensor: {large}}}")
+    bounds = dict.fromkeys(("tokens_before_from", "tokens_before_to"), large)
+    curves = {"after": [{**bounds, "loss_nats_per_target": 3.0}]}
+    (runs / "after" / "loss_by_position.json").write_text(json.dumps({"curves": curves}))
+    assert report.main([str(runs / "after"), "--output", str(runs / "x.html")]) == 0

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from data.errors import TransientError, UserError
-from eval import line_cases, line_report, line_retrieval, runner
+from eval import line_cases, line_report, line_retrieval, runner, scoring
 from eval.journal import Answer, Journal
 from model.decode import Sampling
 from model.rope_config import RopeConfig
@@ -167,29 +167,9 @@ def test_the_limit_comes_from_the_flag_or_the_machine(monkeypatch):
 
 
 def arguments(hf_model, output, *flags):
-    return [
-        "--checkpoint",
-        str(hf_model),
-        "--output",
-        str(output),
-        "--keys",
-        "short",
-        "--lines",
-        "3",
-        "--count",
-        "4",
-        "--rows",
-        "2",
-        "--max-new-tokens",
-        "3",
-        "--compute-dtype",
-        "float32",
-        "--fsdp",
-        "2",
-        "--sequence",
-        "4",
-        *flags,
-    ]
+    command = f"--checkpoint {hf_model} --output {output} --keys short --lines 3 --count 4 --rows 2"
+    command += " --max-new-tokens 3 --compute-dtype float32 --fsdp 2 --sequence 4"
+    return [*command.split(), *flags]
 
 
 @pytest.mark.parametrize(
@@ -222,23 +202,8 @@ def test_line_retrieval_end_to_end(hf_model, tmp_path, monkeypatch, capsys):
     cases = tmp_path / "cases.jsonl"
     line_cases.write(line_cases.generate(2, 2, key_style="short"), cases)
     assert line_retrieval.main(arguments(hf_model, tmp_path / "a")) == 0
-    assert (
-        line_retrieval.main(
-            arguments(
-                hf_model,
-                tmp_path / "b",
-                "--cases",
-                str(cases),
-                "--tokens",
-                "100",
-                "--questions",
-                "2",
-                "--beside",
-                str(tmp_path / "a"),
-            )
-        )
-        == 0
-    )
+    more = f"--cases {cases} --tokens 100 --questions 2 --beside {tmp_path / 'a'}".split()
+    assert line_retrieval.main(arguments(hf_model, tmp_path / "b", *more)) == 0
     results = json.loads((tmp_path / "b" / "results.json").read_text())
     rows = results["within_trained_length"] + results["beyond_trained_length"]
     assert {(row["source"], row["num_lines"]) for row in rows} >= {
@@ -278,7 +243,13 @@ def test_every_case_fits_into_the_requested_tokens():
         line_retrieval.cases_that_fill(200, args, make_respondent)
 
 
-def test_beside_needs_results(tmp_path):
-    (tmp_path / "results.json").write_text("[]")
+@pytest.mark.parametrize("changes", [None, {"accuracy": "0.5"}, {"high": 7}, {"num_lines": 0}])
+def test_beside_needs_results(tmp_path, changes):
+    row = dataclasses.asdict(scoring.Score("a", "b", 4, False, 2, 1, 0.5, 0.1, 0.9, 60.0))
+    results = {"within_trained_length": [row], "beyond_trained_length": []}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert line_report.read(tmp_path)[0].accuracy == 0.5
+    row |= changes or {}
+    (tmp_path / "results.json").write_text(json.dumps(results if changes else []))
     with pytest.raises(UserError, match="not line-retrieval results"):
         line_report.read(tmp_path)

@@ -496,25 +496,16 @@ def test_unusable_texts_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        (needle, ("--tokens", "400", "--depths", "0", "1", "--count", "2")),
-        (ruler, ("--tokens", "1100", "--tasks", "niah_single_1", "vt", "--count", "2")),
-        (coreference, ("--tokens", "900", "--alike", "2", "--count", "2")),
+        (needle, "--tokens 400 --depths 0 1 --count 2"),
+        (ruler, "--tokens 1100 --tasks niah_single_1 vt --count 2"),
+        (coreference, "--tokens 900 --alike 2 --count 2"),
     ],
     ids=["needle", "ruler", "coreference"],
 )
 def test_commands_write_results_and_resume(hf_model, tmp_path, monkeypatch, capsys, command, flags):
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
-    shared = [
-        "--checkpoint",
-        str(hf_model),
-        "--output",
-        str(tmp_path),
-        "--fsdp",
-        "8",
-        "--rows",
-        "8",
-    ]
-    assert command.main([*shared, *flags]) == 0
+    flags = f"--checkpoint {hf_model} --output {tmp_path} --fsdp 8 --rows 8 {flags}".split()
+    assert command.main(flags) == 0
     name = command.__name__.split(".")[-1]
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["evaluation"] == name and sum(
@@ -527,11 +518,11 @@ def test_commands_write_results_and_resume(hf_model, tmp_path, monkeypatch, caps
         row["cases"] for row in results["results"]
     )
     before = (tmp_path / "answers.jsonl").read_bytes()
-    assert command.main([*shared, *flags]) == 0
+    assert command.main(flags) == 0
     assert (tmp_path / "answers.jsonl").read_bytes() == before
     said = capsys.readouterr()
     assert "exist already" in said.out and "others" not in said.err
     if command is needle:
-        assert command.main([*shared, *flags[:-1], "1", "--seed", "1"]) == 0
+        assert command.main([*flags[:-1], "1", "--seed", "1"]) == 0
         note = f"results.json will be of these 2 cases only; the answers to {len(rows)} others"
         assert note in capsys.readouterr().err

@@ -89,6 +89,11 @@ def _drawn(config):
     return {name: np.asarray(x) for name, x in llama(config).init(0).items()}
 
 
+def abstract(model) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of the model's parameters, for tracing."""
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in model.parameters.items()}
+
+
 def mean_loss(model):
     """Returns (params, batch) -> (mean loss in nats including router losses, sum of weights)."""
 
@@ -97,6 +102,17 @@ def mean_loss(model):
         return sums.trained / sums.weight, sums.weight
 
     return loss
+
+
+def one_document(tokens) -> dict[str, np.ndarray]:
+    """A batch of these tokens without targets; each row is one document."""
+    index = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    return {
+        "tokens": tokens,
+        "index": index,
+        "positions": index,
+        "segment_ids": np.ones_like(tokens),
+    }
 
 
 def packed_batch(config, rows=8, length=128, seed=0) -> dict[str, np.ndarray]:

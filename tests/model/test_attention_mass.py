@@ -10,8 +10,8 @@ from model.config import TransformerConfig
 from tests.errors import within
 from trainer.huggingface.read import read_hf
 
-from .build import llama, permuted, tiny
-from .test_llama import one_document, saved_by_transformers
+from .build import llama, one_document, permuted, tiny
+from .test_llama import saved_by_transformers
 
 GROUPS = 11  # more than the head's 8 numbers, so a layer attends twice
 FIELDS = {"num_hidden_layers": 3, "initializer_range": 0.5}

@@ -307,19 +307,12 @@ def test_the_longest_prompt_is_the_one_whose_prefill_fills_memory():
             model, rows=1, capacity=capacity, new_tokens=10, stop_ids=(), chunk=64
         )
         cached = generator.cached
-        shapes = [
-            jax.tree.map(
-                lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-                arrays,
-                shardings,
-            )
-            for arrays, shardings in (
-                (jax.eval_shape(lambda: model.init(0)), model.shardings),
-                (cached.shapes, cached.shardings),
-            )
-        ]
+        params = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=model.shardings[name])
+            for name, x in model.parameters.items()
+        }
         batch = {name: np.zeros((1, 64), np.int32) for name in ("tokens", "index", "segment_ids")}
-        memory = cached.lower_prefill(*shapes, batch).compile().memory_analysis()
+        memory = cached.lower_prefill(params, cached.shapes, batch).compile().memory_analysis()
         return generator, memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
     generator, _ = prefill_bytes(2048)

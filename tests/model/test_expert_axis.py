@@ -3,47 +3,16 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec
 
-from model.dropout import TokenInfo
-from model.experts import MixtureOfExperts
-from model.sharding import TensorParallel
 from planning.compiled.transfers import transfers
 from tests.model.build import mesh_of
-from tests.model.test_experts import choices, mixture, skewed, token_by_token
+from tests.model.test_experts import KINDS, NAMES, check_routing, layer_of, mixture
 
 CONFIG = mixture()
 RANKS, TOKENS = 4, 40
-KINDS = ("as drawn", "all choose the same, none choose another", "ties")
-NAMES = {"gate.weight": "gate"} | {
-    f"experts.{name}.weight": name for name in ("gate_proj", "up_proj", "down_proj")
-}
-
-
-@functools.cache
-def initial():
-    """Returns a mixture's graph and state, and its weights by short names."""
-    graph, state = nnx.split(MixtureOfExperts(CONFIG, rngs=nnx.Rngs(0)))
-    return (
-        graph,
-        state,
-        {NAMES[".".join(path)]: leaf[...] for path, leaf in nnx.to_flat_state(state)},
-    )
-
-
-def output(weights, x):
-    """Returns the mixture's output for a rank's tokens, from its own experts' matrices."""
-    graph, state, _ = initial()
-    leaves = [
-        (path, leaf.replace(weights[NAMES[".".join(path)]]))
-        for path, leaf in nnx.to_flat_state(state)
-    ]
-    layer = nnx.merge(graph, nnx.from_flat_state(leaves))
-    return layer(x, TensorParallel.of(CONFIG, 1), TokenInfo(None))[0]
 
 
 @functools.cache
@@ -52,6 +21,7 @@ def compiled():
     experts on four ranks."""
     spec = PartitionSpec("expert")
     weight_specs = {name: PartitionSpec() if name == "gate" else spec for name in NAMES.values()}
+    weights, output = layer_of(CONFIG)
     split = jax.shard_map(
         output,
         mesh=mesh_of({"expert": RANKS}),
@@ -65,7 +35,7 @@ def compiled():
         y, pullback = jax.vjp(split, weights, x)
         return y, *pullback(dy)
 
-    return run.lower(initial()[2], *arrays()).compile()
+    return run.lower(weights, *arrays()).compile()
 
 
 def arrays():
@@ -79,19 +49,7 @@ def arrays():
 @pytest.mark.parametrize("kind", KINDS)
 def test_split_experts_are_exact_for_any_routing(kind):
     """All tokens on one rank, none on another, or ties: one program, outputs and gradients."""
-    x, dy = arrays()
-    weights = {**initial()[2], "gate": skewed(kind, initial()[2]["gate"])}
-    plain = functools.partial(token_by_token, CONFIG, choices(CONFIG, weights, x))
-    expected, pullback = jax.vjp(
-        lambda w, x: plain(w, x.reshape(-1, 64)).reshape(x.shape), weights, x
-    )
-    y, dw, dx = compiled()(weights, x, dy)
-    dw_expected, dx_expected = pullback(jnp.asarray(dy))
-    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(dx, dx_expected, rtol=1e-4, atol=1e-4)
-    for name, gradient in dw_expected.items():
-        bound = 1e-5 * np.abs(gradient).max() + 1e-6
-        np.testing.assert_allclose(dw[name], gradient, rtol=1e-4, atol=bound, err_msg=name)
+    check_routing(CONFIG, kind, compiled(), *arrays())
 
 
 def test_ranks_send_tokens_and_sums_but_no_expert_weights():

@@ -10,7 +10,7 @@ from model.loss import token_losses
 from model.sharding import TensorParallel
 
 from .attention.jaxprs import operations
-from .build import llama, mean_loss, packed_batch, tiny
+from .build import abstract, llama, mean_loss, packed_batch, tiny
 
 VOCABULARY, WIDTH = 160, 64
 
@@ -76,11 +76,9 @@ def test_every_product_with_the_head_has_bfloat16_operands(tied):
         dtype=jnp.bfloat16,
     )
     batch = packed_batch(model.config)
-    params = {
-        name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32)
-        for name, parameter in model.parameters.items()
-    }
-    traced = jax.make_jaxpr(jax.grad(lambda params: mean_loss(model)(params, batch)[0]))(params)
+    traced = jax.make_jaxpr(jax.grad(lambda params: mean_loss(model)(params, batch)[0]))(
+        abstract(model)
+    )
     dtypes = []
     for equation, _ in operations(traced.jaxpr):
         shapes = [x.aval for x in (*equation.invars, *equation.outvars)]

@@ -3,7 +3,6 @@
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,7 +10,7 @@ from model.parameter_declarations import declare
 from tests.errors import within
 from tests.model.attention.jaxprs import operations
 
-from .build import ALL_AT_ONCE, llama, mean_loss, packed_batch, permuted, tiny
+from .build import ALL_AT_ONCE, abstract, llama, mean_loss, packed_batch, permuted, tiny
 
 
 # Initial parameters are bitwise equal only with the compiler's default flags, which soak uses.
@@ -82,7 +81,7 @@ def test_a_rank_projects_only_the_kv_heads_of_its_query_heads():
     model = llama(config, {"data": 2, "tensor": 4})
     batch = packed_batch(config)
     traced = jax.make_jaxpr(jax.grad(lambda params: mean_loss(model)(params, batch)[0]))(
-        {name: jax.ShapeDtypeStruct(x.shape, jnp.float32) for name, x in model.parameters.items()}
+        abstract(model)
     )
     width = (config.hidden_size, config.head_dim)
     heads = Counter(

@@ -29,9 +29,9 @@ class ParallelLayer(DecoderLayer):
         self.self_attn = SelfAttention(config, rngs=rngs)
         self.mlp = FeedForward(config, rngs=rngs)
 
-    def output(self, x, mixed, feed_forward, add):
+    def output(self, x, attended, feed_forward, add):
         branch, auxiliary = feed_forward(self.input_layernorm(x))
-        return add(add(x, mixed), branch), auxiliary
+        return add(add(x, attended), branch), auxiliary
 
 
 @pytest.fixture(autouse=True)

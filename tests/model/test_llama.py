@@ -28,7 +28,18 @@ from tests.smollm2 import smollm2_dir
 from trainer.huggingface.read import read_hf
 from trainer.model_source import open_model
 
-from .build import MESHES, TILED, initial, llama, mean_loss, mesh_of, packed_batch, permuted, tiny
+from .build import (
+    MESHES,
+    TILED,
+    initial,
+    llama,
+    mean_loss,
+    mesh_of,
+    one_document,
+    packed_batch,
+    permuted,
+    tiny,
+)
 
 NINE_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
 KINDS = {
@@ -86,16 +97,6 @@ def saved_by_transformers(folder, config: TransformerConfig, rope=None):
 def transformers_logits(model, tokens):
     with torch.no_grad():
         return model(torch.tensor(tokens)).logits.numpy()
-
-
-def one_document(tokens):
-    index = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    return {
-        "tokens": tokens,
-        "index": index,
-        "positions": index,
-        "segment_ids": np.ones_like(tokens),
-    }
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from model import lookup
 from model.families import FAMILIES
-from tests.model.build import llama, packed_batch, tiny
+from tests.model.build import abstract, llama, packed_batch, tiny
 
 
 @pytest.mark.parametrize("tokens", [7, 512, 1100])
@@ -57,8 +57,7 @@ def test_on_gpus_no_float_is_added_in_the_order_of_threads(kind):
             return model.document_sums(params, batch, 3)[0].sum()
         return model.loss(params, batch).total
 
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in model.parameters.items()}
-    lowered = jax.jit(jax.grad(loss)).trace(shapes).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(jax.grad(loss)).trace(abstract(model)).lower(lowering_platforms=("cuda",))
     scatters = re.findall(
         r'"stablehlo\.scatter"\(.*?unique_indices = (\w+).*?\}\) : \((\S+),',
         lowered.as_text(),

@@ -135,7 +135,9 @@ def test_a_frozen_base_stays_on_the_device():
 
 def test_no_adapter_is_proposed_that_the_model_cannot_use():
     job = Job.of(CONFIG, "h100:1", 128, adapter=AdapterConfig(rank=4))
-    assert not list(answer._adapter_advice(job)), "NF4's blocks of 64 do not fill 32 inputs"
+    assert not list(answer._adapter_advice(job, answer.plan_flags)), (
+        "NF4's blocks of 64 do not fill 32 inputs"
+    )
 
 
 def test_one_gpu_gets_its_share_of_the_hosts_memory(capsys):

@@ -8,8 +8,10 @@ import pytest
 from model.attention import Mask
 from model.config import TransformerConfig
 from planning import answer
+from planning.costs import HARDWARE
 from planning.plan import Job
 from planning.search import best_job
+from scripts.plan_options import parser
 from trainer.config.schema import MeshConfig
 from trainer.flops import flops_per_step, pairs_per_layer
 
@@ -23,22 +25,52 @@ def test_shorter_rows_are_not_tried_when_another_plan_fits(monkeypatch):
         return best_job(job)
 
     monkeypatch.setattr(answer, "best_job", recorded)
-    (line,) = answer.advice(job)
+    (line,) = answer.advice(job, answer.plan_flags)
     assert line.startswith("fits here with mesh") and contexts == [8192]
 
 
 def test_the_advised_number_of_devices_is_the_least_that_fits():
     """Not only with all of them along the sequence: tensor fits on fewer."""
     job = Job.of("llama-3.1-8b", "rtx4090:1", 8192)
-    assert "a row of this length fits on 2 of these devices" in list(answer.advice(job))
+    assert "a row of this length fits on 2 of these devices" in list(
+        answer.advice(job, answer.plan_flags)
+    )
     two = Job.of("llama-3.1-8b", "rtx4090:2", 8192)
     assert best_job(two).fits == "yes"
 
 
 def test_flags_of_a_plan_on_slices_name_the_axis_that_crosses_them():
-    chosen = best_job(Job.of("smollm2-135m", "2xv5e:4x4", 4096, batch=2)).job
-    assert "--mesh fsdp=2,sequence=16,dcn.fsdp=2 " in answer.flags(chosen)
+    job = Job.of("smollm2-135m", "2xv5e:4x4", 4096, batch=2)
+    chosen = best_job(job).job
+    assert "--mesh fsdp=2,sequence=16,dcn.fsdp=2 " in answer.plan_flags(job, chosen)
+    assert "--mesh.dcn '{\"fsdp\": 2}'" in answer.train_flags(job, chosen)
     assert "mesh fsdp 2 x sequence 16, dcn {fsdp: 2}, schedule ring" in answer.settings(chosen)
+
+
+def test_hosts_of_few_gpus_wait_for_their_network():
+    """Two hosts of four GPUs are not one host of eight; each GPU has a card of 50 GB/s."""
+    one, two = (Job.of("llama-3.1-8b", f"h100:{shape}", 131072) for shape in ("8", "2x4"))
+    assert two.estimate().step.exposed > 2 * one.estimate().step.exposed
+    network = two.hardware.network
+    assert (network.node, network.uplink) == (4, 4 * 50e9)
+    assert Job.of("llama-3.1-8b", "h100:2x8", 131072).hardware == HARDWARE["h100-infiniband"]
+
+
+def test_the_planner_accepts_the_flags_that_it_advises():
+    """Chunk sizes stay the recipe's, and have no flag."""
+    memory = {"loss_chunk": 512, "feed_forward_chunk": 0, "remat": "every_k", "every_k": 4}
+    job = Job.of("smollm2-135m", "v5e:2x2", 8192, memory=memory)
+    words = answer.plan_flags(job, job).split()
+    assert words == ["--mesh", "sequence=4", "--remat", "every_k", "--every-k", "4"]
+    assert parser().parse_args(words).every_k == 4
+
+
+def test_advice_leaves_out_adapters_that_the_recipe_excludes():
+    """They have no parameter that its `model.trainable` matches."""
+    trained = {"trainable": "norm.weight"}
+    job = Job.of("llama-3.1-70b", "rtx4090:1", 8192).changed(model=trained)
+    lines = list(answer.advice(dataclasses.replace(job, host_gib=60.0), answer.plan_flags))
+    assert lines and not any("LoRA" in line for line in lines)
 
 
 @pytest.mark.parametrize("preset", ["gemma-3-12b", "phi-3-mini-4k", "olmo3-7b"])
@@ -70,14 +102,6 @@ def test_a_time_that_is_not_estimated_says_why(topology, dtype, reason):
     assert job.untimed == reason and bool(answer.time_figures(job)) == (not reason)
     assert (lines == [f"time: not estimated; {reason}"]) == bool(reason)
     assert (job.training_step() is None) == bool(reason)
-
-
-def test_a_schedule_without_a_rule_is_the_reason_for_no_time():
-    job = Job.of(
-        "smollm2-135m", "h100:8", 4096, attention={"schedule": {"name": "ulysses", "degree": 3}}
-    )
-    (line,) = answer.time_lines(job)
-    assert line.startswith("time: not estimated; ") and "degree: 3" in line
 
 
 @pytest.mark.parametrize(

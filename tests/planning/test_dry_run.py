@@ -128,6 +128,20 @@ def test_a_generic_gpu_needs_its_memory_to_tell_whether_the_run_fits(recipe, cap
     assert status == 2 and "--gpu-memory: found 'much'" in output
 
 
+def test_the_advised_options_are_those_of_training(recipe, capsys):
+    """With them the run fits."""
+    options = {"mesh.fsdp": 1, "mesh.tensor": 1, "mesh.sequence": 1, "mesh.simulate": 1}
+    options |= {"memory.remat": "everything", "data.context_length": "64K"}
+    words = [f"--{name}={value}" for name, value in options.items()]
+    words += ["--config", recipe, "--dry-run", "gpu", "--gpu-memory", "0.6"]
+    status, output = run_train(capsys, *words)
+    flags = re.search(r"rows of 16,384 tokens fit here, with .*?: (--.*)$", output, re.MULTILINE)[1]
+    assert status == 1 and flags == "--data.context_length 16384 --train.accumulation 4"
+    replaced = [word for word in words if "context_length" not in word]
+    status, output = run_train(capsys, *replaced, *flags.split())
+    assert status == 0 and "\nfits, by the estimate" in output
+
+
 def test_a_run_that_does_not_fit_exits_with_1(small_recipe, tmp_path, capsys):
     fields = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
     fields["model"]["overrides"] |= {

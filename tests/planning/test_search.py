@@ -95,6 +95,18 @@ def test_every_mesh_on_slices_has_factors_that_cross_them():
         assert not any(mesh.dcn for mesh in meshes(Job.of("llama-3.1-8b", topology, 4096)))
 
 
+@pytest.mark.parametrize(
+    "optimizer", [{"weight_dtype": "bfloat16"}, {"moment_dtype": "8bit"}, {"name": "muon"}], ids=str
+)
+def test_an_optimizer_that_needs_its_moments_on_the_device_is_planned(optimizer):
+    """Without the policies that put them on the host, which training refuses."""
+    job = Job.of("llama-3.1-8b", "h100:8", 8192, optimizer=optimizer)
+    memory = [each.run.memory for each in allowed_policies(job)]
+    assert memory and not any(options.moments_on_host for options in memory)
+    small = dataclasses.replace(job, topology="rtx4090:2")
+    assert best_job(small).job is None and "moments" in refusal(policies(small)[-1])
+
+
 @pytest.mark.parametrize(("machine", "length"), [("h100:3", 10000), ("h100:6", 9999)])
 def test_the_advised_length_and_the_advised_batch_have_a_mesh(machine, length):
     job = Job.of("llama-3.1-8b", machine, length)

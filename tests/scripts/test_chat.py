@@ -25,18 +25,8 @@ def no_cache(monkeypatch):
 
 
 def arguments(model, *flags):
-    return [
-        str(model),
-        "--sequence",
-        "8",
-        "--compute-dtype",
-        "float32",
-        "--max-new-tokens",
-        "5",
-        "--chunk",
-        "64",
-        *flags,
-    ]
+    command = f"{model} --sequence 8 --compute-dtype float32 --max-new-tokens 5 --chunk 64"
+    return [*command.split(), *flags]
 
 
 def test_a_document_is_read_once(hf_model, tmp_path):

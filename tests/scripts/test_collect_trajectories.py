@@ -160,9 +160,10 @@ def test_other_options_and_missing_episodes_are_named(collected, tmp_path, capsy
     next(tmp_path.glob("cartpole/augmented*/buffer/collected_5_*")).unlink()
     assert collected(tmp_path, "--episodes", "10") == 2
     assert "episode 5 is missing, and 0 more; remove" in capsys.readouterr().err
-    (tmp_path / "cartpole/random_swingup/collected.json").write_text("{")
-    assert collected(tmp_path, "--episodes", "10") == 2
-    assert "collected.json: is not JSON" in capsys.readouterr().err
+    for content, problem in (("{", "is not JSON"), ("[]", "does not list episodes")):
+        (tmp_path / "cartpole/random_swingup/collected.json").write_text(content)
+        assert collected(tmp_path, "--episodes", "10") == 2
+        assert f"collected.json: {problem}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("explorer", EXPLORERS)

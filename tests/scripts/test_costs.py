@@ -11,16 +11,8 @@ from planning.topology import topology_devices
 from scripts import plan
 from tests.compiled_text import compile_step
 
-ARGUMENTS = [
-    "--model",
-    "llama-1b",
-    "--hardware",
-    "a100-nvlink",
-    "--context",
-    "65536",
-    "--sequence",
-    "4",
-]
+ARGUMENTS = ["--model", "llama-1b", "--hardware", "a100-nvlink", "--context", "65536"]
+ARGUMENTS += ["--sequence", "4"]
 
 
 def test_all_schedules_are_compared_fastest_first(tmp_path, capsys):

@@ -16,7 +16,9 @@ COMMANDS = sorted(
         for folder in ("eval", "scripts", "scripts/benchmarks")
         for path in (ROOT / folder).glob("*.py")
         if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
-        and re.search(r"^(def main\(argv|main = command\()", path.read_text("utf-8"), re.MULTILINE)
+        and re.search(
+            r"^(def main\(argv|main = (runner\.)?command\()", path.read_text("utf-8"), re.MULTILINE
+        )
     }
     - INNER
 )

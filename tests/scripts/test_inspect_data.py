@@ -90,6 +90,25 @@ def test_histogram_counts_each_document_once():
     assert abs(sum(shares) - 100) < 0.5 and max(shares) == shares[-1] == 97.6
 
 
+def test_both_completions_of_a_pair_are_shown(tmp_path, capsys):
+    pair = {"prompt": "How far is it?", "chosen": " It is far.", "rejected": " No."}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    recipe = {
+        "model": {"tokenizer": str(TINY), "preset": "tiny"},
+        "preference": {"loss": "orpo"},
+        "data": {
+            "sources": [{"path": str(tmp_path / "pairs.jsonl"), "format": "preference"}],
+            "prepared": str(tmp_path / "prepared"),
+            "held_out_fraction": 0.0,
+            "context_length": 128,
+        },
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    assert inspect.main([str(tmp_path / "mine.yaml")]) == 0
+    output = capsys.readouterr().out
+    assert "⟦ It is far." in output and "⟦ No." in output
+
+
 def test_the_command_describes_a_recipes_data(tmp_path, capsys):
     recipe = {
         "model": {"tokenizer": str(TINY), "preset": "tiny"},
@@ -100,15 +119,8 @@ def test_the_command_describes_a_recipes_data(tmp_path, capsys):
         },
     }
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
-    command = [
-        str(tmp_path / "mine.yaml"),
-        "--rows",
-        "1",
-        "--tokens",
-        "50",
-        "--data.context_length",
-        "128",
-    ]
+    recipe = str(tmp_path / "mine.yaml")
+    command = [recipe, "--rows", "1", "--tokens", "50", "--data.context_length", "128"]
     assert inspect.main(command) == 0
     output = capsys.readouterr().out
     assert "ASSISTANT:⟦ It is" in output and "tokens in the loss are in ⟦ ⟧" in output, (

@@ -69,6 +69,8 @@ class Finished(contextlib.nullcontext):
 RECIPE = "configs/quickstart.yaml"
 QUEUED = ("--zone", "us-east5-a", "--type", "v5p-64", "--version", "v2")
 GROUP = ("--zone", "us-east5-a", "--machine-type", "ct6e-standard-4t", "--topology", "4x4")
+TRAIN = ("--", "--config", RECIPE)
+RUN = ("run", "pod", *QUEUED, *TRAIN)
 ABSENT = (1, "", "ERROR: (gcloud.compute) NOT_FOUND: Resource 'x' was not found")
 LOST = (
     1,
@@ -170,12 +172,7 @@ ONCE = ["scp", "scp", "install", "start"]
 
 
 def test_run_creates_installs_starts_and_follows(launch):
-    command = [
-        "--config",
-        "configs/quickstart.yaml",
-        "--data.sources",
-        "[{path: a b.txt, format: text}]",
-    ]
+    command = ["--config", RECIPE, "--data.sources", "[{path: a b.txt, format: text}]"]
     code, _, _ = launch(
         "run",
         "pod",
@@ -195,27 +192,11 @@ def test_run_creates_installs_starts_and_follows(launch):
     )
     assert code == 0 and verbs(launch.calls) == ["create", *ONCE, "follow", "follow"]
     create = next(call for call in launch.calls if "create" in call)
-    assert create == [
-        "compute",
-        "tpus",
-        "queued-resources",
-        "create",
-        "pod",
-        "--node-id",
-        "pod",
-        "--accelerator-type",
-        "v5p-64",
-        "--runtime-version",
-        "v2",
-        "--spot",
-        "--labels=team=x",
-        "--network=n",
-        "--zone",
-        "us-east5-a",
-        "--project",
-        "p",
-        "--quiet",
-    ]
+    assert " ".join(create) == (
+        "compute tpus queued-resources create pod --node-id pod --accelerator-type v5p-64 "
+        "--runtime-version v2 --spot --labels=team=x --network=n --zone us-east5-a --project p "
+        "--quiet"
+    )
     start = next(call for call in launch.calls if "setsid" in " ".join(call))
     words = shlex.split(
         start[start.index("--command") + 1].split(" job train.py ")[1].split(" < ")[0]
@@ -224,7 +205,7 @@ def test_run_creates_installs_starts_and_follows(launch):
 
 
 def test_no_call_can_ask_a_question(launch):
-    launch("run", "pod", *QUEUED, "--", "--config", RECIPE)
+    launch(*RUN)
     assert launch.calls and all("--quiet" in call for call in launch.calls)
 
 
@@ -319,16 +300,8 @@ def test_delete_accepts_a_tpu_vm_without_a_queued_resource(launch):
         "delete", "pod", "--zone", "z-1-a", answers=rules([ABSENT], [node(), ABSENT])
     )
     assert code == 0 and "deleted TPU VM pod" in error
-    assert [
-        "compute",
-        "tpus",
-        "tpu-vm",
-        "delete",
-        "pod",
-        "--zone",
-        "z-1-a",
-        "--quiet",
-    ] in launch.calls
+    deleted = "compute tpus tpu-vm delete pod --zone z-1-a --quiet"
+    assert deleted in map(" ".join, launch.calls)
 
 
 def test_resources_left_after_delete_are_an_error(launch):
@@ -337,26 +310,15 @@ def test_resources_left_after_delete_are_an_error(launch):
 
 
 def test_a_lost_network_is_waited_for_with_growing_pauses(launch):
-    code, _, error = launch(
-        "run",
-        "pod",
-        *QUEUED,
-        "--",
-        "--config",
-        RECIPE,
-        answers=rules([LOST, LOST, LOST, queued("ACTIVE")]),
-    )
+    code, _, error = launch(*RUN, answers=rules([LOST, LOST, LOST, queued("ACTIVE")]))
     assert code == 0 and launch.pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
     assert "Max retries exceeded" in error
 
 
 def test_an_expired_login_ends_a_run(launch):
-    answers = [
-        {"words": ["tpu-vm", "ssh", "longstripe.env"], "answers": [EXPIRED]},
-        *rules(),
-    ]
+    answers = [{"words": ["tpu-vm", "ssh", "longstripe.env"], "answers": [EXPIRED]}, *rules()]
     for stage in (rules([EXPIRED]), answers):
-        code, _, error = launch("run", "pod", *QUEUED, "--", "--config", RECIPE, answers=stage)
+        code, _, error = launch(*RUN, answers=stage)
         assert code == 2 and "gcloud auth login" in error.splitlines()[-1]
         assert not any("create" in call for call in launch.calls) and sum(launch.pauses) == 0
 
@@ -366,26 +328,17 @@ def test_ctrl_c_leaves_the_workers_running(launch, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch_tpu.Launcher, "_print_log", interrupted)
-    code, _, error = launch(
-        "run", "pod", *QUEUED, "--", "--config", RECIPE, answers=rules(jobs=[job("running")])
-    )
+    code, _, error = launch(*RUN, answers=rules(jobs=[job("running")]))
     assert code == 130 and error.endswith("stopped here; the workers continue\n")
     assert not any(workers.STOP in call for call in launch.calls)
 
 
 def test_a_quota_of_zero_ends_with_the_reason(launch):
     message = "Quota limit 'TPUV5PPerProject' has been exceeded. Limit: 0"
-    code, _, error = launch(
-        "run", "pod", *QUEUED, "--", "--config", RECIPE, answers=rules([queued("FAILED", message)])
-    )
+    code, _, error = launch(*RUN, answers=rules([queued("FAILED", message)]))
     assert code == 2 and message in error and "create" not in verbs(launch.calls)
     code, _, error = launch(
-        "run",
-        "pod",
-        *QUEUED,
-        "--",
-        "--config",
-        RECIPE,
+        *RUN,
         answers=rules(
             [ABSENT], [ABSENT], create=[(1, "", f"ERROR: RESOURCE_EXHAUSTED: {message}")]
         ),
@@ -401,9 +354,7 @@ def test_without_capacity_it_retries_with_growing_pauses(launch):
         *QUEUED,
         "--poll",
         "10",
-        "--",
-        "--config",
-        RECIPE,
+        *TRAIN,
         answers=rules([none] * 4 + [queued("ACTIVE")], [ABSENT] * 4 + [node()]),
     )
     assert code == 0 and error.count("no more capacity") == 2
@@ -416,9 +367,7 @@ def test_a_preempted_node_under_an_active_queued_resource_is_replaced(launch):
         "pod",
         *QUEUED,
         "--spot",
-        "--",
-        "--config",
-        RECIPE,
+        *TRAIN,
         answers=rules(
             (),
             [node(), node("PREEMPTED"), node("PREEMPTED"), ABSENT, ABSENT, node()],
@@ -431,7 +380,7 @@ def test_a_preempted_node_under_an_active_queued_resource_is_replaced(launch):
 
 def test_a_failed_installation_is_retried(launch):
     answers = rules(uv__pip=[(1, "", "ERROR: ssh exited with return code [1]"), (0, "", "")])
-    code, _, error = launch("run", "pod", *QUEUED, "--", "--config", RECIPE, answers=answers)
+    code, _, error = launch(*RUN, answers=answers)
     assert (
         code == 0
         and verbs(launch.calls)[:6] == ["scp", "scp", "install"] * 2
@@ -454,9 +403,7 @@ def test_exit_codes_worth_another_start_are_restarted_until_no_checkpoint_comes(
     launch, codes, starts, end
 ):
     jobs = [answer for code in codes for answer in [job(code)] * 2]
-    code, _, error = launch(
-        "run", "pod", *QUEUED, "--", "--config", RECIPE, answers=rules(jobs=jobs)
-    )
+    code, _, error = launch(*RUN, answers=rules(jobs=jobs))
     assert code == end and verbs(launch.calls).count("start") == starts, error
     if codes == [75] * 9:
         assert "6 starts without a checkpoint" in error and launch.pauses == [15, 30, 60, 120, 240]
@@ -464,15 +411,7 @@ def test_exit_codes_worth_another_start_are_restarted_until_no_checkpoint_comes(
 
 def test_a_new_checkpoint_resets_the_count(launch):
     steps = ["", *(str(step) for step in range(1, 40))]
-    code, _, _ = launch(
-        "run",
-        "pod",
-        *QUEUED,
-        "--",
-        "--config",
-        RECIPE,
-        answers=rules(jobs=[job(137)] * 20 + [job(0)], checkpoints=steps),
-    )
+    code, _, _ = launch(*RUN, answers=rules(jobs=[job(137)] * 20 + [job(0)], checkpoints=steps))
     assert (
         code == 0 and verbs(launch.calls).count("start") == 11 and max(launch.pauses) == FIRST_PAUSE
     )
@@ -532,16 +471,7 @@ def test_status_fits_a_screen(launch):
     run_rule = next(rule for rule in answers if rule["words"] == ["scripts.run_status"])
     run_rule["answers"] = [(0, "step         40, 8 s ago\n", "")]
     code, out, _ = launch(
-        "status",
-        "pod",
-        "--zone",
-        "z-1-a",
-        "--price-per-hour",
-        "100",
-        "--",
-        "--config",
-        RECIPE,
-        answers=answers,
+        "status", "pod", "--zone", "z-1-a", "--price-per-hour", "100", *TRAIN, answers=answers
     )
     assert code == 0 and out.splitlines() == [
         "slices       pod: ready",
@@ -580,9 +510,7 @@ def test_compute_engine_gets_a_policy_a_template_and_a_group(launch):
         "pod",
         *GROUP,
         "--spot",
-        "--",
-        "--config",
-        RECIPE,
+        *TRAIN,
         answers=group_rules(
             [instances("PROVISIONING", "RUNNING"), instances(*["RUNNING"] * 4)],
             [ABSENT, (0, "{}", "")],
@@ -613,9 +541,7 @@ def test_a_preempted_instance_is_replaced_with_its_whole_group(launch):
         "run",
         "pod",
         *GROUP,
-        "--",
-        "--config",
-        RECIPE,
+        *TRAIN,
         answers=group_rules(
             [instances(*["RUNNING"] * 4)] * 6
             + [instances("RUNNING", "STOPPED")] * 3
@@ -624,16 +550,8 @@ def test_a_preempted_instance_is_replaced_with_its_whole_group(launch):
         ),
     )
     assert code == 0 and "pod-1 is STOPPED" in error
-    assert [
-        "compute",
-        "instance-groups",
-        "managed",
-        "delete",
-        "pod",
-        "--zone",
-        "us-east5-a",
-        "--quiet",
-    ] in launch.calls
+    deleted = "compute instance-groups managed delete pod --zone us-east5-a --quiet"
+    assert deleted in map(" ".join, launch.calls)
 
 
 def test_each_of_several_slices_knows_its_number(launch):
@@ -655,9 +573,7 @@ def test_each_of_several_slices_knows_its_number(launch):
         "us-east5-a",
         "--machine-type",
         "ct6e-standard-4t",
-        "--",
-        "--config",
-        RECIPE,
+        *TRAIN,
         answers=[*groups, *group_rules([])],
     )
     starts = {call[2]: call[call.index("--command") + 1] for call in launch.calls if "ssh" in call}
@@ -699,13 +615,11 @@ def test_gcloud_accepts_every_option(launch):
             "run",
             "pod",
             *options,
-            "--",
-            "--config",
-            RECIPE,
+            *TRAIN,
             answers=group_rules([instances(*["RUNNING"] * 4)], [ABSENT, (0, "{}", "")]),
         )
         calls += launch.calls
-    launch("run", "pod", *QUEUED, "--", "--config", RECIPE)
+    launch(*RUN)
     calls += launch.calls
     for api in ("queued", "compute"):
         launch(
@@ -752,6 +666,12 @@ def test_gcloud_accepts_every_option(launch):
             ["create", "pod", *QUEUED, "--flex-start", "4h"],
             "--flex-start only applies to Compute Engine",
         ),
+        (["create", "pod", *QUEUED, "--topology", "4x4"], "--topology only applies to Compute"),
+        (["create", "pod", *GROUP, "--version", "v2"], "--version only applies to the Cloud TPU"),
+        (
+            ["create", "pod", *GROUP, "--api", "queued"],
+            "--api queued is the Cloud TPU API; pass",
+        ),
         (
             ["create", "pod", "--zone", "z", "--machine-type", "n2-standard-4"],
             "found n2-standard-4",
@@ -761,7 +681,7 @@ def test_gcloud_accepts_every_option(launch):
             "--machine-type tpu7x-standard-4t",
         ),
         (
-            ["run", "pod", *QUEUED, "--env", "NOT_SET_ANYWHERE", "--", "--config", RECIPE],
+            ["run", "pod", *QUEUED, "--env", "NOT_SET_ANYWHERE", *TRAIN],
             "--env: NOT_SET_ANYWHERE is not set here",
         ),
         (

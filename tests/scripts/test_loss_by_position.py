@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
 import yaml
 
+from data.errors import UserError
 from data.outputs import PICTURE
 from data.tokenizer import Tokenizer
 from planning.auto import Machine
@@ -235,6 +237,95 @@ def test_the_held_out_split_is_measured_if_there_is_one(case, capsys):
     assert "split held_out, batches 0 to 0 of 4" in output and "has seen these rows" not in output
 
 
+def test_rows_that_do_not_fill_a_batch_are_measured(case):
+    """8 rows: 6 and 2."""
+    written = case.measure(*case.recipe, "--train.batch_size", "6")
+    whole = by_bucket(case.model, case.ids, LENGTH)
+    [rows] = written["curves"].values()
+    assert [row["targets"] for row in rows] == [len(losses) for losses in whole]
+    within(np.abs(case.curve(written) - [x.mean() for x in whole]).max(), 1e-4, "loss")
+    assert written["about"]["rows"] == 8
+
+
+def test_targets_may_differ_in_the_token_that_ends_a_text():
+    base = np.array([[5, 6, 2, 7, 2, -100]])
+    tuned = np.array([[5, 6, 3, 7, 3, -100]])
+    assert loss_by_position.same_targets(base, tuned)
+    assert not loss_by_position.same_targets(base, np.array([[5, 6, 3, 8, 3, -100]]))
+    assert not loss_by_position.same_targets(base, base[:, :-1])
+
+
+def test_a_checkpoint_with_another_tokenizer_is_refused(case, capsys):
+    """Its targets are others, though a loss per target would look comparable."""
+    other = case.folder / "other"
+    shutil.copytree(case.folder / "hf", other)
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["model"]["merges"] = content["model"]["merges"][:100]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    arguments = [*case.arguments, "--checkpoint", str(other), *case.recipe, "--batches", "1"]
+    assert loss_by_position.main(arguments) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"--checkpoint: {other} has another tokenizer or chat template than" in error
+
+
+def test_an_adapter_is_measured_on_its_base(case, capsys):
+    """Beside the base, which the recipe's adapter is not a part of, against peft; another adapter
+    would not be read."""
+    expected = [[x.mean() for x in by_bucket(case.model, case.ids, LENGTH)]]
+    adapted = peft.get_peft_model(
+        case.model, peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"])
+    )
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.3, generator=generator)
+    folder = case.folder / "adapter"
+    adapted.peft_config["default"].base_model_name_or_path = str(case.folder / "hf")
+    adapted.save_pretrained(folder)
+    expected += [[x.mean() for x in by_bucket(adapted, case.ids, LENGTH)]]
+    recipe = yaml.safe_load((case.folder / "recipe.yaml").read_text())
+    section = {"rank": 4, "alpha": 6, "targets": ["q_proj", "down_proj"], "path": str(folder)}
+    (case.folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"adapter": section}))
+    written = case.measure(*case.recipe, "--checkpoint", str(folder))
+    losses = [
+        [row["loss_nats_per_target"] for row in written["curves"][str(case.folder / name)]]
+        for name in ("hf", "adapter")
+    ]
+    within(np.abs(np.subtract(losses, expected)).max(), 1e-4, "loss")
+    assert np.abs(np.subtract(*expected)).max() > 0.1
+    more = [*case.recipe, "--checkpoint", str(folder), "--adapter.path", "a", "--adapter.rank", "4"]
+    assert loss_by_position.main(["--output", str(case.folder / "out"), *more]) == 2
+    assert f"--adapter.path: {folder} is an adapter too" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_measured_without_the_adapter_of_an_earlier_stage(case):
+    """Stages hand on their adapters; the recipe's new one changes nothing."""
+    stage = {"context_length": LENGTH, "batch_size": 2, "steps": 1}
+    more = ["--stages", json.dumps([stage, stage]), "--adapter.rank", "4"]
+    expected = [losses.mean() for losses in by_bucket(case.model, case.ids, LENGTH)]
+    losses = case.curve(case.measure(*case.recipe, *more))
+    within(np.abs(losses - expected).max(), 1e-4, "loss")
+
+
+def test_devices_are_simulated_before_a_checkpoint_is_opened(case, monkeypatch, capsys):
+    """To open a run's starts JAX, which then keeps its number of devices."""
+
+    def simulate(devices):
+        raise UserError(f"simulates {devices}")
+
+    monkeypatch.setattr("trainer.mesh.simulate", simulate)
+    monkeypatch.setattr("trainer.model_source.open_model", lambda *_, **__: pytest.fail("opened"))
+    assert loss_by_position.main([*case.arguments, *case.recipe]) == 2
+    assert capsys.readouterr().err == "error: simulates 8\n"
+
+
+def test_a_recipe_of_episodes_is_refused(case, capsys):
+    """The message does not ask for texts or a tokenizer, which such a run has not."""
+    recipe = REPOSITORY / "configs/trajectories/walker_walk.yaml"
+    assert loss_by_position.main([*case.arguments, "--config", str(recipe)]) == 2
+    assert "error: trajectories.path: found " in capsys.readouterr().err
+
+
 def test_skipping_all_batches_is_refused(case, capsys):
     assert loss_by_position.main([*case.arguments, *case.recipe, "--skip", "4"]) == 2
     assert "--skip" in capsys.readouterr().err
@@ -266,3 +357,28 @@ def test_documents_are_cut_into_pieces_that_cannot_attend_to_each_other():
                 if segment_ids[row, a] and segment_ids[row, b]:
                     assert (pieces["segment_ids"][row, a] == pieces["segment_ids"][row, b]) == same
         assert ((pieces["segment_ids"][row] == 0) == (segment_ids[row] == 0)).all()
+
+
+def test_preference_pairs_are_refused(case, capsys):
+    """A pair's two completions would be read as one text."""
+    more = ["--preference.loss", "sigmoid", "--data.sources", "[{path: p, format: preference}]"]
+    assert loss_by_position.main([*case.arguments, *case.recipe, *more]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "error: preference.loss: found sigmoid; losses by position are of texts"
+    )
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "repeated"),
+    [
+        (["--checkpoint", "m", "m"], "--checkpoint: found m"),
+        (["--checkpoint", "m", "--without-earlier", "8", "16", "8"], "--without-earlier: found 8"),
+    ],
+)
+def test_a_repeated_value_is_refused(words, repeated, capsys):
+    """The same targets, counted twice, would only make standard errors smaller."""
+    with pytest.raises(SystemExit, match="2"):
+        loss_by_position.main(["--output", "o", "--data.path", "d", *words])
+    assert capsys.readouterr().err == f"error: {repeated} twice; each value once would work\n"

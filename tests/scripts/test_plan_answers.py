@@ -38,17 +38,8 @@ def answer(capsys, *argv) -> tuple[int, str]:
 )
 def test_every_machine_gets_an_answer_and_a_valid_recipe(machine, devices, tmp_path, capsys):
     recipe = tmp_path / "mine.yaml"
-    status, output = answer(
-        capsys,
-        "--model",
-        "llama-3.2-1b",
-        "--machine",
-        machine,
-        "--context",
-        "16K",
-        "--write",
-        recipe,
-    )
+    job = ["--model", "llama-3.2-1b", "--machine", machine, "--context", "16K", "--write", recipe]
+    status, output = answer(capsys, *job)
     assert status == 0 and "fits, by the estimate" in output and "seconds of a step" in output
     config = load(["--config", str(recipe), "--model.path", "any", "--data.path", "any"])
     assert config.mesh.devices == devices and config.data.context_length == 16384
@@ -98,52 +89,21 @@ def conversations(tmp_path_factory, repository):
 
 
 @pytest.mark.parametrize(
-    "machine",
-    [
-        ["2x8xH100"],
-        ["v5p-32"],
-        ["RTX4090"],
-        ["gpu", "--gpu-memory", "24"],
-    ],
-    ids=" ".join,
+    "machine", [["2x8xH100"], ["v5p-32"], ["RTX4090"], ["gpu", "--gpu-memory", "24"]], ids=" ".join
 )
 def test_dry_run_accepts_the_written_recipe(machine, conversations, tmp_path, capsys):
     """train.py --dry-run accepts the recipe planned for each kind of machine: hosts of GPUs, a slice
     of TPUs, one GPU, and one of which only the memory is known."""
     tokenizer, talks, prepared = conversations
     recipe, start = tmp_path / "mine.yaml", time.process_time()
-    status, output = answer(
-        capsys,
-        "--model",
-        "llama-3.2-1b",
-        "--machine",
-        *machine,
-        "--context",
-        "8K",
-        "--write",
-        recipe,
-    )
+    job = ["--model", "llama-3.2-1b", "--machine", *machine, "--context", "8K", "--write", recipe]
+    status, output = answer(capsys, *job)
     assert status == 0 and "fits, by the estimate" in output and time.process_time() - start < 5
-    status = train.main(
-        [
-            "--config",
-            str(recipe),
-            "--model.path",
-            "null",
-            "--model.preset",
-            "llama-3.2-1b",
-            "--model.tokenizer",
-            str(tokenizer),
-            "--data.path",
-            str(talks),
-            "--data.prepared",
-            str(prepared),
-            "--run_dir",
-            str(tmp_path / "run"),
-            "--dry-run",
-            machine[0],
-        ]
+    words = (
+        f"--config {recipe} --model.path null --model.preset llama-3.2-1b --dry-run {machine[0]}"
     )
+    words += f" --model.tokenizer {tokenizer} --data.path {talks} --data.prepared {prepared}"
+    status = train.main([*words.split(), "--run_dir", str(tmp_path / "run")])
     output = capsys.readouterr()
     assert status == 0 and "rows: 1 of 8,192 tokens in an epoch" in output.out, output.err
     assert "disk: 1 checkpoint of" in output.out and "nothing was trained" in output.out
@@ -169,18 +129,8 @@ def test_memory_components_add_up_within_the_printed_range(capsys):
 
 
 def test_price_and_hours_follow_from_the_time(capsys):
-    _, output = answer(
-        capsys,
-        *MODEL,
-        "--machine",
-        "8xH100",
-        "--context",
-        "128K",
-        "--tokens",
-        "100M",
-        "--price-per-device-hour",
-        "2",
-    )
+    job = "--machine 8xH100 --context 128K --tokens 100M --price-per-device-hour 2"
+    _, output = answer(capsys, *MODEL, *job.split())
     ends = {
         name: tuple(float(end.replace(",", "")) for end in pair)
         for name, *pair in re.findall(
@@ -209,17 +159,8 @@ def test_a_job_that_does_not_fit_gets_suggestions(capsys):
 
 
 def test_a_gpu_with_only_known_memory(capsys):
-    status, output = answer(
-        capsys,
-        "--model",
-        "llama-3.2-1b",
-        "--machine",
-        "gpu",
-        "--gpu-memory",
-        "24",
-        "--context",
-        "8K",
-    )
+    job = "--model llama-3.2-1b --machine gpu --gpu-memory 24 --context 8K"
+    status, output = answer(capsys, *job.split())
     assert (
         status == 0
         and "a program may use        22.80" in output
@@ -265,6 +206,10 @@ def test_every_stage_of_a_recipe_is_planned(repository, capsys):
         (
             ["--machine", "8xH100", "--context", "64K", "--layout", "stripped"],
             "did you mean striped?",
+        ),
+        (
+            ["--machine", "8xH100", "--context", "64K", "--template", "chatml"],
+            "--template: is for the recipe of --write",
         ),
         (["--context", "64K"], "--machine: missing"),
         (["--machine", "8xH100"], "--context: missing, such as --context 128K"),
@@ -392,3 +337,14 @@ def test_dry_run_refuses_factors_that_do_not_match_the_machine(small_recipe, cap
     ):
         assert train.main([*words, machine, "--mesh.dcn", dcn]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_picture_names_contexts_that_are_no_powers_of_two(tmp_path, saved_figures):
+    tries = [
+        {"remat": "nothing", "context": context, "gib": 9.0, "fits": True}
+        for context in (65536, 100_000, 1_600_000)
+    ]
+    machine = {"device_gib": 80.0, "model": "tiny", "topology": "h100:8"}
+    plan.draw(tries, machine, tmp_path / "plan.png")
+    labels = [label.get_text() for label in saved_figures[0].axes[0].get_xticklabels()]
+    assert labels == ["64K", "97.66K", "1.526M"]

@@ -9,8 +9,10 @@ import pytest
 import yaml
 
 from data import prepare as data_prepare
+from data.trajectories import builder
 from scripts import inspect_data, prepare
 from tests.conftest import REPOSITORY
+from tests.data.trajectories.made import TASK, folder_of
 from trainer.config import load as configuration
 from trainer.model_source import choose_model, for_templates
 from trainer.text import prepare_text
@@ -44,6 +46,35 @@ def test_training_uses_the_prepared_data(tmp_path, capsys, monkeypatch):
     )
     assert prepare.main(["--config", str(recipe), "--data.context_lenght", "512"]) == 2
     assert "did you mean --data.context_length?" in capsys.readouterr().err
+
+
+def test_episodes_are_prepared_without_a_tokenizer(tmp_path, capsys, monkeypatch):
+    """Training finds the folder; the returns are those of the made episodes. Other commands on data
+    name what shows episodes."""
+    folder_of(tmp_path / "data", count=4)
+    recipe = tmp_path / "mine.yaml"
+    trajectories = {"path": str(tmp_path / "data"), "task": TASK.name}
+    data = {"prepared": str(tmp_path / "prepared"), "context_length": 128}
+    recipe.write_text(
+        yaml.safe_dump(
+            {
+                "model": {"preset": "tiny"},
+                "trajectories": trajectories,
+                "data": data,
+                "mesh": {"sequence": 1},
+            }
+        )
+    )
+    assert prepare.main(["--config", str(recipe)]) == 0
+    output = capsys.readouterr().out
+    assert "least 2.0, quartiles 3.5 5.0 6.5, best 8.0, mean 5.0" in output
+    monkeypatch.setattr(builder, "_build", lambda *_: pytest.fail("it was prepared again"))
+    prepared = builder.prepare_trajectories(*trajectories.values(), data["prepared"])
+    assert f"prepared in {prepared.folder}" in output
+    assert prepare.main(["--config", str(recipe), "--engine", "beam"]) == 2
+    assert "--engine: found beam, which prepares no episodes" in capsys.readouterr().err
+    assert inspect_data.main([str(recipe)]) == 2
+    assert "scripts.inspect_trajectories shows them" in capsys.readouterr().err
 
 
 def test_what_train_reads_without_a_recipe_is_previewed_and_prepared(

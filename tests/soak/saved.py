@@ -16,7 +16,7 @@ from data.tokenizer import Tokenizer
 from tests import small_run
 from tests.soak.attacks import ROOT, Case, Failed, refusal
 from tests.soak.damage import WAYS, copied, damage_file
-from trainer.checkpoint.readers import restore
+from trainer.checkpoint.readers import find_checkpoint
 from trainer.checkpoint.store import CheckpointStore
 
 OPTIMIZER = optax.adamw(1e-3)
@@ -50,7 +50,8 @@ def checkpoints(base: pathlib.Path) -> Case:
     )
 
     def check(path: pathlib.Path) -> int:
-        restored = restore(path, *abstract)
+        folder = find_checkpoint(path, ["model", "optimizer", "data", "assets"])
+        restored = CheckpointStore(folder.parents[1]).restore(int(folder.name), *abstract)
         expected = jax.tree.leaves(saved[restored.step][:2])
         for value, truth in zip(
             jax.tree.leaves((restored.model, restored.optimizer)), expected, strict=True

@@ -7,7 +7,7 @@ from data.report import Report
 from data.sources import read
 from tests.soak import attacks, folders, records, saved
 from tests.soak.attacks import Failed, Impossible, attack, merge, refusal
-from trainer.checkpoint.readers import restore
+from trainer.checkpoint.store import CheckpointStore
 
 QUICK = [name for name in attacks.CLASSES if name not in (*attacks.LONGER, "commands")]
 
@@ -54,13 +54,13 @@ def test_vanished_fields_are_a_failure(monkeypatch):
 
 
 def test_a_checkpoint_with_other_numbers_is_a_failure(monkeypatch):
-    def changed(path, model, optimizer):
-        restored = restore(
-            path.parents[1] / "checkpoints" / "10" if path.name == "20" else path, model, optimizer
-        )
+    restore = CheckpointStore.restore
+
+    def changed(store, step, *abstract):
+        restored = restore(store, step, *abstract)
         return restored._replace(model={name: value + 1 for name, value in restored.model.items()})
 
-    monkeypatch.setattr(saved, "restore", changed)
+    monkeypatch.setattr(CheckpointStore, "restore", changed)
     assert attack("checkpoints", range(3))["held"] == 0
 
 

@@ -9,13 +9,13 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import yaml
 from safetensors.numpy import load_file
 
 import train
 from model.config import TransformerConfig
 from scripts import export_hf
-from tests.model.build import llama
+from tests import small_run
+from tests.model.build import llama, one_document
 from trainer.checkpoint.readers import restore_model, stored_arrays, stored_average
 from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.load import load
@@ -40,40 +40,16 @@ ADAPTER = {
 
 @pytest.fixture(scope="module")
 def command(small_recipe, hf_model, tmp_path_factory):
-    """Returns the command line of a short run on the model, with a learning rate at which adapters
-    learn something in a few steps."""
-    folder = tmp_path_factory.mktemp("adapters")
-    written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
-    written["model"] = {"compute_dtype": "float32"}
-    written["data"] |= {"held_out_path": None, "held_out_fraction": 0.0}
-    written |= {
-        "mesh": {"data": 4, "fsdp": 2, "simulate": 8},
-        "attention": {"kernel": "reference"},
-        "adapter": ADAPTER,
-    }
-    written["train"] = {"steps": STEPS, "batch_size": 8}
-    written["optimizer"] |= {
-        "learning_rate": 0.02,
-        "schedule": "constant",
-        "warmup_steps": 0,
-        "average_decay": DECAY,
-    }
-    written["checkpoint"] = {"every": 1, "keep": STEPS}
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(written), encoding="utf-8")
-
-    def line(run, *flags, model=hf_model):
-        return [
-            "--config",
-            str(path),
-            "--run_dir",
-            str(folder / run),
-            "--model.path",
-            str(model),
-            *flags,
-        ]
-
-    return line
+    """Returns the command line of a short run on the model."""
+    return small_run.adapter_run(
+        small_recipe,
+        tmp_path_factory.mktemp("adapters"),
+        hf_model,
+        adapter=ADAPTER,
+        train={"steps": STEPS},
+        optimizer={"average_decay": DECAY},
+        checkpoint={"every": 1, "keep": STEPS},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +61,9 @@ def run(command):
     uninterrupted = average(folder / "checkpoints" / str(STEPS))
     for step in range(3, STEPS + 1):
         shutil.rmtree(folder / "checkpoints" / str(step))
-    before = [
-        json.loads(line)["loss_nats_per_target"]
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
+    before = small_run.losses(folder)
     assert train.main(arguments) == 0
-    after = [
-        json.loads(line)["loss_nats_per_target"]
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert before == after and after[-1] < after[0] - 0.05
+    assert small_run.losses(folder) == before and before[-1] < before[0] - 0.05
     for name, x in average(folder / "checkpoints" / str(STEPS)).items():
         assert x.tobytes() == uninterrupted[name].tobytes(), name
     return folder
@@ -183,11 +152,7 @@ def test_the_run_its_export_and_the_merged_model_agree(run, hf_model, tmp_path):
         assert np.array_equal(x, through_peft[name]), name
     whole = open_model(str(tmp_path / "whole"))
     tokens = np.random.default_rng(0).integers(0, 1024, (1, 32), np.int32)
-    batch = {
-        "tokens": tokens,
-        "segment_ids": np.ones_like(tokens),
-        **dict.fromkeys(("index", "positions"), np.arange(32, dtype=np.int32)[None]),
-    }
+    batch = one_document(tokens)
     adapted = llama(dataclasses.replace(whole.config, adapter=open_model(str(run)).adapter.config))
     logits = [
         np.asarray(jax.jit(model.logits)(params, batch))
@@ -234,13 +199,7 @@ def test_a_run_starts_from_a_peft_adapter(run, command, tmp_path, capfd):
     """It begins with the adapter's loss and takes over its dropout. Another rank, and an adapter as
     base, are refused."""
     assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
-    last, first = (
-        [
-            json.loads(line)["loss_nats_per_target"]
-            for line in (run / "metrics.jsonl").read_text().splitlines()
-        ][i]
-        for i in (-1, 0)
-    )
+    first, *_, last = small_run.losses(run)
     arguments = command(
         "again",
         "--adapter.path",
@@ -255,9 +214,7 @@ def test_a_run_starts_from_a_peft_adapter(run, command, tmp_path, capfd):
         adapter_config.read_config(pathlib.Path(arguments[3]) / "checkpoints/1/assets")[0].dropout
         == 0.25
     )
-    initial = json.loads((pathlib.Path(arguments[3]) / "metrics.jsonl").read_text())[
-        "loss_nats_per_target"
-    ]
+    (initial,) = small_run.losses(pathlib.Path(arguments[3]))
     assert abs(initial - last) < abs(initial - first)
     capfd.readouterr()
     assert (
@@ -316,9 +273,7 @@ def test_tokens_that_a_continued_adapter_lacks_are_refused(
     assert all(text in error for text in words) and "adapter.train" not in error, error
 
 
-def test_a_run_that_trained_and_adapted_a_module_still_opens(
-    command, hf_model, tmp_path, monkeypatch, capfd
-):
+def test_a_run_that_trained_and_adapted_a_module_still_opens(command, tmp_path, monkeypatch, capfd):
     """As earlier versions allowed: it answers and is merged, but does not begin or become PEFT's
     file."""
     flags = ["--adapter.train", "[down_proj]", "--train.steps", "1"]

@@ -3,6 +3,7 @@ restarts."""
 
 import contextlib
 import itertools
+import json
 import signal
 
 import numpy as np
@@ -14,8 +15,9 @@ from tests import small_run
 from trainer import loop
 from trainer.best import BestCheckpoint
 from trainer.checkpoint.readers import find_checkpoint, restore_model
+from trainer.checkpoint.store import CheckpointStore
 from trainer.config.load import load
-from trainer.config.schema import CheckpointConfig
+from trainer.config.schema import CheckpointConfig, RunConfig, TrainConfig
 from trainer.evaluation import HeldOutLoss
 from trainer.model_source import open_model
 from trainer.run.preemption import end_if_noticed
@@ -272,7 +274,96 @@ def test_the_highest_value_may_be_the_best_and_another_metric_starts_over():
         best.update(step, {"accuracy": value}) for step, value in enumerate((0.5, 0.4, 0.6, 0.6), 1)
     ] == [True, False, True, False]
     assert (best.step, best.waited, best.exhausted) == (3, 1, False)
-    again = BestCheckpoint.restored(best.config, best.data)
+    config = RunConfig(checkpoint=best.config)
+    again = BestCheckpoint.restored(config, best.data)
     assert again == best and not again.update(5, {"loss": 1.0}) and again == best
     assert not again.update(5, {"accuracy": 0.1}) and again.exhausted
-    assert BestCheckpoint.restored(CheckpointConfig(best="accuracy"), best.data).step is None
+    lowest = RunConfig(checkpoint=CheckpointConfig(best="accuracy"))
+    assert BestCheckpoint.restored(lowest, best.data).step is None
+
+
+LINES = {"test": "lines", "every": 2, "tokens": (64,), "count": 2, "name": ""}
+
+
+def config_with(*evaluations, evaluate_every=2, best="lines/lines/64", patience=0):
+    return RunConfig(
+        checkpoint=CheckpointConfig(best=best, patience=patience),
+        evaluations=evaluations,
+        train=TrainConfig(steps=10, evaluate_every=evaluate_every),
+    )
+
+
+def measured_once(config):
+    """What a checkpoint of step 2 says of the best, after one measurement of 0.5."""
+    best = BestCheckpoint.begun(config)
+    best.update(2, {config.checkpoint.best: 0.5})
+    return json.loads(json.dumps(best.data))
+
+
+def test_a_best_of_the_same_test_is_kept_when_a_run_resumes():
+    data = measured_once(config_with(LINES))
+    again = config_with({**LINES, "every": 3, "rows": 4, "chunk": 64, "tokens": [64]})
+    best = BestCheckpoint.restored(again, data)
+    assert (best.step, best.to_be_checked, best.warning_on_resuming(again)) == (2, False, None)
+    earlier_release = {"best": {x: y for x, y in data["best"].items() if x != "measured_by"}}
+    assert BestCheckpoint.restored(again, earlier_release).step == 2
+
+
+@pytest.mark.parametrize(
+    ("now", "why"),
+    [
+        (config_with({**LINES, "count": 20}), "evaluations: what measures lines/lines/64 has"),
+        (config_with(), "evaluations: what measures lines/lines/64 has changed"),
+        (config_with(LINES, best=None), "checkpoint.best is not given now"),
+        (config_with(LINES, best=LOSS), f"checkpoint.best is {LOSS} (lowest) now"),
+    ],
+)
+def test_a_best_of_something_else_is_forgotten_and_named_when_a_run_resumes(now, why):
+    """The values of two tests were compared, or a test that was gone never gave a new best."""
+    best = BestCheckpoint.restored(now, measured_once(config_with(LINES)))
+    warning = best.warning_on_resuming(now)
+    assert best.step is None and best.to_be_checked == (now.checkpoint.best is not None)
+    assert f"the best by lines/lines/64 so far, step 2, is no longer kept: {why}" in warning
+
+
+def test_patience_given_when_a_run_resumes_needs_measurements_too():
+    data = measured_once(config_with(best=LOSS))
+    now = config_with(best=LOSS, evaluate_every=0, patience=3)
+    with pytest.raises(UserError, match=r"checkpoint\.patience: found 3, but .*only before"):
+        BestCheckpoint.restored(now, data).warning_on_resuming(now)
+
+
+def test_a_best_checkpoint_that_is_no_longer_named_is_not_removed_in_silence(start, tmp_path):
+    start(steps=8)
+    code, output = start("--checkpoint.best", "null", steps=10)
+    assert code == 0 and saved(tmp_path) == [10]
+    assert f"checkpoints/8: the best by {LOSS} so far, step 8, is no longer kept" in output
+
+
+class _Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("killed", [2, 3], ids=["before its save", "during its save"])
+def test_a_best_step_that_only_the_hosts_have_is_saved(start, tmp_path, monkeypatch, killed):
+    """A run was killed when the best step was on the hosts, but not in the run's folder yet: the
+    next start went on from the hosts, and the best checkpoint did not exist."""
+    local = ("--checkpoint.local", str(tmp_path / "local"), "--checkpoint.local_every", "1")
+
+    def kill(self, session, notice):
+        after_step(self, session, notice)
+        if self.state.step == killed:
+            self.local.wait()
+            raise _Killed
+
+    after_step = loop._Training._after_step
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Training, "_after_step", kill)
+        patch.setattr(CheckpointStore, "save", lambda *_, **__: None)
+        with pytest.raises(_Killed):
+            start(*local)
+    monkeypatch.setattr(HeldOutLoss, "run", lambda self, params, step: {LOSS: 9.0 + (step != 2)})
+    code, output = start(*local, steps=6)
+    assert code == 0 and saved(tmp_path) == [2, 6], output
+    assert ("local checkpoint of step 3 is not used" in output) == (killed == 3)
+    assert ("continuing from step 2" in output) == (killed == 2)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from data.errors import UserError
+from eval import adapters, in_context
 from planning.topology import topology_devices
 from trainer import entry
 from trainer.huggingface.table import check_numbers
@@ -254,7 +255,8 @@ def test_every_evaluation_names_its_output(name, arguments, tmp_path, monkeypatc
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(module, "evaluate", full)
+    monkeypatch.setattr(adapters, "each_adapter", full)
+    monkeypatch.setattr(in_context, "evaluate", full)
     assert module.main(["--checkpoint", "x", "--output", str(tmp_path / "out"), *arguments]) == 75
     assert str(tmp_path / "out") in capsys.readouterr().err
 

@@ -160,9 +160,9 @@ def test_a_run_resumes_before_its_last_step(copied, whole, words, epochs, monkey
     """Bitwise; also a run begun by a release that filled every batch, and counted no rows."""
     resume = TrainingState._resume_from
 
-    def resume_earlier_run(state, model, optimizer, data, path):
-        assert data.pop("rows_seen") == 16
-        resume(state, model, optimizer, data, path)
+    def resume_earlier_run(state, restored, path):
+        assert restored.data.pop("rows_seen") == 16
+        resume(state, restored, path)
 
     monkeypatch.setattr(TrainingState, "_resume_from", resume_earlier_run)
     shutil.rmtree(copied / "checkpoints" / "3")
@@ -207,6 +207,40 @@ def test_a_run_of_epochs_has_the_steps_recorded_and_may_be_extended(
         assert values == sorted(values) and len(set(values)) == len(values), name
     shares = [row["padding_share"] for row in metrics]
     assert metrics[-1]["tokens_seen"] == round(sum((1 - share) * 8 * 128 for share in shares))
+
+
+def test_an_earlier_releases_run_that_filled_its_last_batch_left_no_rows_out(
+    copied, words, epochs, monkeypatch, capfd
+):
+    """The warning was printed with -5 rows."""
+    resume = TrainingState._resume_from
+
+    def resume_earlier_run(state, restored, path):
+        assert restored.data.pop("rows_seen") == 19
+        resume(state, restored, path)
+
+    monkeypatch.setattr(TrainingState, "_resume_from", resume_earlier_run)
+    assert train.main([*words, "--run_dir", str(copied), "--train.epochs", epochs]) == 0
+    found = capfd.readouterr().err
+    assert "already trained to step 3" in found and "not trained" not in found
+
+
+def test_a_run_shortened_to_its_newest_checkpoint_ends_like_one_of_that_length(
+    copied, words, tmp_path, capfd
+):
+    """It kept the logs of later steps, and made no measurement after its last step."""
+    shutil.rmtree(copied / "checkpoints" / "3")
+    for run in (copied, tmp_path / "at once"):
+        command = [*words, "--run_dir", str(run), "--train.steps", "2"]
+        assert train.main(command) == 0
+        assert train.main(command) == 0
+    assert "lost" not in (errors := capfd.readouterr().err) and "changed" not in errors
+    for log in ("metrics.jsonl", "held_out.jsonl"):
+        rows, at_once = (
+            list(map(small_run.without_measured, small_run.rows(run / log)))
+            for run in (copied, tmp_path / "at once")
+        )
+        assert rows == at_once and rows[-1]["step"] == 2, log
 
 
 def test_a_dry_run_counts_the_rows_of_the_run(words, epochs, tmp_path, capfd):

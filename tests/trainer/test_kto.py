@@ -187,7 +187,7 @@ def test_mismatched_completions_come_from_the_previous_record(folder, models):
     assert documents.labels.tolist() == [int(i % 3 != 0) for i in (*range(1, RECORDS), 0)]
 
 
-def test_the_only_completion_of_a_split_is_dropped(folder, models, tmp_path):
+def test_the_only_completion_of_a_split_is_dropped(models, tmp_path):
     """Its mismatched completion would be its own, which TRL refuses too."""
     record = {"prompt": "Say:", "completion": "red", "label": True}
     write(tmp_path, [record | {"prompt": f"Say {number}:"} for number in range(3)])

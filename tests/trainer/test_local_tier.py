@@ -17,6 +17,7 @@ from tests import small_run
 from tests.model.build import mesh_of
 from tests.trainer.test_processes import wait_for
 from trainer.checkpoint import local_tier, readers
+from trainer.checkpoint.local_record import place_of
 
 PROCESSES, STEPS, EVERY, LOCAL_EVERY, KILLED_AFTER = 4, 20, 10, 2, 12
 FLAGS = (
@@ -174,6 +175,13 @@ def recorded(folder):
     return (json.loads(path.read_text())["step"] if path.exists() else None) or 0
 
 
+def stand_for_the_original(run):
+    """Makes a copy of a run's folder the one whose local checkpoints the hosts have."""
+    path = run / "local.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | place_of(run, str(run))))
+
+
 def trained(folder):
     """The bits of the whole last checkpoint."""
     last = folder / "run" / "checkpoints" / str(STEPS)
@@ -225,6 +233,7 @@ def test_a_killed_run_resumes_bitwise_from_the_hosts_that_return(
         shutil.rmtree(folder / f"host {number}")
     for log in folder.glob("*.log"):
         log.unlink()
+    stand_for_the_original(folder / "run")
     step = recorded(folder)
     output = finish(start(repository, recipe, folder), folder)
     if lost == "two neighbours":

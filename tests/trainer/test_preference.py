@@ -566,7 +566,7 @@ def test_shared_prompts_equal_unshared_ones(folder, models, params, loss):
 
 
 @pytest.mark.parametrize("long_pairs", ["drop", "cut_prompt"])
-def test_pairs_longer_than_a_row(folder, models, tmp_path, long_pairs):
+def test_pairs_longer_than_a_row(models, tmp_path, long_pairs):
     long = {"prompt": words(150, 1), "chosen": words(5, 2), "rejected": words(6, 3)}
     short = {"prompt": "Say:", "chosen": "red", "rejected": "blue"}
     (tmp_path / "pairs.json").write_text(json.dumps([long, short]), encoding="utf-8")
@@ -590,9 +590,7 @@ def test_pairs_longer_than_a_row(folder, models, tmp_path, long_pairs):
 
 
 @pytest.mark.parametrize("words_held_out", [1, 16])
-def test_every_held_out_pair_counts_however_many_fit_a_row(
-    folder, models, tmp_path, words_held_out
-):
+def test_every_held_out_pair_counts_however_many_fit_a_row(models, tmp_path, words_held_out):
     def write(name, count):
         records = [
             {

@@ -9,7 +9,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import yaml
 from safetensors.numpy import load_file, save_file
 
 import train
@@ -18,7 +17,8 @@ from eval import line_retrieval
 from model.adapter import AdapterConfig
 from model.config import TransformerConfig
 from scripts import export_hf, import_hf, quantize_hf
-from tests.model.build import llama
+from tests import small_run
+from tests.model.build import llama, one_document
 from trainer.checkpoint.readers import stored_arrays
 from trainer.huggingface.assets import write_source_dtype
 from trainer.huggingface.table import hf_layout
@@ -59,39 +59,13 @@ def base(tmp_path_factory, repository):
 @pytest.fixture(scope="module")
 def command(small_recipe, base, tmp_path_factory):
     """Returns the command line of a short run on the model."""
-    folder = tmp_path_factory.mktemp("quantized")
-    written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
-    written["model"] = {"compute_dtype": "float32"}
-    written["data"] |= {"held_out_path": None, "held_out_fraction": 0.0}
-    written |= {
-        "mesh": {"data": 4, "fsdp": 2, "simulate": 8},
-        "attention": {"kernel": "reference"},
-        "adapter": {"rank": 2, "alpha": 4.0, "quantize": "nf4"},
-    }
-    written["train"] = {"steps": STEPS, "batch_size": 8}
-    written["optimizer"] |= {"learning_rate": 0.02, "schedule": "constant", "warmup_steps": 0}
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(written), encoding="utf-8")
-
-    def line(run, *flags, model=base):
-        return [
-            "--config",
-            str(path),
-            "--run_dir",
-            str(folder / run),
-            "--model.path",
-            str(model),
-            *flags,
-        ]
-
-    return line
-
-
-def losses(folder):
-    return [
-        json.loads(line)["loss_nats_per_target"]
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
+    return small_run.adapter_run(
+        small_recipe,
+        tmp_path_factory.mktemp("quantized"),
+        base,
+        adapter={"rank": 2, "alpha": 4.0, "quantize": "nf4"},
+        train={"steps": STEPS},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +75,9 @@ def run(command):
     assert train.main(arguments) == 0
     folder = pathlib.Path(arguments[3])
     shutil.rmtree(folder / "checkpoints" / str(STEPS))
-    before = losses(folder)
+    before = small_run.losses(folder)
     assert train.main(arguments) == 0
-    assert losses(folder) == before and before[-1] < before[0] - 0.05
+    assert small_run.losses(folder) == before and before[-1] < before[0] - 0.05
     return folder
 
 
@@ -119,7 +93,7 @@ def test_an_imported_base_gives_the_same_losses(run, command, base, tmp_path):
     assert import_hf.main([str(base), str(tmp_path / "imported")]) == 0
     arguments = command("imported", "--train.steps", "1", model=tmp_path / "imported")
     assert train.main(arguments) == 0
-    assert losses(pathlib.Path(arguments[3])) == losses(run)[:1]
+    assert small_run.losses(pathlib.Path(arguments[3])) == small_run.losses(run)[:1]
 
 
 def test_the_merged_model_has_the_dequantized_weights(run, tmp_path, capfd):
@@ -136,11 +110,7 @@ def test_the_merged_model_has_the_dequantized_weights(run, tmp_path, capfd):
     assert source.adapter.config.quantize == "nf4"
     adapted = llama(dataclasses.replace(whole.config, adapter=source.adapter.config))
     tokens = np.random.default_rng(0).integers(0, 1024, (1, 32), np.int32)
-    batch = {
-        "tokens": tokens,
-        "segment_ids": np.ones_like(tokens),
-        **dict.fromkeys(("index", "positions"), np.arange(32, dtype=np.int32)[None]),
-    }
+    batch = one_document(tokens)
     plain = llama(whole.config)
     logits = [
         np.asarray(jax.jit(model.logits)(params, batch))
@@ -246,7 +216,7 @@ def test_stored_codes_are_read_unchanged(base, tmp_path):
     ],
     ids=str,
 )
-def test_unsupported_quantization_is_named_and_refused(base, tmp_path, config, facts):
+def test_unsupported_quantization_is_named_and_refused(base, config, facts):
     """The one-line message says what would work."""
     content = {
         **json.loads((base / "config.json").read_text(encoding="utf-8")),
@@ -314,7 +284,7 @@ def test_a_folder_with_some_codes_trains_decoded(command, base, dynamic, tmp_pat
         if name == "nf4":  # continues from the first step
             shutil.rmtree(runs[name] / "checkpoints/2")
             assert train.main(line) == 0
-    assert losses(runs["nf4"]) == losses(runs["decoded"])
+    assert small_run.losses(runs["nf4"]) == small_run.losses(runs["decoded"])
     for name, run in runs.items():
         assert export_hf.main([str(run), str(tmp_path / f"{name} merged"), "--merge"]) == 0
     first, second = (load_file(tmp_path / f"{name} merged/model.safetensors") for name in runs)

@@ -16,6 +16,7 @@ from tests import small_run
 from tests.soak.digest import NOT_TRAINED
 from trainer.checkpoint import readers as checkpoint
 from trainer.checkpoint.saving import flatten
+from trainer.checkpoint.store import CheckpointStore
 from trainer.config import load as config
 from trainer.finite import FiniteSteps
 from trainer.loop import _Training
@@ -42,10 +43,8 @@ def final_state(objective):
     )
 
     def read(run):
-        restored = checkpoint.restore(
-            run / "checkpoints" / str(small_run.STEPS),
-            builder.abstract_params,
-            builder.abstract_optimizer,
+        restored = CheckpointStore(run).restore(
+            small_run.STEPS, builder.abstract_params, builder.abstract_optimizer
         )
         arrays = {
             **restored.model,

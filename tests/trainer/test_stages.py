@@ -308,7 +308,7 @@ def test_an_unfinished_stage_needs_the_one_before_it(recipe, tmp_path, begun, re
 def test_another_run_in_the_folder_is_found_before_the_first_stage(recipe, tmp_path):
     config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
     pretend_trained(dataclasses.replace(config, stages=()))
-    with pytest.raises(UserError, match="run: another run is in this folder"):
+    with pytest.raises(UserError, match=r"stages: found 3, but .* begun with one or none;"):
         train_stages(config, lambda *_: pytest.fail("trained"))
 
 
@@ -436,7 +436,10 @@ def test_incompatible_stages_are_refused(recipe, tmp_path, capsys, monkeypatch, 
 )
 def test_today_is_the_first_processs_day_in_all(monkeypatch, written, day):
     """Another process may be in another time zone, or start after midnight."""
-    monkeypatch.setattr("trainer.stages.first_then_others", lambda work, encode: work("2025-12-31"))
+    answers = iter(["2025-12-31", "0"])  # the day, and the first stage to train
+    monkeypatch.setattr(
+        "trainer.stages.first_then_others", lambda work, encode: work(next(answers))
+    )
     monkeypatch.setattr("trainer.stages.start_devices", lambda config: None)
     trained, config = [], RunConfig(data=DataConfig(template_date=written))
     train_stages(config, lambda stage, _: trained.append(stage.data.template_date))
@@ -484,3 +487,42 @@ def test_a_run_killed_in_each_stage_resumes_bitwise(recipe, repository, tmp_path
             for row in rows
             if "loss_by_source/lines" in row
         ), folder
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "begun"),
+    [
+        (2, 3, "3, but the run in {run} was begun with 2;"),
+        (3, 2, "2, but the run in {run} was begun with 3 or more;"),
+        (0, 2, "2, but the run in {run} was begun with one or none;"),
+        (3, 0, "none, but the run in {run} was begun with 2 or more;"),
+    ],
+)
+def test_more_or_fewer_stages_are_named(recipe, tmp_path, then, now, begun):
+    """The error once named fields that nobody had given, such as model.overrides.vocab_size; and
+    with fewer stages, an unfinished run was begun again beside the one there."""
+    run = tmp_path / "run"
+    config = load(["--config", str(recipe), "--run_dir", str(run)])
+    for stage in stages_of(dataclasses.replace(config, stages=config.stages[:then])):
+        pretend_trained(stage)
+    expected = f"stages: found {begun.format(run=run)} give as many, or another --run_dir; "
+    with pytest.raises(UserError, match=expected + f"--model.path {run} --run_dir NEW goes on"):
+        train_stages(
+            dataclasses.replace(config, stages=config.stages[:now]),
+            lambda *_: pytest.fail("trained"),
+        )
+
+
+def test_the_last_stage_alone_and_a_run_of_another_runs_stage_go_on(recipe, tmp_path):
+    """Both are runs without stages, whose model is in a folder of stages."""
+    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
+    stages = stages_of(config)
+    for stage in stages:
+        pretend_trained(stage)
+    branch = dataclasses.replace(stages[-1], run_dir=str(tmp_path / "branch"))
+    pretend_trained(branch)
+    moved = dataclasses.replace(branch, model=dataclasses.replace(branch.model, path="moved"))
+    trained = []
+    for again in (stages[-1], branch, moved):
+        train_stages(again, lambda *run: trained.append(run))
+    assert [run for run, _ in trained] == [stages[-1], branch, moved]

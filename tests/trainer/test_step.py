@@ -245,15 +245,9 @@ def test_moments_on_the_host_use_clipped_gradients_and_stay_when_a_step_is_not_f
     }
 
     def loss(params, batch):
-        none = jnp.zeros(0)
         total = 30 * jnp.sum(params["layers.w"] ** 2) + jnp.sum(params["v"] ** 3)
-        return LossSums(
-            total * batch["loss_weights"].sum(),
-            batch["loss_weights"].sum(),
-            SourceSums(none, none),
-            {},
-            {},
-        )
+        weights = batch["loss_weights"].sum()
+        return weighted(total * weights, weights)
 
     optimizer = OptimizerConfig(
         learning_rate=0.1, final_fraction=1.0, clip_norm=0.5, weight_decay=0.0, warmup_steps=0

@@ -39,7 +39,15 @@ def test_the_report_is_printed_at_the_first_start_only(opened, tmp_path, capsys)
     assert "records, " not in captured.out and "warning" not in captured.err
 
 
-def test_a_held_out_set_is_never_silently_empty(opened, small_recipe, tmp_path, capsys):
+def test_a_profile_of_steps_beyond_the_epochs_is_refused(opened):
+    """As with train.steps; nothing would be profiled."""
+    with pytest.raises(
+        ValueError, match=r"profile_steps: found \(900, 901\), needs a last step of"
+    ):
+        opened("--train.epochs", "1", "--logging.profile_steps", "900:901")
+
+
+def test_a_held_out_set_is_never_silently_empty(opened, small_recipe, capsys):
     source = json.dumps([{"path": str(small_recipe.parent / "conversations.json")}])
     flags = ("--data.sources", source, "--data.held_out_path", "null")
     assert not opened(*flags, "--data.held_out_fraction", "1.0e-9").has_held_out

@@ -76,6 +76,8 @@ def test_fields_for_conversations_are_named_if_there_are_none():
         "data.train_on, data.clean.refusals: without effect, since no source has conversations; "
         "found format text and tokens"
     )
+    assert warning("text", template="koala").startswith("data.template: without effect")
+    assert warning("text", template="koala.jinja") is None
     assert warning("text", "sharegpt", **given) is None
     assert warning("text", clean=CleanConfig(near_duplicates=0.8)) is None
 

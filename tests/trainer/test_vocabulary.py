@@ -17,7 +17,7 @@ from model.padding import PADDED, logical_axes, vocabulary_axes
 from model.parameter_declarations import unpadded_shapes
 from scripts import export_hf
 from tests.model.build import llama
-from trainer.checkpoint.readers import restore, restore_model
+from trainer.checkpoint.readers import restore_model
 from trainer.checkpoint.store import CheckpointStore
 from trainer.huggingface.assets import copy_assets
 from trainer.huggingface.read import read_hf
@@ -121,7 +121,7 @@ def test_restored_on_a_mesh_that_needs_other_padding(tmp_path, folder, recorded)
             ),
             moments,
         )
-        restored = restore(tmp_path / "run", abstract, placed)
+        restored = CheckpointStore(tmp_path / "run").restore(3, abstract, placed)
         assert restored.model["embed_tokens.weight"].shape[0] == {1: 129, 2: 130, 8: 136}[tensor]
         assert (
             restored.model["layers.self_attn.o_proj.weight"].shape[3]

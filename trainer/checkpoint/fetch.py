@@ -91,7 +91,7 @@ def _copy(folder: Path, items: Sequence[str]) -> Path:
                 target.write(name, source.read(name))
             except FileNotFoundError:
                 raise DamagedError(f"{folder}: {name} is missing") from None
-        verify(scratch, items, name=folder)
+        verify(scratch, items, shown=folder)
     return copy
 
 

@@ -3,11 +3,8 @@ shapes."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,52 +17,44 @@ from model.parameter_declarations import unpadded_shapes
 from trainer.checkpoint.arrays import read_arrays, stored_shapes
 from trainer.checkpoint.commit import Files, orbax_reaches
 from trainer.checkpoint.manifest import ForeignError, read_manifest
-from trainer.checkpoint.saving import flatten
-
-_STEP = re.compile(r"\d+")
 
 
-@dataclass(frozen=True)
-class Restored:
-    """A restored checkpoint.
+class Restored(NamedTuple):
+    """A restored state of a training.
 
     Attributes:
-      step: finished optimizer steps; None outside a run's folder.
+      step: finished optimizer steps.
       model: parameter name -> array.
-      optimizer: the optimizer's state; None if not requested.
-      data: the item `data`; None if the checkpoint has none.
-      assets: a folder inside the checkpoint; copy files that must outlive it.
+      optimizer: the optimizer's state.
+      data: JSON, as in the item `data` of a checkpoint.
     """
 
-    step: int | None
+    step: int
     model: dict[str, jax.Array]
     optimizer: Any
-    data: dict[str, Any] | None
-    assets: Path
-
-
-def restore_folder(
-    folder: Path, abstract_model: Mapping[str, Any], abstract_optimizer: Any = None
-) -> Restored:
-    """`restore` of the verified checkpoint in a folder, local or in a bucket."""
-    model = restore_item(folder, "model", dict(abstract_model))
-    optimizer = None
-    if abstract_optimizer is not None:
-        flat = restore_item(folder, "optimizer", flatten(abstract_optimizer))
-        structure = jax.tree_util.tree_structure(abstract_optimizer)
-        optimizer = jax.tree_util.tree_unflatten(structure, list(flat.values()))
-    step = int(folder.name) if _STEP.fullmatch(folder.name) else None
-    return Restored(step, model, optimizer, data_of(folder), folder / "assets")
+    data: dict[str, Any]
 
 
 def data_of(folder: Path) -> dict[str, Any] | None:
+    """The item `data` of the checkpoint in a folder; None if it has none."""
     if "data" not in read_manifest(folder)["items"]:
         return None
     return parse_json(Files(folder).read("data/data.json"))
 
 
 def restore_item(folder: Path, item: str, abstract: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of one Orbax item, in the order of `abstract`."""
+    """The arrays of one item of a verified checkpoint, local or in a bucket.
+
+    Args:
+      abstract: name -> array or jax.ShapeDtypeStruct with a sharding; without one it comes back as
+        numpy.
+
+    Returns:
+      The arrays in the order of `abstract`.
+
+    Raises:
+      ValueError: names the array whose name, shape or dtype differs.
+    """
     _check_arrays(folder, item, abstract)
     if not orbax_reaches(folder):
         return read_arrays(folder, item, abstract)

@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,6 +40,7 @@ from jax.sharding import Mesh
 from data.paths import expanded
 from data.printable import printable
 from data.untrusted_files import parse_json
+from trainer.checkpoint.items import Restored
 from trainer.checkpoint.local_candidates import (
     Candidate,
     Expected,
@@ -77,15 +78,6 @@ from trainer.run.logs import replace_file
 _MODEL, _OPTIMIZER = "model/", "optimizer/"  # prefixes of array names in a part
 _GOOD = "good"  # what a process reports if nothing failed
 _LONGEST_ORDER = 200  # characters
-
-
-class LocalRestored(NamedTuple):
-    """A restored local checkpoint: parameters by name, the optimizer's state, and the data."""
-
-    step: int
-    model: dict[str, jax.Array]
-    optimizer: Any
-    data: dict[str, Any]
 
 
 class LocalTier:
@@ -155,7 +147,7 @@ class LocalTier:
 
     # Restoring
 
-    def restore(self, model: Mapping[str, Any], optimizer: Any, after: int) -> LocalRestored | None:
+    def restore(self, model: Mapping[str, Any], optimizer: Any, after: int) -> Restored | None:
         """Restores the newest usable local checkpoint after step `after`; None if there is none.
 
         Process 0 says why others are not used.
@@ -249,17 +241,17 @@ class LocalTier:
 
     def _restored(
         self, candidate: Candidate, abstract: Mapping[str, Any], optimizer: Any
-    ) -> LocalRestored:
+    ) -> Restored:
         """Reads this process's verified part; the data is process 0's."""
         path = self._files[f"{part_name(candidate.step, self.process)}.{candidate.attempt}"]
         data = read_header(path).data
         arrays = read_part(path, abstract)
         self.newest = candidate.step
         state = [arrays[f"{_OPTIMIZER}{name}"] for name in flatten(optimizer)]
-        return LocalRestored(
+        return Restored(
             candidate.step,
             {name.removeprefix(_MODEL): x for name, x in arrays.items() if name.startswith(_MODEL)},
-            jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(optimizer), state),
+            jax.tree.unflatten(jax.tree.structure(optimizer), state),
             exchange(data if self.process == 0 else None)[0],
         )
 

@@ -156,7 +156,7 @@ def verify(
     items: Sequence[str] | None = None,
     share: tuple[int, int] = (0, 1),
     digests: bool = True,
-    name: Path | None = None,
+    shown: Path | None = None,
 ) -> dict[str, Any]:
     """Compares every listed file with its size and checksum, and returns the manifest.
 
@@ -166,7 +166,7 @@ def verify(
       items: the items to compare; None compares all.
       share: this process's number, and how many processes share the work.
       digests: False compares only sizes (in a bucket only names), and reads no file.
-      name: the folder in messages, if `folder` is a copy of it.
+      shown: the folder in messages, if `folder` is a copy of it.
 
     Raises:
       ForeignError: the folder is not a checkpoint.
@@ -206,7 +206,7 @@ def verify(
     with ThreadPoolExecutor(_threads()) as pool:
         for message in pool.map(problem, records):
             if message:
-                raise DamagedError(f"{name or folder}: {message}")
+                raise DamagedError(f"{shown or folder}: {message}")
     return content
 
 

@@ -12,14 +12,7 @@ import tensorstore
 from trainer.checkpoint.arrays import open_arrays
 from trainer.checkpoint.commit import CHECKPOINTS, MANIFEST
 from trainer.checkpoint.fetch import MODEL, local_copy
-from trainer.checkpoint.items import (
-    Restored,
-    data_of,
-    require_item,
-    restore_folder,
-    restore_item,
-    stored_item,
-)
+from trainer.checkpoint.items import data_of, require_item, restore_item, stored_item
 from trainer.checkpoint.manifest import ForeignError, reading
 from trainer.checkpoint.store import CheckpointStore, problem_in_any
 
@@ -115,53 +108,27 @@ def read_data(path: str | Path) -> dict[str, Any] | None:
     return data_of(find_checkpoint(path))
 
 
-def restore(
-    path: str | Path,
-    abstract_model: Mapping[str, Any],
-    abstract_optimizer: Any = None,
-    *,
-    verified: bool = False,
-) -> Restored:
-    """Restores a checkpoint, or a run's newest good one, onto the abstract trees' shardings, on any
-    mesh.
-
-    Args:
-      abstract_model: parameter name -> array or jax.ShapeDtypeStruct with a sharding; without one
-        it comes back as numpy.
-      abstract_optimizer: a pytree of the same kind, with the state's structure; None skips the
-        moments.
-      verified: the checkpoint has been compared with its manifest already.
-
-    Raises:
-      ForeignError, DamagedError: as in `find_checkpoint`.
-      TransientError: the checkpoint is removed meanwhile.
-      ValueError: names the parameter whose name, shape or dtype differs.
-    """
-    items = ["model", "data", "assets", *(["optimizer"] if abstract_optimizer is not None else [])]
-    folder = find_checkpoint(path, [] if verified else items)
-    with reading(folder):
-        return restore_folder(folder, abstract_model, abstract_optimizer)
-
-
 def restore_model(
     path: str | Path,
-    shardings: Mapping[str, Any] | jax.sharding.Sharding | None = None,
+    shardings: Mapping[str, jax.sharding.Sharding] | None = None,
     *,
     dtype: Any = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     verified: bool = False,
 ) -> dict[str, Any]:
-    """Restores only the parameters: for evaluation and export, which never read moments.
+    """Restores only the parameters, of a checkpoint or a run's newest good one: for evaluation and
+    export, which never read moments.
 
     Args:
-      shardings: by name (a sharding, or a ShapeDtypeStruct that has one), one for all, or None for
-        numpy arrays on the host.
+      shardings: by name; None for numpy arrays on the host.
       dtype: to cast the arrays to: by name, or one for all; None keeps the stored dtypes.
       shapes: by name, if parameters are padded for another mesh than that of the save.
       verified: the checkpoint has been compared with its manifest already.
 
     Raises:
-      As `restore`.
+      ForeignError, DamagedError: as in `find_checkpoint`.
+      TransientError: the checkpoint is removed meanwhile.
+      ValueError: names the parameter whose name or shape differs.
     """
     folder = find_checkpoint(path, [] if verified else ["model", "assets"])
     with reading(folder):
@@ -176,27 +143,26 @@ def restore_model(
 
 def _abstract_model(
     folder: Path,
-    shardings: Mapping[str, Any] | jax.sharding.Sharding | None,
+    shardings: Mapping[str, jax.sharding.Sharding] | None,
     shapes: Mapping[str, tuple[int, ...]] | None,
 ) -> dict[str, Any]:
     """Parameter name -> its shape, stored dtype and sharding; arguments as in `restore_model`."""
-    abstract = {}
-    for name, stored in stored_item(folder, "model").items():
-        sharding = shardings.get(name) if isinstance(shardings, Mapping) else shardings
-        if isinstance(shardings, Mapping) and sharding is None:
+    stored = stored_item(folder, "model")
+    wanted = dict.fromkeys(stored) if shardings is None else shardings
+    for name in stored:
+        if name not in wanted:
             raise ValueError(
                 f"{folder}: parameter {name} is in the checkpoint, but not in the requested model"
             )
-        if isinstance(sharding, jax.ShapeDtypeStruct):
-            abstract[name] = sharding
-        else:
-            shape = stored.shape if shapes is None else shapes[name]
-            abstract[name] = jax.ShapeDtypeStruct(shape, stored.dtype, sharding=sharding)
-    if isinstance(shardings, Mapping):
-        for name in shardings:
-            if name not in abstract:
-                raise ValueError(f"{folder}: parameter {name} is not in the checkpoint")
-    return abstract
+    for name in wanted:
+        if name not in stored:
+            raise ValueError(f"{folder}: parameter {name} is not in the checkpoint")
+    return {
+        name: jax.ShapeDtypeStruct(
+            x.shape if shapes is None else shapes[name], x.dtype, sharding=wanted[name]
+        )
+        for name, x in stored.items()
+    }
 
 
 def stored_parameters(
@@ -211,7 +177,7 @@ def stored_average(path: str | Path) -> dict[str, tensorstore.TensorStore]:
     parameter name.
 
     Raises:
-      ForeignError: the checkpoint holds none; others as in `restore`.
+      ForeignError: the checkpoint holds none; others as in `find_checkpoint`.
     """
     folder, mark = find_checkpoint(local_copy(path, [*MODEL, "optimizer"])), ".average."
     arrays = stored_arrays(folder, "optimizer") if (folder / "optimizer").is_dir() else {}
@@ -230,7 +196,7 @@ def stored_arrays(
     """The arrays of an item (model, optimizer) by name, on disk: indexing one reads that part
     (`numpy.asarray(array[layer])`).
 
-    Errors as in `restore`.
+    Errors as in `find_checkpoint`.
     """
     folder = find_checkpoint(path, [] if verified else [item, "assets"])
     require_item(folder, item)

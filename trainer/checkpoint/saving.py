@@ -130,7 +130,7 @@ class Saving:
         if self.local is not None:
             shutil.rmtree(self.local, ignore_errors=True)
         barrier(f"checkpoint {target.name} begins")
-        trees = {"model": _flat_model(contents.model)}
+        trees = {"model": dict(contents.model)}
         if contents.optimizer is not None:
             trees["optimizer"] = flatten(contents.optimizer)
         self.array_shapes = {
@@ -315,15 +315,6 @@ def _upload(local: Path, target: Path) -> None:
     ]
     with ThreadPoolExecutor(_UPLOADS) as pool:
         list(pool.map(lambda name: Files(target).write(name, (local / name).read_bytes()), names))
-
-
-def _flat_model(model: Mapping[str, Any]) -> dict[str, Any]:
-    for name, value in model.items():
-        if not isinstance(name, str) or not hasattr(value, "shape"):
-            raise ValueError(
-                f"model: must be a flat dictionary name -> array, found {name!r}: {type(value)}"
-            )
-    return dict(model)
 
 
 def flatten(tree: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from trainer.checkpoint.commit import (
     remove,
     steps_in,
 )
-from trainer.checkpoint.items import Restored, restore_folder
+from trainer.checkpoint.items import Restored, data_of, restore_item
 from trainer.checkpoint.manifest import (
     DamagedError,
     ForeignError,
@@ -49,7 +49,7 @@ from trainer.checkpoint.manifest import (
     use_previous,
     verify,
 )
-from trainer.checkpoint.saving import Contents, Saving
+from trainer.checkpoint.saving import Contents, Saving, flatten
 from trainer.run.cluster import end_now, exchange, first_then_others
 
 # A process digests at most this much of its share before the restore, the rest meanwhile.
@@ -69,8 +69,6 @@ class CheckpointStore:
         Args:
           keep: how many of the newest checkpoints to keep; at least 1.
         """
-        if keep < 1:
-            raise ValueError(f"keep: {keep} checkpoints; needs at least 1")
         self.folder = located(run_dir) / CHECKPOINTS
         self.keep = keep
         self.protected: int | None = None  # a step whose checkpoint is kept regardless of `keep`
@@ -214,11 +212,19 @@ class CheckpointStore:
             thread.join()
 
     def restore(
-        self, step: int, abstract_model: Mapping[str, Any], abstract_optimizer: Any = None
+        self, step: int, abstract_model: Mapping[str, Any], abstract_optimizer: Any
     ) -> Restored:
-        """Restores `step`, which `latest_good` has verified; arguments and errors as in the
-        function `restore`."""
-        return restore_folder(self.path(step), abstract_model, abstract_optimizer)
+        """Restores a training's checkpoint, which `latest_good` has verified, on any mesh.
+
+        Args:
+          abstract_model: as in `restore_item`, which says what is raised.
+          abstract_optimizer: a pytree of the same kind, with the state's structure.
+        """
+        folder = self.path(step)
+        model = restore_item(folder, "model", dict(abstract_model))
+        moments = restore_item(folder, "optimizer", flatten(abstract_optimizer))
+        optimizer = jax.tree.unflatten(jax.tree.structure(abstract_optimizer), moments.values())
+        return Restored(step, model, optimizer, data_of(folder) or {})
 
     def _retain(self, saved: Path) -> None:
         """Deletes the oldest good checkpoints beyond `keep`. Damaged ones are neither counted nor
@@ -250,11 +256,10 @@ def save_checkpoint(
     *,
     model: Mapping[str, Any],
     assets: str | Path,
-    optimizer: Any = None,
-    data: Mapping[str, Any] | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """Writes one checkpoint at `path` and waits for it. The arguments are those of `Contents`.
+    """Writes a model's checkpoint at `path` and waits for it. The arguments are those of
+    `Contents`.
 
     Raises:
       UserError: `path` already exists.
@@ -262,7 +267,7 @@ def save_checkpoint(
     # Nothing writes to the arrays while we wait, so they need no copy.
     Saving(
         new_folder(Path(path).absolute()),
-        Contents(model, Path(assets), optimizer, data, shapes),
+        Contents(model, Path(assets), shapes=shapes),
         copy=False,
     ).wait()
 

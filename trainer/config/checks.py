@@ -41,7 +41,8 @@ def check(config: RunConfig, source: str = "configuration") -> RunConfig:
             _check_preference(config)
         _check_sequence(config)
         _check_batch(config)
-        _check_profile(config)
+        if config.train.epochs is None:
+            check_profile(config)
         _check_stages(config)
         _check_optimizer(config)
         _check_adapter(config)
@@ -249,6 +250,17 @@ def _check_trajectories(config: RunConfig) -> None:
         "preference.loss",
         config.preference.loss,
         "to be left out with trajectories.path, which has no pairs",
+    )
+    for name in ("held_out_path", "train_on", "text_tokens", "add_control_tokens"):
+        found = getattr(config.data, name)
+        require(
+            found == getattr(_DEFAULTS.data, name),
+            f"data.{name}",
+            found,
+            "to be left out with trajectories.path, whose episodes have no texts",
+        )
+    require(
+        config.data.seed >= 0, "data.seed", config.data.seed, "0 or more with trajectories.path"
     )
 
 
@@ -463,11 +475,11 @@ def _early_decay_warning(optimizer: OptimizerConfig, steps: int) -> str | None:
     )
 
 
-def _check_profile(config: RunConfig) -> None:
-    """A profile ends before the run does."""
+def check_profile(config: RunConfig) -> None:
+    """Raises ValueError unless a profile ends before the run, whose steps are known, does."""
     steps = config.logging.profile_steps
     require(
-        not steps or config.train.epochs is not None or steps[1] <= config.train.steps,
+        not steps or steps[1] <= config.train.steps,
         "logging.profile_steps",
         steps,
         f"a last step of at most train.steps = {config.train.steps}",

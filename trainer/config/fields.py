@@ -228,34 +228,31 @@ def _hint(key: str, names: Iterable[str], prefix: str) -> str:
     return suggestion(key, names, prefix)
 
 
-def check_kinds(recipe: Mapping[str, Any], source: str) -> None:
+def check_kinds(section: Any, source: str, cls: type = RunConfig, prefix: str = "") -> None:
     """Refuses a stored recipe with sections that are not mappings, or values of the wrong kind.
 
     For code that reads single fields of a recipe from any version, or from somebody else; fields
     unknown to this version may have any value.
 
     Args:
+      section: the recipe, or with `cls` and `prefix` a section of it, as in `check_keys`.
       source: the recipe's path, for messages.
 
     Raises:
       UserError: names the field.
     """
-    _check_kinds(recipe, RunConfig, "", source)
-
-
-def _check_kinds(section: Any, cls: type, prefix: str, source: str) -> None:
     check_mapping(section, cls, prefix, source)
     for field, kind in typing.get_type_hints(cls).items():
         name, value = f"{prefix}{field}", section.get(field)
         if value is None or (isinstance(value, str) and name in (*AUTO, "data.clean")):
             continue
         if name in SECTIONS:
-            _check_kinds(value, SECTIONS[name], f"{name}.", source)
+            check_kinds(value, source, SECTIONS[name], f"{name}.")
         elif name in LISTS:
             if not isinstance(value, list):
                 raise UserError(f"{source}: {name} expects a list, found {value!r}")
             for index, entry in enumerate(value):
-                _check_kinds(entry, LISTS[name], f"{name}[{index}].", source)
+                check_kinds(entry, source, LISTS[name], f"{name}[{index}].")
         elif needed := _not_a(value, kind):
             raise UserError(f"{source}: {name}: found {value!r}; {needed} is needed")
 

@@ -124,7 +124,7 @@ def _read(recipe: str) -> dict[str, Any]:
         text = read_text(on_this_machine(recipe), most=MAX_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         folder = pathlib.Path(recipe).parent
-        recipes = sorted(str(path) for path in folder.glob("*.yaml")) if folder.is_dir() else []
+        recipes = sorted(str(path) for path in folder.glob("[!.]*.yaml")) if folder.is_dir() else []
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"{recipe}: cannot read the recipe ({reason}); recipes next to it: "

@@ -87,6 +87,10 @@ class OptimizerConfig:
             "a number from 0 to below 1",
         )
         require(self.epsilon > 0, "optimizer.epsilon", self.epsilon, "a positive number")
+        self._check_moments()
+
+    def _check_moments(self) -> None:
+        """Raises ValueError if moments cannot have this storage precision or decay."""
         require(
             self.moment_dtype != "8bit" or self.name in ("adamw", "lion"),
             "optimizer.moment_dtype",

@@ -100,8 +100,7 @@ class PreferenceConfig:
         if self.ref_model is not None and self.loss in WITHOUT_REFERENCE:
             raise ValueError(
                 f"preference.ref_model: found {self.ref_model}, needs to be left out with "
-                f"preference.loss "
-                f"{self.loss}, which has no reference"
+                f"preference.loss {self.loss}, which has no reference"
             )
         self._check_reference()
         for name in ("desirable_weight", "undesirable_weight"):

@@ -5,10 +5,10 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
 
 
-def recipe_list(folder: Path = FOLDER) -> str:
-    """Returns a line per recipe below a folder: its path and the first line of its header."""
-    paths = sorted(folder.rglob("*.yaml"))
-    names = [path.relative_to(folder.parent).as_posix() for path in paths]
+def recipe_list() -> str:
+    """Returns a line per recipe: its path and the first line of its header."""
+    paths = sorted(FOLDER.rglob("*.yaml"))
+    names = [path.relative_to(FOLDER.parent).as_posix() for path in paths]
     width = max(map(len, names), default=0)
     lines = [
         f"  {name:{width}}  {_headline(path)}" for name, path in zip(names, paths, strict=True)

@@ -197,9 +197,10 @@ class CheckpointConfig:
     the run ends; 0 trains to the last step."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, "checkpoint", 0, "every", "patience", "minutes", "grace_seconds")
+        require_at_least(
+            self, "checkpoint", 0, "every", "patience", "minutes", "grace_seconds", "local_every"
+        )
         require_at_least(self, "checkpoint", 1, "keep")
-        require_at_least(self, "checkpoint", 0, "local_every")
         require(
             self.local is None or self.local.startswith(("/", "~/")) or "://" in self.local,
             "checkpoint.local",
@@ -319,8 +320,8 @@ class RunConfig:
     samples: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     stages: tuple[StageConfig, ...] = ()
     """A curriculum, each {context_length, steps, batch_size, learning_rate, mesh, rope, ...}
-    (--help stages): stages are trained in order, each from the previous one's parameters, and the
-    same command continues in any of them."""
+    (--help stages): stages are trained in order, each from the previous one's last parameters, and
+    the same command continues in any of them."""
     run_dir: str | None = None
     """Folder of the run, local or in a bucket (gs://, s3://); runs/NAME by default."""
     compile_cache: str | None = None

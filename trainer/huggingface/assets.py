@@ -144,7 +144,10 @@ def _merged(
     kept = {
         name: value
         for name, value in source.items()
-        if name not in left_out and name not in changed
+        if name not in left_out
+        and name not in changed
+        # With YaRN transformers fails on a null for a number, as in Mixtral's head_dim.
+        and (value is not None or fields.get(name) is None)
     }
     result = {**fields, **kept}
     for rope in ("rope_scaling", "rope_parameters"):

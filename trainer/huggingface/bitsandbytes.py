@@ -51,9 +51,7 @@ def parts(name: str) -> list[str]:
     return [f"{name}.{part}" for part in _PARTS]
 
 
-def read_nf4(
-    files: Mapping[str, Any], name: str, shape: tuple[int, ...], rows: slice = slice(None)
-) -> Nf4:
+def read_nf4(files: Mapping[str, Any], name: str, shape: tuple[int, ...], rows: slice) -> Nf4:
     """Returns the stored codes and scales of a matrix, or of some of its rows.
 
     Args:
@@ -64,6 +62,37 @@ def read_nf4(
       ValueError: names a tensor that is missing, of another size, or not in blocks of 64 and 256
         with the published levels; or `rows` begin or end within 256 blocks that share a scale.
     """
+    arrays, state = _scales(files, name, shape)
+    first, end, _ = rows.indices(shape[0])
+    blocks = shape[1] // NF4_BLOCK
+    if first * blocks % NESTED_BLOCK or (end < shape[0] and end * blocks % NESTED_BLOCK):
+        raise ValueError(
+            f"tensor {name}: rows {first} to {end} share a scale of the second quantization with "
+            "others; adapter.quantize none, which decodes them, or the unquantized model would work"
+        )
+    nested = arrays["nested_absmax"][
+        first * blocks // NESTED_BLOCK : math.ceil(end * blocks / NESTED_BLOCK)
+    ]
+    # The storage may be a wider dtype (bnb_4bit_quant_storage), whose numbers are several codes.
+    codes = files[name].get_tensor(name).reshape(-1).view(np.uint8)
+    if codes.size != math.prod(shape) // 2:
+        raise ValueError(
+            f"tensor {name}: found {codes.size} bytes of codes, needs {math.prod(shape) // 2} for "
+            f"shape {list(shape)}; download it again"
+        )
+    return Nf4(
+        codes.reshape(shape[0], -1)[rows],
+        arrays["absmax"].reshape(shape[0], -1)[rows],
+        nested,
+        np.asarray(np.float32(state["nested_offset"])),
+    )
+
+
+def _scales(
+    files: Mapping[str, Any], name: str, shape: tuple[int, ...]
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Returns what accompanies the codes of a matrix: its arrays, and what STATE says; arguments
+    and errors as in `read_nf4`."""
     missing = [part for part in parts(name) if part not in files]
     if missing:
         raise ValueError(
@@ -88,29 +117,7 @@ def read_nf4(
             raise ValueError(
                 f"tensor {name}: {field}: the levels are not bitsandbytes'; quantize it again"
             )
-    first, end, _ = rows.indices(shape[0])
-    blocks = shape[1] // NF4_BLOCK
-    if first * blocks % NESTED_BLOCK or (end < shape[0] and end * blocks % NESTED_BLOCK):
-        raise ValueError(
-            f"tensor {name}: rows {first} to {end} share a scale of the second quantization with "
-            "others; adapter.quantize none, which decodes them, or the unquantized model would work"
-        )
-    nested = arrays["nested_absmax"][
-        first * blocks // NESTED_BLOCK : math.ceil(end * blocks / NESTED_BLOCK)
-    ]
-    # The storage may be a wider dtype (bnb_4bit_quant_storage), whose numbers are several codes.
-    codes = files[name].get_tensor(name).reshape(-1).view(np.uint8)
-    if codes.size != math.prod(shape) // 2:
-        raise ValueError(
-            f"tensor {name}: found {codes.size} bytes of codes, needs {math.prod(shape) // 2} for "
-            f"shape {list(shape)}; download it again"
-        )
-    return Nf4(
-        codes.reshape(shape[0], -1)[rows],
-        arrays["absmax"].reshape(shape[0], -1)[rows],
-        nested,
-        np.asarray(np.float32(state["nested_offset"])),
-    )
+    return arrays, state
 
 
 class _Decoded:

@@ -46,7 +46,13 @@ _OTHER_WEIGHTS = {
     "model-*.safetensors": "a part of a model, whose index is missing",
     "*.safetensors": "of another layout, as the model's authors write it or of an adapter",
     "*.gguf": "of llama.cpp, which is not read",
+    "pytorch_model_fsdp_*": "FSDP's, of which accelerate merge-weights makes model.safetensors",
+    "global_step*": "DeepSpeed's, of which zero_to_fp32.py --safe_serialization makes "
+    "model.safetensors",
+    "tf_model.h5": "of TensorFlow, which is not read",
+    "flax_model*.msgpack": "of Flax, which is not read",
 }
+_VALUE_HEAD = "v_head."  # of TRL's models with a value head, which transformers leaves out too
 _COMPARED_NUMBERS = 1 << 22  # for two tensors at a time
 
 
@@ -351,7 +357,13 @@ def check_tensors(
                 expected.update(parts(name))
             elif fault := _fault(name, shape, files):
                 raise ValueError(f"{folder}: tensor {name} {fault}{_there_instead(name, files)}")
-    for name in sorted(set(files) - expected):
+    values = sorted(name for name in files if name.startswith(_VALUE_HEAD))
+    if values:
+        warnings.warn(
+            f"{folder}: left out {', '.join(values)}: the model is read without its value head",
+            stacklevel=2,
+        )
+    for name in sorted({*files} - expected - {*values}):
         if name == HEAD and config.tie_word_embeddings:
             continue  # an equal copy: compared by `folder_config`
         if name.endswith("rotary_emb.inv_freq"):  # old exports store the table of frequencies

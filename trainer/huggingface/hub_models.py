@@ -10,7 +10,7 @@ from pathlib import Path
 from data import hub
 from data.errors import UserError
 from data.paths import expanded
-from data.tokenizer import NAMED_TEMPLATES
+from data.tokenizer import NAMED_TEMPLATES, PROCESSORS_TEMPLATE
 
 from .folder import has_weights
 
@@ -26,7 +26,7 @@ SMALL_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
-    "chat_template.json",
+    PROCESSORS_TEMPLATE,
     NAMED_TEMPLATES,
     "adapter_config.json",
     "trained_config.json",

@@ -38,10 +38,14 @@ def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 class _Matrices:
-    """The matrices [X, K, N] of two tensors, with the interface of a safetensors slice."""
+    """Stands in for the opened file of the matrices [X, K, N] of two tensors, and for its slice."""
 
     def __init__(self, name: str, blocks: Any, scales: Any) -> None:
         self.name, self._blocks, self._scales = name, blocks, scales
+
+    def get_slice(self, name: str) -> _Matrices:
+        assert name == self.name
+        return self
 
     def get_dtype(self) -> str:
         return "BF16"
@@ -65,17 +69,6 @@ class _Matrices:
         numbers = dequantize_mxfp4(self._blocks[stored], scales)
         part = slice(start - first * _BLOCK, stop - first * _BLOCK)
         return numbers[..., part].swapaxes(-1, -2)
-
-
-class _File:
-    """Stands in for the opened file of matrices with this name."""
-
-    def __init__(self, matrices: _Matrices) -> None:
-        self._matrices = matrices
-
-    def get_slice(self, name: str) -> _Matrices:
-        assert name == self._matrices.name
-        return self._matrices
 
 
 def with_matrices(files: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,5 +97,5 @@ def with_matrices(files: Mapping[str, Any]) -> dict[str, Any]:
                     f"tensor {part} is {found[0]} {found[1]}; MXFP4 needs U8 {expected}, experts x "
                     "outputs x blocks of 32 inputs in 16 bytes, and a scale for each block"
                 )
-        files[name] = _File(_Matrices(name, blocks, scales))
+        files[name] = _Matrices(name, blocks, scales)
     return files

@@ -1,8 +1,9 @@
-"""Where vLLM, llama.cpp and transformers 4 differ from transformers 5 on an export, or do not load
-it; taken from their code."""
+"""Where vLLM, llama.cpp, SGLang, mlx-lm and transformers 4 differ from transformers 5 on an export,
+or do not load it; taken from their code, and for llama.cpp from its logits."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from data.untrusted_files import file_within, read_json
 from model.config import TransformerConfig
+from model.families import FAMILIES
 from model.rope import attention_scaling
 from model.rope_config import RopeConfig
 
@@ -26,9 +28,7 @@ def of_model(config: TransformerConfig, folder: Path, stacked: bool) -> list[str
       folder: the export.
       stacked: whether it has a layer's experts in one tensor, as in `hf_layout`.
     """
-    lines = []
-    if rope := _rope(config.rope, config.max_position_embeddings):
-        lines.append(rope)
+    lines = [*_rope(config), *_window(config)]
     names = [{entry.hf_name for entry in hf_layout(config, form)} for form in (stacked, False)]
     if names[0] != names[1]:
         lines.append(
@@ -45,51 +45,124 @@ def of_model(config: TransformerConfig, folder: Path, stacked: bool) -> list[str
 
 
 def of_adapter(config: Mapping[str, Any]) -> list[str]:
-    """Returns what vLLM needs for an adapter or does not load, a line each.
+    """Returns what other programs need for an adapter, compute otherwise or do not load, a line
+    each.
 
     Args:
       config: its adapter_config.json.
     """
+    lines = []
+    if config.get("use_rslora"):
+        lines.append(
+            "llama.cpp and SGLang do not read use_rslora, and scale the adapter by alpha / rank; "
+            "--merge writes a whole model"
+        )
+    if saved := config.get("modules_to_save"):
+        lines.append(
+            f"vLLM does not load modules_to_save ({', '.join(saved)}), and llama.cpp and SGLang "
+            "leave out some or all of them; --merge writes a whole model"
+        )
     if config.get("target_parameters"):
-        return ["vLLM does not load adapters of experts or routers; --merge writes a whole model"]
+        return [
+            *lines,
+            "vLLM does not load adapters of experts or routers; --merge writes a whole model",
+        ]
     rank = max(config["r"], *config["rank_pattern"].values(), 0)
     if rank == config["r"]:
-        return []
+        return lines
     enough = next((allowed for allowed in _VLLM_RANKS if allowed >= rank), None)
     needs = f"needs --max-lora-rank {enough}" if enough else "has no such --max-lora-rank"
-    return [f"a matrix A for several projections has {rank} rows, for which vLLM {needs}"]
+    return [
+        *lines,
+        f"a matrix A for several projections has {rank} rows, for which vLLM {needs}; llama.cpp "
+        "and SGLang do not read its alpha (alpha_pattern): for them --merge writes a whole model",
+    ]
 
 
-def _rope(rope: RopeConfig, length: int) -> str | None:
-    """Returns how other programs differ in the rotary embedding; None if they do not."""
+def _rope(config: TransformerConfig) -> list[str]:
+    """Returns how other programs differ in the rotary embedding."""
+    rope, family = config.rope, FAMILIES[config.family]
     if rope.rule == "dynamic":
-        return (
+        return [
             "rope_type dynamic: vLLM and llama.cpp do not stretch RoPE by it, and so compute "
             f"another model for texts of more than {rope.original_max_position_embeddings} tokens"
-        )
-    ours, original = attention_scaling(rope), rope.original_max_position_embeddings
-    if rope.rule == "yarn":
-        numbers = [
-            name
-            for name in ("attention_factor", "mscale", "mscale_all_dim")
-            if getattr(rope, name) is not None
         ]
-        default = RopeConfig("yarn", factor=rope.factor, original_max_position_embeddings=original)
-        theirs, programs = attention_scaling(default), "vLLM"
-        why = f"without {', '.join(numbers)}, which it does not read"
-    elif rope.rule == "longrope":
-        assert original is not None
-        quotient = max(1.0, length / original)
-        theirs = math.sqrt(1 + math.log(quotient) / math.log(original))
-        programs, why = "vLLM and llama.cpp", "by the quotient of the lengths in config.json"
-    else:
-        return None
-    if math.isclose(ours, theirs, rel_tol=1e-6):
-        return None
-    return (
-        f"rope_type {rope.rule}: for {programs} the scale of attention is {theirs:.4f}, {why}, "
-        f"instead of {ours:.4f}"
+    rules, lines = family.llama_cpp_rules, []
+    if not rules and rope != RopeConfig(theta=family.theta):
+        lines.append(
+            f"llama.cpp reads neither rope_theta nor rope_scaling of {family.architecture}, and so "
+            "computes another model"
+        )
+    elif rules and rope.rule not in rules:
+        lines.append(
+            f"rope_type {rope.rule}: llama.cpp does not read it in {family.architecture}, and so "
+            "computes another model"
+        )
+    if rope.rule == "longrope":
+        programs = "vLLM" if lines else "vLLM and llama.cpp"
+        lines += _longrope(rope, config.max_position_embeddings, programs)
+    elif rope.rule == "yarn" and not lines:
+        lines += _yarn(config)
+    return lines
+
+
+def _yarn(config: TransformerConfig) -> list[str]:
+    """Returns which of YaRN's numbers other programs do not read. vLLM 0.33 reads them all."""
+    rope = config.rope
+    without_factor = dataclasses.replace(rope, attention_factor=None)
+    # llama.cpp reads this number in models whose queries grow with their position.
+    all_dim = rope.mscale_all_dim if config.llama_4_scaling_beta else None
+    read = dataclasses.replace(
+        without_factor, mscale=1.0 if all_dim else None, mscale_all_dim=all_dim
     )
+    ours = attention_scaling(rope)
+    scales = {
+        program: scale
+        for program, scale in (
+            ("llama.cpp", attention_scaling(read)),
+            ("SGLang and mlx-lm", attention_scaling(without_factor)),
+        )
+        if not math.isclose(ours, scale, rel_tol=1e-6)
+    }
+    lines = []
+    if scales:
+        names = ("attention_factor", "mscale", "mscale_all_dim")
+        numbers = ", ".join(name for name in names if getattr(rope, name) is not None)
+        theirs = ", ".join(f"{scale:.4f} in {program}" for program, scale in scales.items())
+        lines.append(
+            f"rope_type yarn: the scale of attention is {theirs}, instead of {ours:.4f}, since "
+            f"not all of {numbers} are read there"
+        )
+    if not rope.truncate:
+        lines.append(
+            "rope_type yarn: llama.cpp and mlx-lm do not read truncate: false, and so rotate by "
+            "slightly other frequencies"
+        )
+    return lines
+
+
+def _longrope(rope: RopeConfig, length: int, programs: str) -> list[str]:
+    """Returns how the scale of longrope differs in `programs`."""
+    ours, original = attention_scaling(rope), rope.original_max_position_embeddings
+    assert original is not None
+    theirs = math.sqrt(1 + math.log(max(1.0, length / original)) / math.log(original))
+    if math.isclose(ours, theirs, rel_tol=1e-6):
+        return []
+    return [
+        f"rope_type longrope: the scale of attention is {theirs:.4f} in {programs}, by the "
+        f"quotient of the lengths in config.json, instead of {ours:.4f}"
+    ]
+
+
+def _window(config: TransformerConfig) -> list[str]:
+    """Returns which programs do not read the sliding window."""
+    window, family = config.sliding_window, FAMILIES[config.family]
+    if not family.without_window or window is None or window >= config.max_position_embeddings:
+        return []
+    return [
+        f"{family.architecture}: sliding_window is not read by {', '.join(family.without_window)}, "
+        f"which attend to more than {window} tokens"
+    ]
 
 
 def _tokenizer_class(folder: Path) -> str | None:

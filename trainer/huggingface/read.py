@@ -244,7 +244,6 @@ def _read_part(
     )
     result = np.empty(shape, dtype)
     for layer, part in enumerate(parts):
-        result[layer] = (
-            part  # casts in numpy, which keeps denormal numbers; an XLA cast may flush them
-        )
+        # Casts in numpy, which keeps denormal numbers; an XLA cast may flush them.
+        result[layer] = part
     return result

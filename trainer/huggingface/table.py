@@ -353,14 +353,13 @@ def _entry(name: str, parameter: Parameter, interleaved: bool) -> HFEntry:
         return ExpertsEntry(
             name, parameter.hf_name, parameter.shape, of_one, layers, transpose=transpose
         )
-    if parameter.inputs is None:
-        return HFEntry(
-            name, parameter.hf_name, parameter.shape, (math.prod(shape),), layers, transpose=False
-        )
-    if parameter.inputs == 0:
-        return HFEntry(name, parameter.hf_name, parameter.shape, shape, layers, transpose=False)
-    hf_shape = (math.prod(shape[parameter.inputs :]), math.prod(shape[: parameter.inputs]))
-    return HFEntry(name, parameter.hf_name, parameter.shape, hf_shape, layers, transpose=True)
+    inputs = parameter.inputs
+    hf_shape = shape if inputs == 0 else (math.prod(shape),)
+    if inputs:
+        hf_shape = (math.prod(shape[inputs:]), math.prod(shape[:inputs]))
+    return HFEntry(
+        name, parameter.hf_name, parameter.shape, hf_shape, layers, transpose=bool(inputs)
+    )
 
 
 def _fused(entries: list[HFEntry], module: str, projections: tuple[str, ...]) -> list[HFEntry]:

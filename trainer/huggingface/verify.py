@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,14 @@ def check_config(folder: Path, config: TransformerConfig) -> None:
             )
 
 
-def check_tokenizer(folder: Path) -> None:
+def check_tokenizer(folder: Path, trained: bool = True) -> None:
     """Compares the ids of sample texts and a conversation; needs no torch.
 
     Folders without a tokenizer pass, as do templates that refuse the conversation.
+
+    Args:
+      trained: whether the tokenizer is a training run's, as `Tokenizer.save` wrote it, and not a
+        copy of an imported one.
 
     Raises:
       UserError: transformers refuses the tokenizer or the template, or its ids differ from ours.
@@ -73,7 +78,7 @@ def check_tokenizer(folder: Path) -> None:
         return
     from transformers import AutoTokenizer
 
-    ours = Tokenizer.load(folder, as_saved=True).with_template_date(datetime.now())
+    ours = Tokenizer.load(folder, as_saved=trained).with_template_date(datetime.now())
     theirs = _opened(folder, "tokenizer", AutoTokenizer)
     for text in TEXTS:
         found = theirs(text, add_special_tokens=False)["input_ids"]
@@ -168,9 +173,13 @@ def _opened(folder: Path, what: str, kind: Any) -> Any:
 
 
 def _check_ids(folder: Path, what: str, found: list[int], expected: list[int]) -> None:
-    if list(found) != list(expected):
+    found = list(found)
+    if found != expected:
+        pairs = zip(found, expected, strict=False)
+        start = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        part = slice(start, start + 12)
         raise UserError(
-            f"{folder}: transformers' tokenizer gives {what} the ids {list(found)[:12]}, training "
-            f"used {list(expected)[:12]}; another version of transformers, or tokenizer_class "
-            f"{READS_ALL} in tokenizer_config.json, may agree"
+            f"{folder}: transformers' tokenizer gives {what} other ids from number {start + 1} on: "
+            f"{found[part]}, and ours {expected[part]}; another version of transformers, or "
+            f"tokenizer_class {READS_ALL} in tokenizer_config.json, may agree"
         )

@@ -67,33 +67,30 @@ def write_hf(
     with building(out, holds_files) as scratch:
         _write_weights(params, layout, common, exceptions, scratch, max_shard_bytes, nf4)
         copy_files(assets, scratch)
-        # Both spellings: transformers 4 reads torch_dtype, transformers 5 dtype.
-        quantization = (
-            {"quantization_config": {**bitsandbytes.CONFIG, "bnb_4bit_compute_dtype": common}}
-            if nf4
-            else {}
-        )
-        write_config(config, scratch)
-        described = json.loads((scratch / "config.json").read_text(encoding="utf-8"))
-        _write_json(
-            scratch / "config.json",
-            {**described, "torch_dtype": common, "dtype": common, **quantization},
-        )
-        if not (scratch / "generation_config.json").exists():
-            ids = {
-                "bos_token_id": config.bos_token_id,
-                "pad_token_id": config.pad_token_id,
-                "eos_token_id": config.to_hf()["eos_token_id"],
-            }
-            _write_json(
-                scratch / "generation_config.json",
-                {
-                    "_from_model_config": True,
-                    **{key: value for key, value in ids.items() if value is not None},
-                },
-            )
+        _write_configs(config, scratch, common, nf4)
         if finish:
             finish(scratch)
+
+
+def _write_configs(config: TransformerConfig, folder: Path, dtype: str, nf4: bool) -> None:
+    """Writes config.json, and generation_config.json unless the source had one."""
+    write_config(config, folder)
+    path = folder / "config.json"
+    # Both spellings: transformers 4 reads torch_dtype, transformers 5 dtype.
+    content = json.loads(path.read_text(encoding="utf-8")) | {"torch_dtype": dtype, "dtype": dtype}
+    if nf4:
+        quantization = {**bitsandbytes.CONFIG, "bnb_4bit_compute_dtype": dtype}
+        content["quantization_config"] = quantization
+    _write_json(path, content)
+    path = folder / "generation_config.json"
+    if not path.exists():
+        ids = {
+            "bos_token_id": config.bos_token_id,
+            "pad_token_id": config.pad_token_id,
+            "eos_token_id": config.to_hf()["eos_token_id"],
+        }
+        given = {name: value for name, value in ids.items() if value is not None}
+        _write_json(path, {"_from_model_config": True, **given})
 
 
 def warn_of_mask(assets: Path, out: Path) -> None:

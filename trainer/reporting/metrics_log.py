@@ -151,7 +151,7 @@ class MetricsLog:
         self.close()
 
 
-def _one_line(text: str, most: int = 200) -> str:
-    """Returns a text on one line of up to `most` characters, without control characters."""
+def _one_line(text: str) -> str:
+    """Returns the first 200 characters of a text on one line, without control characters."""
     line = printable(" ".join(text.split()))
-    return line if len(line) <= most else line[:most] + " ..."
+    return line if len(line) <= 200 else line[:200] + " ..."

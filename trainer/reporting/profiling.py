@@ -13,6 +13,11 @@ from data.folders import scratch_folder
 SESSIONS = "plugins/profile"
 
 
+def session_of(steps: tuple[int, ...]) -> str:
+    """Returns the folder in RUN/profile of a profile of these steps, the first and the last one."""
+    return f"{SESSIONS}/steps_{steps[0]}_{steps[1]}"
+
+
 class Profiler:
     """Captures the run's steps from `steps[0]` to `steps[1]`; each process captures its devices.
 
@@ -50,7 +55,7 @@ class Profiler:
             return
         with self._outside(), self._running:
             jax.profiler.stop_trace()
-            session = f"{SESSIONS}/steps_{self._steps[0]}_{self._steps[1]}"
+            session = session_of(self._steps)
             # Processes on one host would write the same file.
             prefix = f"process{jax.process_index()}." if jax.process_count() > 1 else ""
             for path in sorted(self._scratch.glob(f"{SESSIONS}/*/*")):

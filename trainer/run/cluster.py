@@ -300,6 +300,12 @@ def coordinator_address() -> str:
     return cast(str, distributed.global_state.coordinator_address)
 
 
+def warn(text: str) -> None:
+    """Prints a warning, in process 0 for all."""
+    if jax.process_index() == 0:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 def barrier(name: str) -> None:
     """Waits, for a day at most, until every process has called this with the same name.
 

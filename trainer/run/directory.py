@@ -105,6 +105,12 @@ class RunDirectory:
         """Profiles of logging.profile_steps."""
         return self.folder / "profile"
 
+    def has_profile(self, session: str) -> bool:
+        """Returns whether a start of the run has kept a profile in this folder of its profiles."""
+        if self.mirror is not None:
+            return bool(self.mirror.bucket.names(f"{self.profile.name}/{session}/"))
+        return (self.profile / session).is_dir()
+
     def keep_profile(self, name: str, content: bytes) -> None:
         """Writes a profile file of any process, straight to the bucket if there is one."""
         if self.mirror is not None:

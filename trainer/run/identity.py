@@ -9,6 +9,8 @@ is refused in a run's folder.
 
 import dataclasses
 import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from data.conversation import TEMPLATE_FILES
@@ -22,7 +24,7 @@ from trainer.config.data import SourceConfig
 from trainer.config.fields import SECTIONS
 from trainer.config.schema import OptimizerConfig, RunConfig
 from trainer.config.yaml_text import MAX_BYTES, InvalidYAML, parse
-from trainer.run.directory import RunDirectory
+from trainer.run.directory import EARLIER_STAGES, RunDirectory
 
 # Sections and fields that may change when a run continues.
 PLACEMENT = (
@@ -38,6 +40,7 @@ PLACEMENT = (
     "data.sources.path",
     "data.held_out_path",
     "preference.ref_tokenizer",
+    "trajectories.path",
     "logging",
     "checkpoint",
     "evaluations",
@@ -66,6 +69,8 @@ _STAGES_REFERENCE = (
 )
 
 _NOTHING = "(nothing)"
+# Settings of an evaluation that do not affect what it measures.
+_HOW_MEASURED = ("name", "every", "rows", "chunk")
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
@@ -106,7 +111,7 @@ def require_same(run: RunDirectory, config: RunConfig, steps_known: bool) -> Non
         ways_out = _ways_out(run) if name != "train.steps" else _refused_length(run, config, old)
         if ways_out is None:
             return
-        if name in _STAGES_REFERENCE:
+        if name in _STAGES_REFERENCE and stages_up_to(configuration.resolved(config)) > 1:
             ways_out = (
                 "with stages it is derived from them, by other rules in earlier versions: finish "
                 f"the run with the version that began it, or {ways_out}"
@@ -123,15 +128,60 @@ def recorded_identity(run: RunDirectory) -> dict[str, Any]:
     Raises:
       UserError: its configuration cannot be read.
     """
+    return _identity(recorded(run))
+
+
+def recorded(run: RunDirectory) -> dict[str, Any]:
+    """The resolved configuration of the folder's run, with defaults for newer fields.
+
+    Raises:
+      UserError: it cannot be read.
+    """
     try:
         written = parse(read_text(run.config, run.folder, MAX_BYTES), str(run.config))
         configuration.check_version(written, str(run.config))
-        return _identity(_with_defaults(written, configuration.resolved(RunConfig())))
+        whole = _with_defaults(written, configuration.resolved(RunConfig()))
+        _identity(whole)  # needs sections and fields of the right kinds
+        evaluation_called("", whole["evaluations"])
+        return whole
     except (OSError, InvalidYAML, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise UserError(
             f"{run.config}: cannot be read as a run's configuration ({error}); give another "
             f"--run_dir, or delete {run}"
         ) from error
+
+
+def evaluation_called(name: str, entries: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The entry of `evaluations` with this name; None if there is none."""
+    return next((x for x in entries if (x.get("name") or x.get("test")) == name), None)
+
+
+def changed_setting(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """The first setting by which two entries of `evaluations` measure different things; None if
+    they measure the same, as far as both have settings: releases may add some."""
+    names = sorted((old.keys() & new.keys()).difference(_HOW_MEASURED))
+    return next((name for name in names if old[name] != new[name]), None)
+
+
+def changed_evaluations(run: RunDirectory, config: RunConfig) -> Iterator[str]:
+    """Yields a line for each evaluation that measures something else than in the folder's run."""
+    then = recorded(run)["evaluations"]
+    for new in configuration.resolved(config)["evaluations"]:
+        name = new.get("name") or new["test"]
+        old = evaluation_called(name, then)
+        if old is not None and (field := changed_setting(old, new)):
+            yield (
+                f"evaluations: {field} of {name} was {old[field]!r} and is {new[field]!r} now; "
+                f"{name}.jsonl goes on with other measurements"
+            )
+
+
+def stages_up_to(written: Mapping[str, Any]) -> int:
+    """The number of a resolved configuration's stage, which begins with the one before it; 1 for
+    the first stage and for a run without stages."""
+    paths = (str(written[section]["path"] or "") for section in ("adapter", "model"))
+    before = (re.search(rf"/{EARLIER_STAGES}/(\d+)$", path) for path in paths)
+    return next((int(match[1]) + 1 for match in before if match), 1)
 
 
 def saved_steps(location: str) -> list[int]:

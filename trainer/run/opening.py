@@ -5,6 +5,7 @@ import dataclasses
 import os
 import pathlib
 import secrets
+import sys
 import tempfile
 import time
 
@@ -17,7 +18,7 @@ from trainer.config import load as configuration
 from trainer.config.schema import RunConfig
 from trainer.run.bucket import Bucket
 from trainer.run.directory import EARLIER_STAGES, RunDirectory
-from trainer.run.identity import require_same
+from trainer.run.identity import changed_evaluations, require_same
 from trainer.run.lease import LOCK, leased, require_unused
 from trainer.run.lock import held, require_free
 from trainer.run.logs import in_parts, join_parts, replace_file
@@ -101,8 +102,7 @@ def open_run(
                 # Of two starts only one writes at a time, and compares with what the other may have
                 # just written.
                 (while_opening if lock is None else lock).enter_context(held(run.lock))
-                if run.config.exists():
-                    require_same(run, config, steps_known=True)
+                _compare(run, config)
                 join_parts(run.folder)
                 replace_file(run.config, configuration.dump(config).encode())
         except OSError as error:
@@ -129,12 +129,19 @@ def _open_in_bucket(
         held_until = while_opening if lock is None else lock
         lease = held_until.enter_context(leased(run.mirror.bucket))
         run.mirror.pull()  # another process may have trained since `check_run`
-        if run.config.exists():
-            require_same(run, config, steps_known=True)
+        _compare(run, config)
         replace_file(run.config, configuration.dump(config).encode())
         run.mirror.push()
         held_until.enter_context(mirrored(run.mirror))
         return dataclasses.replace(run, lease=lease)
+
+
+def _compare(run: RunDirectory, config: RunConfig) -> None:
+    """Raises UserError if another run is in the folder; warns of what it measures otherwise."""
+    if run.config.exists():
+        require_same(run, config, steps_known=True)
+        for line in changed_evaluations(run, config):
+            print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def _require_writable(run: RunDirectory) -> None:

@@ -28,11 +28,7 @@ def _ring_table_1() -> list[Row]:
         "2bhs^2": (2 * b * h * s * s, 2 * b * n * s * s, "the scores are n s^2, not h s^2"),
         "8bsh": (8 * b * s * h, 4 * output, "a feed-forward four times as wide"),
         "2bsh": (2 * b * s * h, output, ""),
-        "6bch": (
-            6 * b * c * h,
-            ring,
-            "six blocks are 6bch numbers, 12bch bytes",
-        ),
+        "6bch": (6 * b * c * h, ring, "six blocks are 6bch numbers, 12bch bytes"),
     }
     rows = []
     for name, formula in paper.RING_TABLE_1.items():
@@ -99,8 +95,8 @@ def _ring_appendix_c() -> list[Row]:
     return rows
 
 
-def flops_ratio(name: str, longer: int, short: int = 4096) -> float:
-    """Returns the factor by which training FLOPs grow for sequences `longer` times as long.
+def flops_ratio(name: str, longer: int) -> float:
+    """Returns the factor by which training FLOPs grow from 4,096 tokens to `longer` times as many.
 
     As in Appendix C, every pair of tokens counts and the output head does not.
     """
@@ -114,5 +110,5 @@ def flops_ratio(name: str, longer: int, short: int = 4096) -> float:
         head_dim=hidden,
         hidden=hidden,
     )
-    per_token = [sizes.needed_flops(1, length) for length in (longer * short, short)]
+    per_token = [sizes.needed_flops(1, length) for length in (longer * 4096, 4096)]
     return per_token[0] / per_token[1]

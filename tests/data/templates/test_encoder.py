@@ -13,10 +13,10 @@ from data.templates.encoder import (
     Control,
     _add_range,
     _any_overlap,
-    _overlapping,
     _segments,
     encode,
     find_controls,
+    overlapping,
 )
 from data.tokenizer import Tokenizer
 from tests.data.test_tokenizer import with_added
@@ -42,7 +42,7 @@ def overlap(a, b):
 def test_overlaps_match_sets_of_positions(ranges, others):
     assert _any_overlap(ranges, others) == any(overlap(a, b) for a in ranges for b in others)
     for other in others:
-        assert list(_overlapping(ranges, *other)) == [a for a in ranges if overlap(a, other)]
+        assert list(overlapping(ranges, *other)) == [a for a in ranges if overlap(a, other)]
 
 
 @settings(max_examples=200, deadline=None)

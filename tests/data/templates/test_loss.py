@@ -42,6 +42,27 @@ def test_only_a_generation_block_is_trained_on(tmp_path):
     assert [text.strip() for text in texts] == ["ANSWER: 4</s>"]
 
 
+@pytest.mark.parametrize(
+    ("turn", "are_counted"),
+    [
+        ("{% generation %}{{ m.content }}{% endgeneration %}", False),
+        ("{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}", True),
+        # Transformers, too, takes a macro's block to be where the macro's text begins.
+        (
+            "{% macro say(m) %}{{ '<s>assistant\n' * 9 }}{% generation %}{{ m.content }}"
+            "{% endgeneration %}{% endmacro %}{{ say(m) }}",
+            True,
+        ),
+    ],
+)
+def test_answers_outside_generation_blocks_are_counted(tmp_path, turn, are_counted):
+    turn = turn if "{% else %}" not in turn else turn + TURN + "{% endif %}"
+    tokenizer = tokenizer_with("{% for m in messages %}" + turn + "{% endfor %}", tmp_path)
+    turns = [Message(role, "x") for role in ("user", "assistant") * 2]
+    notes = encode_conversation(turns, "tokenizer", tokenizer).notes
+    assert notes == ({UNMARKED} if are_counted else set())
+
+
 def test_the_date_comes_from_the_recipe(tmp_path):
     tokenizer = tokenizer_with(
         "{{ strftime_now('%d %B %Y') }}{% for m in messages %}" + TURN + "{% endfor %}", tmp_path
@@ -76,6 +97,25 @@ def test_everything_that_ends_an_answer_is_trained_on(tmp_path):
         folder.mkdir()
         texts, _ = trained(tokenizer_with(turns + prompt, folder))
         assert texts == ["Let me see. ANSWER: 4" + expected], (end, texts)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("m.content.replace('4', 'four')", "Let me see. ANSWER: four</s>"),
+        ("m.content ~ ' (' ~ m.content|length ~ ')\n'", "Let me see. ANSWER: 4 (21)\n</s>"),
+        ("m.content.replace('4', '') ~ '.'", "Let me see. ANSWER: .</s>"),
+    ],
+)
+def test_an_answer_whose_end_the_template_changes_is_trained_on_up_to_its_end_token(
+    tmp_path, written, expected
+):
+    turn = "{{ '<unk>' + m.role + '\n' ~ (" + written + ") ~ '</s>\n' }}"
+    prompt = "{% if add_generation_prompt %}{{ '<unk>assistant\n' }}{% endif %}"
+    tokenizer = tokenizer_with("{% for m in messages %}" + turn + "{% endfor %}" + prompt, tmp_path)
+    texts, notes = trained(tokenizer)
+    assert texts == [expected]
+    assert notes == {"reasoning left out: the template cannot write it"}
 
 
 HEADINGS = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
@@ -337,6 +377,7 @@ def _turn(role, text):
     return Message("assistant", "", tool_calls=(call,))
 
 
+UNMARKED = "an answer outside the template's {% generation %} blocks, which alone are in the loss"
 ENDLESS = "no token that ends an answer is in the loss: the template writes none"
 GUESSED = "the beginning of an answer guessed: the template's generation prompt is not before it"
 

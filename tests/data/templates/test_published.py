@@ -15,13 +15,21 @@ from data.encode import Encoder, EncodingRules
 from data.errors import UserError
 from data.preference import PreferenceReader
 from data.sources import Source
-from data.templates import ARGUMENTS_AS_TEXT, encode_conversation
-from data.templates.notes import REASONING_LEFT_OUT
+from data.templates import ARGUMENTS_AS_TEXT, CONTENTS_AS_PARTS, encode_conversation
+from data.templates.notes import (
+    EARLIER_REASONING_LEFT_OUT,
+    LAST_REASONING_LEFT_OUT,
+    REASONING_LEFT_OUT,
+)
 from data.tokenizer import TEMPLATE_DATE, Tokenizer
 from tests.data.test_templates import TINY
 from tests.trl_templates import trl_templates
 
 TEMPLATES = trl_templates()
+# Those that refuse contents that are texts, or write nothing of them.
+OF_PARTS = [
+    f"{name}{form}" for name in ("idefics3", "llava_next", "smolvlm") for form in ("", "_training")
+]
 # Tags that are added tokens in some tokenizers and plain text in others.
 TAGS = [
     "<think>",
@@ -162,6 +170,11 @@ def message(turn):
     return Message(**turn, reasoning=reasoning, tool_calls=calls)
 
 
+def as_parts(turns):
+    """Returns turns whose contents are lists with a text."""
+    return [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
+
+
 @pytest.fixture(autouse=True)
 def one_date(monkeypatch):
     """Makes transformers use our date."""
@@ -214,7 +227,7 @@ def test_ids_and_masks_match_transformers(pair, name):
     for case, (turns, tools) in CASES.items():
         try:
             expected = theirs.apply_chat_template(
-                copy.deepcopy(turns),
+                as_parts(turns) if name in OF_PARTS else copy.deepcopy(turns),
                 tools=tools,
                 chat_template=TEMPLATES[name],
                 return_dict=True,
@@ -231,14 +244,12 @@ def test_ids_and_masks_match_transformers(pair, name):
                 list(map(message, turns)), "tokenizer", ours, tools=tools or ()
             )
         except UserError as error:
-            # Texts without the turns or their calls would be trained on: refused, although
-            # transformers accepts them.
-            left_out = ["weather("] if tools else ["Four", "Six"]
-            assert "does not write a turn's `tool_calls`" in str(
-                error
-            ) or "writes nothing of the turns" in str(error), case
-            assert not any(word in theirs.decode(expected["input_ids"]) for word in left_out), case
+            # Texts without the turns' calls would be trained on: refused, although transformers
+            # accepts them.
+            assert "does not write a turn's `tool_calls`" in str(error), case
+            assert "weather(" not in theirs.decode(expected["input_ids"]), case
             continue
+        assert (CONTENTS_AS_PARTS in notes) == (name in OF_PARTS), case
         ids, mask = ids_and_mask(segments)
         if ids != expected["input_ids"]:
             assert any(note.startswith("control token in a turn's text") for note in notes), (
@@ -420,6 +431,76 @@ def test_arguments_are_given_as_json_text_if_the_template_requires_it(pair, case
     assert not has_calls or trained[0].endswith("<｜tool▁calls▁end｜><｜end▁of▁sentence｜>")
 
 
+def test_contents_are_given_as_parts_to_a_template_that_refuses_texts(pair):
+    ours = copy.copy(pair[0])
+    turns = [FIRST, _answer("Four."), SECOND, _answer("Six.")]
+    ours.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content[0]['text'] }}"
+        "{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    segments, notes = encode_conversation(list(map(message, turns)), "tokenizer", ours)
+    assert ids_and_mask(segments)[0] == pair[1].apply_chat_template(
+        as_parts(turns), chat_template=ours.chat_template, return_dict=False
+    )
+    assert notes == {CONTENTS_AS_PARTS}
+    trained = [ours.decode(segment.ids, False) for segment in segments if segment.train]
+    assert trained == ["Four.<|im_end|>", "Six.<|im_end|>"]
+
+
+# As Magistral's: reasoning is a part of a content.
+THINKING_PARTS = """
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.content is string %}{{ m.content }}{% else %}
+{%- for part in m.content %}
+{%- if part['type'] == 'thinking' %}{{ '<think>' + part['thinking'] + '</think>' }}
+{%- elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}
+{%- endfor %}
+{%- endif %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def test_reasoning_in_a_part_of_a_content_is_written_if_the_template_reads_parts(pair):
+    tokenizer, theirs = pair
+    ours = copy.copy(tokenizer)
+    parts = [{"type": "thinking", "thinking": "Easy."}, {"type": "text", "text": "Four."}]
+    turns = [FIRST, _answer(parts), SECOND, _answer("Six.")]
+    messages = Cleaner().clean({"messages": turns}).messages
+    ours.chat_template = THINKING_PARTS
+    segments, notes = encode_conversation(messages, "tokenizer", ours)
+    expected = theirs.apply_chat_template(turns, chat_template=THINKING_PARTS, return_dict=False)
+    assert ids_and_mask(segments)[0] == expected
+    assert notes == {CONTENTS_AS_PARTS}
+    trained = [ours.decode(segment.ids, False) for segment in segments if segment.train]
+    assert trained == ["<think>Easy.</think>Four.<|im_end|>", "Six.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "notes"),
+    [
+        (THINKING_PARTS, {EARLIER_REASONING_LEFT_OUT, LAST_REASONING_LEFT_OUT}),
+        (THINKING_PARTS.replace("thinking", "text"), {REASONING_LEFT_OUT}),
+    ],
+)
+def test_reasoning_that_the_template_leaves_out_is_counted_as_such(pair, template, notes):
+    ours = copy.copy(pair[0])
+    ours.chat_template = template
+    answers = [message(_answer("Four.", reasoning_content="Easy."))] * 2
+    turns = [message(FIRST), answers[0], message(SECOND), answers[1]]
+    assert encode_conversation(turns, "tokenizer", ours).notes == notes
+
+
+def test_parts_that_a_template_only_prints_are_not_given_to_it(pair):
+    ours = copy.copy(pair[0])
+    parts = [{"type": "thinking", "thinking": "Easy."}, {"type": "text", "text": "Four."}]
+    messages = Cleaner().clean({"messages": [FIRST, _answer(parts)]}).messages
+    for written in ("m.content", "m.content | tojson", "m.content ~ m.reasoning"):
+        ours.chat_template = "{% for m in messages %}{{ " + written + " }}{% endfor %}"
+        segments, notes = encode_conversation(messages, "tokenizer", ours)
+        assert "Easy" not in ours.decode(ids_and_mask(segments)[0], False)
+        assert REASONING_LEFT_OUT in notes and CONTENTS_AS_PARTS not in notes
+
+
 def test_a_refusal_names_no_type_of_this_package(pair):
     ours = copy.copy(pair[0])
     for template in ("{{ messages[0].content + {} }}", "{{ messages[0].content.missing.x }}"):
@@ -544,7 +625,7 @@ def test_template_variables_change_ids_as_in_transformers(pair):
         ours.chat_template = template
         try:
             expected = theirs.apply_chat_template(
-                copy.deepcopy(turns),
+                as_parts(turns) if name in OF_PARTS else copy.deepcopy(turns),
                 tools=tools,
                 chat_template=template,
                 return_dict=False,

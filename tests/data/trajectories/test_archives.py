@@ -95,6 +95,15 @@ def test_a_damaged_episode_is_named(tmp_path, compression):
     )
 
 
+def test_an_unknown_compression_method_is_named(tmp_path):
+    """Another download would have it too."""
+    content = bytearray(archive_of(episodes_of(1)[1:2]))
+    for place in (8, content.rindex(b"PK\x01\x02") + 10):
+        content[place] = 9  # Deflate64
+    with pytest.raises(UserError, match=r"proto.zip: cannot be decompressed \(That compression"):
+        unpacked(tmp_path, bytes(content))
+
+
 def link(name, target):
     """Returns a zip member that is a symbolic link."""
     member = zipfile.ZipInfo(name)

@@ -17,7 +17,7 @@ from model.memory.chunked import passed_through
 from model.runners.head_groups import HeadGroups
 from model.runners.query_chunks import LayerInChunks
 from tests.errors import within
-from tests.model.build import MESHES, llama, mean_loss, packed_batch, tiny
+from tests.model.build import MESHES, abstract, llama, mean_loss, packed_batch, tiny
 
 TOKENS, HIDDEN, HEADS, KEY_HEADS, SIZE = 16, 4, 4, 2, 2
 HEAD_AXES = {"norm": None, "q_proj": 1, "k_proj": 1, "v_proj": 1, "o_proj": 0, "mlp": None}
@@ -155,12 +155,8 @@ def test_keys_are_not_kept_for_all_groups_of_heads():
         query_chunks=2,
         kernel=get_kernel("xla"),
     )
-    params = {
-        name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32)
-        for name, parameter in model.parameters.items()
-    }
     gradient = jax.grad(lambda params, batch: mean_loss(model)(params, batch)[0])
-    text = str(jax.make_jaxpr(gradient)(params, packed_batch(model.config)))
+    text = str(jax.make_jaxpr(gradient)(abstract(model), packed_batch(model.config)))
     assert (
         "f32[2,8,32,1,8]" in text
     )  # a group's keys and values, stacked: 8 rows, 32 tokens per device, heads of 8

@@ -13,7 +13,7 @@ from model.attention.kernels import Kernel, get_kernel
 from model.memory.options import MemoryConfig
 from model.memory.policies import POLICIES
 from model.parameter_declarations import declare_layer
-from tests.model.build import llama, mean_loss, packed_batch, tiny
+from tests.model.build import abstract, llama, mean_loss, packed_batch, tiny
 
 # Every other size, model.lookup's blocks of tokens included, is smaller than a device's tokens.
 ROWS, LENGTH = 1, 4096
@@ -82,17 +82,12 @@ def traced(schedule, remat, gradient):
             ("loss_weights", jnp.float32),
         )
     }
-    params = {
-        name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32)
-        for name, parameter in model.parameters.items()
-    }
 
     def loss(params, batch):
         return mean_loss(model)(params, batch)[0]
 
-    return list(
-        equations(jax.make_jaxpr(jax.grad(loss) if gradient else loss)(params, batch).jaxpr)
-    )
+    program = jax.make_jaxpr(jax.grad(loss) if gradient else loss)(abstract(model), batch)
+    return list(equations(program.jaxpr))
 
 
 def kernel_calls(all_equations):
@@ -226,12 +221,8 @@ def test_layers_of_two_kinds_keep_no_second_copy_of_weights(layers):
         family="smollm3", num_hidden_layers=layers, no_rope_layers=(1, 0, 1, 0, 1)[:layers]
     )
     model = llama(config, remat="nothing")
-    params = {
-        name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32)
-        for name, parameter in model.parameters.items()
-    }
     jaxpr = jax.make_jaxpr(jax.grad(lambda params, batch: mean_loss(model)(params, batch)[0]))(
-        params, packed_batch(config, rows=1, length=64)
+        abstract(model), packed_batch(config, rows=1, length=64)
     ).jaxpr
     weights = {
         parameter.shape[1:]

@@ -205,6 +205,15 @@ def test_a_pair_between_nodes_uses_one_nic_and_a_collective_all():
     )  # from each device to each device of the other node
 
 
+@pytest.mark.parametrize("name", ["a100-nvlink", "rtx4090"])
+def test_one_box_connects_all_its_ranks_whatever_their_numbers(name):
+    """With tensor 2 those of the sequence are every second GPU."""
+    box, sends = HARDWARE[name].network, (_shift(1, 1e6),)
+    assert box.seconds(sends, 8, range(0, 16, 2)) == box.seconds(sends, 8)
+    step = estimate(TrainingStep(SMALL, HARDWARE[name], 1 << 16, tensor=2, sequence=4))
+    assert 0 < step.step.exposed < step.seconds < math.inf
+
+
 def _chip(**changes):
     """Returns a machine of round numbers: every rate is 1, no latency, one tile per block."""
     return dataclasses.replace(CHIP, matmul=1.0, attention=1.0, attention_backward=1.0, **changes)
@@ -305,11 +314,6 @@ def test_layers_with_a_window_take_their_share_of_a_steps_attention():
         both = getattr(wide, name).seconds, getattr(narrow, name).seconds
         assert getattr(mixed, name).seconds == pytest.approx(sum(both) / 2)
     assert mixed.forward_rounds == wide.forward_rounds
-
-
-def test_needed_flops_match_the_metrics():
-    config = TransformerConfig.preset("llama-7b", num_key_value_heads=8)
-    assert Sizes.of(config).needed_flops(1000, 4567) == flops_per_step(config, 1000, 4567)
 
 
 def test_tokens_per_second_and_mfu_count_all_rows_and_devices():

@@ -93,26 +93,9 @@ def test_documented_accelerator_commands_parse(repository):
 def test_the_table_and_the_figures(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_kernels, "measure", kernel_case.measure_all)  # without processes
     monkeypatch.setitem(kernel_case.PRODUCTS, "cpu", ((1, 256, 256, 256),))
-    arguments = [
-        "--lengths",
-        "64",
-        "--blocks",
-        "diagonal",
-        "--peers",
-        "ours",
-        "jax-cudnn",
-        "--heads",
-        "2",
-        "--head_dim",
-        "8",
-        "--rounds",
-        "1",
-        "--repeats",
-        "1",
-        "--output",
-        str(tmp_path),
-    ]
-    assert main(arguments) == 0
+    arguments = "--lengths 64 --blocks diagonal --peers ours jax-cudnn --heads 2 --head_dim 8"
+    arguments += f" --rounds 1 --repeats 1 --output {tmp_path}"
+    assert main(arguments.split()) == 0
     result = json.loads((tmp_path / "bench_kernels.json").read_text())
     ours = [row for row in result["rows"] if row["peer"] == "ours"]
     assert [row["pass"] for row in ours] == ["forward", "forward+backward"]

@@ -174,10 +174,8 @@ def test_cells_are_ordered_by_priority():
     assert all(TRAININGS[cell.method].in_context <= 4 for cell in order if cell.seed)
 
 
-def test_the_figure_shows_each_episodes_mean_and_interval(monkeypatch, tmp_path):
+def test_the_figure_shows_each_episodes_mean_and_interval(saved_figures, tmp_path):
     """Two training seeds, in an episode 10 and 14 on average with deviations of 2 and 4."""
-    from matplotlib.figure import Figure
-
     columns = ["task", "protocol", "method", "episodes", "deviations of episodes", "best in data"]
     lines = [
         ["walker_run", "ours", "DT", "10.0 20.0", "2.0 0.0", "90.0"],
@@ -189,14 +187,12 @@ def test_the_figure_shows_each_episodes_mean_and_interval(monkeypatch, tmp_path)
     # Between the seeds 8 with one degree of freedom, within them (4 + 16) / 2 = 10.
     np.testing.assert_allclose(curve.mean, [12.0, 20.0])
     np.testing.assert_allclose(curve.margin, [1.96 * np.sqrt((8 + 10 / 20) / 2), 0.0])
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     exploration_figure.draw(found, tmp_path / "figure.png")
-    panels = {axes.get_title(): axes for axes in drawn[0].axes}
+    panels = {axes.get_title(): axes for axes in saved_figures[0].axes}
     assert panels.keys() == TASKS.keys()
     assert [text.get_text() for text in panels["cheetah_run"].texts] == ["not measured"]
     assert list(panels["walker_run"].lines[0].get_ydata()) == [12.0, 20.0]
-    (legend,) = drawn[0].legends
+    (legend,) = saved_figures[0].legends
     assert [text.get_text() for text in legend.get_texts()] == ["DT", "best in the data"]
 
 

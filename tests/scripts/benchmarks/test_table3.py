@@ -95,14 +95,7 @@ def test_host_memory_is_bounded_and_a_second_start_compiles_nothing(
 
     monkeypatch.setattr(table3, "compiled", compiled)
     path = tmp_path / "table.json"
-    command = [
-        "--only",
-        "ring",
-        "--output",
-        str(path),
-        "--compilations",
-        str(tmp_path / "compilations.json"),
-    ]
+    command = f"--only ring --output {path} --compilations {tmp_path / 'compilations.json'}".split()
     assert table3.main(command) == 0
     line = (
         "| v5e:2x2 | tiny | none / none (1K) | none / none (2K) | none / none (4K) | 8K / 32K "

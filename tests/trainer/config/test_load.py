@@ -19,6 +19,7 @@ from trainer.config import fields, parsing
 from trainer.config.data import SourceConfig
 from trainer.config.load import dump, load, resolved
 from trainer.config.other_trainers import MEANT, MEANT_SECTIONS, NO_FIELD, REMARKS
+from trainer.config.yaml_text import parse
 from trainer.stages import stages_of
 
 RECIPE = {
@@ -554,6 +555,15 @@ def test_only_the_positions_of_a_pretrained_model_may_be_overridden(tmp_path):
             ["trajectories.path: found None with trajectories.task; needs a folder of episodes"],
         ),
         (
+            "--trajectories.path x --trajectories.task walker_walk --data.sources [] --data.seed -1",
+            ["data.seed: found -1, needs 0 or more with trajectories.path"],
+        ),
+        (
+            "--trajectories.path x --trajectories.task walker_walk --data.sources [] "
+            "--data.held_out_path y",
+            ["data.held_out_path: found 'y', needs to be left out with trajectories.path, whose"],
+        ),
+        (
             "--checkpoint.best_is highest",
             ["checkpoint.best: found None with checkpoint.best_is; needs the name of a metric"],
         ),
@@ -1045,21 +1055,13 @@ def test_unparsable_yaml_names_the_recipe(tmp_path, text):
         load(["--config", str(tmp_path / "bad.yaml")])
 
 
-def test_names_from_other_trainers_map_to_existing_fields():
-    assert set(MEANT.values()) <= set(fields.FIELDS)
-    assert not set(MEANT) & {name.rsplit(".", 1)[-1] for name in fields.FIELDS}
-
-
-def test_other_trainers_names_are_not_ours_and_have_one_meaning():
-    own = {name.rsplit(".", 1)[-1] for name in fields.FIELDS} | {*fields.SECTIONS}
-    assert not set(MEANT) & set(NO_FIELD)
-    assert not set(NO_FIELD) & own - {"label_smoothing", "split"}, "only these two of ours"
-    assert set(REMARKS) <= {*MEANT, "batch_size"}
-
-
-def test_what_other_trainers_call_our_sections_maps_to_existing_fields():
+def test_other_trainers_names_map_to_existing_fields_and_have_one_meaning():
+    ours = {name.rsplit(".", 1)[-1] for name in fields.FIELDS}
+    assert {*MEANT.values(), *MEANT_SECTIONS.values()} <= set(fields.FIELDS)
     assert set(MEANT_SECTIONS) <= set(fields.SECTIONS)
-    assert set(MEANT_SECTIONS.values()) <= set(fields.FIELDS)
+    assert not set(MEANT) & ours and not set(MEANT) & set(NO_FIELD)
+    assert not set(NO_FIELD) & {*ours, *fields.SECTIONS} - {"label_smoothing", "split"}
+    assert set(REMARKS) <= {*MEANT, "batch_size"}
 
 
 def test_one_text_is_a_list_of_texts_with_one(tmp_path):
@@ -1130,9 +1132,7 @@ def test_exponential_aliases_and_endless_nesting_are_refused(tmp_path, text, wor
     )
 
 
-def test_an_alias_resolves_to_its_value(tmp_path):
-    from trainer.config.yaml_text import parse
-
+def test_an_alias_resolves_to_its_value():
     assert parse("a: &a [1, 2]\nb: *a\nc: {<<: &m {x: 1}, y: 2}\nd: *m", "x") == {
         "a": [1, 2],
         "b": [1, 2],
@@ -1207,3 +1207,11 @@ def test_a_run_of_today_keeps_the_day_of_its_first_start(tmp_path, capsys):
         (run / "stages/1/config.yaml").write_text(content, encoding="utf-8")
         (run / "config.yaml").write_text(content, encoding="utf-8")
         assert load(command).data.template_date == today, "opening the run reports the reason"
+
+
+def test_a_missing_recipe_names_those_beside_it(tmp_path):
+    """Not another tool's hidden settings."""
+    for name in ("mine.yaml", ".pre-commit-config.yaml"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=rf"recipes next to it: {tmp_path}/mine\.yaml$"):
+        load(["--config", str(tmp_path / "other.yaml")])

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from model.adapter import AdapterConfig
-from tests.model.build import llama, tiny
+from tests.model.build import llama, one_document, tiny
 from trainer.huggingface import adapter_config
 from trainer.huggingface import peft as ours
 from trainer.huggingface.merge import merged
@@ -45,23 +45,12 @@ def base(tmp_path_factory):
     return folder
 
 
-def batch_of(tokens):
-    """One document per row."""
-    index = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    return {
-        "tokens": tokens,
-        "index": index,
-        "positions": index,
-        "segment_ids": np.ones_like(tokens),
-    }
-
-
 def logits_of(folder, base, tokens, shape=None):
     """Our logits with an adapter in PEFT's format, the model and its parameters."""
     source = open_adapter(str(folder), str(base))
     model = llama(dataclasses.replace(source.config, adapter=source.adapter.config), shape or {})
     params = source.read(model)
-    return np.asarray(jax.jit(model.logits)(params, batch_of(tokens))), model, params
+    return np.asarray(jax.jit(model.logits)(params, one_document(tokens))), model, params
 
 
 def logits_of_peft(model, tokens):
@@ -122,7 +111,7 @@ def test_an_adapter_with_one_a_is_read_and_one_with_several_is_written(kind, bas
         else x
         for name, x in whole.items()
     }
-    logits = np.asarray(jax.jit(plain.logits)(whole, batch_of(tokens)))
+    logits = np.asarray(jax.jit(plain.logits)(whole, one_document(tokens)))
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
 
 

@@ -148,6 +148,23 @@ def test_a_stored_frequency_table_is_compared(folder, theta, dtype, named):
     )
 
 
+def test_a_value_head_is_left_out_with_a_warning(folder, tmp_path):
+    """As TRL saves models with one; transformers leaves it out too."""
+    size = folder_config(folder).hidden_size
+    before = load_file(folder / "model.safetensors")
+    head = {"v_head.summary.weight": torch.ones(1, size), "v_head.summary.bias": torch.ones(1)}
+    change_weights(folder, lambda weights: weights.update(head))
+    expected = logits(folder)
+    source = open_model(str(folder))
+    with pytest.warns(
+        UserWarning, match=r"left out v_head\.summary\.bias, v_head\.summary\.weight"
+    ):
+        source.read(llama(source.config))
+    out = round_trip(folder, tmp_path)
+    assert load_file(out / "model.safetensors").keys() == before.keys()
+    np.testing.assert_array_equal(logits(out), expected)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_nan_is_found_wherever_it_is(dtype):
     special = np.array([0, -0.0, np.inf, -np.inf, 1e-40, 65504, -1], np.float32).astype(dtype)

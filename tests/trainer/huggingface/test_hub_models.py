@@ -180,7 +180,7 @@ def test_a_dry_run_says_what_training_would_of_weights_on_the_hub(
     assert "model.safetensors" not in hub.sent
 
 
-def test_an_interrupted_download_resumes(hub, capsys):
+def test_an_interrupted_download_resumes(hub):
     hub.refused.add("model.safetensors")
     with pytest.raises((UserError, ValueError)):
         resolve_model_path("me/tiny")

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from scripts import export_hf, import_hf
-from tests.model.build import llama
+from tests.model.build import llama, one_document
 from trainer.huggingface import peft
 from trainer.model_source import open_model
 
@@ -113,14 +113,7 @@ def theirs(model):
 def ours(folder):
     source = open_model(str(folder))
     model = llama(source.config)
-    places = np.arange(TOKENS.shape[1], dtype=np.int32)[None]
-    batch = {
-        "tokens": TOKENS,
-        "index": places,
-        "positions": places,
-        "segment_ids": np.ones_like(TOKENS),
-    }
-    logits = jax.jit(model.logits)(source.read(model), batch)
+    logits = jax.jit(model.logits)(source.read(model), one_document(TOKENS))
     return np.asarray(logits)[..., : source.config.vocab_size]
 
 
@@ -160,7 +153,7 @@ def test_a_text_part_is_imported_and_exported_alone(hf_model, tmp_path, capsys):
         export_hf._warn_of_base(open_model(whole).config, whole, tmp_path / "adapter")
 
 
-def test_a_model_saved_without_its_head_is_read(hf_model, tmp_path):
+def test_a_model_saved_without_its_head_is_read(tmp_path):
     """As transformers reads it: a tied head is the embedding."""
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
     torch.manual_seed(0)
@@ -200,6 +193,9 @@ def test_a_name_that_a_wrapper_made_is_given(new_name, hf_model, tmp_path):
         ("model-00001-of-00002.safetensors", "a part of a model, whose index is missing"),
         ("consolidated.safetensors", "of another layout"),
         ("model-q4.gguf", "of llama.cpp"),
+        ("pytorch_model_fsdp_0", "FSDP's, of which accelerate merge-weights makes"),
+        ("global_step500", r"DeepSpeed's, of which zero_to_fp32\.py --safe_serialization"),
+        ("tf_model.h5", "of TensorFlow"),
     ],
 )
 def test_other_weights_than_needed_are_named(name, words, hf_model, tmp_path):

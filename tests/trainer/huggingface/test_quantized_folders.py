@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from model.adapter import AdapterConfig
 from model.codecs import NESTED_BLOCK, dequantize_nf4, quantize_nf4
 from scripts import import_hf, quantize_hf
-from tests.model.build import llama
+from tests.model.build import llama, one_document
 from trainer.huggingface.assets import copy_assets, source_dtype, write_source_dtype
 from trainer.huggingface.bitsandbytes import nf4_layout, write_nf4
 from trainer.huggingface.read import StoredCodes
@@ -125,11 +125,7 @@ def test_codes_are_read_as_they_are_stored(folders):
     params = source.read(model)
     assert len(model.quantized_names) == 7
     tokens = np.random.default_rng(0).integers(0, 128, (1, 32), np.int32)
-    batch = {
-        "tokens": tokens,
-        "segment_ids": np.ones_like(tokens),
-        **dict.fromkeys(("index", "positions"), np.arange(32, dtype=np.int32)[None]),
-    }
+    batch = one_document(tokens)
     logits = np.asarray(jax.jit(model.logits)(params, batch))
 
     judge = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)

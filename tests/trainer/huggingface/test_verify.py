@@ -2,6 +2,7 @@
 nonzero exit code."""
 
 import json
+import shutil
 
 import pytest
 import transformers
@@ -61,6 +62,31 @@ def test_different_ids_are_refused(checkpoint, tmp_path, capsys, monkeypatch):
     path.write_text(json.dumps({"model": {"type": "none"}}))
     with pytest.raises(verify.UserError, match=r"cannot open the tokenizer|cannot be read"):
         verify.check_tokenizer(path.parent)
+
+
+def test_ids_are_shown_where_they_begin_to_differ(checkpoint, tmp_path, capsys, monkeypatch):
+    encode = verify.Tokenizer.encode
+    monkeypatch.setattr(verify.Tokenizer, "encode", lambda *args: [*encode(*args), 7])
+    assert export(checkpoint, tmp_path / "hf") == 2
+    count = len(
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(verify.TEXTS[0]).input_ids
+    )
+    assert f"from number {count + 1} on: [], and ours [7]" in capsys.readouterr().err
+
+
+def test_an_untrained_tokenizer_is_read_as_transformers_reads_it(hf_model, tmp_path, capsys):
+    """A class that builds a pre_tokenizer of its own; training would use these ids too."""
+    source = shutil.copytree(hf_model, tmp_path / "source")
+    path = source / "tokenizer_config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"})
+    )
+    saved = verify.Tokenizer.load(source, as_saved=True)
+    theirs = transformers.AutoTokenizer.from_pretrained(source)
+    assert any(theirs(text).input_ids != saved.encode(text) for text in verify.TEXTS)
+    assert import_hf.main([str(source), str(tmp_path / "checkpoint")]) == 0
+    assert export(tmp_path / "checkpoint", tmp_path / "hf") == 0
+    assert "Qwen2Tokenizer" in capsys.readouterr().err
 
 
 def test_code_that_a_tokenizer_names_is_not_run(checkpoint, tmp_path, monkeypatch):

@@ -132,7 +132,7 @@ def test_a_kill_while_objects_are_composed_loses_nothing(gcs, mirror, tmp_path, 
 @pytest.mark.parametrize(
     "remove", [shutil.rmtree, lambda folder: (folder / "metrics.jsonl").unlink()]
 )
-def test_a_run_whose_local_folder_is_cleaned_up_stays_in_the_bucket(gcs, mirror, tmp_path, remove):
+def test_a_run_whose_local_folder_is_cleaned_up_stays_in_the_bucket(gcs, mirror, remove):
     """A push once removed config.yaml there too, and the run could not be resumed."""
     (mirror.folder / "config.yaml").write_text("one")
     (mirror.folder / "assets").mkdir()

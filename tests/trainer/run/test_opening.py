@@ -14,8 +14,10 @@ import pytest
 import yaml
 
 from data.errors import UserError
+from data.trajectories.options import TrajectoryConfig
 from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.load import dump
+from trainer.config.preference import PreferenceConfig
 from trainer.config.schema import (
     AttentionConfig,
     CheckpointConfig,
@@ -68,6 +70,38 @@ def test_the_same_run_resumes_with_moved_files_and_other_intervals(config):
     }
     assert open_run(dataclasses.replace(config, **often)) == run
     assert "evaluate_every: 3" in run.config.read_text()
+
+
+def test_an_evaluation_that_measures_something_else_under_its_name_is_named(config, capfd):
+    """Its file had lines of both, which nothing told apart."""
+
+    def measuring(**changes):
+        needles = {"test": "needle", "every": 5, "count": 20, "tokens": (64,), **changes}
+        return dataclasses.replace(config, evaluations=({"test": "lines"}, needles))
+
+    open_run(measuring())
+    open_run(measuring(every=3, rows=2, tokens=[64]))
+    assert "warning" not in capfd.readouterr().err
+    open_run(measuring(count=50))
+    expected = "warning: evaluations: count of needle was 20 and is 50 now; needle.jsonl goes on"
+    assert expected in capfd.readouterr().err
+
+
+def test_a_run_on_trajectories_resumes_with_moved_episodes(config):
+    """Their contents are in the fingerprint, as those of text are."""
+
+    def learning(path):
+        options = TrajectoryConfig(path=path, task="walker_walk")
+        return dataclasses.replace(config, data=DataConfig(), trajectories=options)
+
+    assert open_run(learning("episodes")) == open_run(learning("/elsewhere/episodes"))
+
+
+def test_a_reference_given_to_a_run_without_stages_is_not_said_to_be_derived_from_them(config):
+    open_run(dataclasses.replace(config, preference=PreferenceConfig("sigmoid")))
+    given = PreferenceConfig("sigmoid", ref_model="hf")
+    with pytest.raises(UserError, match=r"ref_model is 'not given' there and 'given' now; give"):
+        open_run(dataclasses.replace(config, preference=given))
 
 
 def test_compiled_programs_may_be_kept_in_the_runs_folder(config, tmp_path):
@@ -286,6 +320,16 @@ def test_a_run_of_another_version_is_refused(config):
         yaml.safe_dump({**yaml.safe_load(run.config.read_text()), "config_version": 1})
     )
     with pytest.raises(UserError, match=r"config\.yaml: config_version: found 1, needs 2"):
+        open_run(config)
+
+
+@pytest.mark.parametrize("evaluations", [5, None, [3], {"test": "lines"}], ids=str)
+def test_damaged_evaluations_in_the_runs_configuration_are_one_line(config, evaluations):
+    config = dataclasses.replace(config, evaluations=({"test": "lines"},))
+    run = open_run(config)
+    written = {**yaml.safe_load(run.config.read_text()), "evaluations": evaluations}
+    run.config.write_text(yaml.safe_dump(written))
+    with pytest.raises(UserError, match=r"config\.yaml: cannot be read as a run's configuration"):
         open_run(config)
 
 

@@ -257,9 +257,7 @@ meet(sys.argv[1], 0, 2, 30)
 """
 
 
-def test_strangers_that_exhaust_file_handles_do_not_prevent_the_meeting(
-    address, repository, monkeypatch
-):
+def test_strangers_that_exhaust_file_handles_do_not_prevent_the_meeting(address, repository):
     process = subprocess.Popen([sys.executable, "-c", FEW_FILES, address], cwd=repository)
     strangers = [connect(address) for _ in range(100)]
     meet(address, 1, 2, 30)

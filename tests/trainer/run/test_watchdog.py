@@ -95,7 +95,7 @@ def watchdog():
     watchdog.close()
 
 
-def test_each_phase_has_its_limit(watchdog, monkeypatch):
+def test_each_phase_has_its_limit(watchdog):
     assert watchdog.limit is None
     watchdog.begin_step(1)
     assert watchdog.limit == 180, "the first step may tune kernels"
