@@ -30,15 +30,11 @@ if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
 
 
-def prepare(words: Sequence[str], engine: Engine) -> None:
+def prepare(options: Options, runner_flags: tuple[str, ...]) -> None:
     """Prepares the data, unless done, and prints the data report.
 
-    Args:
-        words: the recipe and its fields, as on train.py's command line.
-        engine: the engine that does the work.
-
     Raises:
-        UserError: the recipe or the data are invalid.
+        UserError: the recipe, its data or the engine are invalid.
     """
     from data.loader import Loader
     from scripts.inspect_data import describe
@@ -47,9 +43,12 @@ def prepare(words: Sequence[str], engine: Engine) -> None:
     from trainer.stages import choose_stage
     from trainer.text import prepare_text
 
-    config = load([*words])
+    config = load([*options.words])
+    if config.trajectories.path and options.engine == "beam":  # whether it is installed or not
+        raise UserError("--engine: found beam, which prepares no episodes; processes would work")
+    engine = _engine(options, runner_flags)
     if config.trajectories.path:
-        _prepare_episodes(config, engine)
+        _prepare_episodes(config)
         return
     source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     for number in range(1, max(len(config.stages), 1) + 1):
@@ -66,16 +65,14 @@ def prepare(words: Sequence[str], engine: Engine) -> None:
         print(f"prepared in {prepared.folder}")
 
 
-def _prepare_episodes(config: RunConfig, engine: Engine) -> None:
+def _prepare_episodes(config: RunConfig) -> None:
     """Stores a run's episodes, unless done, and prints their report.
 
     Raises:
-        UserError: they cannot be used, or the engine is another than for episodes.
+        UserError: they cannot be used.
     """
     from data.trajectories.builder import prepare_trajectories
 
-    if engine is not PROCESSES:
-        raise UserError("--engine: found beam, which prepares no episodes; processes would work")
     options = config.trajectories
     assert options.path is not None
     prepared = prepare_trajectories(
@@ -110,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     args, runner_flags = parse(Options, words[:end]), tuple(words[end + 1 :])
-    return entry.run(lambda: prepare(args.words, _engine(args, runner_flags)))
+    return entry.run(lambda: prepare(args, runner_flags))
 
 
 def _engine(args: Options, runner_flags: tuple[str, ...]) -> Engine:
