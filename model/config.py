@@ -67,6 +67,10 @@ class TransformerConfig:
       activation: of the feed-forward's gate: "silu"; "gelu_tanh", GELU's tanh approximation; or
         "clamped", the gate of gpt-oss's experts.
       scaled_embeddings: whether embeddings are multiplied by the square root of hidden_size.
+      rope_interleaved: whether the channels that RoPE rotates together are neighbours, 2c and
+        2c + 1, instead of one from each half.
+      rope_with_window_only: whether, in a model with a `sliding_window`, layers without one have no
+        RoPE.
       attention_sinks: whether each head has a learned score that joins the softmax's denominator.
       num_experts: feed-forwards per layer, of which a router sends each token to
         num_experts_per_tok; 0 for one feed-forward and no router.
@@ -123,6 +127,8 @@ class TransformerConfig:
     norm_offset: float = 0.0
     activation: str = "silu"
     scaled_embeddings: bool = False
+    rope_interleaved: bool = False
+    rope_with_window_only: bool = False
     attention_sinks: bool = False
     num_experts: int = 0
     num_experts_per_tok: int | None = None
@@ -219,10 +225,10 @@ class TransformerConfig:
         """One period of the layers' kinds: layer i has kind i modulo their number. A window that
         all layers share belongs to the mask (`common_window`) and is not included."""
         local = LayerKind(self.local_rope or self.rope, self.sliding_window)
+        has_rope = not (self.rope_with_window_only and self.sliding_window and self.layer_types)
+        full = LayerKind(self.rope if has_rope else None, None)
         kinds = [
-            local
-            if self.layer_types and self.layer_types[i] == SLIDING
-            else LayerKind(self.rope, None)
+            local if self.layer_types and self.layer_types[i] == SLIDING else full
             for i in range(self.num_hidden_layers)
         ]
         for i, roped in enumerate(self.no_rope_layers or ()):

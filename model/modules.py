@@ -128,6 +128,7 @@ class SelfAttention(nnx.Module):
                 frequencies,
                 attention_scaling(tokens.rope),
                 tokens.length,
+                interleaved=self.config.rope_interleaved,
             )
 
     def output(

@@ -172,9 +172,13 @@ def apply_rope(
     inverse_frequencies: np.ndarray,
     scaling: float = 1.0,
     length: int | None = None,
+    *,
+    interleaved: bool = False,
 ) -> Float[Array, "B T H D"]:
-    """Returns x with the pairs (c, c + R/2) of each head's first R channels rotated by position
-    times frequency, and multiplied by `scaling`; the other channels pass unchanged.
+    """Returns x with pairs of each head's first R channels rotated by position times frequency, and
+    multiplied by `scaling`; the other channels pass unchanged.
+
+    The pairs are (c, c + R/2) or, if `interleaved`, (2c, 2c + 1).
 
     Angles, cosines and the products are float32, and the result is rounded once to x's dtype:
     bfloat16 cosines would lose the fine differences between far positions.
@@ -185,10 +189,17 @@ def apply_rope(
     radians = angles(positions, inverse_frequencies, length)
     cos, sin = (jnp.float32(scaling) * fn(radians)[:, :, None, :] for fn in (jnp.cos, jnp.sin))
     half = cos.shape[-1]
-    first, second = (part.astype(jnp.float32) for part in (x[..., :half], x[..., half : 2 * half]))
-    rotated = jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x.dtype)
+    channels = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+        if interleaved
+        else (slice(half), slice(half, 2 * half))
+    )
+    first, second = (x[..., of_pair].astype(jnp.float32) for of_pair in channels)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    if interleaved:
+        rotated = jnp.stack(turned, axis=-1).reshape(*x.shape[:-1], 2 * half).astype(x.dtype)
+    else:
+        rotated = jnp.concatenate(turned, axis=-1).astype(x.dtype)
     return (
         rotated
         if x.shape[-1] == 2 * half

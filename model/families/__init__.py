@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .ernie4_5 import ERNIE4_5
+from .exaone4 import EXAONE4
 from .family import Family
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
+from .glm4 import GLM4
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granitemoe import GRANITEMOE
@@ -40,6 +43,9 @@ FAMILIES: Mapping[str, Family] = {
         GRANITE,
         OLMO2,
         OLMO3,
+        EXAONE4,
+        GLM4,
+        ERNIE4_5,
         SEED_OSS,
         PHI3,
         SMOLLM3,

@@ -83,6 +83,8 @@ BY_FAMILY = (
     "activation",
     "scaled_embeddings",
     "attention_sinks",
+    "rope_interleaved",
+    "rope_with_window_only",
     "expert_bias",
     "router_scores",
     "router_correction",
@@ -114,7 +116,6 @@ _COUNTS = (
     "num_hidden_layers",
     "max_position_embeddings",
     "no_rope_layer_interval",
-    "sliding_window_pattern",
 )
 # The last two are those of MLX and of older versions of compressed-tensors.
 _QUANTIZATION = ("quantization_config", "quantization", "compression_config")
@@ -331,6 +332,21 @@ def _check_quantization(
 # layer with a window.
 AS_LLAMA = ("default", "linear", "yarn", "llama3")
 AS_MISTRAL = ("llama.cpp", "SGLang", "mlx-lm")
+
+
+PARTIAL = "partial_rotary_factor"
+
+
+def with_partial_rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns config.json with its `partial_rotary_factor` as a field of its own; transformers 5
+    writes it within the rotary embedding."""
+    config = dict(config)
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(config.get(key), dict) and config[key].get(PARTIAL) is not None:
+            rope = dict(config[key])
+            config[PARTIAL] = rope.pop(PARTIAL)
+            config[key] = rope
+    return config
 
 
 def alternating(layers: int) -> list[str]:

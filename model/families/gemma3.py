@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..number_checks import require_int
 from .family import Family
 from .local_rope import layer_types, split_ropes, with_layer_types, written
 
@@ -38,7 +39,10 @@ class Gemma3Family(Family):
         """See `Family.normalise` and `split_ropes`. Takes the spellings of transformers 4
         (`rope_local_base_freq`) and 5."""
         config = without_activation(config, self.architecture)
-        with_layer_types(config, config.pop("sliding_window_pattern", None) or 6, layers=26)
+        interval = config.pop("sliding_window_pattern", None)
+        if interval is not None:
+            require_int("sliding_window_pattern", interval, at_least=1)
+        with_layer_types(config, interval or 6, layers=26)
         full, local = (config.pop(name, None) for name in ("rope_theta", "rope_local_base_freq"))
         split_ropes(
             config,

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..rope_config import PER_CHANNEL, RopeConfig
-from .family import AS_MISTRAL, Family
+from .family import AS_MISTRAL, PARTIAL, Family, with_partial_rotary
 
 _ORIGINAL = "original_max_position_embeddings"
-_PARTIAL = "partial_rotary_factor"
 _SIZES = {
     "vocab_size": 32064,
     "hidden_size": 3072,
@@ -30,15 +29,13 @@ class Phi3Family(Family):
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`. As transformers does, reads `su`, and `yarn` with the numbers of
         longrope, as longrope."""
-        config = dict(config)
+        config = with_partial_rotary(config)
         for key in ("rope_scaling", "rope_parameters"):
             if isinstance(config.get(key), dict):
                 rope = dict(config[key])
                 rule = rope.get("rope_type", rope.get("type"))
                 if rule == "su" or (rule == "yarn" and set(PER_CHANNEL) & rope.keys()):
                     rope["rope_type"] = "longrope"
-                if (partial := rope.pop(_PARTIAL, None)) is not None:
-                    config[_PARTIAL] = partial
                 config[key] = rope
         return config
 
@@ -80,7 +77,7 @@ PHI3 = Phi3Family(
     llama_cpp_rules=("default", "longrope"),
     without_window=AS_MISTRAL,
     defaults={**_SIZES, _ORIGINAL: 4096},
-    configurable=("sliding_window", _PARTIAL),
+    configurable=("sliding_window", PARTIAL),
     ignores=("attention_bias", "use_sliding_window"),
     rules=("default", "longrope"),  # transformers refuses others
     fused={

@@ -10,7 +10,9 @@ from tests.model.families.test_families import saved
 from tests.trainer.huggingface.test_fused_adapters import logits_of, logits_of_peft
 
 
-@pytest.mark.parametrize("kind", ["olmo3", "seed_oss with other biases", "ministral3"])
+@pytest.mark.parametrize(
+    "kind", ["olmo3", "seed_oss with other biases", "ministral3", "exaone4", "glm4"]
+)
 def test_logits_with_an_adapter_of_all_linear_match_peft(kind, tmp_path):
     """Beyond the window and RoPE's original length."""
     base = tmp_path / "base"
