@@ -17,9 +17,9 @@ the same command resumes the run; a second Ctrl-C ends at once, as both do
 before the first step.
 """
 
+import os
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.errors import UserError
@@ -82,10 +82,15 @@ def next_commands(config: "RunConfig", processes: int) -> str:
       config: of the run, or of its last stage.
       processes: the number that trained it.
     """
-    run, mesh = shlex.quote(config.location), config.mesh
-    trained = shlex.quote(f"{config.location}/best") if config.checkpoint.best else run
+    location, begin, mesh = config.location, "next: ", config.mesh
+    project = os.path.dirname(os.path.realpath(__file__))
+    if os.getcwd() != project:  # where alone `python -m` finds the commands
+        begin = f"next: cd {shlex.quote(project)}; "
+        location = location if config.in_bucket else os.path.abspath(location)
+    run = shlex.quote(location)
+    trained = shlex.quote(f"{location}/best") if config.checkpoint.best else run
     # The commands write to this machine.
-    output = f"runs/{config.name}" if config.in_bucket else run
+    output = shlex.quote(f"runs/{config.name}") if config.in_bucket else run
     rows = mesh.rows
 
     def flags(**sizes: int) -> str:
@@ -99,7 +104,7 @@ def next_commands(config: "RunConfig", processes: int) -> str:
             simulate=mesh.simulate, seeds=rows, fsdp=rows, sequence=mesh.sequence * mesh.tensor
         )
         return (
-            f"next: python -m eval.in_context --checkpoint {trained}{devices} --output "
+            f"{begin}python -m eval.in_context --checkpoint {trained}{devices} --output "
             f"{output}/in_context; python -m eval.report {run}"
         )
     tokens = max(_evaluated_tokens(config), SHORTEST_NEEDLE)
@@ -107,7 +112,7 @@ def next_commands(config: "RunConfig", processes: int) -> str:
         simulate=mesh.simulate, rows=rows, fsdp=rows, tensor=mesh.tensor, sequence=mesh.sequence
     )
     return (
-        f"next: python -m scripts.export_hf {trained} {output}/exported; python -m eval.needle "
+        f"{begin}python -m scripts.export_hf {trained} {output}/exported; python -m eval.needle "
         f"--checkpoint {trained} --tokens {tokens}{devices} --output {output}/needle; python -m "
         f"eval.report {run}"
     )
@@ -154,31 +159,23 @@ def train_all_stages(config: "RunConfig") -> None:
     from trainer.evaluation import Evaluation, HeldOutLoss
     from trainer.loop import train
     from trainer.objectives import objective_class
-    from trainer.stages import stages_of, train_stages
+    from trainer.stages import stages_of, stages_to_train
 
-    last_stage = stages_of(config)[-1]
-
-    def train_stage(config: "RunConfig", stage_follows: bool) -> Path:
-        nonlocal last_stage
-        if config.auto:
+    run = stages_of(config)[-1]  # the last stage, if none is left to train
+    for stage, stage_follows in stages_to_train(config):
+        run = stage
+        if stage.auto:
             from planning.auto import resolve
 
-            config = last_stage = resolve(config)
-        live: list[Evaluation] = []
-        if config.evaluations or config.samples.prompts:
+            run = resolve(stage)
+        evaluations: list[Evaluation] = [HeldOutLoss(run.train.evaluate_every)]
+        if run.evaluations or run.samples.prompts:
             from eval.live import evaluations_of
 
-            live = evaluations_of(config)
-        return train(
-            config,
-            objective_class(config),
-            [HeldOutLoss(every=config.train.evaluate_every), *live],
-            stage_follows,
-        )
-
-    train_stages(config, train_stage)
+            evaluations += evaluations_of(run)
+        train(run, objective_class(run), evaluations, stage_follows)
     if config.logging.console and jax.process_index() == 0:
-        print(next_commands(last_stage, jax.process_count()), file=sys.stderr)
+        print(next_commands(run, jax.process_count()), file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

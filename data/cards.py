@@ -76,16 +76,18 @@ def has_fields(text: str) -> bool:
 
 def configurations(content: bytes) -> list[Configuration] | None:
     """Returns the configurations that a README.md lists; None if it begins like a card and cannot
-    be read. Its first MAX_BYTES + 1 bytes are enough."""
+    be read, or the only one is of files elsewhere. Its first MAX_BYTES + 1 bytes are enough."""
     match = _FIELDS.match(content.decode("utf-8", "replace"))
     if match is None:
         return [] if len(content) <= MAX_BYTES else None
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        listed = (yaml.load(match[1], loader) or {}).get("configs") or []
-        return [_configuration(entry) for entry in listed]
+        entries = (yaml.load(match[1], loader) or {}).get("configs") or []
+        listed = [_configuration(entry) for entry in entries]
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+    is_elsewhere = len(listed) == 1 and any(":/" in pattern for pattern in listed[0].patterns)
+    return None if is_elsewhere else listed
 
 
 def _configuration(entry: dict[str, Any]) -> Configuration:
@@ -124,7 +126,7 @@ def with_files(listed: Sequence[Configuration], paths: Collection[str]) -> list[
 
 
 def read_alone(path: str, listed: Sequence[Configuration]) -> Configuration | None:
-    """Returns the default one of a data set's configurations; None unless it has several.
+    """Returns the only or default one of a data set's configurations; None if it lists none.
 
     Args:
       path: of the whole data set, for messages.
@@ -133,9 +135,9 @@ def read_alone(path: str, listed: Sequence[Configuration]) -> Configuration | No
     Raises:
       UserError: none of several is the default one, or more than one is.
     """
-    if len(listed) < 2:
+    if not listed:
         return None
-    defaults = [each for each in listed if each.is_default]
+    defaults = [each for each in listed if each.is_default or len(listed) == 1]
     if len(defaults) == 1:
         return defaults[0]
     raise UserError(
@@ -147,8 +149,9 @@ def read_alone(path: str, listed: Sequence[Configuration]) -> Configuration | No
 
 def note(
     path: str, alone: Configuration, listed: Sequence[Configuration], files: Sequence[str]
-) -> str:
-    """Returns what a report says if only one of a data set's configurations is read.
+) -> str | None:
+    """Returns what a report says if one of a data set's configurations is read; None if that is
+    everything.
 
     Args:
       path: of the whole data set.
@@ -156,8 +159,15 @@ def note(
       files: the data set's files with records, by their paths below it.
     """
     others = [each for each in listed if each is not alone]
-    unlisted = [file for file in files if not any(each.has(file) for each in (alone, *others))]
+    unlisted = [
+        file
+        for file in files
+        if file != NAME and not any(each.has(file) for each in (alone, *others))
+    ]
     more = f" and {len(unlisted) - 1:,} more" if len(unlisted) > 1 else ""
+    if not others:
+        start = f"reads its only configuration `{printable(alone.name)}`; not read: "
+        return f"{start}{printable(unlisted[0])}{more}" if unlisted else None
     return (
         f"reads its default configuration `{printable(alone.name)}` alone; not read: "
         f"{_named(path, others, listed)}"

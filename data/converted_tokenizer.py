@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ DESCRIBES = (CONFIG, "config.json", OLDER_CONFIG, OLDER_IDS)
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 # The class that reads all of a tokenizer.json, by the name that transformers 4 knows too.
 READS_ALL = "PreTrainedTokenizerFast"
+_OF_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\n")  # a token in base 64, and its rank
 WOULD_WORK = (
     "a folder with tokenizer.json, tokenizer.model, or vocab.json and merges.txt, or a "
     "sentencepiece .model file, would work"
@@ -129,6 +131,11 @@ def _pieces(path: Path, model: bytes) -> Any:
         sentencepiece.SentencePieceProcessor(model_proto=model)
         return proto.pieces
     except Exception as error:  # the libraries raise RuntimeError and DecodeError
+        if _OF_TIKTOKEN.match(model):
+            raise UserError(
+                f"{path}: tokenizer.model is a file of tiktoken; the tokenizer.json that "
+                "transformers makes of it, as in the model's folder on the hub, would work"
+            ) from None
         raise _unreadable(f"{path}:", error) from None
 
 

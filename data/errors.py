@@ -3,6 +3,7 @@
 import difflib
 import errno
 import http
+import importlib.util
 import os
 import re
 import resource
@@ -229,6 +230,22 @@ def file_size_limit(error: BaseException) -> str | None:
     )
 
 
+def missing_package(error: BaseException) -> str | None:
+    """Returns what to do if an error is about a package that this Python does not have; else None.
+
+    Most often the environment is not activated, and the system's Python runs the command.
+    """
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return None
+    package = error.name.partition(".")[0]
+    if importlib.util.find_spec(package) is not None:  # a module that the package does not have
+        return None
+    return (
+        f"the package {package} is not installed for {sys.executable}; . .venv/bin/activate uses "
+        "the environment that make install creates"
+    )
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Returns `did you mean X? ` for the most similar valid name X, or "" if none is similar."""
     close = difflib.get_close_matches(name, list(names), 1)
@@ -237,7 +254,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def install_signal_hooks() -> None:
     """Makes an uncaught Ctrl-C, such as during a command's imports, print `stopped` and exit with
-    status 130; and SIGTERM end the command at once with 143.
+    status 130, and a missing package print what to do; and SIGTERM end the command at once with
+    143.
 
     The packages that contain commands call this first. It takes effect only while `python -m`
     imports them to run a command, recognized by sys.argv, which does not yet contain the command's
@@ -251,9 +269,13 @@ def install_signal_hooks() -> None:
 def _report_uncaught(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    if not issubclass(kind, KeyboardInterrupt):
+    if issubclass(kind, KeyboardInterrupt):
+        message, code = "stopped", 128 + signal.SIGINT
+    elif (missing := missing_package(error)) and not os.environ.get("LONGSTRIPE_TRACEBACK"):
+        message, code = f"error: {missing}", 2
+    else:
         sys.__excepthook__(kind, error, traceback)
         return
-    print("stopped", file=sys.stderr)
+    print(message, file=sys.stderr)
     sys.stdout.flush()
-    os._exit(128 + signal.SIGINT)
+    os._exit(code)

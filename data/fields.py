@@ -30,8 +30,9 @@ _NO_REASONING = ("", "on", "off", "yes", "no", "true", "false")
 
 
 def has_value(value: object) -> bool:
-    """Returns whether a field has a value; tables have None or empties in unused columns."""
-    return value is not None and value != "" and value != [] and value != {}
+    """Returns whether a field has a value; tables have None, NaN or empties in unused columns."""
+    is_nan = isinstance(value, float) and value != value
+    return value is not None and value != "" and value != [] and value != {} and not is_nan
 
 
 def check_media(record: Mapping[Any, Any], texts: Sequence[str] = ()) -> None:
@@ -45,7 +46,7 @@ def check_media(record: Mapping[Any, Any], texts: Sequence[str] = ()) -> None:
         if lower not in _MEDIA and lower not in _TAGGED:
             continue
         is_shown = lower in _MEDIA or any(_TAGGED[lower] in text for text in texts)
-        if is_shown and (any(value) if isinstance(value, list) else value):
+        if is_shown and has_value(value) and (any(value) if isinstance(value, list) else value):
             raise Drop(f"{WITH_MEDIA}`{name}`")
 
 
@@ -113,9 +114,13 @@ def first_present(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | No
 
 
 def shown_fields(record: Mapping[Any, Any]) -> str:
-    """Returns the names of a record's fields for a message, such as `the fields a, b`."""
+    """Returns the names of a record's fields for a message, such as `the fields a, b`.
+
+    It does not say which are null: a table would have a message for each combination.
+    """
     names = [printable(str(name))[:40] for name in record]
     more = ", ..." if len(names) > SHOWN_FIELDS else ""
+    more += ", of which some are null" * any(value is None for value in record.values())
     return f"the fields {', '.join(names[:SHOWN_FIELDS])}{more}" if names else "no fields"
 
 

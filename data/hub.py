@@ -45,6 +45,28 @@ def on_hub(path: object) -> str:
     return f"; a data set on the hub is named {PREFIX}{path}" if is_name else ""
 
 
+def name_of_page(path: str | Path) -> str | None:
+    """Returns the name that would work instead of the address of a data set's or a model's page on
+    the hub; None for other paths, such as the address of a file there."""
+    page = re.fullmatch(
+        r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)(datasets/)?"
+        r"(?!(?:datasets|spaces|buckets|api|docs|papers)/)([\w.-]+/[\w.-]+)"
+        r"(?:/(?:tree|viewer|blob)/.*)?/?(?:[?#].*)?",
+        str(path),
+        re.ASCII,
+    )
+    if not page or is_hub_dataset(path):
+        return None
+    return f"{PREFIX}{page[2]}" if page[1] else page[2]
+
+
+def refuse_page(path: str | Path, of_model: bool = False) -> None:
+    """Raises UserError for the address of a data set's page on the hub, or of a model's."""
+    name = name_of_page(path)
+    if name and is_hub_dataset(name) != of_model and not Path(path).exists():
+        raise UserError(f"{path}: a page of the Hugging Face hub; {name} would work")
+
+
 def is_hub_dataset(path: str | Path) -> bool:
     """Returns whether a path names a data set on the hub."""
     return str(path).startswith(PREFIX)

@@ -31,7 +31,7 @@ from data.templates.sandbox import compile_template
 from data.tokenizer import Tokenizer
 
 # Change with every change to the documents, so that existing folders are not reused.
-RULES = "prepare-18"
+RULES = "prepare-19"
 # Bytes of a source above which several processes, slow to start, encode it.
 WORTH_PROCESSES = 1 << 23
 
@@ -202,8 +202,18 @@ class Job:
 
     def note_path(self, number: int, report: SourceReport) -> None:
         """Puts warnings about a source's path into its report."""
-        is_held_out = number >= len(self.sources.train)
-        report.path_notes = self.sources.all[number].notes(is_held_out)
+        source, is_held_out = self.sources.all[number], number >= len(self.sources.train)
+        report.path_notes = source.notes(is_held_out)
+        if not is_held_out:
+            return
+        trained = {_place(file) for source in self.sources.train for file in source.files()}
+        places = [_place(file) for file in source.files()]
+        if both := sum(place in trained for place in places):
+            which = "this file is" if len(places) == 1 else f"{both} of its {len(places)} files are"
+            report.path_notes.append(
+                f"{which} trained on too, so its loss is not that of unseen data; other files, or "
+                "data.held_out_fraction, would make it so"
+            )
 
     def check_ids(self) -> None:
         """Raises UserError early for an array with ids that the tokenizer lacks."""
@@ -289,6 +299,11 @@ def check_arrays(source: Source) -> None:
     for file, array in _local_arrays(source):
         if array.dtype.kind not in "iu":
             raise UserError(f"{file}: holds {array.dtype}, not integers; {source.would_work}")
+
+
+def _place(file: File) -> str:
+    """A file's path without links; in a store, as written."""
+    return file.path if paths.is_remote(file.path) else os.path.realpath(file.path)
 
 
 def _local_arrays(source: Source) -> Iterator[tuple[File, np.ndarray]]:

@@ -24,7 +24,8 @@ from data.fields import (
     without_surrogates,
 )
 from data.printable import printable
-from data.reasons import UNDESIRABLE, Drop
+from data.reasons import LONE_SURROGATE, UNDESIRABLE, Drop
+from data.untrusted_files import is_text
 
 EMPTY_TEXT = "empty text"
 NO_TEXT = "no `text`, nor `prompt` and `completion`"
@@ -58,8 +59,8 @@ _PART = 1 << 22  # tokens of an array in memory at a time
 IGNORED_LABEL = -100  # transformers' label for a token that is not trained on
 
 
-def parse_text(raw: object) -> tuple[Text, set[str]]:
-    """Reads a text, or a prompt and its completion; also returns unread fields."""
+def parse_text(raw: object) -> tuple[Text, set[str], set[str]]:
+    """Reads a text, or a prompt and its completion; also returns the changes and unread fields."""
     fields, written = _fields(raw, "text", _TEXT_FIELDS)
     text, prompt, read = fields.get("text"), "", {"text"}
     if (
@@ -77,17 +78,19 @@ def parse_text(raw: object) -> tuple[Text, set[str]]:
         raise Drop(NO_TEXT + _found_instead(raw, fields, written))
     if not text.strip():
         raise Drop(EMPTY_TEXT)
+    changes = set() if all(is_text(fields[name]) for name in read) else {LONE_SURROGATE}
     text = without_surrogates(text)
     record_id, unread = _record_id(raw, text.encode()), _unread(raw, read, written)
-    return Text(record_id, text, prompt=len(prompt)), unread
+    return Text(record_id, text, prompt=len(prompt)), changes, unread
 
 
 def _found_instead(raw: object, fields: Mapping[str, Any], written: Mapping[str, Any]) -> str:
     """Returns what a record without a text has, for a message; see `_fields`."""
     if not isinstance(raw, dict):
         return ""
-    if fields.get("text") is not None:
-        return f": its `{written.get('text', 'text')}` is of type {type(fields['text']).__name__}"
+    if "text" in fields:
+        kind = "null" if fields["text"] is None else f"of type {type(fields['text']).__name__}"
+        return f": its `{written.get('text', 'text')}` is {kind}"
     return f": it has {shown_fields(raw)}"
 
 

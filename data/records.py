@@ -20,6 +20,8 @@ MAX_BYTES = 1 << 30  # of one record or text file; a small .gz may exceed memory
 LONG_NUMBER = "a number with more digits than Python reads"
 WOULD_WORK = "a JSON list of records, or one JSON record a line, would work"
 
+BEGINNING = 512  # bytes that `kind_of` needs
+TAR = "a tar archive; unpack it first"
 # Beginnings of files that are not text.
 _KINDS = {
     b"\x1f\x8b": "compressed with gzip; its name must end in .gz",
@@ -29,12 +31,33 @@ _KINDS = {
     b"PAR1": "a Parquet table; its name must end in .parquet",
     b"ARROW1": "an Arrow table; its name must end in .arrow",
     b"\x93NUMPY": "a NumPy array; format: tokens and a name that ends in .npy would work",
-    b"PK": "a ZIP archive; unpack it first",
+    b"PK\x03\x04": "a ZIP archive; unpack it first",
     b"SQLite": "an SQLite database",
     b"%PDF": "a PDF document",
     b"\xff\xfe": "text in UTF-16, not UTF-8",
     b"\xfe\xff": "text in UTF-16, not UTF-8",
 }
+
+
+def no_such_file(path: File, would_work: str) -> UserError:
+    """Returns the error for a source's file that does not exist."""
+    is_list = "," in str(path)
+    meant = "; each of several paths is an entry of data.sources" if is_list else on_hub(path)
+    return UserError(f"{path}: no such file{meant}; {would_work}")
+
+
+def kind_of(beginning: bytes) -> str | None:
+    """Returns what a file that is not JSON is by its first bytes, for a message; None if unknown.
+
+    A text may begin with some of these words, but not like a tar archive, whose header has zeros.
+    """
+    if beginning[257:262] == b"ustar" and b"\0" in beginning:
+        return TAR
+    return next((kind for start, kind in _KINDS.items() if beginning.startswith(start)), None)
+
+
+class EmptyFile(UserError):
+    """A file has nothing but white space."""
 
 
 class OnlyObject(dict):
@@ -58,11 +81,12 @@ class _Window:
         self.text = ""
         self.offset = 0
         """Offset in `text` of the next character to parse."""
+        self.beginning = b""
+        """The file's first bytes."""
         self._file = file
         self._advance = advance
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("strict")
         self._bytes_read = 0
-        self._first_bytes = b""
 
     def grow(self, size: int) -> bool:
         """Drops the text before `offset` and appends `size` bytes of the file; False at the end."""
@@ -74,16 +98,15 @@ class _Window:
         block = self._file.read(size)
         if not block:
             return False
-        self._first_bytes = self._first_bytes or block[:16]
+        self.beginning = self.beginning or block[:BEGINNING]
         try:
             # The bytes of a character split at the file's end stay in the decoder: such a file is
             # truncated, not in another encoding.
             self.text = self.text[self.offset :] + self._decoder.decode(block)
         except UnicodeDecodeError as error:
-            problem = f"byte {self._bytes_read + error.start} is not UTF-8 text"
-            for beginning, kind in _KINDS.items():
-                if self._first_bytes.startswith(beginning):
-                    problem = f"is {kind}"
+            kind = kind_of(self.beginning)
+            position = self._bytes_read + error.start
+            problem = f"is {kind}" if kind else f"byte {position} is not UTF-8 text"
             raise UserError(f"{self.path}: {problem}; {WOULD_WORK}") from None
         self.offset = 0
         self._bytes_read += len(block)
@@ -133,17 +156,17 @@ def read_records(
       advance: called with the number of bytes of each read.
 
     Raises:
-      UserError: the file is missing or empty, not UTF-8, or neither a list nor lines of JSON; a
-        record within a list is malformed, so that all later records would be lost; or text follows
-        a list.
+      EmptyFile: the file is empty.
+      UserError: the file is missing, not UTF-8, or neither a list nor lines of JSON; a record
+        within a list is malformed, so that all later records would be lost; or text follows a list.
     """
     if not path.exists():
-        raise UserError(f"{path}: no such file{on_hub(path)}; {WOULD_WORK}")
+        raise no_such_file(path, WOULD_WORK)
     with path.open_decompressed() as file:
         window = _Window(path, file, advance)
         first = window.peek()
         if first == "":
-            raise UserError(
+            raise EmptyFile(
                 f"{path}: the file is empty ({path.size()} bytes, no text); {WOULD_WORK}"
             )
         if (first == "[" and _has_lists(window)) or (first == '"' and _has_texts(window)):
@@ -155,6 +178,8 @@ def read_records(
             read = _read_values if _spans_lines(window) else _read_lines
             objects = read(window, report)
             yield from _with_only_object(objects, report) if path.suffix == ".json" else objects
+        elif kind := kind_of(window.beginning):
+            raise UserError(f"{path}: is {kind}; {WOULD_WORK}")
         else:
             raise UserError(
                 f"{path}: begins with {first!r}, so it is not JSON; {WOULD_WORK} (a plain text "

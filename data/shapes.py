@@ -469,7 +469,9 @@ def earlier_turns(record: Mapping[str, Any]) -> list[dict]:
     Raises:
       Drop: it is not a list of pairs.
     """
-    history = record.get("history") or []
+    history = record.get("history")
+    if not history or not has_value(history):
+        return []
     if not (
         isinstance(history, list)
         and all(isinstance(pair, list) and len(pair) == 2 for pair in history)

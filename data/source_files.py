@@ -13,10 +13,12 @@ from data import cards, hub
 from data.errors import UserError
 from data.folders import is_unfinished
 from data.paths import File, expanded, is_remote, open_file_system
-from data.untrusted_files import check_within, file_within
+from data.printable import printable
+from data.untrusted_files import MAX_JSON_BYTES, check_within, file_within, parse_json
 
 # Caches that the library datasets keeps in a data folder, such as a filtered copy of the data.
 _CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(?:_\d+_of_\d+)?\.arrow")
+_STATE = "state.json"  # of a folder by save_to_disk; lists its shards
 # Usual companions of data, which nobody expects to be read.
 _ABOUT_DATA = re.compile(
     r"(?:readme|licen[cs]e|copying|notice|changelog|citation|_success)(?:\.\w+)?", re.IGNORECASE
@@ -37,7 +39,7 @@ class SourceFiles(NamedTuple):
     where: str = "in this folder"
     """Which files were looked at, for a message that none can be read."""
     notes: Sequence[str] = ()
-    """Warnings about the configurations of a data set."""
+    """Warnings about the configurations of a data set, and shards of an earlier one."""
 
 
 class _Tree(NamedTuple):
@@ -66,12 +68,13 @@ def find(
 
     If nothing has the name in the last part of a path, this may be a pattern of files and folders.
     For a Hugging Face data set, the files are in the local cache, without those about the data set.
-    If a card lists several configurations that have files, only those of the default one are read.
+    If a card lists configurations that have files, only those of the default or only one are read.
     None is hidden, from a folder in `left_out`, or a folder of prepared data or a run.
 
     Raises:
-      UserError: there are several configurations and no default one.
+      UserError: there are several configurations and no default one, or a pattern in another part.
     """
+    hub.refuse_page(path)
     of_hub = hub.is_hub_dataset(path)
     local, listed = _downloaded(str(path), suffixes) if of_hub else (path, [])
     with open_file_system(local) as (file_system, inner_path):
@@ -86,11 +89,15 @@ def find(
         names, unread = _sorted_out(tree, suffixes, of_hub)
         notes = [cards.UNKNOWN] if listed is None else []
         if alone and listed:
-            notes = [cards.note(str(path), alone, listed, [*map(tree.below, names)])]
+            note = cards.note(str(path), alone, listed, [*map(tree.below, names)])
+            notes = [note] if note else []
             names = [name for name in names if alone.has(tree.below(name))]
         if not is_remote(local):
             for name in names:
                 check_within(tree.folder, name)
+        if left_over := _left_over(file_system, names):
+            notes.append(_earlier_shards([*map(tree.below, left_over)]))
+            names = sorted({*names} - {*left_over})
         files = _files_of(file_system, local, names)
         passed_over = dict(zip(_files_of(file_system, local, unread), unread, strict=True))
     top = None if is_remote(local) else Path(tree.folder)
@@ -99,6 +106,41 @@ def find(
         [tree.below(passed_over[file]) for file in _without_folders(passed_over, top, left_out)],
         f"of its configuration {alone.name}" if alone else tree.where,
         notes,
+    )
+
+
+def _left_over(file_system: fsspec.AbstractFileSystem, names: Sequence[str]) -> list[str]:
+    """Returns shards that `datasets.save_to_disk` wrote and a later one, into the same folder, left
+    there: those beside a state.json that lists others."""
+    shards: dict[str, list[str]] = {}
+    for name in names:
+        if name.endswith(".arrow"):
+            shards.setdefault(name.rpartition("/")[0], []).append(name)
+    left_over, all_names = list[str](), {*names}
+    for folder, beside in shards.items():
+        if (state := f"{folder}/{_STATE}") in all_names:
+            listed = {f"{folder}/{name}" for name in _listed_shards(file_system, state)}
+            if listed and listed <= {*beside}:
+                left_over += [name for name in beside if name not in listed]
+    return left_over
+
+
+def _listed_shards(file_system: fsspec.AbstractFileSystem, state: str) -> list[str]:
+    """Returns the shards that a state.json lists; none if it is something else."""
+    with file_system.open(state, "rb") as file:
+        content = file.read(MAX_JSON_BYTES)
+    try:
+        return [str(entry["filename"]) for entry in parse_json(content)["_data_files"]]
+    except (ValueError, TypeError, KeyError):
+        return []
+
+
+def _earlier_shards(names: Sequence[str]) -> str:
+    """Returns a warning about shards that are not read, see `_left_over`."""
+    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+    return (
+        f"not read: {printable(names[0])}{more}, which {_STATE} does not list: left there by an "
+        "earlier save_to_disk"
     )
 
 
@@ -130,11 +172,19 @@ def _tree(
     Args:
       path: with the store's prefix.
       inner_path: within the file system.
+
+    Raises:
+      UserError: another part than the last one is a pattern.
     """
     if file_system.isdir(inner_path):
         return _Tree(inner_path, sorted(file_system.find(inner_path)))
     folder, _, last = inner_path.rpartition("/")
     is_listed = not str(path).startswith(("http://", "https://"))  # where ? begins a query
+    if is_listed and cards.is_pattern(folder) and not file_system.isdir(folder):
+        raise UserError(
+            f"{path}: no such file or folder, and only the last part of a path may be a pattern; a "
+            "folder, in which all files are read, or a source for each one, would work"
+        )
     if not (is_listed and cards.is_pattern(last)) or file_system.exists(inner_path):
         return None
     names: set[str] = set()

@@ -1,6 +1,7 @@
 """The data sources of a recipe, and the readers of each format; `data.tables` reads tables."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -20,7 +21,19 @@ from data.plain_records import NO_TEXT, NO_TOKENS, parse_text, parse_tokens
 from data.preference import PreferenceReader
 from data.printable import printable
 from data.reasons import MISSING, NO_SHAPE, TREE_MESSAGE, Drop
-from data.records import MAX_BYTES, Advance, OnlyObject, read_records, with_whether_alone, would_fit
+from data.records import (
+    BEGINNING,
+    MAX_BYTES,
+    TAR,
+    Advance,
+    EmptyFile,
+    OnlyObject,
+    kind_of,
+    no_such_file,
+    read_records,
+    with_whether_alone,
+    would_fit,
+)
 from data.report import Report, SourceReport
 from data.shapes import records_of
 from data.templates.alternation import order_of
@@ -165,9 +178,16 @@ class Source:
             suffixes = FORMATS[self.format].suffixes
             apart = f" apart from {', '.join(self.left_out)}" if self.left_out else ""
             unread = f" (found {_named(found.unread)})" if found.unread else ""
+            remedy = self.would_work
+            if ".txt" not in suffixes and any(
+                name.lower().endswith(".txt") for name in found.unread
+            ):
+                remedy = (
+                    f"for texts --data.sources '[{{path: {self.path}, format: text}}]' would work"
+                )
             raise UserError(
                 f"{self.path}: no {' or '.join(suffixes)} file {found.where}{apart}{unread}; "
-                f"{self.would_work}"
+                f"{remedy}"
             )
         return found.files
 
@@ -187,7 +207,7 @@ class Source:
             notes.append(
                 f"not read: {_named(found.unread)}; files whose names end in "
                 f"{', '.join(FORMATS[self.format].suffixes)}, perhaps compressed, are read unless "
-                "a part of the path begins with a dot"
+                "a part of the path begins with a dot or is a link to a folder"
             )
         others = [] if is_held_out else hub.other_splits([str(file) for file in found.files])
         if others:
@@ -367,7 +387,7 @@ class _RecordParser:
         order = reader.order or order_of(reader.source.template)
         self._new_reader = partial(_reader_of, reader.source, reader.clean, order)
         self._read = self._new_reader(reader.seen, report.found)
-        self._number, self._report = reader.number, report
+        self._number, self._report, self._noted = reader.number, report, set[str]()
         self.forest = Forest(reader.clean.replies == "all")
 
     def records(self, raw: object) -> Iterator[Record]:
@@ -405,11 +425,14 @@ class _RecordParser:
     def _inner_records(self, raw: dict, name: str) -> Iterator[Record]:
         """Yields the records in a field of an object, and notes which fields are not read."""
         report, others = self._report, sorted(raw.keys() - {name})
-        report.notes.append(
-            f"{report.file}: the records are the list in its field `{printable(name)}`"
-            + (f"; not read: {shown_fields(dict.fromkeys(others))}" if others else "")
-        )
-        for report.line, inner in enumerate(raw[name], 1):
+        note = f"{report.file}: the records are the list in its field `{printable(name)}`"
+        note += f"; not read: {shown_fields(dict.fromkeys(others, ''))}" if others else ""
+        if note not in self._noted:  # each line of a file may be such an object
+            self._noted.add(note)
+            report.notes.append(note)
+        for position, inner in enumerate(raw[name], 1):
+            if isinstance(raw, OnlyObject):
+                report.line = position
             yield from self.records(inner)
 
     def wrapped_list(self, raw: object) -> str | None:
@@ -461,20 +484,22 @@ def _read_plain(
         raw = names.record(raw)
     if format == "tokens":
         return parse_tokens(raw)
-    text, unread = parse_text(raw)
-    return text, set(), unread
+    return parse_text(raw)
 
 
 def _without_metadata(
     raw_records: Iterator[object], parser: _RecordParser, report: SourceReport
 ) -> Iterator[object]:
-    """Yields the records of one file among others, unless it is a single object that is not a
-    record."""
-    for raw, is_alone in with_whether_alone(raw_records, report):
-        if not is_alone or not (problem := _metadata_in(raw, parser, report.file)):
-            yield raw
-        else:
-            report.notes.append(f"{report.file}: skipped: it {problem}")
+    """Yields the records of one file among others, unless it is empty or a single object that is
+    not a record."""
+    try:
+        for raw, is_alone in with_whether_alone(raw_records, report):
+            if not is_alone or not (problem := _metadata_in(raw, parser, report.file)):
+                yield raw
+            else:
+                report.notes.append(f"{report.file}: skipped: it {problem}")
+    except EmptyFile:
+        report.notes.append(f"{report.file}: skipped: the file is empty")
 
 
 def _metadata_in(raw: object, parser: _RecordParser, file: str) -> str | None:
@@ -495,17 +520,35 @@ def _raw_records(
         yield from read_records(file, report, advance)
         return
     if not file.exists():
-        raise UserError(f"{file}: no such file; {source.would_work}")
+        raise no_such_file(file, source.would_work)
     if file.suffix in tables.SUFFIXES:
         records: Iterator[object] = tables.read_table(file, report)
     elif source.format == "text":
-        records = iter([_read_text(file, source)])
+        text = _read_text(file, source)
+        if _begins_with_record(text, source):
+            report.notes.append(
+                f"{file}: begins with a record in JSON and is read as one plain text; under a name "
+                "that ends in .jsonl its records would be read"
+            )
+        records = iter([text])
     else:
         records = tables.read_npy(file, source.would_work)
     for report.line, record in enumerate(records, 1):
         yield record
     if advance:
         advance(file.size())
+
+
+def _begins_with_record(text: str, source: Source) -> bool:
+    """Returns whether the first line of a plain text is a record in JSON."""
+    if not text.startswith("{"):
+        return False
+    try:
+        raw = json.loads(text.partition("\n")[0])
+        _read_plain("text", FieldMap(source.fields, set()), raw)
+    except (ValueError, RecursionError, Drop):
+        return False
+    return True
 
 
 def _read_text(file: File, source: Source) -> str:
@@ -516,6 +559,8 @@ def _read_text(file: File, source: Source) -> str:
             raise UserError(
                 f"{file}: more than {MAX_BYTES >> 20} MiB in one text; {would_fit('several files')}"
             )
+        if kind_of(content[:BEGINNING]) == TAR:
+            raise UserError(f"{file}: is {TAR}; {source.would_work}")
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UserError(

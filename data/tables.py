@@ -5,6 +5,7 @@ import io
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
@@ -243,6 +244,15 @@ def read_npy(file: File, would_work: str) -> Iterator[Int[np.ndarray, " n"]]:
     yield from (array,) if array.ndim == 1 else array
 
 
+def _mapped(path: Path) -> Any:
+    """Returns an array, memory-mapped, or an .npz archive; raises ValueError for other files, which
+    NumPy would call pickled."""
+    with path.open("rb") as opened:
+        if not opened.read(8).startswith((np.lib.format.MAGIC_PREFIX, b"PK")):
+            raise ValueError("it does not begin as one")
+    return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
 def open_npy(file: File, would_work: str) -> np.ndarray:
     """Returns a file's array, memory-mapped, so that parts are read as they are used.
 
@@ -253,7 +263,7 @@ def open_npy(file: File, would_work: str) -> np.ndarray:
     """
     try:
         with paths.on_disk(file) as path:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            array = _mapped(path)
     except UserError:
         raise
     except Exception as error:  # ValueError, EOFError, SyntaxError, and those of zipfile

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("seeds", "attention"):
         if (count := getattr(args, name)) % args.fsdp:
             parser.error(f"--{name}: {count} is not a multiple of --fsdp {args.fsdp}")
+    if args.first_seed + args.seeds > 2**32:
+        parser.error(
+            f"--first-seed: found {args.first_seed}; with --seeds {args.seeds}, 0 to "
+            f"{2**32 - args.seeds} works"
+        )
     if args.attention > args.seeds:
         parser.error(f"--attention: found {args.attention}; 0 to --seeds, {args.seeds}, works")
     return args
@@ -306,6 +312,21 @@ def _open_agent(args: argparse.Namespace, assets: Path, inputs: Inputs, decision
     return Agent(model, params, inputs, args.seeds, decisions)
 
 
+def warn_beyond_trained(options: TrajectoryConfig, episodes: int, decisions: int) -> None:
+    """Warns if contexts of these whole episodes are longer than training's, of cut ones."""
+    trained = options.in_context * (options.decisions or decisions)
+    played = min(episodes, options.in_context) * decisions
+    if played > trained:
+        each = options.tokens_per_decision
+        print(
+            f"warning: contexts have up to {played * each:,} tokens here, and {trained * each:,} "
+            f"in training (trajectories.decisions {options.decisions}): how the model acts beyond "
+            "was not trained",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Plays all episodes and returns the content of results.json."""
     markers = {"results.json": b'"returns"', "in_context.png": PICTURE, "episode.gif": VIDEO}
@@ -327,6 +348,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     task = get_task(inputs.task)
     decisions = task.episode_steps // inputs.options.action_repeat
     target = inputs.target if args.target is None else args.target
+    warn_beyond_trained(inputs.options, args.episodes, decisions)
     agent = _open_agent(args, assets, inputs, decisions)
     environments = [make_environment(task, args.first_seed + i) for i in range(args.seeds)]
     returns = np.zeros((args.seeds, args.episodes))

@@ -72,7 +72,7 @@ class AdapterConfig:
         if unknown or not self.targets:
             raise ValueError(
                 f"adapter.targets: found {unknown[0] if unknown else 'none'!r}, needs some of "
-                f"{', '.join(names)}, or {ALL_LINEAR}"
+                f"{', '.join(names)}, such as [q_proj, v_proj], or {ALL_LINEAR}"
             )
         if ALL_LINEAR in self.targets and len(self.targets) > 1:
             raise ValueError(
@@ -102,7 +102,8 @@ class AdapterConfig:
         }
         field = next((name for name, value in beside.items() if value), None)
         if self.rank == 0 and field:
-            raise ValueError(f"adapter.rank: found 0 with adapter.{field}; needs at least 1")
+            needed = "that adapter's rank" if field == "path" else "at least 1"
+            raise ValueError(f"adapter.rank: found 0 with adapter.{field}; needs {needed}")
 
     def with_rank(self, rank: int, quantize: Quantization = "none") -> AdapterConfig:
         """Returns these adapters with another rank, base and, if the rank differs, alpha: twice the

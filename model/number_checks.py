@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-_LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 MOST = 2**31 - 1  # devices use int32
 
 
@@ -43,10 +43,10 @@ def require_number(name: str, value: Any, above: float, or_equal: bool = False) 
         raise ValueError(
             f"{name}: {value!r} is not a number {'of at least' if or_equal else 'above'} {above}"
         )
-    if abs(value) > _LARGEST or 0 < abs(value) < _SMALLEST:
+    if abs(value) > LARGEST or 0 < abs(value) < SMALLEST:
         raise ValueError(
-            f"{name}: {value!r} is not a number that float32 holds; one from {_SMALLEST:.6g} "
-            f"to {_LARGEST:.6g}, would work"
+            f"{name}: {value!r} is not a number that float32 holds; one from {SMALLEST:.6g} "
+            f"to {LARGEST:.6g}, would work"
         )
 
 

@@ -246,8 +246,7 @@ class Sharding:
         for i, (axis, rule) in enumerate(zip(parameter.axes, rules, strict=True)):
             if rule.expert:
                 storage_axes = tuple(name for name in storage_axes if name != "expert")
-                divides = split(i, "expert")
-                assert divides, "`Transformer` refuses such an axis"
+                split(i, "expert")  # `Transformer` refuses experts that it does not divide
             if rule.tensor and getattr(self.parallel, axis):
                 split(i, "tensor")
         by_preference = sorted(

@@ -73,11 +73,12 @@ def dry_run(
     """
     # Tracing needs a backend, and another run may hold the accelerators.
     jax.config.update("jax_platforms", "cpu")
-    topology = (
-        topology_of(machine, gpu_memory is not None)
-        if machine
-        else f"{ANY_GPU}:{config.mesh.devices}"
-    )
+    topology = f"{ANY_GPU}:{config.mesh.devices}"
+    if machine:
+        try:
+            topology = topology_of(machine, gpu_memory is not None)
+        except ValueError as error:  # which names the flag of scripts.plan
+            raise UserError(str(error).replace("--machine", "--dry-run", 1)) from error
     usable_gib = None if gpu_memory is None else GPU_MEMORY_SHARE * gpu_gib(gpu_memory)
     if "mesh" not in config.auto and device_count(topology) != config.mesh.devices:
         raise UserError(

@@ -11,18 +11,20 @@ a range of the others covers.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Literal
 
+from model.config import TransformerConfig
+from model.memory.options import MemoryConfig
 from trainer.flops import head_weights, stored_layer_weights
 
 from .compiled import GIB
 from .machines import host_gib, host_note, is_gpu
 from .parts import (
     compute_bytes,
-    declared_once,
+    computed_sizes,
     device_tokens,
     host_parts_gib,
+    numbers_per_device,
     parts_gib,
     trained_names,
 )
@@ -32,6 +34,13 @@ from .plan import Job
 # and of a layer's and of the head's weights, all in the compute dtype; of the gradients and of a
 # loss chunk's logits, both in float32.
 HIDDEN, QUERIES, KEYS, LAYER_WEIGHTS, HEAD_WEIGHTS, GRADIENTS, LOGITS = 5, 6, 14, 2, 1, 1, 4
+# Arrays of keys if no rank sends its own; arrays of the feed-forward's width, and of logits, for
+# tokens beyond the default chunks. From Table 3's other columns, and set after they were seen.
+OWN_KEYS, WIDE, LOGITS_OF_MORE = 3, 4, 1
+# Arrays of scores in float32, where attention holds them, on GPUs and on TPUs: from Table 3's
+# column vanilla, and set after it was seen. One of its plans, Llama 13B on v3, takes only half of
+# its estimate.
+SCORES_ON_GPU, SCORES_ON_TPU = 4, 2
 # Extra arrays of a layer's trained experts, in the compute dtype: loops over blocks of rows hold
 # their float32 weights and gradients several times. From one plan, Qwen3-30B-A3B, 128K, 8 x H100,
 # and set after it was seen.
@@ -45,10 +54,10 @@ LOW, HIGH = 0.68, 1.3
 # plan: Qwen3-32B, 1M, v5p-64. Its compiler takes 27 GiB on top of 33 of attention outputs, for no
 # known reason.
 HIGH_KEPT_ON_TPU = 1.5
-# The smallest ratio with adapters, from the plans of the recipes in configs/adapters: for long rows
-# on one device, less exists at a time than the arrays above suggest. Set after these plans were
-# seen.
-LOW_OF_ADAPTERS = 0.55
+# The smallest ratio with adapters, from the plans of the recipes in configs/adapters and
+# configs/preference: for long rows, less exists at a time than the arrays above suggest. Set after
+# these plans were seen.
+LOW_OF_ADAPTERS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +88,9 @@ class MemoryEstimate:
 
     @property
     def low(self) -> float:
-        """The lower end of the estimate's range."""
-        return self.low_share * self.total
+        """The lower end of the estimate's range, but all of parameters and moments."""
+        state = sum(self.parts.get(name, 0.0) for name in ("parameters", "moments"))
+        return max(self.low_share * self.total, state)
 
     @property
     def high(self) -> float:
@@ -128,8 +138,9 @@ def estimate_memory(job: Job) -> MemoryEstimate:
 
 def _working_bytes(job: Job) -> float:
     """Bytes on a device at the step's peak, without the known parts."""
-    model, memory, mesh = job.model, job.memory, job.run.mesh
+    memory, mesh = job.memory, job.run.mesh
     tokens, tensor, number = device_tokens(job.run), mesh.tensor, compute_bytes(job.run)
+    model = computed_sizes(job.model, job.run.adapter, tensor)
     queries = (
         model.num_attention_heads
         * model.head_dim
@@ -143,8 +154,9 @@ def _working_bytes(job: Job) -> float:
     rows = min(tokens, memory.feed_forward_chunk or tokens) * (model.num_experts_per_tok or 0)
     rows *= mesh.expert
     routed = number * rows * (HIDDEN * model.hidden_size + 3 * model.expert_width / tensor)
+    arrays_of_keys = KEYS if mesh.sequence > 1 else OWN_KEYS
     activations = routed + number * tokens * (
-        HIDDEN * model.hidden_size + QUERIES * queries + KEYS * keys
+        HIDDEN * model.hidden_size + QUERIES * queries + arrays_of_keys * keys
     )
     experts = model.num_experts / mesh.expert
     of_experts = 3 * model.hidden_size * model.expert_width * experts / tensor
@@ -170,12 +182,54 @@ def _working_bytes(job: Job) -> float:
         + (0 if job.run.adapter.rank else number * EXPERT_WEIGHTS * of_experts)
         + number * HEAD_WEIGHTS * head
     )
-    gradients = 4 * GRADIENTS * _trained_numbers(job) * mesh.data / mesh.devices
+    of_chunks = _score_bytes(job, model) + _chunk_bytes(job, model)
+    return activations + weights + _gradient_bytes(job) + of_chunks
+
+
+def _score_bytes(job: Job, model: TransformerConfig) -> float:
+    """Bytes of the scores that attention holds: all of them by the schedule ring_self_attention, a
+    call's by the reference kernel, and none otherwise.
+
+    Args:
+      model: with the sizes that a device computes with.
+    """
+    attention, memory, mesh = job.run.attention, job.memory, job.run.mesh
+    schedule = attention.schedule_name
+    whole_rows = schedule == "ring_self_attention" and mesh.sequence > 1
+    if not whole_rows and attention.kernel != "reference":
+        return 0.0
+    # A ring's call has one rank's keys. With ulysses and attention2d it has other queries and heads
+    # too, as many in all as here.
+    keys = job.context // (mesh.sequence if schedule in ("ring", "balanced") else 1)
+    queries = device_tokens(job.run) / memory.query_chunks
+    heads = model.num_attention_heads / mesh.tensor / memory.attention_groups
+    arrays = SCORES_ON_GPU if is_gpu(job.topology) else SCORES_ON_TPU
+    return 4 * arrays * heads * queries * keys
+
+
+def _gradient_bytes(job: Job) -> float:
+    """Bytes of a device's gradients: those of a part of the batch, and the parts' sum."""
+    numbers = numbers_per_device(job.run, job.model)
+    trained = sum(numbers[name] for name in trained_names(job.run, job.model))
+    return 4 * GRADIENTS * trained * (2 if job.run.train.accumulation > 1 else 1)
+
+
+def _chunk_bytes(job: Job, model: TransformerConfig) -> float:
+    """Bytes for the logits of a chunk of tokens, and for what chunks larger than the default ones
+    add: the estimate's other parts were fitted to plans with those.
+
+    Args:
+      model: with the sizes that a device computes with.
+    """
+    memory, mesh, tokens = job.memory, job.run.mesh, device_tokens(job.run)
+    logits = 4 * model.vocab_size / mesh.tensor
     chunk = min(tokens, memory.loss_chunk or tokens)
-    return activations + weights + gradients + 4 * LOGITS * chunk * model.vocab_size / tensor
-
-
-def _trained_numbers(job: Job) -> int:
-    """The number of trained parameters."""
-    declared = declared_once(job.model.with_adapter(job.run.adapter))
-    return sum(math.prod(declared[name].shape) for name in trained_names(job.run, job.model))
+    usual = min(chunk, MemoryConfig.loss_chunk)
+    more_logits = LOGITS_OF_MORE * logits * (chunk - usual)
+    at_once = 0 if mesh.sequence_parallel else memory.feed_forward_chunk
+    more = min(tokens, at_once or tokens) - min(tokens, MemoryConfig.feed_forward_chunk)
+    if model.num_experts or memory.policy.products:  # counted by the chunk, or as products
+        more = 0
+    width = compute_bytes(job.run) * model.expert_width / mesh.tensor
+    # The head and a layer's feed-forward never run at once.
+    return LOGITS * logits * usual + max(more_logits, WIDE * width * max(0, more))

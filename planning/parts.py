@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
+from jax.sharding import NamedSharding
 
+from model.adapter import AdapterConfig
+from model.attention.names import MESH_AXES
 from model.config import TransformerConfig
+from model.padding import sizes_in_memory
 from model.parameter_declarations import declare
 from model.quantized_weights import weight_of
-from model.sharding import Parameter
-from trainer.config.schema import MemoryConfig, RunConfig
+from model.sharding import Parameter, Sharding, TensorParallel
+from trainer.config.schema import MemoryConfig, MeshConfig, RunConfig
+from trainer.mesh import abstract_mesh
 from trainer.optimizer import moment_bits, moment_count, trainable_names
 
 from .compiled import GIB
@@ -20,20 +28,19 @@ from .compiled import GIB
 def parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]:
     """The known parts of a device's memory in GiB.
 
-    These are the float32 parameters and the moments of trained ones, as if split evenly, and what
-    layers keep for the backward pass: with c tokens per device and n bytes per number of the
-    compute dtype, each layer's input takes n c E bytes, attention's output and log-sum-exp
-    n c H D + 4 c H bytes, and so on.
+    These are the parameters, the moments of trained ones, and what layers keep for the backward
+    pass: with c tokens per device and n bytes per number of the compute dtype, each layer's input
+    takes n c E bytes, attention's output and log-sum-exp n c H D + 4 c H bytes, and so on.
     """
     memory, tensor = run.memory, run.mesh.tensor
     tokens, number = device_tokens(run), compute_bytes(run)
-    heads, key_heads = model.num_attention_heads / tensor, model.num_key_value_heads / tensor
-    layers, hidden = model.num_hidden_layers, model.hidden_size
+    computed, hidden = computed_sizes(model, run.adapter, tensor), hidden_numbers(run, model)
+    layers = model.num_hidden_layers
     device_inputs, _ = _kept_inputs(memory, layers)
     # In a mixture each expert's output counts.
     outputs = (model.num_experts_per_tok or 1) + bool(model.shared_expert_intermediate_size)
-    widths = (heads + 2 * key_heads) * model.head_dim + 2 * model.active_width / tensor
-    widths += outputs * hidden
+    heads = computed.num_attention_heads + 2 * computed.num_key_value_heads
+    widths = (heads * model.head_dim + 2 * computed.active_width) / tensor + outputs * hidden
     parameters, moments = state_bytes(run, model)
     parts = {
         "parameters": 0 if memory.parameters_on_host else parameters,
@@ -53,7 +60,7 @@ def host_parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]
     _, host_inputs = _kept_inputs(memory, model.num_hidden_layers)
     parameters, moments = state_bytes(run, model)
     parts = {
-        "layer inputs": host_inputs * number * device_tokens(run) * model.hidden_size,
+        "layer inputs": host_inputs * number * device_tokens(run) * hidden_numbers(run, model),
         "attention outputs": _attention_bytes(run, model)
         if memory.policy.attention == "host"
         else 0,
@@ -75,9 +82,39 @@ def _kept_inputs(memory: MemoryConfig, layers: int) -> tuple[float, float]:
 def _attention_bytes(run: RunConfig, model: TransformerConfig) -> float:
     """Bytes per device of all layers' attention outputs (compute dtype) and log-sum-exps
     (float32)."""
-    heads = model.num_attention_heads / run.mesh.tensor
+    computed = computed_sizes(model, run.adapter, run.mesh.tensor)
+    heads = computed.num_attention_heads / run.mesh.tensor
     of_a_head = compute_bytes(run) * model.head_dim + 4
     return model.num_hidden_layers * device_tokens(run) * heads * of_a_head
+
+
+@functools.cache
+def computed_sizes(
+    model: TransformerConfig, adapter: AdapterConfig, tensor: int
+) -> TransformerConfig:
+    """Returns the model whose heads and widths, divided by `tensor`, are those that a device
+    computes with: more than the model's where `tensor` does not divide them, since they are then
+    padded or all on each device."""
+    parallel = TensorParallel.of(model.with_adapter(adapter), tensor)
+    heads = parallel.query_heads if parallel.heads else tensor * parallel.query_heads
+    widths = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+    repeated: dict[str, Any] = {
+        name: tensor * width
+        for name in widths
+        if (width := getattr(model, name)) and not parallel.mlp
+    }
+    return dataclasses.replace(
+        model,
+        num_attention_heads=heads,
+        num_key_value_heads=tensor * parallel.local_key_heads,
+        **repeated,
+    )
+
+
+def hidden_numbers(run: RunConfig, model: TransformerConfig) -> float:
+    """Returns how many numbers of each token's hidden state a device holds between layers."""
+    mesh = run.mesh
+    return model.hidden_size / (mesh.tensor if mesh.sequence_parallel else 1)
 
 
 def compute_bytes(run: RunConfig) -> int:
@@ -102,15 +139,18 @@ def state_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, float]
     Trained parameters and moments have the dtypes of the section optimizer; an adapter's base is in
     the compute dtype or quantized. A float32 average of the trained weights counts as a moment.
     """
-    declared, mesh = declared_once(model.with_adapter(run.adapter)), run.mesh
+    return _state_bytes(run, model, numbers_per_device(run, model))
+
+
+def _state_bytes(
+    run: RunConfig, model: TransformerConfig, numbers: Mapping[str, int]
+) -> tuple[float, float]:
+    """`state_bytes` of that many numbers of each parameter."""
+    declared = declared_once(model.with_adapter(run.adapter))
     trained = trained_names(run, model)
 
-    def per_device(names, copies=lambda name: 1) -> float:
-        return (
-            sum(copies(name) * math.prod(declared[name].shape) for name in names)
-            * mesh.data
-            / mesh.devices
-        )
+    def total(names: Iterable[str], bytes_of: Callable[[str], float]) -> float:
+        return sum(bytes_of(name) * numbers[name] for name in names)
 
     weight_bytes = np.dtype(run.optimizer.weight_dtype).itemsize
 
@@ -125,22 +165,37 @@ def state_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, float]
         parameter = declared[name]
         return moment_count(run.optimizer, parameter) * moment_bits(run.optimizer, parameter) / 8
 
-    parameter_bytes = per_device(declared, number_bytes)
-    average_bytes = 4 * per_device(trained) if run.optimizer.average_decay else 0
-    moments = per_device(trained, moment_bytes)
-    return parameter_bytes, moments + average_bytes
+    average_bytes = 4 if run.optimizer.average_decay else 0
+    moments = total(trained, lambda name: moment_bytes(name) + average_bytes)
+    return total(declared, number_bytes), moments
+
+
+def numbers_per_device(run: RunConfig, model: TransformerConfig) -> dict[str, int]:
+    """Returns how many numbers of each parameter a device holds, padding included."""
+    sizes = tuple(getattr(run.mesh, axis) for axis in MESH_AXES)
+    return _numbers_per_device(model.with_adapter(run.adapter), sizes)
+
+
+@functools.cache
+def _numbers_per_device(model: TransformerConfig, sizes: tuple[int, ...]) -> dict[str, int]:
+    """`numbers_per_device` on a mesh with axes of these sizes."""
+    axes: dict[str, Any] = dict(zip(MESH_AXES, sizes, strict=True))
+    mesh = abstract_mesh(MeshConfig(**axes))
+    sharding = Sharding(mesh, model)
+    return {
+        name: math.prod(NamedSharding(mesh, spec).shard_shape(parameter.shape))
+        for name, parameter in declared_once(sizes_in_memory(sharding)).items()
+        for spec in [sharding.spec(name, parameter)]
+    }
 
 
 def checkpoint_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, float]:
     """A checkpoint's bytes of (parameters, moments); an adapter's base is not saved."""
-    parameters, moments = (
-        size * run.mesh.devices / run.mesh.data for size in state_bytes(run, model)
-    )
+    declared = declared_once(model.with_adapter(run.adapter))
+    numbers = {name: math.prod(parameter.shape) for name, parameter in declared.items()}
+    parameters, moments = _state_bytes(run, model, numbers)
     if run.adapter.rank:
-        declared = declared_once(model.with_adapter(run.adapter))
-        parameters = 4.0 * sum(
-            math.prod(declared[name].shape) for name in trained_names(run, model)
-        )
+        parameters = 4.0 * sum(numbers[name] for name in trained_names(run, model))
     return parameters, moments
 
 

@@ -40,7 +40,7 @@ from .compiled.communication import communication
 from .compiled.refusal import refused_gib
 from .machines import device_count, gpus_per_host, hosts, is_gpu, memory_gib, split_topology
 from .memory_options import MEMORY_OPTIONS
-from .parts import device_tokens, parts_gib
+from .parts import computed_sizes, device_tokens, parts_gib
 from .topology import topology_devices
 
 # Chip -> its hardware in the cost model (in one server, in several), if named separately.
@@ -275,7 +275,7 @@ class Job:
         chunk = self.run.memory.feed_forward_chunk
         chunks = math.ceil(device_tokens(self.run) / chunk) if chunk else 1
         return costs.TrainingStep(
-            costs.Sizes.of(self.model),
+            costs.Sizes.of(computed_sizes(self.model, adapter, mesh.tensor)),
             hardware,
             self.context,
             batch=self.batch,
@@ -291,6 +291,7 @@ class Job:
             accumulation=self.run.train.accumulation,
             extra_forwards=self._extra_forwards,
             dcn=mesh.dcn,
+            needed=costs.Sizes.of(self.model),
         )
 
     @property

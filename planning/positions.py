@@ -13,7 +13,7 @@ from typing import Any
 
 from data.errors import UserError
 from model.config import POSITIONS
-from model.lengths import extended_positions, trained_length
+from model.lengths import extended_positions, supported_length
 from trainer.config.checks import check
 from trainer.config.schema import RunConfig
 from trainer.model_source import choose_model, for_templates
@@ -103,7 +103,7 @@ def _needed(config: RunConfig, source: ModelSource) -> tuple[dict[str, Any], str
         return {}, "RoPE: by model.overrides, whose rope_theta is made for the length"
     if not source.is_pretrained:
         return {}, "RoPE: that of the model from scratch"
-    trained, rule = trained_length(source.config), source.config.rope.rule
+    trained, rule = supported_length(source.config), source.config.rope.rule
     if trained is None:
         return {}, f"RoPE: unchanged; its rule {rule} adapts to the length of the rows"
     rows, ours = config.data.context_length, f"the model is trained for {trained:,}"

@@ -12,7 +12,7 @@ from data.conversation import DEFAULT_TEMPLATE
 from model.adapter import AdapterConfig
 from model.attention.names import MESH_AXES
 from model.config import ADJUSTABLE, POSITIONS
-from model.lengths import extended_positions, trained_length
+from model.lengths import extended_positions, supported_length
 from trainer.config.fields import AUTO
 from trainer.config.load import EPOCHS, WARMUP_FRACTION
 from trainer.config.optimizer import ADAPTERS_LEARNING_RATE, LEARNING_RATE
@@ -189,7 +189,7 @@ def _template_lines(recipe: Mapping[str, Any]) -> list[str]:
 def _length_lines(job: Job, recipe: Mapping[str, Any]) -> list[str]:
     """Returns the header's line about rows longer than the model is trained for: how far the recipe
     stretches RoPE, or that it cannot."""
-    trained, overrides = trained_length(job.model), recipe.get("model", {}).get("overrides", {})
+    trained, overrides = supported_length(job.model), recipe.get("model", {}).get("overrides", {})
     if trained is None or job.context <= trained:
         return []
     if overrides.get("max_position_embeddings") == job.context:
@@ -203,6 +203,18 @@ def _length_lines(job: Job, recipe: Mapping[str, Any]) -> list[str]:
         f"Length    the factors of this model's longrope are fitted to {trained:,} tokens: "
         "longer documents need your own factors in model.overrides.rope_scaling"
     ]
+
+
+def _shared_folders(job: Job, recipe: Mapping[str, Any]) -> str:
+    """Returns flags for the folders that all hosts must share, unless the recipe names them.
+
+    The hosts of a TPU slice have no common disk; those of Slurm do.
+    """
+    if split_topology(job.topology)[1] not in TPUS or hosts(job.topology) == 1:
+        return ""
+    run = "" if recipe.get("run_dir") else " --run_dir gs://BUCKET/run"
+    prepared = recipe.get("data", {}).get("prepared")
+    return run + ("" if prepared else " --data.prepared gs://BUCKET/prepared")
 
 
 def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | None) -> str:
@@ -232,7 +244,7 @@ def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | Non
         if job.own_device_gib is None
         else f" --gpu-memory {job.own_device_gib / GPU_MEMORY_SHARE:.4g}"
     )
-    command = launcher(job, options).replace("\n", "\n          ")
+    command = launcher(job, options + _shared_folders(job, recipe)).replace("\n", "\n          ")
     head = [
         heading(job),
         "",

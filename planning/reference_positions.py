@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from model.config import TransformerConfig
-from model.lengths import extended_positions, trained_length
+from model.lengths import extended_positions, supported_length
 from trainer.config.schema import ModelConfig, RunConfig
 from trainer.model_source import choose_model
 from trainer.run.directory import RunDirectory
@@ -43,7 +43,7 @@ def reference_positions(
     positions = extended_positions(reference, trained_model.max_position_embeddings)
     if positions and reference.with_positions(**positions).rope == trained_model.rope:
         return positions
-    trained, rows = trained_length(reference), config.data.context_length
+    trained, rows = supported_length(reference), config.data.context_length
     if trained is None or not extended_positions(reference, rows) or longest() <= trained:
         return {}
     return extended_positions(reference, max(longest(), reference.max_position_embeddings))

@@ -37,7 +37,7 @@ from data.errors import UserError
 from data.folders import exclusive, sync
 from data.printable import console
 from data.trajectories.collected import claim, describe, stored_episodes
-from data.trajectories.episodes import episode_return, write_episode
+from data.trajectories.episodes import SEARCH_STATE, episode_return, write_episode
 from data.trajectories.play import Policy, play_episode
 from data.trajectories.search import Search, SearchConfig
 from data.trajectories.tasks import TASKS, get_task, make_environment
@@ -192,7 +192,7 @@ class Collection:
             self.search_config,
             (self.task.action_size, self.task.observation_size),
             self.args.seed,
-            folder.parent / "search.npz",
+            folder.parent / SEARCH_STATE,
         )
         stored_episodes(folder, search.iteration * size, search.path)
         iterations, rest = divmod(self.counts["search"], size)
@@ -250,6 +250,11 @@ def run(args: Options) -> None:
     """
     task = get_task(args.task)
     _refuse_unused(args)
+    if args.action_repeat > task.episode_steps:
+        raise UserError(
+            f"--action-repeat: found {args.action_repeat}, but an episode of {task.name} has "
+            f"{task.episode_steps} steps"
+        )
     make_environment(task, 0)  # this process reports a missing simulator
     domain = Path(args.output) / task.domain
     domain.mkdir(parents=True, exist_ok=True)

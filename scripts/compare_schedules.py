@@ -145,6 +145,7 @@ def _layouts(chosen: str | None, job: Any) -> tuple[list[str], list[str]]:
 def _on_hardware(args: argparse.Namespace) -> Any:
     """Returns the cost model's step on the machine of --hardware."""
     from planning.costs import HARDWARE, Sizes, TrainingStep
+    from planning.parts import computed_sizes
     from planning.plan import DEFAULT_RECIPE
     from scripts.plan_options import named_model
     from trainer.build import layer_masks
@@ -156,13 +157,14 @@ def _on_hardware(args: argparse.Namespace) -> Any:
     model = named_model(args.model)
     axes: dict[str, Any] = {axis: getattr(args, axis) or 1 for axis in AXES}
     return TrainingStep(
-        Sizes.of(model),
+        Sizes.of(computed_sizes(model, DEFAULT_RECIPE.adapter, axes["tensor"])),
         HARDWARE[args.hardware],
         args.context,
         batch=args.batch or 1,
         **axes,
         remat=args.remat or TrainingStep.remat,
         masks=layer_masks(DEFAULT_RECIPE, model),
+        needed=Sizes.of(model),
     )
 
 

@@ -250,7 +250,7 @@ def _write(
     if library == "peft":
         peft.write_adapter(params, config, base, out, finish, assets)
         _warn_of_base(config, arguments.base or named, out)
-        return None, base
+        return None, base or named
     with contextlib.ExitStack() as stack:
         whole = _merged(params, config, checkpoint, arguments, stack) if is_adapter else params
         write_hf(whole, config, assets, out, finish=finish, stacked=arguments.fuse_experts)

@@ -92,7 +92,8 @@ def visits(states: Mapping[str, Float[np.ndarray, "m O"]]) -> dict[str, Int[np.n
     every = np.concatenate(list(states.values())).astype(np.float64)
     mean, std = every.mean(0), every.std(0)
     std = np.where(std < 1e-6, 1.0, std)
-    _, _, directions = np.linalg.svd(np.cov((every - mean).T / std[:, None]))
+    standardized = (every - mean) / std
+    _, _, directions = np.linalg.svd(standardized.T @ standardized)  # even of a single state
     planes = {name: (values - mean) / std @ directions[:2].T for name, values in states.items()}
     spread = np.quantile(np.concatenate(list(planes.values())), [0.005, 0.995], axis=0).T
     edges = [np.linspace(low, max(high, low + 1e-6), CELLS + 1) for low, high in spread]

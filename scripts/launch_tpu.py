@@ -49,6 +49,14 @@ from .tpu.gcloud import Gcloud, GcloudError, Kind, Refused, say, sleep
 from .tpu.slices import GroupSlices, QueuedSlices, Request, Slices, Worker
 
 VERBS = ("run", "create", "install", "start", "follow", "status", "stop", "delete")
+# Options that not every verb reads, and the verbs that do.
+READ_BY = {
+    "env": ("install", "run"),
+    "setup": ("install", "run"),
+    "worker": ("start", "follow", "run"),
+    "restarts": ("run",),
+    "price_per_hour": ("status",),
+}
 INSTALL_TRIES = 5
 SETTLE_SECONDS = 60  # how long to wait for the other workers once a job has ended on one
 
@@ -103,11 +111,26 @@ class Launcher:
     # Workers
 
     def _targets(self, words: Sequence[str]) -> list[Worker]:
-        """Returns the workers that a command runs on."""
-        workers = self.slices.workers()
-        if self.args.worker == "all" or (self.args.worker is None and remote.on_all_workers(words)):
-            return workers
-        return [workers[0]._replace(number=self.args.worker or "0")]
+        """Returns the workers that a command runs on: all, or one. Raises Refused."""
+        number = self.args.worker
+        if number == "all" or (number is None and remote.on_all_workers(words)):
+            return self.slices.workers()
+        return [self._host(number)]
+
+    def _host(self, number: str | None) -> Worker:
+        """Returns the first slice's host with this number, by default 0.
+
+        Raises:
+          Refused: there is no such host.
+        """
+        number, workers = "0" if number in (None, "all") else number, self.slices.workers()
+        for worker in workers:
+            if worker.number in (number, "all"):
+                return worker._replace(number=number)
+        raise Refused(
+            f"--worker: found {number}; {self.args.name} has the hosts "
+            f"{', '.join(sorted({worker.number for worker in workers}, key=int)) or 'none now'}"
+        )
 
     def _each(self, workers: Sequence[Worker], call: Callable[[Worker], Any]) -> list[Any]:
         """Returns the results of `call` for all workers, run concurrently. Raises GcloudError."""
@@ -149,17 +172,20 @@ class Launcher:
         workers = self.slices.workers()
         if self.args.setup:
             self._do(workers, self.args.setup)
+        command = remote.INSTALL
         with scratch_folder() as folder:
             archive, variables = folder / "longstripe.tar.gz", folder / "longstripe.env"
             remote.write_archive(archive)
-            # In a file that only its owner can read: every user of the machine sees command lines.
-            variables.touch(mode=0o600)
-            variables.write_text(
-                remote.environment_file(remote.read_variables(self.args.env)), encoding="utf-8"
-            )
-            for path in (archive, variables):
-                self._each(workers, functools.partial(self._copy, path))
-        self._do(workers, f"chmod 600 longstripe.env\n{remote.INSTALL}")
+            self._each(workers, functools.partial(self._copy, archive))
+            if self.args.env:  # otherwise those of the last installation stay
+                # In a file that only its owner can read: every user sees command lines.
+                variables.touch(mode=0o600)
+                variables.write_text(
+                    remote.environment_file(remote.read_variables(self.args.env)), encoding="utf-8"
+                )
+                self._each(workers, functools.partial(self._copy, variables))
+                command = f"chmod 600 longstripe.env\n{command}"
+        self._do(workers, command)
 
     def _copy(self, file: Path, worker: Worker) -> int:
         return self.gcloud.shown(*self.slices.scp(worker, str(file), file.name))
@@ -212,10 +238,10 @@ class Launcher:
             sleep(self.args.poll)
 
     def _print_log(self) -> None:
-        """Prints new lines of the first worker's log until the job or the connection ends."""
-        first = self.slices.workers()[0]._replace(number="0")
+        """Prints new lines of a worker's log, by default the first's, until the job or the
+        connection ends."""
         with self.gcloud.stream(
-            *self.slices.ssh(first, remote.log_command(*self.shown))
+            *self.slices.ssh(self._host(self.args.worker), remote.log_command(*self.shown))
         ) as process:
             output = cast(io.BufferedReader, process.stdout)
             identity = output.readline().decode().strip()
@@ -385,12 +411,14 @@ class Options:
     )
     env: list[str] = option(
         "a variable for the workers; without VALUE its local value: --env HF_TOKEN. It is sent in "
-        "a file that only you can read",
+        "a file that only you can read; without --env, those of the last installation stay",
         [],
         metavar="NAME[=VALUE]",
     )
     worker: str | None = option(
-        "where COMMAND runs, instead of the default above", None, metavar="all|N"
+        "where COMMAND runs, instead of the default above, and whose log is followed",
+        None,
+        metavar="all|N",
     )
     setup: FreeText = option(
         "shell command to run on every worker before the installation", "", metavar="COMMAND"
@@ -434,6 +462,14 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise Refused("--zone is missing, such as --zone us-east5-a")
     if args.slices < 1:
         raise Refused(f"--slices: found {args.slices}; needs at least 1")
+    if args.worker and not re.fullmatch(r"all|\d{1,6}", args.worker, re.ASCII):
+        raise Refused(f"--worker: found {args.worker}; expected all, or a host's number, from 0")
+    for name, verbs in READ_BY.items():
+        if args.verb not in verbs and getattr(args, name) != parser.get_default(name):
+            raise Refused(
+                f"--{name.replace('_', '-')}: has no effect with {args.verb}; it is for "
+                f"{', '.join(verbs)}"
+            )
     if args.type and args.machine_type:
         raise Refused(
             "--type is for the Cloud TPU API, --machine-type for Compute Engine; pass only one"

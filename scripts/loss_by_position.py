@@ -4,9 +4,10 @@
     python -m scripts.loss_by_position --data.path DATA --checkpoint DIR_OR_HF [...] --output DIR
 
 Data, packing and mesh are the recipe's, or as train.py has them without one; `model.path`, for an
-adapter `adapter.path`, is set to each checkpoint in turn. Targets are grouped by the number of
-tokens before them in the same document and row, into buckets between powers of two. Writes
-loss_by_position.json and loss_by_position.png to --output.
+adapter `adapter.path`, is set to each checkpoint in turn, which has its own RoPE unless a flag
+--model.overrides gives another. Targets are grouped by the number of tokens before them in the same
+document and row, into buckets between powers of two. Writes loss_by_position.json and
+loss_by_position.png to --output.
 
 With --without-earlier W each target is also predicted from at most W preceding tokens: every
 document is cut into pieces of W tokens that cannot attend to each other. If the model uses earlier
@@ -262,7 +263,11 @@ def _objective(checkpoint: str, args: Options) -> "TextObjective":
     if config.mesh.simulate:
         simulate(config.mesh.simulate)  # before a run's checkpoint is opened, which starts JAX
     config = _with_checkpoint(config, checkpoint, "--adapter.path" in given)
-    config = choose_stage(config, args.stage)
+    model = config.model
+    if not any(flag.startswith("--model.overrides") for flag in given):
+        # The recipe's RoPE is in the checkpoints of its run; others have their own.
+        model = dataclasses.replace(model, overrides={})
+    config = dataclasses.replace(choose_stage(config, args.stage), model=model)
     if "mesh" in config.auto:
         config = spread(config, len(jax.devices()))
         print(f"mesh: {config.mesh.product}", flush=True)

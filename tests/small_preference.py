@@ -1,5 +1,6 @@
 """Small runs on preferences, and comparisons that tests share."""
 
+import json
 import pathlib
 import shutil
 
@@ -9,6 +10,7 @@ import torch
 import transformers
 from jax.sharding import Mesh
 
+from tests import small_model
 from tests.errors import within
 from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.preference import PreferenceConfig
@@ -31,6 +33,19 @@ WIDE = MeshConfig(fsdp=2, tensor=2, sequence=2, simulate=8)
 
 def words(count: int, seed: int) -> str:
     return " ".join(np.random.default_rng(seed).choice(["red", "blue", "old", "big", "cat"], count))
+
+
+def write_pairs(folder, count: int) -> None:
+    """Writes pairs whose prompts and completions have different lengths."""
+    records = [
+        {
+            "prompt": f"Say {number}: {words(3, number)}",
+            "chosen": words(2 + number % 5, 100 + number),
+            "rejected": words(3 + number % 3, 200 + number),
+        }
+        for number in range(count)
+    ]
+    (folder / "pairs.json").write_text(json.dumps(records), encoding="utf-8")
 
 
 def usual_model(hf_model, folder) -> pathlib.Path:
@@ -84,6 +99,68 @@ def open_objective(config: RunConfig) -> PreferenceObjective:
     devices = jax.devices()[: config.mesh.devices]
     mesh: Mesh = make_mesh(config.mesh, devices)
     return PreferenceObjective(config, mesh)
+
+
+def parts(document, chosen):
+    """The prompt, the first and the second completion of a prepared document."""
+    tokens, mask = document.tokens.tolist(), document.loss_mask
+    first, second = int(mask[:chosen].argmax()), chosen + int(mask[chosen:].argmax())
+    assert tokens[:first] == tokens[chosen:second]
+    assert mask[first:chosen].all() and mask[second:].all()
+    return tokens[:first], tokens[first:chosen], tokens[second:]
+
+
+def examples(objective, rows=range(ROWS)) -> list[dict]:
+    """The documents of these rows in TRL's form, in the batch's order."""
+    documents, found = objective.prepared.train, []
+    labelled = objective.config.preference.loss == "kto"
+    for number in (int(number) for row in rows for number in objective.loader.row_pairs(row)):
+        prompt, first, second = parts(documents[number], int(documents.chosen[number]))
+        example = {"prompt_ids": prompt, "chosen_ids": first, "rejected_ids": second}
+        if labelled:
+            example = {"prompt_ids": prompt, "completion_ids": first, "KL_completion_ids": second}
+            example["label"] = bool(documents.labels[number])
+        found.append(example)
+    return found
+
+
+def trl_trainer(folder, model, reference, loss, **options):
+    """TRL's trainer for a loss with a reference, which computes the loss of prepared ids."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+
+    if loss == "kto":
+        trainer, config = KTOTrainer, KTOConfig
+        rows = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
+    else:
+        trainer, config, options = DPOTrainer, DPOConfig, {"loss_type": [loss], **options}
+        rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    return trainer(
+        model=model,
+        ref_model=reference,
+        args=config(
+            output_dir=str(folder / "trl"),
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=2,
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+            **options,
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(small_model.TOKENIZER),
+    )
+
+
+def trl_loss_and_gradient(trainer, batch):
+    """TRL's loss, metrics and gradients."""
+    trainer.model.zero_grad()
+    value = trainer._compute_loss(trainer.model, trainer.data_collator(batch), False)
+    value.backward()
+    metrics = {name: values[-1] for name, values in trainer._metrics["eval"].items()}
+    named = trainer.model.named_parameters()
+    return value.item(), metrics, {name: parameter.grad.numpy().copy() for name, parameter in named}
 
 
 def loss_and_gradient(objective, params, batch, model=None):

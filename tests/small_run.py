@@ -102,10 +102,24 @@ def adapter_run(recipe: pathlib.Path, folder: pathlib.Path, model: pathlib.Path,
     path.write_text(yaml.safe_dump(written), encoding="utf-8")
 
     def line(run, *flags, model=model):
-        command = ["--config", path, "--run_dir", folder / run, "--model.path", model, *flags]
-        return [str(word) for word in command]
+        return command(path, folder / run, "--model.path", model, *flags)
 
     return line
+
+
+def command(recipe: pathlib.Path, run: pathlib.Path, *flags: object) -> list[str]:
+    """Returns the words with which train.py begins or continues a run of a recipe."""
+    return [str(word) for word in ("--config", recipe, "--run_dir", run, *flags)]
+
+
+def spoil(checkpoint: pathlib.Path) -> str:
+    """Flips a bit of a checkpoint's largest parameter file; returns the file's name."""
+    files = [path for path in (checkpoint / "model").rglob("*") if path.is_file()]
+    victim = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    return victim.name
 
 
 def losses(run: pathlib.Path) -> list[float]:
@@ -121,18 +135,10 @@ def start(
     log: pathlib.Path | None = None,
 ) -> subprocess.Popen:
     """Starts train.py as a user does, with its output in `log`, by default RUN.log."""
-    command = [
-        sys.executable,
-        str(repository / "train.py"),
-        "--config",
-        str(recipe),
-        "--run_dir",
-        str(run),
-        *flags,
-    ]
+    words = [sys.executable, "train.py", *command(recipe, run, *flags)]
     with open(log or f"{run}.log", "a", encoding="utf-8") as file:
         environment = {"XLA_FLAGS": XLA_FLAGS, **os.environ, "JAX_PLATFORMS": "cpu"}
-        return subprocess.Popen(command, cwd=repository, env=environment, stdout=file, stderr=file)
+        return subprocess.Popen(words, cwd=repository, env=environment, stdout=file, stderr=file)
 
 
 def finish(process: subprocess.Popen, run: pathlib.Path) -> str:

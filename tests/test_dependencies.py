@@ -2,11 +2,11 @@
 
 import ast
 import re
-import subprocess
 import sys
 from importlib import metadata
 
 from tests.conftest import REPOSITORY
+from tests.test_rooms import tracked
 
 OWN = {"data", "eval", "model", "planning", "scripts", "tests", "train", "trainer"}
 # Imported if installed, with a message otherwise.
@@ -32,22 +32,9 @@ def declared() -> set[str]:
 
 def imported() -> dict[str, str]:
     """Returns the third-party modules that tracked files import, each with a file that does."""
-    command = [
-        "git",
-        "-C",
-        str(REPOSITORY),
-        "ls-files",
-        "--cached",
-        "--others",
-        "--exclude-standard",
-        "*.py",
-    ]
     modules = {}
-    for name in subprocess.run(
-        command, check=True, capture_output=True, text=True
-    ).stdout.splitlines():
-        path = REPOSITORY / name
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path.exists() else ():
+    for path in tracked("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
             modules.update({name.split(".")[0]: str(path) for name in names})

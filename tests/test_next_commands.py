@@ -3,6 +3,7 @@
 import functools
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ import train
 from eval import in_context, needle, report
 from scripts import export_hf
 from tests import small_model
+from tests.conftest import REPOSITORY
 from trainer.config.load import load
 from trainer.options import parse
 
@@ -30,22 +32,8 @@ def parsed(line):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_on_text_is_exported_evaluated_and_reported(tmp_path, processes):
     folder = tmp_path / "my run"
-    config = load(
-        [
-            "--config",
-            "configs/quickstart.yaml",
-            "--run_dir",
-            str(folder),
-            "--mesh.data",
-            "2",
-            "--mesh.fsdp",
-            "2",
-            "--mesh.tensor",
-            "1",
-            "--mesh.sequence",
-            "2",
-        ]
-    )
+    mesh = ["--mesh.data", "2", "--mesh.fsdp", "2", "--mesh.tensor", "1", "--mesh.sequence", "2"]
+    config = load(["--config", "configs/quickstart.yaml", "--run_dir", str(folder), *mesh])
     commands = parsed(train.next_commands(config, processes))
     assert list(commands) == ["scripts.export_hf", "eval.needle", "eval.report"]
     export, evaluation, page = commands.values()
@@ -93,6 +81,19 @@ def test_a_run_whose_base_is_gone_is_evaluated_as_far_as_its_rows(tmp_path):
     assert parsed(train.next_commands(config, 1))["eval.needle"].tokens == [4096]
 
 
+def test_a_run_begun_in_another_folder_is_evaluated_from_the_project_s(tmp_path, monkeypatch):
+    """`python -m eval.needle` finds the module there alone, and its paths are not relative to it."""
+    words = ["--config", str(REPOSITORY / "configs/quickstart.yaml"), "--run_dir", "my run"]
+    monkeypatch.chdir(tmp_path)
+    line = train.next_commands(load(words), 1)
+    change, folder = shlex.split(line.removeprefix("next: ").partition("; ")[0])
+    assert (change, Path(folder)) == ("cd", REPOSITORY)
+    export, evaluation, page = parsed(line.replace(f"cd {shlex.quote(folder)}; ", "")).values()
+    run = str(tmp_path / "my run")
+    assert (export.checkpoint, evaluation.checkpoint, page.runs) == (run, run, [run])
+    assert export.hf_dir == tmp_path / "my run/exported"
+
+
 def test_the_best_checkpoint_is_exported_and_evaluated(tmp_path):
     """As by transformers with load_best_model_at_end."""
     flags = ["--run_dir", str(tmp_path / "run"), "--checkpoint.best", "accuracy"]
@@ -108,18 +109,8 @@ def test_a_run_on_trajectories_is_played_and_reported(repository):
         for path in sorted((repository / "configs").rglob("*.yaml"))
         if "trajectories:" in path.read_text()
     )
-    config = load(
-        [
-            "--config",
-            str(recipe),
-            "--mesh.fsdp",
-            "2",
-            "--mesh.sequence",
-            "2",
-            "--mesh.simulate",
-            "4",
-        ]
-    )
+    mesh = ["--mesh.fsdp", "2", "--mesh.sequence", "2", "--mesh.simulate", "4"]
+    config = load(["--config", str(recipe), *mesh])
     commands = parsed(train.next_commands(config, 1))
     assert list(commands) == ["eval.in_context", "eval.report"]
     args = commands["eval.in_context"]

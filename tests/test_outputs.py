@@ -128,8 +128,7 @@ def users_file(path):
     ("command", "name"),
     [(command, name) for command, writer in WRITERS.items() if writer for name in writer[1]],
 )
-def test_a_file_of_the_user_stays(command, name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("trainer.entry.keep_compiled", lambda *_: None)
+def test_a_file_of_the_user_stays(command, name, tmp_path, capsys):
     out, run = tmp_path / "out", tmp_path / "run"
     out.mkdir()
     run.mkdir()
@@ -165,7 +164,6 @@ EVALUATIONS = {
 @pytest.mark.parametrize("command", EVALUATIONS)
 def test_another_evaluations_results_stay(command, other, tmp_path, monkeypatch, capsys):
     """The cases and pictures beside them would be of two evaluations."""
-    monkeypatch.setattr("trainer.entry.keep_compiled", lambda *_: None)
     if command == "eval.harness":
         pytest.importorskip("lm_eval")
         known = SimpleNamespace(all_tasks=["arc_easy"])  # to list all takes half a minute

@@ -45,17 +45,8 @@ ONE_HOME = {
 def tracked(pattern: str) -> list[Path]:
     """Returns the repository's files that match a git pattern, tracked or new, without deleted
     ones."""
-    command = [
-        "git",
-        "-C",
-        str(ROOT),
-        "ls-files",
-        "--cached",
-        "--others",
-        "--exclude-standard",
-        "--",
-        pattern,
-    ]
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    command += ["--", pattern]
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     return [ROOT / name for name in sorted(set(names)) if (ROOT / name).exists()]
 

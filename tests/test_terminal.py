@@ -72,20 +72,10 @@ def run_command(command: str, words, capsys) -> tuple[int, str]:
 
 def evil_text(rng: random.Random) -> str:
     """Returns words with control sequences between them."""
-    parts = [
-        EVIL,
-        "\x1b[A",
-        "\x1b]52;c;aGk=\x07",
-        "\x08\x08",
-        "\x9b2J",
-        "\u2066",
-        "a",
-        "word ",
-        "\x1bc",
-        "\x1b[8m",
-        "\r",
-        "é",
-    ]
+    parts = (
+        *(EVIL, "\x1b[A", "\x1b]52;c;aGk=\x07", "\x08\x08", "\x9b2J", "\u2066"),
+        *("a", "word ", "\x1bc", "\x1b[8m", "\r", "é"),
+    )
     return "".join(rng.choices(parts, k=12))
 
 
@@ -108,7 +98,6 @@ def test_every_program_of_the_tree_prints_through_the_frame():
 def test_evil_names_and_flags(command, tmp_path, capsys, monkeypatch):
     """TEXTS per command: as its paths and names if it takes any, and as a flag."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trainer.entry.keep_compiled", lambda *_: None)
     rng = random.Random(command)
     for _ in range(TEXTS):
         evil = evil_text(rng)
@@ -147,19 +136,11 @@ def conversations(count: int, seed: int = 0) -> list[dict]:
 def test_evil_conversations(count, small_recipe, tmp_path, capsys):
     data = tmp_path / f"{EVIL}.json"
     data.write_text(json.dumps(conversations(count)))
-    flags = [
-        "--data.path",
-        str(data),
-        "--data.prepared",
-        str(tmp_path / "prepared"),
-        "--data.held_out_fraction",
-        "0",
-    ]
+    flags = ["--data.path", str(data), "--data.prepared", str(tmp_path / "prepared")]
+    flags += ["--data.held_out_fraction", "0"]
+    shown = [str(small_recipe), *flags, "--rows", str(count), "--tokens", "9999"]
     for command, words in (
-        (
-            "scripts.inspect_data",
-            [str(small_recipe), *flags, "--rows", str(count), "--tokens", "9999"],
-        ),
+        ("scripts.inspect_data", shown),
         ("scripts.prepare", ["--config", str(small_recipe), *flags]),
     ):
         code, output = run_command(command, words, capsys)

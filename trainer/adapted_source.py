@@ -145,7 +145,7 @@ class PeftAdapter(AdapterSource):
     def adapt(self, base: StoredSource, path: str) -> AdaptedSource:
         if base.config.tie_word_embeddings:
             adapter_config.check_tied(self.folder, self.config)
-        config, _ = adapter_config.read_config(self.folder, base.config)
+        config = peft.open_config(self.folder, base.config)
         # Other programs' folders often hold a tokenizer too, but without a template, or with tokens
         # that have no row.
         has_tokenizer = any(file_within(self.folder, name) for name in TOKENIZERS)

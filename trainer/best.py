@@ -40,15 +40,10 @@ class BestCheckpoint:
     forgotten: str = dataclasses.field(default="", compare=False)
 
     @classmethod
-    def begun(cls, config: RunConfig) -> BestCheckpoint:
-        """Begins without a measurement."""
-        return cls(config.checkpoint, _measuring(config))
-
-    @classmethod
-    def restored(cls, config: RunConfig, data: Mapping[str, Any]) -> BestCheckpoint:
+    def of(cls, config: RunConfig, data: Mapping[str, Any]) -> BestCheckpoint:
         """Reads a checkpoint's data; begins without a measurement if they have none, or one of
         something else than `checkpoint.best` names now."""
-        saved, best = data.get("best") or {}, cls.begun(config)
+        saved, best = data.get("best") or {}, cls(config.checkpoint, _measuring(config))
         step, metric = saved.get("step"), config.checkpoint.best
         if (saved.get("metric"), saved.get("is")) != (metric, config.checkpoint.best_is):
             now = f"is {metric} ({config.checkpoint.best_is})" if metric else "is not given"

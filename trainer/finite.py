@@ -30,23 +30,17 @@ class FiniteSteps:
       last_finite_step: the last one after which the loss was still finite.
     """
 
-    def __init__(self, config: TrainConfig, objective: Objective, store: CheckpointStore) -> None:
-        self.config, self.objective, self.store = config, objective, store
-        self.updates, self.skipped, self.last_finite_step = 0, 0, -1
-
-    @classmethod
-    def restored(
-        cls,
+    def __init__(
+        self,
         config: TrainConfig,
         objective: Objective,
         store: CheckpointStore,
         data: Mapping[str, Any],
-    ) -> FiniteSteps:
-        """Goes on from a checkpoint's data."""
-        steps = cls(config, objective, store)
-        steps.updates, steps.skipped = data["updates"], data.get("skipped", 0)
-        steps.last_finite_step = data["step"] - 1
-        return steps
+    ) -> None:
+        """Goes on from a checkpoint's data; {} begins."""
+        self.config, self.objective, self.store = config, objective, store
+        self.updates, self.skipped = data.get("updates", 0), data.get("skipped", 0)
+        self.last_finite_step = data.get("step", 0) - 1
 
     @property
     def data(self) -> dict[str, int]:

@@ -36,7 +36,7 @@ IN_LINES = ("ulysses", "attention2d")
 def start_devices(config: RunConfig) -> None:
     """Joins the other processes and simulates devices; call it before JAX starts its backend.
 
-    Later calls, for further stages, change nothing.
+    Later calls, as by the planner, change nothing.
 
     Raises:
       UserError: see `join` and `simulate`.

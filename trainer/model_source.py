@@ -126,7 +126,16 @@ def open_adapter(path: str, base: str | None = None) -> AdaptedSource:
             f"{path}: {adapter_config.CONFIG} names no base_model_name_or_path; give the base in "
             "addition to --adapter"
         )
-    return _adapted(open_model(base or named), adapter, path)
+    try:
+        source = open_model(base or named)
+    except ValueError as error:
+        if base:
+            raise
+        raise ValueError(
+            f"{path}: the base that it names cannot be opened: {error}; if it is elsewhere, give "
+            "it in addition to --adapter, or to scripts.export_hf as --base"
+        ) from None
+    return _adapted(source, adapter, path)
 
 
 def with_adapter(source: ModelSource, path: str) -> AdaptedSource:

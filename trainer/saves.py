@@ -13,7 +13,7 @@ from data.errors import first_line
 from .checkpoint.clock import SaveClock
 from .checkpoint.saving import SaveError
 from .reporting.metrics_log import MetricsLog
-from .resources import Resources
+from .run.watchdog import Watchdog
 from .state import TrainingState
 
 LONG_WAIT = 1.0  # seconds of waiting for the previous save after which the log says so
@@ -23,13 +23,15 @@ class Saves:
     """Saves a run's state: in the run's folder, and on the hosts if `checkpoint.local` is given.
 
     Args:
+      log: of the run, which each checkpoint records and which says what a save waits for.
       assets: folder of the files that each checkpoint gets too, such as the tokenizer's.
     """
 
-    def __init__(self, state: TrainingState, resources: Resources, assets: Path) -> None:
-        self.state, self.config, self.assets = state, state.config.checkpoint, assets
-        self.store, self.local = resources.store, resources.local
-        self.watchdog = resources.watchdog
+    def __init__(
+        self, state: TrainingState, watchdog: Watchdog, log: MetricsLog, assets: Path
+    ) -> None:
+        self.state, self.watchdog, self.log, self.assets = state, watchdog, log, assets
+        self.config, self.store, self.local = state.config.checkpoint, state.store, state.local
         self.clock = SaveClock(self.config.minutes)
         self._step = 0  # of the last save
         self._failed = False  # the save before the last one
@@ -38,9 +40,7 @@ class Saves:
         """Returns whether to save now. Every process calls this after every step."""
         return self.clock.due(self.state.step) or self.state.due(self.config.every)
 
-    def save(
-        self, log: MetricsLog, logged: dict[str, Any] | None = None, is_last: bool = False
-    ) -> None:
+    def save(self, logged: dict[str, Any] | None = None, is_last: bool = False) -> None:
         """Starts to save a checkpoint of the state.
 
         Args:
@@ -52,9 +52,7 @@ class Saves:
           SaveError: the previous save failed; see `_end_previous`.
         """
         self.state.require_finite()
-        self._wait(
-            log, lambda: self._end_previous(log, is_last), "checkpoint", "every or a faster store"
-        )
+        self._wait(lambda: self._end_previous(is_last), "checkpoint", "every or a faster store")
         self._step = self.state.step
         self.store.protected = self.state.best.step
         self.clock.saved()
@@ -62,12 +60,12 @@ class Saves:
             self.state.step,
             model=self.state.saved_params,
             optimizer=self.state.optimizer_state,
-            data=self.state.saved_data(log.logged if logged is None else logged),
+            data=self.state.saved_data(self.log.logged if logged is None else logged),
             assets=self.assets,
             shapes=self.state.objective.model.unpadded_shapes,
         )
 
-    def _end_previous(self, log: MetricsLog, is_last: bool) -> None:
+    def _end_previous(self, is_last: bool) -> None:
         """Waits for the previous save. If it failed for a reason that may have passed, this one
         takes its place, unless the one before failed too; the last one does even then."""
         try:
@@ -77,11 +75,11 @@ class Saves:
                 raise
             self._failed = True
             self.state.best.forget(self._step, self.state.step)
-            log.say(f"step {self.state.step}: {first_line(error)}; saving this step instead")
+            self.log.say(f"step {self.state.step}: {first_line(error)}; saving this step instead")
         else:
             self._failed = False
 
-    def save_locally(self, log: MetricsLog) -> None:
+    def save_locally(self) -> None:
         """Starts to save a local checkpoint, if one is due; the last step has no need of one.
 
         Raises:
@@ -94,30 +92,32 @@ class Saves:
         ):
             return
         self.state.require_finite()
-        self._wait(log, self.local.wait, "local checkpoint", "local_every")
+        self._wait(self.local.wait, "local checkpoint", "local_every")
         self.local.save(
             self.state.step,
             self.state.saved_params,
             self.state.optimizer_state,
-            self.state.saved_data(log.logged),
+            self.state.saved_data(self.log.logged),
         )
 
-    def _wait(self, log: MetricsLog, wait: Callable[[], None], what: str, higher: str) -> None:
+    def _wait(self, wait: Callable[[], None], what: str, higher: str) -> None:
         """Waits for the previous save, which may still be removing old ones; says so if it takes
         long."""
         start = time.monotonic()
         with self._saving():
             wait()
         if (seconds := time.monotonic() - start) >= LONG_WAIT:
-            log.say(
+            self.log.say(
                 f"step {self.state.step}: waited {seconds:.1f} s for the previous {what}; a higher "
                 f"checkpoint.{higher} would avoid this"
             )
 
     def wait(self) -> None:
-        """Waits until the newest checkpoint counts."""
+        """Waits until the newest checkpoints count, in the run's folder and on the hosts."""
         with self._saving():
             self.store.wait()
+            if self.local is not None:
+                self.local.wait()
 
     def _saving(self) -> AbstractContextManager[None]:
         return self.watchdog.phase("saving", self.state.config.distributed.save_minutes)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from data.errors import UserError
@@ -166,12 +165,9 @@ def choose_stage(config: RunConfig, number: int | None = None) -> RunConfig:
     return dataclasses.replace(stage, model=model, adapter=config.adapter)
 
 
-def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) -> Path:
-    """Trains each stage that is not finished, in order, and returns the last checkpoint.
-
-    Args:
-      train: trains a run to its end, from its newest checkpoint if any; its second argument says
-        whether another stage follows.
+def stages_to_train(config: RunConfig) -> Iterator[tuple[RunConfig, bool]]:
+    """Starts the devices, and yields each stage that is not finished, in order, with whether
+    another one follows; it must be trained before the next is asked for.
 
     Raises:
       UserError: as `stages_of` and `_first_unfinished`.
@@ -184,18 +180,14 @@ def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) ->
     first = first_then_others(
         lambda index: _first_unfinished(stages, config) if index is None else int(index), str
     )
-    if len(stages) == 1:
-        return train(stages[0], False)
     if first == len(stages):
         location = stages[-1].location
         path = located(location) / CHECKPOINTS / str(saved_steps(location)[-1])
         _say(f"stage {first} of {first} is finished: {path}")
-        return path
-    for index in range(first, len(stages) - 1):
-        _announce(stages, index)
-        train(stages[index], True)
-    _announce(stages, len(stages) - 1)
-    return train(stages[-1], False)
+    for index, stage in enumerate(stages[first:], first):
+        if len(stages) > 1:
+            _announce(stages, index)
+        yield stage, index < len(stages) - 1
 
 
 def _on_one_day(config: RunConfig) -> RunConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from .step import StepBuilder
 
 
 class TrainingState:
-    """One process's arrays and counters of a run.
+    """One process's arrays and counters of a run, which `restore_or_begin` sets.
 
     Attributes:
       trainable, frozen: the parameters that are trained, and the others.
@@ -51,13 +52,35 @@ class TrainingState:
     ) -> None:
         self.config, self.objective, self.builder = config, objective, builder
         self.store, self.local = store, local
-        self._initialize()
+
+    def restore_or_begin(self) -> None:
+        """Restores the newest good checkpoint, local or in the run's folder, or begins at step
+        0."""
+        self.trainable: Params = {}  # frees the arrays of an earlier call
+        self.frozen: Params = {}
+        self.optimizer_state: Any = None
+        self.shortened = self.only_local = False
+        self._seen = self._saved_so_far()
+        steps, _ = self._seen
+        if self._restore_local(after=max(steps, default=0)):
+            return
+        newest = self.store.latest_good(meanwhile=True)
+        # The newest one in the folder may be damaged, and a local one older than it.
+        if steps and newest != steps[-1] and self._restore_local(after=newest or 0):
+            return
+        if newest is None:
+            self._begin()
+        else:
+            restored = self.store.restore(
+                newest, self.builder.abstract_saved, self.builder.abstract_optimizer
+            )
+            self._resume_from(restored, str(self.store.path(newest)))
 
     def catch_up(self) -> bool:
         """Restores again if another process has saved since; returns whether one has."""
         behind = self._saved_so_far() != self._seen
         if behind:
-            self._initialize()
+            self.restore_or_begin()
         return behind
 
     @property
@@ -120,29 +143,6 @@ class TrainingState:
         if self.config.logging.console and jax.process_index() == 0:
             print(text, file=sys.stderr)
 
-    def _initialize(self) -> None:
-        """Restores the newest good checkpoint, local or in the run's folder, or begins at step
-        0."""
-        self.trainable: Params = {}  # frees the arrays of an earlier call
-        self.frozen: Params = {}
-        self.optimizer_state: Any = None
-        self.shortened = self.only_local = False
-        self._seen = self._saved_so_far()
-        steps, _ = self._seen
-        if self._restore_local(after=max(steps, default=0)):
-            return
-        newest = self.store.latest_good(meanwhile=True)
-        # The newest one in the folder may be damaged, and a local one older than it.
-        if steps and newest != steps[-1] and self._restore_local(after=newest or 0):
-            return
-        if newest is None:
-            self._begin()
-        else:
-            restored = self.store.restore(
-                newest, self.builder.abstract_saved, self.builder.abstract_optimizer
-            )
-            self._resume_from(restored, str(self.store.path(newest)))
-
     def _saved_so_far(self) -> tuple[list[int], dict[str, Any]]:
         """Returns the steps of all checkpoints in the run's folder, and its record of local
         ones."""
@@ -155,11 +155,7 @@ class TrainingState:
             {name: params[name] for name in self.builder.trainable}
         )
         self._set_params(self._placed(params))
-        self.step, self.evaluated = 0, False
-        self.finite = FiniteSteps(self.config.train, self.objective, self.store)
-        self.tokens_seen, self.rows_left_out, self._earlier_seconds = 0, 0, 0.0
-        self.logged: dict[str, Any] = {}
-        self.best = BestCheckpoint.begun(self.config)
+        self._set_progress({})
         self.say(
             "\n".join(
                 (self.builder.saved_size, *run_notes(self.config, self.objective.model.config))
@@ -175,7 +171,7 @@ class TrainingState:
         self.say(self.local.describe(*abstract, self.config.checkpoint.local_every))
         if restored is None:
             return False
-        best = BestCheckpoint.restored(self.config, restored.data).step
+        best = BestCheckpoint.of(self.config, restored.data).step
         if best not in (None, restored.step, *self._seen[0]):
             warn(
                 f"{self.local.folder}: the local checkpoint of step {restored.step} is not used, "
@@ -200,17 +196,23 @@ class TrainingState:
         )
         self._set_params({**base, **restored.model})
         self.optimizer_state = restored.optimizer
-        self.step, last = data["step"], self.config.train.steps
-        self.evaluated, self.shortened = data["evaluated"], self.step == last < data.get("steps", 0)
-        self.finite = FiniteSteps.restored(self.config.train, self.objective, self.store, data)
-        self.tokens_seen, self._earlier_seconds = data["tokens_seen"], data["wall_seconds"]
+        self._set_progress(data)
+        self._say_resumed(path)
+
+    def _set_progress(self, data: Mapping[str, Any]) -> None:
+        """Sets everything but the arrays from a checkpoint's data; {} begins."""
+        self.step, last = data.get("step", 0), self.config.train.steps
+        self.evaluated = data.get("evaluated", False)
+        self.shortened = self.step == last < data.get("steps", 0)
+        self.finite = FiniteSteps(self.config.train, self.objective, self.store, data)
+        self.tokens_seen = data.get("tokens_seen", 0)
+        self._earlier_seconds = data.get("wall_seconds", 0.0)
         # Earlier releases filled every batch.
         rows_seen = data.get("rows_seen", self.step * self.config.train.batch_size)
         self.rows_left_out = self.objective.rows_taken(self.step) - rows_seen
-        self.logged = data["logged"]
-        self.best = BestCheckpoint.restored(self.config, data)
+        self.logged: dict[str, Any] = data.get("logged", {})
+        self.best = BestCheckpoint.of(self.config, data)
         self.store.protected = self.best.step
-        self._say_resumed(path)
 
     def _say_resumed(self, path: str) -> None:
         """Says where the run stands, and what has changed since the checkpoint.
@@ -242,13 +244,13 @@ class TrainingState:
         remedy = "give the files that the run began with, or another --run_dir"
         for name, current in self._fingerprints.items():
             if saved.get(name, current) != current:
-                difference = (
+                reason = (
                     "was trained on other data, or on text that earlier rules made of these data"
                     if name == "fingerprint"
                     else "began with another model"
                 )
                 raise UserError(
-                    f"{path}: {difference} (fingerprint {saved[name]}, now {current}); {remedy}"
+                    f"{path}: {reason} (fingerprint {saved[name]}, now {current}); {remedy}"
                 )
         for name, fields in saved.get("inputs", {}).items():
             now = self.objective.inputs.get(name, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+import shlex
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,12 +18,12 @@ from data.prepared import Documents, Prepared
 from data.sources import TURN_FORMATS
 from model.adapter import AdapterConfig
 from model.config import TransformerConfig
-from model.lengths import extended_positions, trained_length
+from model.lengths import extended_positions, supported_length
 
 from .adapted_source import AdaptedSource, CheckpointAdapter, PeftAdapter
 from .config.data import DataConfig
 from .config.schema import ModelConfig, RunConfig
-from .huggingface import adapter_config
+from .huggingface import peft
 from .source_kinds import ModelSource
 
 # The share of padding in an epoch that makes rows too long for the data, and the number of epochs
@@ -121,6 +122,11 @@ def _held_out_warning(config: RunConfig, prepared: Prepared) -> str | None:
             f"no held-out loss: data.held_out_path {data.held_out_path} has no document to "
             "measure; set another one"
         )
+    if prepared.report.kept == 1:
+        return (
+            "no held-out loss: there is only one record, which is held out as a whole or not at "
+            "all; set data.held_out_path, or divide it"
+        )
     documents = "1 document" if len(prepared.train) == 1 else f"{len(prepared.train):,} documents"
     return (
         f"no held-out loss: a share of {data.held_out_fraction:g} picks none of {documents}; raise "
@@ -185,7 +191,7 @@ def known_length(source: ModelSource, model: ModelConfig) -> int | None:
     """
     if not source.is_pretrained or "rope_theta" in model.overrides:
         return None
-    return trained_length(source.config)
+    return supported_length(source.config)
 
 
 def _length_warning(source: ModelSource, config: RunConfig, longest: int) -> str | None:
@@ -279,15 +285,22 @@ def check_same(section: AdapterConfig, source: AdaptedSource) -> None:
     """Raises UserError unless the recipe's section describes the continued adapter, and ValueError
     if peft would not train all of it."""
     if isinstance(source.adapter, PeftAdapter):
-        adapter_config.check_trainable(source.adapter.folder)
+        adapted = source.config.with_adapter(source.adapter.config)
+        peft.check_trainable(source.adapter.folder, adapted)
     section = source.config.with_adapter(section).adapter or section  # what all-linear means
-    for name in ("rank", "alpha", "projections", "use_rslora", "use_dora", "train"):
-        needed, found = getattr(source.adapter.config, name), getattr(section, name)
-        if needed != found:
-            raise UserError(
-                f"adapter.{name.replace('projections', 'targets')}: found {_as_yaml(found)}; the "
-                f"adapter in {section.path} has {_as_yaml(needed)}"
-            )
+    differing = [
+        (f"adapter.{name.replace('projections', 'targets')}", needed, found)
+        for name in ("rank", "alpha", "projections", "use_rslora", "use_dora", "train")
+        for needed, found in [(getattr(source.adapter.config, name), getattr(section, name))]
+        if needed != found
+    ]
+    if differing:
+        field, needed, found = differing[0]
+        flags = " ".join(f"--{name} {shlex.quote(_as_yaml(value))}" for name, value, _ in differing)
+        raise UserError(
+            f"{field}: found {_as_yaml(found)}; the adapter in {section.path} has "
+            f"{_as_yaml(needed)}; {flags} would continue it"
+        )
 
 
 def _as_yaml(value: object) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.paths import expanded
-from model import lengths
+from model.lengths import supported_length
 
 from .adapted_source import AdaptedSource, CheckpointAdapter
 from .checkpoint.commit import CHECKPOINTS
@@ -29,7 +29,7 @@ def trained_length(source: ModelSource, context_length: int = 0) -> int:
     longest = _from_scratch(source)
     if longest is not None:
         return max(longest, context_length)
-    return lengths.trained_length(source.config) or source.config.max_position_embeddings
+    return supported_length(source.config) or source.config.max_position_embeddings
 
 
 def _from_scratch(source: ModelSource) -> int | None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -19,7 +19,15 @@ from jaxtyping import Int
 from data.errors import UserError
 from data.trajectories.builder import PreparedTrajectories, prepare_trajectories
 from data.trajectories.options import TrajectoryConfig
-from data.trajectories.rows import Decisions, Scales, cut, decisions, relabelled, row
+from data.trajectories.rows import (
+    Decisions,
+    Scales,
+    cut,
+    decisions,
+    held_steps,
+    relabelled,
+    row,
+)
 from data.trajectories.tasks import get_task
 from data.untrusted_files import read_json
 from model.agentic import AgenticTransformer, TrajectorySizes
@@ -211,6 +219,7 @@ class TrajectoryObjective(Objective):
         if prints:
             print(self.prepared.report, flush=True)
         self._split()
+        self._warn_of_other_units()
         for warning in self.warnings if prints else ():
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         self.tokens_per_batch = config.train.batch_size * config.data.context_length
@@ -267,11 +276,14 @@ class TrajectoryObjective(Objective):
         trained = np.sort(shuffled[held_out if self.has_held_out else 0 :])
         self._check_episodes(chosen, len(trained), held_out)
         sample = trained[np.linspace(0, len(trained) - 1, min(SAMPLED, len(trained))).astype(int)]
-        states = np.concatenate(
-            [decisions(self.prepared.episode(int(i)), options.action_repeat).state for i in sample]
-        )
+        states, held = [], []
+        for number in sample:
+            episode = self.prepared.episode(int(number))
+            states.append(decisions(episode, options.action_repeat).state)
+            held.append(held_steps(episode, options.action_repeat))
+        self._warn_of_lost_steps(held)
         self.target_return = float(returns.max())
-        self.scales = Scales.of(states, self.target_return)
+        self.scales = Scales.of(np.concatenate(states), self.target_return)
         draw = functools.partial(
             Contexts, self.prepared, config=options, scales=self.scales, length=data.context_length
         )
@@ -317,6 +329,42 @@ class TrajectoryObjective(Objective):
                 f"no held-out loss: data.held_out_fraction {data.held_out_fraction:g} of "
                 f"{len(chosen)} episodes is {held_out}, and a context takes {options.in_context}; "
                 "raise data.held_out_fraction"
+            )
+
+    def _warn_of_lost_steps(self, held: Sequence[int]) -> None:
+        """Warns of actions and steps that no decision has.
+
+        Args:
+          held: of some episodes, for how many steps their actions are held.
+        """
+        repeat, lengths = self.config.trajectories.action_repeat, self.prepared.lengths
+        if changing := sum(steps < repeat for steps in held):
+            self.warnings.append(
+                f"trajectories.action_repeat: found {repeat}, but the actions of {changing} of "
+                f"{len(held)} episodes change within {repeat} steps, and only the first of each "
+                f"{repeat} is learned; action_repeat {math.gcd(*held)} would learn all"
+            )
+        if cut_short := int(np.count_nonzero(lengths % repeat)):
+            self.warnings.append(
+                f"trajectories.action_repeat: found {repeat}, which does not divide the steps of "
+                f"{cut_short} of {len(lengths)} episodes; their last {(lengths % repeat).max()} "
+                "steps or fewer are left out"
+            )
+
+    def _warn_of_other_units(self) -> None:
+        """Warns if the checkpoint `model.path` has learned another task, or returns that were
+        divided by another number."""
+        path, task = self.config.model.path, self.config.trajectories.task
+        if not path:
+            return
+        assets = assets_dir(path)
+        learned = read_json(assets / ASSET, assets)
+        scale = learned["scales"]["return_scale"]
+        if (learned["task"], scale) != (task, self.scales.return_scale):
+            self.warnings.append(
+                f"model.path: {path} has learned {learned['task']}, with returns divided by "
+                f"{scale:.1f}; here those of {task} are divided by {self.scales.return_scale:.1f}, "
+                "and states normalized by these episodes"
             )
 
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:

@@ -19,6 +19,7 @@ from data.download import download_file
 from data.errors import UserError
 from data.folders import exclusive, named_errors, sync, sync_tree
 
+from .episodes import UNPACKING
 from .tasks import TASKS
 
 ADDRESS = "https://dl.fbaipublicfiles.com/exorl"
@@ -90,7 +91,7 @@ def unpack_archive(archive: Path, folder: Path, about: dict[str, object]) -> int
         is too small.
     """
     # A level deeper than the buffers `episode_files` looks for, so that no partial folder is read.
-    scratch = folder.with_name(f"{folder.name}.unpacking")
+    scratch = folder.with_name(f"{folder.name}{UNPACKING}")
     shutil.rmtree(scratch, ignore_errors=True)
     inner = scratch / "whole"
     with named_errors(folder.parent):

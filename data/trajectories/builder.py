@@ -37,12 +37,14 @@ class PreparedTrajectories:
       folder: holds them; key: a hash of the files' contents and the task, which names the folder.
       returns: of each episode; lengths: its simulator steps.
       dropped: the reason for each file left out.
+      copies: how many have the states and actions of an earlier one; 0 for folders that do not say.
     """
 
     folder: Path
     returns: Float64[np.ndarray, " n"]
     lengths: Int64[np.ndarray, " n"]
     dropped: tuple[str, ...]
+    copies: int = 0
 
     @property
     def key(self) -> str:
@@ -75,6 +77,11 @@ class PreparedTrajectories:
             f"least {quartiles[0]:.1f}, quartiles {quartiles[1]:.1f} {quartiles[2]:.1f} "
             f"{quartiles[3]:.1f}, best {quartiles[4]:.1f}, mean {self.returns.mean():.1f}"
         )
+        if self.copies:
+            text += (
+                f"\n{self.copies} episodes have the states and actions of others, so held-out ones "
+                "may be among the trained; tasks collected with another --seed have none"
+            )
         if self.dropped:
             text += f"\n{len(self.dropped)} files left out:\n" + "\n".join(
                 f"  {reason}" for reason in self.dropped[:10]
@@ -131,7 +138,10 @@ def _read(folder: Path) -> PreparedTrajectories:
         with np.load(folder / INDEX) as index:
             check_files(folder, json.loads(str(index["files"])))
             dropped = read_json(folder / "dropped.json")
-            return PreparedTrajectories(folder, index["returns"], index["lengths"], tuple(dropped))
+            copies = int(index["copies"]) if "copies" in index else 0
+            return PreparedTrajectories(
+                folder, index["returns"], index["lengths"], tuple(dropped), copies
+            )
     except (PermissionError, UserError):
         raise
     except Exception as error:  # zipfile, zlib, numpy and json raise a dozen different types
@@ -185,6 +195,7 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
     returns: list[float] = []
     lengths: list[int] = []
     dropped: list[str] = []
+    contents: set[bytes] = set()
 
     def episodes() -> Iterator[dict[str, Any]]:
         for file in files:
@@ -196,6 +207,9 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
                 continue
             returns.append(episode_return(episode.reward))
             lengths.append(len(episode.reward) - 1)
+            # Without rewards, which another task has from the same seeds.
+            played = episode.observation.tobytes() + episode.action.tobytes()
+            contents.add(hashlib.sha256(played).digest())
             yield {
                 "steps": episode._asdict() | _borders(episode),
                 "file": "/".join(file.parts[-4:]),
@@ -216,6 +230,7 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
             temporary / INDEX,
             returns=np.array(returns),
             lengths=np.array(lengths),
+            copies=np.array(len(returns) - len(contents)),
             files=np.array(json.dumps(record_files(temporary, ["dropped.json", EPISODES]))),
         )
 

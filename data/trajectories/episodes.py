@@ -1,5 +1,6 @@
 """Episodes on disk, as in ExoRL: {domain}/{algorithm}/buffer/{time}_{index}_{length}.npz."""
 
+import sys
 import zipfile
 import zlib
 from pathlib import Path
@@ -26,6 +27,11 @@ DAMAGE = (
     TypeError,
     NotImplementedError,
 )
+
+
+SEARCH_STATE = "search.npz"  # of a collection, beside its buffer
+UNPACKING = ".unpacking"  # ends the name of a download's unfinished folder
+LARGEST_ACTION = 1 + 1e-3  # actions are in -1 .. 1, but for another program's rounding
 
 
 class Episode(NamedTuple):
@@ -59,13 +65,16 @@ def read_episode(path: Path, task: Task) -> Episode:
         arrays[name] = arrays[name].reshape(-1)
     _check_lengths(path, arrays)
     _check_sizes(path, arrays, task)
-    _check_finite(path, arrays)
-    return Episode(
-        *(
-            arrays[name].astype(np.float64 if name == "physics" else np.float32)
-            for name in Episode._fields
+    _check_numbers(path, arrays)
+    with np.errstate(over="ignore"):  # becomes infinite, and is refused
+        episode = Episode(
+            *(
+                arrays[name].astype(np.float64 if name == "physics" else np.float32)
+                for name in Episode._fields
+            )
         )
-    )
+    _check_values(path, episode)
+    return episode
 
 
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -116,13 +125,25 @@ def _check_sizes(path: Path, arrays: dict[str, np.ndarray], task: Task) -> None:
             )
 
 
-def _check_finite(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Raises UserError unless all values with a meaning are finite numbers."""
+def _check_numbers(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Raises UserError unless all arrays hold numbers."""
     for name, array in arrays.items():
+        if array.dtype.kind not in "fiu":
+            raise UserError(f"{path}: {name} holds {array.dtype}; numbers would work")
+
+
+def _check_values(path: Path, episode: Episode) -> None:
+    """Raises UserError unless all values with a meaning are finite, and actions in -1 .. 1."""
+    for name, array in episode._asdict().items():
         # Those of the reset mean nothing.
         first = 1 if name in ("action", "reward", "discount") else 0
-        if array.dtype.kind not in "fiu" or not np.isfinite(array[first:]).all():
+        if not np.isfinite(array[first:]).all():
             raise UserError(f"{path}: {name} holds values that are not finite numbers")
+    if (most := float(np.abs(episode.action[1:]).max())) > LARGEST_ACTION:
+        raise UserError(
+            f"{path}: action holds values up to {most:g}; actions in -1 .. 1, which a model can "
+            "predict, would work"
+        )
 
 
 def write_episode(folder: Path, name: str, index: int, episode: Episode) -> Path:
@@ -149,4 +170,23 @@ def episode_files(root: Path, task: Task) -> list[Path]:
         )
     for file in files:
         check_within(root, file)
+    if others := _others(root, files, task):
+        print(
+            f"warning: {len(others)} .npz files below {root} are not read, since they are not in "
+            f"{task.domain}/ALGORITHM/buffer; the first: {others[0]}",
+            file=sys.stderr,
+            flush=True,
+        )
     return files
+
+
+def _others(root: Path, files: list[Path], task: Task) -> list[Path]:
+    """Returns the folder's .npz files that are in no buffer, and were not written by a collection
+    or an interrupted download."""
+    found = {*root.glob("*.npz"), *(root / task.domain).rglob("*.npz")} - set(files)
+    return sorted(
+        file
+        for file in found
+        if file.name != SEARCH_STATE
+        and not any(part.endswith(UNPACKING) for part in file.relative_to(root).parts)
+    )

@@ -75,6 +75,17 @@ def decisions(episode: Episode, action_repeat: int = 1) -> Decisions:
     )
 
 
+def held_steps(episode: Episode, action_repeat: int) -> int:
+    """Returns for how many steps the episode's actions are held: the largest such divisor of
+    `action_repeat`, which decisions may have without losing actions."""
+    for steps in range(action_repeat, 1, -1):
+        count = (len(episode.reward) - 1) // steps
+        actions = episode.action[1 : count * steps + 1].reshape(count, steps, -1)
+        if action_repeat % steps == 0 and (actions == actions[:, :1]).all():
+            return steps
+    return 1
+
+
 def cut(trajectory: Decisions, first: int, count: int) -> Decisions:
     """Returns `count` successive decisions of a trajectory, from number `first` on."""
     stop = first + count

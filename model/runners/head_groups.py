@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords
+from model.attention import AttentionPartial, Keys, Queries, TokenCoords
 from model.attention.op import name_for_remat, sink_gradient
 from model.dropout import TokenInfo
 from model.frozen import FrozenWeight, Weight, part_of, split
@@ -36,11 +36,9 @@ class HeadGroupRunner(ScanRunner):
     """A scan in which each layer attends in groups of heads."""
 
     def run_layer(self, layer, weights, x, info, coords):
-        attend_in_groups = GroupedAttention(
-            layer.project_through, layer.attention, HeadGroups.of(layer), layer.dtype
-        )
-        stages = (QUERIES, KEYS_VALUES, ATTENTION)
-        x, attended = attend_in_groups(read_by(layer.config, stages, weights), x, info, coords)
+        read = read_by(layer.config, (QUERIES, KEYS_VALUES, ATTENTION), weights)
+        attend_in_groups = GroupedAttention(layer, HeadGroups.of(layer))
+        x, attended = attend_in_groups(read, x, info, coords)
         return layer.finish(weights, x, attended, info)
 
 
@@ -130,17 +128,10 @@ class GroupedAttention:
 
     x passes through, so that the backward pass adds each group's share to the incoming gradient in
     place.
-
-    Attributes:
-      project: (weights, x, info) -> x, (q, k, v) for the heads in the weights; closes over no
-        traced value.
-      dtype: the compute dtype.
     """
 
-    project: Callable
-    attention: AttentionOp
+    layer: ShardedLayer
     groups: HeadGroups
-    dtype: Any
 
     def __call__(
         self,
@@ -160,13 +151,13 @@ class GroupedAttention:
         return run(weights, x, info, coords)
 
     def _forward(self, weights, x, info, coords):
-        weights = cast(weights, self.dtype)
+        layer, weights = self.layer, cast(weights, self.layer.dtype)
 
         def attend(_, i):
             group = self.groups.weights(weights, i)
-            _, (q, k, v) = self.project(group, x, info)
+            _, (q, k, v) = layer.project_through(group, x, info)
             sinks = ShardedLayer.sinks(group)
-            return (), self.attention.forward(Queries(q, coords), Keys(k, v, coords), sinks)
+            return (), layer.attention.forward(Queries(q, coords), Keys(k, v, coords), sinks)
 
         out, lse = name_for_remat(*self.groups.over(attend, (), OUT_AND_LSE)[1])
         return (x, out), (weights, x, info, coords, out, lse)
@@ -174,17 +165,17 @@ class GroupedAttention:
     def _backward(self, residuals, cotangents):
         weights, x, info, coords, out, lse = residuals
         dx, dout = cotangents
-        groups = self.groups
+        layer, groups = self.layer, self.groups
         trained, _ = split(weights)
         head_axes = {name: groups.axes[name] for name in trained if groups.axes[name] is not None}
 
         def add_group(carry, i):
             dx, d_shared = carry
             group = groups.weights(weights, i)
-            (_, (q, k, v)), pull = vjp(lambda w, x: self.project(w, x, info), group, x)
+            (_, (q, k, v)), pull = vjp(lambda w, x: layer.project_through(w, x, info), group, x)
             result = AttentionPartial(groups.take(out, i, 2), groups.take(lse, i, 1))
             d_group = groups.take(dout, i, 2)
-            gradients = self.attention.backward(
+            gradients = layer.attention.backward(
                 Queries(q, coords), Keys(k, v, coords), result, d_group
             )
             dw, dx = pull((dx, tuple(gradients)))

@@ -20,7 +20,6 @@ contexts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -28,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords
+from model.attention import AttentionPartial, Keys, Queries, TokenCoords
 from model.attention.op import sink_gradient
 from model.dropout import TokenInfo
 from model.frozen import Weight, split
@@ -43,23 +42,14 @@ class QueryChunkRunner(ScanRunner):
     """A scan in which the tokens go through each layer in chunks."""
 
     def run_layer(self, layer, weights, x, info, coords):
-        in_chunks = LayerInChunks(
-            layer.queries_through,
-            layer.keys_values_through,
-            layer.finish,
-            layer.attention,
-            layer.memory.query_chunks,
-            HeadGroups.of(layer),
-            layer.dtype,
-        )
-        return in_chunks(weights, x, info, coords)
+        return LayerInChunks(layer, HeadGroups.of(layer))(weights, x, info, coords)
 
 
 class KeySource(Protocol):
     """The source of keys and values for all chunks: a tree of arrays, carried by loops over
     chunks."""
 
-    def group(self, layer: LayerInChunks, weights: dict[str, Weight], i: Any) -> Keys:
+    def group(self, in_chunks: LayerInChunks, weights: dict[str, Weight], i: Any) -> Keys:
         """Returns the keys of group i of the heads; the weights are the layer's, in the compute
         dtype or frozen."""
 
@@ -69,7 +59,7 @@ class ProjectedOnce(NamedTuple):
 
     keys: Keys
 
-    def group(self, layer: LayerInChunks, weights: dict[str, Weight], i: Any) -> Keys:
+    def group(self, in_chunks: LayerInChunks, weights: dict[str, Weight], i: Any) -> Keys:
         return self.keys
 
 
@@ -81,31 +71,23 @@ class ProjectedByGroup(NamedTuple):
     info: TokenInfo
     coords: TokenCoords
 
-    def group(self, layer: LayerInChunks, weights: dict[str, Weight], i: Any) -> Keys:
-        _, (k, v) = layer.keys_values(layer.groups.weights(weights, i), self.x, self.info)
+    def group(self, in_chunks: LayerInChunks, weights: dict[str, Weight], i: Any) -> Keys:
+        of_group = in_chunks.groups.weights(weights, i)
+        _, (k, v) = in_chunks.layer.keys_values_through(of_group, self.x, self.info)
         return Keys(k, v, self.coords)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerInChunks:
-    """Runs a layer in chunks of queries, inside `shard_map`.
+    """Runs a layer in chunks of queries, inside `shard_map`."""
 
-    Attributes:
-      queries, keys_values: (weights, x, info) -> x and q, or x and (k, v), for the weights'
-        heads.
-      finish: (weights, x, attention's output, info) -> LayerOutput. All are position-wise and
-        close over no traced value.
-      chunks: how many; divides a device's tokens.
-      dtype: the compute dtype.
-    """
-
-    queries: Callable
-    keys_values: Callable
-    finish: Callable
-    attention: AttentionOp
-    chunks: int
+    layer: ShardedLayer
     groups: HeadGroups
-    dtype: Any
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks; divides a device's tokens."""
+        return self.layer.memory.query_chunks
 
     def __call__(
         self,
@@ -133,7 +115,7 @@ class LayerInChunks:
         return run(weights, x, info, coords)
 
     def _forward(self, weights, x, info, coords):
-        weights = cast(weights, self.dtype)
+        layer, weights = self.layer, cast(weights, self.layer.dtype)
         residuals = (weights, x, info, coords)
 
         def run_chunk(carry, chunk):
@@ -142,9 +124,9 @@ class LayerInChunks:
             # differentiation.
             source, (x, info, chunk_coords) = lax.optimization_barrier((source, chunk))
             float32_weights = cast(weights, jnp.float32)
-            _, q = self.queries(float32_weights, x, info)
+            _, q = layer.queries_through(float32_weights, x, info)
             out, _ = self._attend(weights, source, q, chunk_coords)
-            hidden, auxiliary = self.finish(float32_weights, x, out, info)
+            hidden, auxiliary = layer.finish(float32_weights, x, out, info)
             return (source, jax.tree.map(jnp.add, sums, auxiliary)), hidden
 
         (_, sums), y = over_chunks(
@@ -159,25 +141,26 @@ class LayerInChunks:
         """Zeros like the layer's auxiliary sums."""
 
         def sums():
-            _, q = self.queries(cast(weights, jnp.float32), x, info)
-            return self.finish(
-                cast(weights, jnp.float32), x, q, info
-            ).auxiliary  # q has the shape of attention's output
+            float32_weights = cast(weights, jnp.float32)
+            _, q = self.layer.queries_through(float32_weights, x, info)
+            # q has the shape of attention's output.
+            return self.layer.finish(float32_weights, x, q, info).auxiliary
 
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums))
 
     def _backward(self, residuals, cotangents):
         weights, x, info, coords = residuals
         dy, d_auxiliary = cotangents
+        layer = self.layer
 
         def add_chunk(sums, chunk):
             dw, dkv, source = sums
             source, (x, info, chunk_coords, dy) = lax.optimization_barrier((source, chunk))
             float32_weights = cast(weights, jnp.float32)
-            (_, q), pull = vjp(lambda w, x: self.queries(w, x, info), float32_weights, x)
+            (_, q), pull = vjp(lambda w, x: layer.queries_through(w, x, info), float32_weights, x)
             out, lse = self._attend(weights, source, q, chunk_coords)
             dw_finish, dx, dout = vjp(
-                lambda *arrays: self.finish(*arrays, info), float32_weights, x, out
+                lambda *arrays: layer.finish(*arrays, info), float32_weights, x, out
             )[1](LayerOutput(dy, d_auxiliary))
             dkv, (dq, d_sinks) = self._gradients(
                 dkv, weights, source, Queries(q, chunk_coords), AttentionPartial(out, lse), dout
@@ -191,7 +174,7 @@ class LayerInChunks:
             ), dx
 
         (_, kv), pull = vjp(
-            lambda w, x: self.keys_values(w, x, info), cast(weights, jnp.float32), x
+            lambda w, x: layer.keys_values_through(w, x, info), cast(weights, jnp.float32), x
         )
         trained, _ = split(weights)
         dw, dkv = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (trained, kv))
@@ -211,14 +194,14 @@ class LayerInChunks:
         """The source of all chunks' keys."""
         if self.groups.count > 1:
             return ProjectedByGroup(x, info, coords)
-        _, (k, v) = self.keys_values(cast(weights, jnp.float32), x, info)
+        _, (k, v) = self.layer.keys_values_through(cast(weights, jnp.float32), x, info)
         return ProjectedOnce(Keys(k, v, coords))
 
     def _attend(self, weights, source, q, q_coords):
         """out and lse of all heads, for a chunk of queries."""
 
         def attend(_, i):
-            return (), self.attention.forward(
+            return (), self.layer.attention.forward(
                 Queries(self.groups.take(q, i, 2), q_coords),
                 source.group(self, weights, i),
                 self._sinks(weights, i),
@@ -241,7 +224,7 @@ class LayerInChunks:
                 groups.take(result.out, i, 2), groups.take(result.lse, i, 1)
             )
             d_group = groups.take(dout, i, 2)
-            dq, *dkv_group = self.attention.gradients(
+            dq, *dkv_group = self.layer.attention.gradients(
                 Queries(groups.take(queries.q, i, 2), queries.coords),
                 source.group(self, weights, i),
                 of_group,

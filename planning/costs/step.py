@@ -128,6 +128,9 @@ class TrainingStep:
     are outside of all axes.
 
     Attributes:
+      sizes: what the devices compute, with the heads and widths that `tensor` does not divide
+        padded or repeated (`planning.parts.computed_sizes`).
+      needed: the model's own sizes, by which MFU counts; None: they are `sizes`.
       length: tokens in a row.
       batch: rows.
       data, fsdp, tensor, sequence, expert: sizes of the mesh's axes.
@@ -175,6 +178,7 @@ class TrainingStep:
     accumulation: int = 1
     extra_forwards: int = 0
     dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    needed: Sizes | None = None
 
     def __post_init__(self):
         if self.remat not in REMAT:
@@ -249,8 +253,9 @@ class TrainingStep:
         pairs = float(self.length**2)
         if self.causal:
             pairs = sum((share * visible_pairs(row, mask) for mask, share in self.mask_shares), 0.0)
-        needed = self.sizes.needed_flops(self.batch * self.length, self.batch * pairs, self.frozen)
-        return needed / (self.devices * self.hardware.peak)
+        sizes = self.needed or self.sizes
+        flops = sizes.needed_flops(self.batch * self.length, self.batch * pairs, self.frozen)
+        return flops / (self.devices * self.hardware.peak)
 
     @property
     def mask_shares(self) -> list[tuple[Mask, float]]:

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -43,12 +44,14 @@ def train(args: Options) -> Path:
     return folder
 
 
-def losses(checkpoint: str, args: Options, name: str, options: str = "") -> dict:
+def losses(
+    checkpoint: str, args: Options, name: str, overrides: dict[str, Any] | None = None
+) -> dict:
     """Predicts the book unless done; returns the losses of targets beyond KNOWN tokens.
 
     Args:
-      checkpoint: a run or a Hugging Face folder; name: its folder within --output; options: further
-        flags of the recipe.
+      checkpoint: a run or a Hugging Face folder; name: its folder within --output; overrides: RoPE
+        that replaces the checkpoint's.
 
     Returns:
       Two dictionaries of Buckets.rows, in nats: `losses` by the length of pieces in tokens (LENGTH
@@ -59,11 +62,13 @@ def losses(checkpoint: str, args: Options, name: str, options: str = "") -> dict
         python(
             "-m scripts.loss_by_position --config {recipe} --checkpoint {checkpoint} "
             f"--output {{output}} --batches {ROWS} --split train "
-            f"--without-earlier {' '.join(map(str, PIECES))} --data.sources {{sources}} {options}",
+            f"--without-earlier {' '.join(map(str, PIECES))} --data.sources {{sources}} "
+            "--model.overrides {overrides}",
             recipe=RECIPE,
             checkpoint=checkpoint,
             output=table.parent,
             sources=json.dumps([{"path": args.book, "format": "text"}]),
+            overrides=json.dumps(overrides or {}),
         )
     result = read_json(table)
     curves, gains = (
@@ -112,9 +117,10 @@ def save_result(models: dict[str, dict], took: float) -> None:
 
 def work(args: Options) -> None:
     """Measures the model unchanged and rescaled, trains, measures again, and saves."""
+    recipe = yaml.safe_load((ROOT / RECIPE).read_text(encoding="utf-8"))
     before = (
-        losses(args.model, args, "as_it_is", "--model.overrides {{}}"),
-        losses(args.model, args, "rescaled"),
+        losses(args.model, args, "as_it_is"),
+        losses(args.model, args, "rescaled", recipe["model"]["overrides"]),
     )
     trained = train(args)
     models = dict(zip(GOALS, (*before, losses(str(trained), args, "trained")), strict=True))

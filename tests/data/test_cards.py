@@ -82,6 +82,25 @@ def test_the_default_configuration_is_read_alone(tmp_path, default):
     assert names_of(folder / "socratic") == ["train-0.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("only", "others"),
+    [
+        (MAIN, "both/a.jsonl and 4 more"),
+        (SOCRATIC, "both/a.jsonl and 6 more"),
+        (DEEP | {"config_name": "default"}, "both/a.jsonl and 6 more"),
+        ({"config_name": "default", "data_files": "**"}, None),
+        ({"config_name": "default", "data_files": "**/*.jsonl"}, None),
+    ],
+    ids=["main", "folder", "deep", "all", "pattern"],
+)
+def test_an_only_configuration_is_read_alone(tmp_path, only, others):
+    """Such as push_to_hub writes; the other files may be older."""
+    folder = folder_of(tmp_path / "set", card(only))
+    assert names_of(folder) == [name for name in theirs(folder) if name != "README.md"]
+    note = f"reads its only configuration `{only['config_name']}`; not read: {others}"
+    assert Source(str(folder)).notes(is_held_out=True) == ([note] if others else [])
+
+
 def test_two_default_configurations_are_refused(tmp_path):
     folder = folder_of(tmp_path / "set", card(MAIN | {"default": True}, A | {"default": True}, B))
     with pytest.raises(UserError, match="has 3 configurations, and 2 of them are the default one"):
@@ -162,9 +181,9 @@ def test_a_store_has_the_same_configurations(tmp_path):
         ("# A set\n", True),
         ("---\nlicense: mit\n---\n", True),
         ("---\n---\n", True),
-        (card(MAIN), True),  # whose other files may be anything
         (card({"config_name": "x", "data_files": 3}, MAIN), False),
         (card({"data_files": "a*"}, MAIN), False),
+        (card({"config_name": "x", "data_files": "https://a.org/both/a.jsonl"}), False),
         ("---\nconfigs: [x, y]\n---\n", False),
         ("---\nconfigs: {\n---\n", False),
         ("---\n[1]\n---\n", False),
@@ -173,7 +192,7 @@ def test_a_store_has_the_same_configurations(tmp_path):
         ("---\n" + "a: b\n" * 900_000, False),
     ],
 )
-def test_without_several_configurations_all_files_are_read(tmp_path, readme, is_known):
+def test_without_configurations_all_files_are_read(tmp_path, readme, is_known):
     folder = folder_of(tmp_path / "set", readme)
     assert names_of(folder) == sorted(FILES)
     notes = Source(str(folder)).notes(is_held_out=True)

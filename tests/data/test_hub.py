@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import http.server
 import json
+import re
 import threading
 
 import huggingface_hub.constants
@@ -20,6 +21,7 @@ from data.sources import Source, Sources, read
 from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 from tests.data.loopback import HubHandler
+from trainer.checkpoint.fetch import local_copy
 
 CHATS = [
     {
@@ -200,13 +202,14 @@ def test_the_report_warns_of_evaluation_splits(hub, monkeypatch, tmp_path):
     """Once per training source; not for held-out sources."""
     for number in range(7):
         monkeypatch.setitem(FILES, f"test-{number}.jsonl", json.dumps(CHATS[3]).encode())
-    own = tmp_path / "own"
-    own.mkdir()
-    for name in ("train.jsonl", "test.jsonl"):
-        (own / name).write_bytes(FILES["train.jsonl"])
+    own, held_out = tmp_path / "own", tmp_path / "held_out"
+    for folder in (own, held_out):
+        folder.mkdir()
+        for name in ("train.jsonl", "test.jsonl"):
+            (folder / name).write_bytes(FILES["train.jsonl"])
     source = Source("hf://datasets/me/chats")
     prepared = prepare(
-        Sources((source, Source(str(own))), held_out=(source,)),
+        Sources((source, Source(str(own))), held_out=(Source(str(held_out)),)),
         Tokenizer.load(REPOSITORY / "data/fixtures/tiny_tokenizer"),
         EncodingRules(64),
         tmp_path / "prepared",
@@ -275,6 +278,16 @@ def test_of_a_default_configuration_only_its_files_are_downloaded(hub, configura
     assert source.notes(is_held_out=True) == [
         "reads its default configuration `good` alone; not read: hf://datasets/me/chats/bad"
     ]
+
+
+def test_of_an_only_configuration_only_its_files_are_downloaded(hub, configurations, monkeypatch):
+    """As by datasets.load_dataset; push_to_hub writes such a card."""
+    only = CARD.partition("- config_name: bad")[0] + "---\n"
+    monkeypatch.setitem(FILES, "README.md", only.encode())
+    source = Source("hf://datasets/me/chats")
+    assert answers(source.path) == ["test", "good", "better"]
+    assert not [name for name in hub.sent if name.startswith("bad/")]
+    assert source.notes(is_held_out=True) == []
 
 
 def test_the_hubs_conversion_has_a_folder_for_each_configuration(hub, configurations, monkeypatch):
@@ -400,6 +413,33 @@ def test_a_missing_file_named_as_on_the_hub_says_how_the_hubs_are_named(path, is
         answers(path)
     named = f"a data set on the hub is named hf://datasets/{path};"
     assert (named in str(caught.value)) == is_name
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [
+        ("https://huggingface.co/datasets/me/chats", "hf://datasets/me/chats"),
+        ("https://huggingface.co/datasets/me/chats/", "hf://datasets/me/chats"),
+        ("https://hf.co/datasets/me/chats.v1/tree/main", "hf://datasets/me/chats.v1"),
+        ("https://huggingface.co/datasets/me/chats/viewer/default/train", "hf://datasets/me/chats"),
+        ("https://huggingface.co/datasets/me/chats/blob/main/a.jsonl", "hf://datasets/me/chats"),
+        ("https://huggingface.co/me/model?library=x", "me/model"),
+        ("huggingface.co/me/model/tree/main", "me/model"),
+        ("hf://me/model", "me/model"),
+        ("https://huggingface.co/datasets/me/chats/resolve/main/a.jsonl", None),  # a file
+        ("https://huggingface.co/me", None),
+        ("https://example.org/me/model", None),
+        ("hf://datasets/me/chats", None),
+        ("hf://datasets/me", None),
+        ("me/model", None),
+    ],
+)
+def test_a_page_of_the_hub_is_refused_with_the_name_that_would_work(page, name):
+    assert data_hub.name_of_page(page) == name
+    if name is None:
+        return
+    with pytest.raises(UserError, match=f"{re.escape(page)}: .*; {re.escape(name)} would work"):
+        source_files.find(page, (".jsonl",)) if "datasets" in page else local_copy(page)
 
 
 @pytest.mark.parametrize(

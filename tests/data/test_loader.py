@@ -157,6 +157,21 @@ def test_record_ids_match_the_documents_of_a_step(prepared):
         assert all(any(piece in text for piece in pieces for text in texts[name]) for name in ids)
 
 
+def test_a_held_out_file_that_is_trained_on_too_is_named(small, tokenizer, tmp_path, monkeypatch):
+    folder = tmp_path / "sources"
+    for name in ("sources/one", "sources/two"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "chats.json").write_bytes(small.read_bytes())
+    one, two = "sources/one/chats.json", folder / "two"
+    monkeypatch.chdir(tmp_path)
+    for train, held_out, both in ((folder, one, True), (one, folder, True), (one, two, False)):
+        sources = Sources((Source(str(train)),), (Source(str(held_out)),))
+        report = prepare(sources, tokenizer, RULES, tmp_path / "prepared", progress=False).report
+        warnings = [line for line in report.summary().splitlines() if "trained on too" in line]
+        assert len(warnings) == both, report.summary()
+        assert all(line.startswith(f"warning: {held_out}: ") for line in warnings)
+
+
 def test_one_epoch_of_held_out_counts_each_target_once(prepared):
     loader = Loader(prepared, LENGTH, 5, seed=0, split="held_out")
     batches = list(loader.epoch_batches())

@@ -253,6 +253,20 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, store, kind):
         source.files()
 
 
+def test_a_folder_of_texts_says_how_texts_are_read(tmp_path):
+    (tmp_path / "book.TXT").write_text("Once upon a time.", encoding="utf-8")
+    with pytest.raises(UserError, match=r"\(found book\.TXT\)") as caught:
+        Source(str(tmp_path)).files()
+    assert f"--data.sources '[{{path: {tmp_path}, format: text}}]' would work" in str(caught.value)
+    hidden = tmp_path / "other/.hidden/a.txt"
+    hidden.parent.mkdir(parents=True)
+    hidden.touch()
+    for format in ("preference", "text"):
+        with pytest.raises(UserError, match=r", would work$") as caught:
+            Source(str(tmp_path / "other"), format=format).files()
+        assert "for texts" not in str(caught.value)
+
+
 def test_a_pattern_stands_for_objects_of_a_bucket(gcs):
     names = ("chats/train-0.txt", "chats/train-01.txt", "chats/train/2.txt", "chats/test.txt")
     for name in names:
@@ -373,4 +387,7 @@ def test_the_last_part_of_a_path_may_be_a_pattern(store, tmp_path, root):
     assert [note.partition(";")[0] for note in notes] == ["not read: train.csv.bak"]
     for pattern in ("x*.md", "none*", "no/such*"):
         with pytest.raises(UserError, match=r"no \.txt .* file that this pattern stands for"):
+            texts(pattern)
+    for pattern in ("**/2.txt", "t*/2.txt", "t*/*.txt"):
+        with pytest.raises(UserError, match="only the last part of a path may be a pattern"):
             texts(pattern)

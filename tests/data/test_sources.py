@@ -6,6 +6,7 @@ import datetime
 import decimal
 import gzip
 import json
+import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from data.errors import UserError
 from data.paths import File
 from data.prepare import prepare
 from data.report import DroppedRecord, Report, SourceReport
-from data.sources import Source, Sources, read
+from data.sources import FileReader, Source, Sources, read
 from data.tables import read_table
 from data.tokenizer import Tokenizer
 
@@ -208,6 +209,16 @@ def test_a_useless_file_is_a_one_line_error(tmp_path, content, reason):
         and "would work" in message
         and "\n" not in message
     )
+
+
+@pytest.mark.parametrize("format", ["sharegpt", "text", "tokens"])
+def test_several_paths_in_one_are_sources_of_their_own(tmp_path, format):
+    """As other trainers take them."""
+    for names in ("a.json,b.json", "a.csv,b.csv"):
+        with pytest.raises(UserError, match=r"each of several paths is an entry of data\.so"):
+            _read(f"{tmp_path}/{names}", format=format)
+    with pytest.raises(UserError, match="no such file; "):
+        _read(f"{tmp_path}/a.json", format=format)
 
 
 def _lines(*values):
@@ -918,6 +929,92 @@ def test_a_compressed_file_without_its_suffix_is_named(tmp_path):
         _read(tmp_path / "a.json")
 
 
+@pytest.mark.parametrize("format", ["sharegpt", "text"])
+def test_an_archive_is_named(tmp_path, format):
+    """One with a text in ASCII is UTF-8 itself."""
+    (tmp_path / "0.txt").write_text("A text.")
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(tmp_path / "0.txt", "0.txt")
+    with pytest.raises(UserError, match=r"a\.tar: is a tar archive; unpack it first"):
+        _read(tmp_path / "a.tar", format=format)
+
+
+def test_token_ids_without_a_header_are_named(tmp_path):
+    np.arange(9, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match=r"it does not begin as one.*\.npy array of int") as caught:
+        _read(tmp_path / "train.bin", format="tokens")
+    assert "pickle" not in str(caught.value)
+
+
+def test_json_lines_under_another_name_are_a_text_with_a_warning(tmp_path):
+    """As Spark names its files: one text, as it stands."""
+    for name in ("part-00000", "corpus.txt", "a.jsonl"):
+        (tmp_path / name).write_text('{"text": "One"}\n{"text": "Two"}\n')
+    for name in ("part-00000", "corpus.txt"):
+        [text], report = _read(tmp_path / name, format="text")
+        assert text.text.startswith('{"text"')
+        assert "begins with a record in JSON" in report.summary()
+    texts, report = _read(tmp_path / "a.jsonl", format="text")
+    assert len(texts) == 2 and not report.sources[0].notes
+    (tmp_path / "b.txt").write_text('{"a": 1} is an object.\n{"text": "Two"}')
+    assert not _read(tmp_path / "b.txt", format="text")[1].sources[0].notes
+
+
+def test_broken_characters_of_a_text_are_counted(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "\\ud83d"}\n{"prompt": "a", "completion": "\\ude00"}\n"b"\n')
+    texts, report = _read(path, format="text")
+    assert [item.text for item in texts] == ["\ufffd", "a\ufffd", "b"]
+    assert report.sources[0].repaired == {"broken characters replaced": 2}
+
+
+@pytest.mark.parametrize("empty", [b"", gzip.compress(b"")], ids=["plain", "gzip"])
+def test_an_empty_file_among_others_is_skipped(tmp_path, empty):
+    """As by datasets; Spark writes such files."""
+    from datasets import load_dataset
+
+    name = "a.jsonl.gz" if empty.startswith(b"\x1f") else "a.jsonl"
+    (tmp_path / name).write_bytes(empty)
+    (tmp_path / "b.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    files = [str(tmp_path / name), str(tmp_path / "b.jsonl")]
+    loaded = load_dataset("json", data_files=files, split="train", cache_dir=tmp_path / "cache")
+    kept, report = _read(f"{tmp_path}/*.jsonl*")
+    assert len(kept) == len(loaded) == 1
+    assert report.sources[0].notes == [f"{files[0]}: skipped: the file is empty"]
+    (tmp_path / "b.jsonl").write_text("")
+    with pytest.raises(UserError, match="holds no records"):
+        _read(f"{tmp_path}/*.jsonl*")
+
+
+@pytest.mark.parametrize("field", ["images", "history", "system", "tools", "input", "source"])
+def test_nan_is_no_value(tmp_path, field):
+    """Python writes a missing cell of a table of pandas so; pandas itself writes null."""
+    path, turns = tmp_path / "a.jsonl", {"instruction": "a", "output": "b"}
+    found = []
+    for value in (float("nan"), None):
+        path.write_text(json.dumps({**turns, field: value}))
+        [record], report = _read(path)
+        found.append((record.messages, record.tools, report.sources[0].repaired))
+        assert not report.sources[0].unread
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("format", "columns"),
+    [
+        ("sharegpt", {"question": ["a", None, None], "answer": "bcd", "n": [1, 2, None]}),
+        ("text", {"text": ["a", None, None], "n": [1, 2, None]}),
+    ],
+)
+def test_a_null_is_named_where_a_record_lacks_a_field(tmp_path, format, columns):
+    """A table's row has all columns; whichever of the others are null, the reason is the same."""
+    table = pyarrow.table({name: list(values) for name, values in columns.items()})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    [_], report = _read(tmp_path / "a.parquet", format=format)
+    [(reason, count)] = report.sources[0].dropped.items()
+    assert count == 2 and ("its `text` is null" if format == "text" else "some are null") in reason
+
+
 def test_a_sources_fields_and_add_bos_are_validated():
     for options, words in (
         ({"fields": {"a": "usr"}}, "'a' stands for 'usr'"),
@@ -950,6 +1047,25 @@ def test_a_saved_data_set_is_read_without_its_caches_and_warns_of_its_test_split
     assert [note.partition(";")[0] for note in source.notes(is_held_out=False)] == [
         "also reads test/data-00000-of-00001.arrow"
     ]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_data_set_saved_again_has_the_records_of_the_later_save(tmp_path, shards):
+    """The later save leaves the shards of the earlier one; load_from_disk reads those that
+    state.json lists."""
+    from datasets import Dataset, load_from_disk
+
+    def questions(numbers):
+        return [{"question": f"{number}?", "answer": "!"} for number in numbers]
+
+    Dataset.from_list(questions(range(40))).save_to_disk(tmp_path, num_shards=4)
+    Dataset.from_list(questions(range(100, 110))).save_to_disk(tmp_path, num_shards=shards)
+    source = Source(str(tmp_path))
+    records = list(read(source, Report()))
+    loaded = [record["question"] for record in load_from_disk(tmp_path)]
+    assert [record.messages[0].content for record in records] == loaded
+    left, more = "not read: data-00000-of-00004.arrow and 3 more", "which state.json does not list"
+    assert [left in note and more in note for note in source.notes(is_held_out=False)] == [True]
 
 
 def _one_text_in_many_rows(texts, rows):
@@ -1000,6 +1116,24 @@ def test_a_dictionary_in_proportion_is_read(tmp_path, name):
 def test_one_record_is_counted_in_the_singular():
     report = Report([SourceReport("a.json", records=1, kept=1), SourceReport("b.json", 2, 2)])
     assert report.summary() == "a.json: 1 record, 1 kept\nb.json: 2 records, 2 kept"
+
+
+def test_lists_in_the_objects_of_lines_are_noted_once(tmp_path):
+    """A dropped record is found at its line."""
+    path, exchange = tmp_path / "a.jsonl", {"question": "a", "answer": "b"}
+    objects = [
+        {"samples": [exchange], "doc": 1},
+        {"samples": [{"answer": "c", "question": "d"}, {"x": 1}]},
+        {"samples": [{**exchange, "answer": "e"}], "doc": None},
+    ]
+    path.write_text(_lines(*objects))
+    dropped, report = [], SourceReport(str(path))
+    report.on_drop = dropped.append
+    records = list(FileReader(Source(str(path))).read([File(str(path))], report))
+    assert [record.line for record in records] == [1, 2, 3]
+    assert [(record.file, record.line) for record in dropped] == [(str(path), 2)]
+    note = f"{path}: the records are the list in its field `samples`"
+    assert report.notes == [f"{note}; not read: the fields doc", note]
 
 
 def test_a_list_in_an_object_has_the_sources_fields(tmp_path):

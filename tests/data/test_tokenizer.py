@@ -1,6 +1,7 @@
 """Tokens added to a vocabulary have the same ids as in transformers, and text never becomes control
 tokens."""
 
+import base64
 import json
 import shutil
 
@@ -332,6 +333,14 @@ def test_a_sentencepiece_folder_has_transformers_ids(tmp_path, model_type, confi
     )
     for each in (theirs, again):
         assert each.apply_chat_template(turns, return_dict=False) == _ids(segments)
+
+
+def test_a_file_of_tiktoken_is_named(tmp_path):
+    """As in the folder `original` of Llama 3."""
+    lines = [b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
+    (tmp_path / "tokenizer.model").write_bytes(b"".join(lines))
+    with pytest.raises(UserError, match=r"tokenizer\.model is a file of tiktoken; the tokenizer\."):
+        Tokenizer.load(tmp_path)
 
 
 def test_empty_names_of_special_tokens_are_ignored(tmp_path):

@@ -37,29 +37,12 @@ def installed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "model" / "attention", folder / "source" / "model" / "attention")
     # A build leaves its files next to them.
-    for name in (
-        "pyproject.toml",
-        "LICENSE",
-        "docs/attention.md",
-    ):
+    for name in ("pyproject.toml", "LICENSE", "docs/attention.md"):
         (folder / "source" / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / "source" / name)
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--quiet",
-            "--no-deps",
-            "--wheel-dir",
-            str(folder),
-            str(folder / "source"),
-        ],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+    command += ["--wheel-dir", str(folder), str(folder / "source")]
+    subprocess.run(command, check=True, capture_output=True, text=True)
     (wheel,) = folder.glob("longstripe-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")

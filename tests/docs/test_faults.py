@@ -14,6 +14,7 @@ FAULTS = {
     "a process does not connect": (
         "while_processes_gather_the_first_one_names_those_absent",
         "a_missing_process_is_named_to_all",
+        "a_detected_cluster_whose_processes_do_not_come_is_one_line",
     ),
     "a process reaches another run's process 0": (
         "a_process_of_another_run_is_told_so_and_takes_no_place",

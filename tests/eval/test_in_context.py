@@ -218,6 +218,23 @@ def test_a_target_that_the_model_does_not_take_is_refused(tmp_path, monkeypatch,
     assert error.startswith("error: --target: found 7, and this model takes no return")
 
 
+@pytest.mark.parametrize(
+    ("options", "episodes", "words"),
+    [
+        # Rows of 2 x 50 x 4 tokens, and contexts of 2 x 200 x 4.
+        ({"in_context": 2, "decisions": 50}, 8, "up to 1,600 tokens here, and 400 in training"),
+        ({"in_context": 2, "decisions": 50, "conditioning": "none"}, 8, "800 tokens here, and 200"),
+        ({"in_context": 4, "decisions": 50}, 1, ""),
+        ({"in_context": 2, "decisions": 300}, 8, ""),
+        ({"in_context": 2}, 8, ""),
+    ],
+)
+def test_contexts_longer_than_trained_are_a_warning(capsys, options, episodes, words):
+    in_context.warn_beyond_trained(TrajectoryConfig(**options), episodes, decisions=200)
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == bool(words)
+
+
 def test_last_best_and_mean_are_distinguished():
     scores = summary(np.array([[1.0, 9.0, 2.0], [1.0, 3.0, 8.0]]))
     assert [scores[name]["mean"] for name in ("last", "best", "mean")] == [5.0, 8.5, 4.0]
@@ -260,6 +277,10 @@ def test_another_models_checkpoint_is_named(tmp_path):
         ("--seeds 5 --fsdp 2", "--seeds: 5 is not a multiple of --fsdp 2"),
         ("--seeds 4 --fsdp 2 --attention 1", "--attention: 1 is not a multiple of --fsdp 2"),
         ("--seeds 4 --attention 5", "--attention: found 5; 0 to --seeds, 4, works"),
+        (
+            "--seeds 2 --first-seed 4294967295",
+            "--first-seed: found 4294967295; with --seeds 2, 0 to 4294967294 works",
+        ),
     ],
 )
 def test_numbers_of_environments_that_cannot_be_split_are_named(options, message, capsys):

@@ -13,7 +13,7 @@ from model.attention.layout import permutation
 from model.feedforward import FeedForward
 from model.language_model import LanguageModel
 from model.norms import rms_norm
-from model.rope import apply_rope, inverse_frequencies
+from tests.model import formula
 from tests.model.build import ALL_AT_ONCE, llama, packed_batch, tiny
 from trainer.config.schema import OptimizerConfig, TrainConfig
 from trainer.mesh import place_batch
@@ -60,49 +60,19 @@ def routed_layers(monkeypatch):
 def by_formula(params, batch):
     """Returns the token loss and both auxiliary losses, as sums over the batch that jax
     differentiates itself."""
-    x, size, z_losses = params["embed_tokens.weight"][batch["tokens"]], CONFIG.head_dim, []
-    frequencies = inverse_frequencies(CONFIG.rope, size, LENGTH)
-    seen = (batch["segment_ids"][:, :, None] == batch["segment_ids"][:, None]) & (
-        batch["segment_ids"][:, :, None] > 0
-    )
-    seen &= batch["index"][:, :, None] >= batch["index"][:, None]
-    for i in range(CONFIG.num_hidden_layers):
-        layer_weights = {
-            name.removeprefix("layers."): w[i]
-            for name, w in params.items()
-            if name.startswith("layers.")
-        }
-        q, k, v = (
-            jnp.einsum(
-                "bte,ehd->bthd",
-                rms_norm(x, layer_weights["input_layernorm.weight"], CONFIG.rms_norm_eps),
-                layer_weights[f"self_attn.{name}_proj.weight"],
-            )
-            for name in "qkv"
-        )
-        q, k = (apply_rope(heads, batch["positions"], frequencies, 1.0, LENGTH) for heads in (q, k))
-        k, v = (jnp.repeat(heads, 2, 2) for heads in (k, v))
-        scores = jnp.where(seen[:, None], jnp.einsum("bqhd,bkhd->bhqk", q, k) * size**-0.5, -1e30)
-        weights = jnp.where(seen[:, None], jax.nn.softmax(scores, -1), 0)
-        attended = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-        x = x + jnp.einsum("bthd,hde->bte", attended, layer_weights["self_attn.o_proj.weight"])
-        hidden = rms_norm(x, layer_weights["post_attention_layernorm.weight"], CONFIG.rms_norm_eps)
-        gate = hidden @ layer_weights["mlp.gate_proj.weight"]
+    x, z_losses = params["embed_tokens.weight"][batch["tokens"]], []
+    for weights in formula.layers(params, CONFIG):
+        hidden = rms_norm(x, weights["input_layernorm.weight"], CONFIG.rms_norm_eps)
+        x = x + formula.attention(weights, hidden, batch, CONFIG)
+        hidden = rms_norm(x, weights["post_attention_layernorm.weight"], CONFIG.rms_norm_eps)
+        gate = hidden @ weights["mlp.gate_proj.weight"]
         z_losses.append(jnp.sum(jnp.square(jax.nn.logsumexp(gate, -1))))
-        x = (
-            x
-            + (jax.nn.silu(gate) * (hidden @ layer_weights["mlp.up_proj.weight"]))
-            @ layer_weights["mlp.down_proj.weight"]
-        )
-    logits = rms_norm(x, params["norm.weight"], CONFIG.rms_norm_eps) @ params["lm_head.weight"]
-    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[
-        ..., 0
-    ]
+        x = x + formula.feed_forward(weights, hidden)
     auxiliary = {
         "router_z": sum((i + 1) * z for i, z in enumerate(z_losses)),
         "twice": 2 * sum(z_losses),
     }
-    total = jnp.sum(losses * batch["loss_weights"])
+    total = formula.loss(params, x, batch, CONFIG)
     return total + auxiliary["router_z"] + auxiliary["twice"], (total, auxiliary)
 
 

@@ -4,7 +4,6 @@ residuals, whose norm is read twice."""
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,8 +11,8 @@ from model import modules, parameter_declarations
 from model.feedforward import FeedForward
 from model.modules import DecoderLayer, SelfAttention
 from model.norms import RMSNorm, rms_norm
-from model.rope import apply_rope, inverse_frequencies
 from model.stages import STAGES
+from tests.model import formula
 from tests.model.build import llama, packed_batch, permuted, tiny
 from trainer.huggingface.table import hf_layout
 
@@ -44,36 +43,12 @@ def parallel_layers(monkeypatch):
 
 def by_formula(params, batch):
     """Returns the weighted sum of the token losses, which jax differentiates itself."""
-    x, size = params["embed_tokens.weight"][batch["tokens"]], CONFIG.head_dim
-    frequencies, segments = inverse_frequencies(CONFIG.rope, size, LENGTH), batch["segment_ids"]
-    seen = (segments[:, :, None] == segments[:, None]) & (segments[:, :, None] > 0)
-    seen = (seen & (batch["index"][:, :, None] >= batch["index"][:, None]))[:, None]
-    for i in range(CONFIG.num_hidden_layers):
-        w = {
-            name.removeprefix("layers."): x[i]
-            for name, x in params.items()
-            if name.startswith("layers.")
-        }
-        hidden = rms_norm(x, w["input_layernorm.weight"], CONFIG.rms_norm_eps)
-        q, k, v = (
-            jnp.einsum("bte,ehd->bthd", hidden, w[f"self_attn.{name}_proj.weight"])
-            for name in "qkv"
-        )
-        q, k = (apply_rope(heads, batch["positions"], frequencies, 1.0, LENGTH) for heads in (q, k))
-        k, v = (jnp.repeat(heads, 2, 2) for heads in (k, v))
-        scores = jnp.where(seen, jnp.einsum("bqhd,bkhd->bhqk", q, k) * size**-0.5, -1e30)
-        attended = jnp.einsum("bhqk,bkhd->bqhd", jnp.where(seen, jax.nn.softmax(scores, -1), 0), v)
-        gate, up = hidden @ w["mlp.gate_proj.weight"], hidden @ w["mlp.up_proj.weight"]
-        x = (
-            x
-            + jnp.einsum("bthd,hde->bte", attended, w["self_attn.o_proj.weight"])
-            + (jax.nn.silu(gate) * up) @ w["mlp.down_proj.weight"]
-        )
-    logits = rms_norm(x, params["norm.weight"], CONFIG.rms_norm_eps) @ params["lm_head.weight"]
-    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[
-        ..., 0
-    ]
-    return jnp.sum(losses * batch["loss_weights"])
+    x = params["embed_tokens.weight"][batch["tokens"]]
+    for weights in formula.layers(params, CONFIG):
+        hidden = rms_norm(x, weights["input_layernorm.weight"], CONFIG.rms_norm_eps)
+        attended = formula.attention(weights, hidden, batch, CONFIG)
+        x = x + attended + formula.feed_forward(weights, hidden)
+    return formula.loss(params, x, batch, CONFIG)
 
 
 @functools.cache

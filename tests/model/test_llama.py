@@ -128,16 +128,9 @@ def test_logits_match_transformers(tmp_path, kind, rope):
     [
         ({"sequence": 8}, None),
         ({"tensor": 2, "sequence": 4}, None),
-        *(({"sequence": 8}, rule) for rule in ("llama3", "linear", "dynamic", "yarn")),
+        *(({"sequence": 8}, rule) for rule in RULES),
     ],
-    ids=[
-        "sequence 8",
-        "tensor 2 x sequence 4",
-        "llama3 RoPE",
-        "linear RoPE",
-        "dynamic RoPE",
-        "yarn RoPE",
-    ],
+    ids=["sequence 8", "tensor 2 x sequence 4", *(f"{rule} RoPE" for rule in RULES)],
 )
 def test_smollm2_matches_transformers_up_to_position_8191(tmp_path, shape, rope):
     """The real model, 9 heads and 3 KV heads, on 8 devices: 1e-3 absolute in float32, on a fixed

@@ -15,7 +15,7 @@ from planning.dry_run import dry_run
 from planning.memory_estimate import estimate_memory
 from planning.plan import Job
 from trainer.config.load import dump, load
-from trainer.config.schema import ModelConfig
+from trainer.config.schema import AttentionConfig, ModelConfig
 
 AUTO = ("--mesh", "auto", "--memory", "auto")
 
@@ -30,7 +30,8 @@ def recipe(small_recipe):
         if preset is None:
             return config
         model = ModelConfig(preset=preset, tokenizer=config.model.tokenizer)
-        return dataclasses.replace(config, model=model)
+        # The small recipe's kernel, the reference, holds scores of whole rows.
+        return dataclasses.replace(config, model=model, attention=AttentionConfig())
 
     return call
 

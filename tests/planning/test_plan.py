@@ -149,15 +149,8 @@ def test_a_recipe_is_planned_as_written(repository):
     """Flags take precedence. Covers every shipped recipe, whatever its chunks, masks and
     schedule."""
     where = ["--model", "llama-7b", "--topology", "v4:4x4x4"]
-    job = planned(
-        "--config",
-        repository / "configs/sharegpt_llama7b_1m.yaml",
-        *where,
-        "--batch",
-        2,
-        "--remat",
-        "offload",
-    )
+    config = repository / "configs/sharegpt_llama7b_1m.yaml"
+    job = planned("--config", config, *where, "--batch", 2, "--remat", "offload")
     run = job.run
     assert (job.context, job.batch, run.memory.remat, run.attention.schedule) == (
         1_048_576,
@@ -186,42 +179,17 @@ def test_a_recipe_is_planned_as_written(repository):
 def test_the_planned_step_is_the_one_that_training_runs(repository):
     """Covers recipe options without a flag of the planner: precision, accumulation, trainable
     parameters."""
-    recipe = load(
-        [
-            "--config",
-            str(repository / "configs/quickstart.yaml"),
-            "--model.compute_dtype",
-            "float32",
-            "--train.accumulation",
-            "2",
-            "--model.trainable",
-            "norm.weight",
-        ]
-    )
-    config = TransformerConfig.preset("tiny")
-    compiled = compile_step(
-        config,
-        jax.devices()[:2],
-        64,
-        batch=2,
-        mesh=MeshConfig(sequence=2),
-        recipe=recipe,
-        remat="nothing",
+    flags = "--model.compute_dtype float32 --train.accumulation 2 --model.trainable norm.weight"
+    recipe = load(["--config", str(repository / "configs/quickstart.yaml"), *flags.split()])
+    whole = dataclasses.replace(recipe, train=TrainConfig(batch_size=2))
+    mesh, tiny = MeshConfig(sequence=2), TransformerConfig.preset("tiny")
+    compiled, at_once = (
+        compile_step(tiny, jax.devices()[:2], 64, batch=2, mesh=mesh, recipe=each, remat="nothing")
+        for each in (recipe, whole)
     )
     new_parameters = compiled.out_info[0]
     assert set(new_parameters) == {"norm.weight"} and "bf16[" not in compiled.as_text()
-    assert (
-        compiled.as_text()
-        != compile_step(
-            config,
-            jax.devices()[:2],
-            64,
-            batch=2,
-            mesh=MeshConfig(sequence=2),
-            recipe=dataclasses.replace(recipe, train=TrainConfig(batch_size=2)),
-            remat="nothing",
-        ).as_text()
-    ), "accumulation is ignored"
+    assert compiled.as_text() != at_once.as_text(), "accumulation is ignored"
 
 
 def test_a_models_folder_can_be_planned(tmp_path):
@@ -349,17 +317,8 @@ def test_an_unknown_topology_is_a_one_line_error(capsys):
 
 def test_a_compiled_plan_that_does_not_fit_prints_its_memory(capsys):
     """The compiler's refusal becomes sizes and names, without a traceback."""
-    job = [
-        "--model",
-        "smollm2-135m",
-        "--topology",
-        "v5e:2x2",
-        "--context",
-        "4M",
-        "--remat",
-        "everything",
-    ]
-    assert main([*job, "--compile"]) == 1
+    job = "--model smollm2-135m --topology v5e:2x2 --context 4M --remat everything --compile"
+    assert main(job.split()) == 1
     output = capsys.readouterr().err
     needs, has = re.search(
         r"needs ([\d.]+) GiB of ([\d.]+); of it products [\d.]+, attention outputs", output
@@ -438,41 +397,11 @@ def test_the_written_recipe_is_the_plan_that_compiled(monkeypatch, tmp_path, cap
 
     monkeypatch.setattr(planning.plan, "plan", plan)
     recipe = tmp_path / "mine.yaml"
-    assert (
-        main(
-            [
-                "--model",
-                "smollm2-135m",
-                "--machine",
-                "v5e-4",
-                "--context",
-                "8K",
-                "--search",
-                "--compile",
-                "--write",
-                str(recipe),
-            ]
-        )
-        == 0
-    )
+    words = ["--model", "smollm2-135m", "--machine", "v5e-4", "--compile", "--write", str(recipe)]
+    assert main([*words, "--context", "8K", "--search"]) == 0
     assert yaml.safe_load(recipe.read_text(encoding="utf-8"))["data"]["context_length"] == 32768
     recipe.unlink()
-    assert (
-        main(
-            [
-                "--model",
-                "smollm2-135m",
-                "--machine",
-                "v5e-4",
-                "--context",
-                "64K",
-                "--compile",
-                "--write",
-                str(recipe),
-            ]
-        )
-        == 1
-    )
+    assert main([*words, "--context", "64K"]) == 1
     assert not recipe.exists() and "does not fit, by the compiler" in capsys.readouterr().err
 
 
@@ -511,6 +440,22 @@ def test_candidates_of_a_job_use_all_chips_and_come_fastest_first():
         sum(parts_gib(candidate.run, candidate.model).values()) < memory_gib(job.topology)
         for candidate in jobs
     )
+
+
+def test_heads_that_tensor_does_not_divide_take_the_time_of_those_computed():
+    """Qwen2.5 0.5B on 8 ranks computes 56 query and 8 key heads, but has 14 and 2: a step takes as
+    long as that of a model with as many, and its MFU counts the work of 14."""
+    own = TransformerConfig.preset("qwen2.5-0.5b")
+    padded = dataclasses.replace(own, num_attention_heads=56, num_key_value_heads=8)
+    (seconds, mfu), (computed, mfu_of_padded) = (
+        (step.seconds, step.mfu)
+        for step in (
+            Job.of(model, "h100:8", 65536, mesh=MeshConfig(tensor=8)).estimate()
+            for model in (own, padded)
+        )
+    )
+    assert seconds == computed
+    assert mfu < 0.5 * mfu_of_padded
 
 
 def test_a_mesh_axis_may_be_part_of_a_physical_axis():

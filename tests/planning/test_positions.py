@@ -188,24 +188,29 @@ def begin(config) -> pathlib.Path:
     return path
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
+STRETCHED = {"max_position_embeddings": ROWS, "rope_scaling": YARN}
+
+
+def stretched(config):
+    """The configuration with the positions that earlier versions gave it."""
+    model = dataclasses.replace(config.model, overrides=STRETCHED)
+    return dataclasses.replace(config, model=model)
+
+
 def test_a_run_keeps_the_positions_with_which_it_began(words, without_data):
     """Earlier versions stretched to the length of the rows."""
     config = load(words())
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
-    overrides = {"max_position_embeddings": ROWS, "rope_scaling": yarn}
-    begun = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, overrides=overrides)
-    )
-    path = begin(begun)
+    path = begin(stretched(config))
     planned, line = with_extended_positions(config)
-    assert planned.model.overrides == overrides and "run began, model.overrides {" in line
+    assert planned.model.overrides == STRETCHED and "run began, model.overrides {" in line
     require_same(check_run(planned, steps_known=False), planned, steps_known=False)
     # One that had no need for it stays as it is, whatever is in its data now.
     path.write_text(dump(config), encoding="utf-8")
     planned, line = with_extended_positions(config)
     assert planned.model.overrides == {} and line.endswith("run began, unchanged")
     # A difference that is not the planner's is still refused.
-    path.write_text(dump(begun), encoding="utf-8")
+    path.write_text(dump(stretched(config)), encoding="utf-8")
     changed = load(words("--model.overrides", "{rope_theta: 90000.0}"))
     with pytest.raises(UserError, match=r"another run is in this folder: model\.overrides\.rope_"):
         check_run(with_extended_positions(changed)[0], steps_known=False)
@@ -239,16 +244,14 @@ def test_a_runs_own_configuration_is_not_stretched_twice(words, tmp_path, monkey
 
 def test_a_runs_own_configuration_keeps_the_users_positions(words, tmp_path, without_data):
     """Even if the planner had chosen the same."""
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
-    overrides = {"max_position_embeddings": ROWS, "rope_scaling": yarn}
-    config = load(words("--model.overrides", json.dumps(overrides)))
+    config = load(words("--model.overrides", json.dumps(STRETCHED)))
     planned = planned_run(config, LAPTOP, lambda _: None)
     for _ in range(2):  # a new run, and one that continues
         recipe = ("--config", str(begin(planned)))
         planned = planned_run(load(recipe), LAPTOP, lambda _: None)
         assert planned.planned.endswith("began, by model.overrides")
         elsewhere = load([*recipe, "--run_dir", str(tmp_path / "run2")])
-        assert planned_run(elsewhere, LAPTOP, lambda _: None).model.overrides == overrides
+        assert planned_run(elsewhere, LAPTOP, lambda _: None).model.overrides == STRETCHED
 
 
 def test_a_dry_run_on_a_given_mesh_needs_no_machine(words, tmp_path, capsys):
@@ -277,14 +280,10 @@ def test_a_run_on_trajectories_has_no_documents(words):
 def test_a_run_in_a_bucket_keeps_its_positions(words, without_data, store_and_url):
     _, url = store_and_url
     config = load(words("--run_dir", f"{url}/run"))
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
-    overrides = {"max_position_embeddings": ROWS, "rope_scaling": yarn}
-    begun = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, overrides=overrides)
-    )
+    begun = stretched(config)
     positions.RunDirectory.of(begun).mirror.bucket.write("config.yaml", dump(begun).encode())
     planned, line = with_extended_positions(config)
-    assert planned.model.overrides == overrides and f"RoPE: as {url}/run began" in line
+    assert planned.model.overrides == STRETCHED and f"RoPE: as {url}/run began" in line
 
 
 def test_a_folder_that_cannot_be_used_is_refused_before_data_are_prepared(

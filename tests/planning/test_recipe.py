@@ -7,7 +7,7 @@ import yaml
 
 from model.config import TransformerConfig
 from model.families import FAMILIES
-from model.lengths import trained_length
+from model.lengths import supported_length
 from planning.plan import Job
 from planning.recipe import recipe_of, recipe_text
 from trainer.config.load import load
@@ -36,6 +36,17 @@ def test_the_header_has_the_command_for_the_machine(topology, command):
     for line, beginning in zip(lines[start:], [*command, "# Check "], strict=False):
         assert line.startswith(beginning), line
     assert yaml.safe_load(text) == recipe
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v5e:4x4", "2xv5e:4x4", "tpu7x:2x2x2", "h100:2x8"])
+def test_hosts_without_a_common_disk_get_a_run_folder_and_prepared_data_in_a_bucket(topology):
+    # docs/tpu_vm.md: all workers must share both; Slurm's nodes share a file system
+    job = Job.of("llama-3.1-8b", topology, 8192)
+    header = recipe_text(job, recipe_of(job, {}, None), "recipe.yaml", None).partition("# Check")[0]
+    shared = "--run_dir gs://BUCKET/run --data.prepared gs://BUCKET/prepared"
+    assert (shared in header) == (topology not in ("v5e:2x4", "h100:2x8"))
+    own = {"run_dir": "gs://mine/run", "data": {"prepared": "gs://mine/prepared"}}
+    assert "BUCKET" not in recipe_text(job, recipe_of(job, own, None), "recipe.yaml", None)
 
 
 def test_a_mesh_is_written_with_its_axis_order():
@@ -119,9 +130,9 @@ def test_every_preset_accepts_its_planned_positions():
     for family in FAMILIES.values():
         for name in family.presets:
             model = TransformerConfig.preset(name)
-            if not trained_length(model):
+            if not supported_length(model):
                 continue
-            job = Job.of(name, "h100:8", 4 * trained_length(model))
+            job = Job.of(name, "h100:8", 4 * supported_length(model))
             overrides = recipe_of(job, {}, "org/name")["model"]["overrides"]
             assert model.with_positions(**overrides).max_position_embeddings == job.context, name
     overrides = recipe_of(Job.of("phi-3-mini-4k", "h100:8", 16384), {}, "org/name")["model"][

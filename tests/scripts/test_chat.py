@@ -19,11 +19,6 @@ from tests.data.test_tokenizer import with_added
 DOCUMENT = "The whale swam round the ship, and the ship sailed round the whale. " * 8
 
 
-@pytest.fixture(autouse=True)
-def no_cache(monkeypatch):
-    monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
-
-
 def arguments(model, *flags):
     command = f"{model} --sequence 8 --compute-dtype float32 --max-new-tokens 5 --chunk 64"
     return [*command.split(), *flags]

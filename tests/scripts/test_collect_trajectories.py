@@ -210,6 +210,11 @@ def test_options_without_effect_and_a_damaged_explorer_are_named(collected, tmp_
     ):
         assert collected(tmp_path, *options) == 2
         assert f"--{name}: has no effect with " in capsys.readouterr().err
+    assert collected(tmp_path, "--action-repeat", "51") == 2
+    assert (
+        "--action-repeat: found 51, but an episode of cartpole_swingup has 50 steps"
+        in capsys.readouterr().err
+    )
     random = collected(tmp_path, "--explorer", "random", "--episodes", "3")
     assert random.keys() == {f"cartpole/random/buffer/collected_{i}_50.npz" for i in range(3)}
     collected(tmp_path, "--explorer", "rnd", "--episodes", "2")
@@ -249,16 +254,8 @@ def test_a_learned_policy_replayed_from_its_seed_gives_the_same_return(tmp_path)
 
 
 def command(folder, *options):
-    return [
-        sys.executable,
-        "-m",
-        "scripts.collect_trajectories",
-        "--task",
-        TASK.name,
-        "--output",
-        str(folder),
-        *options,
-    ]
+    words = ["--task", TASK.name, "--output", str(folder), *options]
+    return [sys.executable, "-m", "scripts.collect_trajectories", *words]
 
 
 def started(folder, repository, *options):

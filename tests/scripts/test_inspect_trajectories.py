@@ -85,6 +85,12 @@ def test_coverage_counts_the_visited_cells(folder, tmp_path, capsys):
     assert f"coverage: {printed}" in capsys.readouterr().out
 
 
+def test_a_single_state_is_in_one_cell():
+    """As of one episode of fewer than ten steps."""
+    counts = inspect_trajectories.visits({"all": np.ones((1, 5), np.float32)})["all"]
+    assert counts.sum() == counts.max() == 1
+
+
 def test_rewards_can_be_those_of_another_task(folder, capsys):
     """Files of another task get rewards from their states: a pole standing in the middle earns 1
     per step."""

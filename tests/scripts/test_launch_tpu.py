@@ -168,7 +168,7 @@ def verbs(calls):
     return changes
 
 
-ONCE = ["scp", "scp", "install", "start"]
+ONCE = ["scp", "install", "start"]
 
 
 def test_run_creates_installs_starts_and_follows(launch):
@@ -383,7 +383,7 @@ def test_a_failed_installation_is_retried(launch):
     code, _, error = launch(*RUN, answers=answers)
     assert (
         code == 0
-        and verbs(launch.calls)[:6] == ["scp", "scp", "install"] * 2
+        and verbs(launch.calls)[:4] == ["scp", "install"] * 2
         and "the installation failed" in error
     )
 
@@ -593,6 +593,25 @@ def test_each_of_several_slices_knows_its_number(launch):
     assert create[5:9] == ["--node-count", "2", "--node-prefix", "pod"]
 
 
+@pytest.mark.parametrize(
+    ("worker", "started"), [("1", ["pod-b"]), ("all", ["pod-a", "pod-b"]), ("7", [])]
+)
+def test_a_command_starts_on_the_chosen_host_of_compute_engine(launch, worker, started):
+    """gcloud compute ssh has no --worker: each host is an instance."""
+    instances = [{"instance": f"x/pod-{i}", "instanceStatus": "RUNNING"} for i in "ab"]
+    answers = [{"words": ["list-instances"], "answers": [(0, json.dumps(instances), "")]}]
+    code, _, error = launch(
+        "start", "pod", *GROUP, "--worker", worker, *TRAIN, answers=[*answers, *group_rules([])]
+    )
+    assert [call[2] for call in launch.calls if "ssh" in call] == started
+    assert code == (0 if started else 2)
+    assert started or "--worker: found 7; pod has the hosts 0, 1\n" in error
+    jobs = {"words": ["code=lost"], "answers": [job("running"), job(0)]}
+    launch("follow", "pod", *GROUP, "--worker", worker, answers=[*answers, jobs, *group_rules([])])
+    followed = [call[2] for call in launch.calls if "tail -c" in " ".join(call)]
+    assert set(followed) == set(started[:1])
+
+
 def test_gcloud_accepts_every_option(launch):
     """As recorded from gcloud's own help; see the head of the file."""
     recorded = json.loads((REPOSITORY / "tests/scripts/gcloud_flags.json").read_text())
@@ -679,6 +698,18 @@ def test_gcloud_accepts_every_option(launch):
         (
             ["create", "pod", "--zone", "z", "--type", "tpu7x-16", "--version", "v"],
             "--machine-type tpu7x-standard-4t",
+        ),
+        (
+            ["start", "pod", *QUEUED, "--env", "A=b", *TRAIN],
+            "--env: has no effect with start; it is for install, run",
+        ),
+        (
+            ["stop", "pod", *QUEUED, "--worker", "1"],
+            "--worker: has no effect with stop; it is for start, follow, run",
+        ),
+        (
+            ["start", "pod", *QUEUED, "--worker", "last", *TRAIN],
+            "--worker: found last; expected all, or a host's number",
         ),
         (
             ["run", "pod", *QUEUED, "--env", "NOT_SET_ANYWHERE", *TRAIN],
@@ -773,6 +804,9 @@ def test_secrets_travel_in_a_file_that_only_their_owner_may_read(launch, tmp_pat
     monkeypatch.setenv("HF_TOKEN", "hf_secret it's")
     launch("install", "pod", *QUEUED, "--env", "HF_TOKEN", "--env", "A=b c")
     assert all("hf_secret" not in " ".join(call) for call in launch.calls)
+    assert any("pod:longstripe.env" in call for call in launch.calls)
+    launch("install", "pod", *QUEUED)  # of newer code: the variables stay
+    assert not any("longstripe.env" in " ".join(call) for call in launch.calls)
     (tmp_path / "env").write_text(
         workers.environment_file(workers.read_variables(["HF_TOKEN", "A=b c"]))
     )

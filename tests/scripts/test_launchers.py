@@ -6,9 +6,11 @@ import math
 import os
 import re
 import shlex
+import signal
 import stat
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +119,16 @@ def test_slurm_starts_one_process_per_node_with_all_its_gpus_cpus_and_memory(sba
     )
 
 
+def test_slurm_refuses_several_tasks_on_a_node(sbatch):
+    """As torch's users start them: each would take all of the node's GPUs."""
+    done = sbatch("--config", "c", SLURM_NTASKS_PER_NODE="4")
+    assert done.returncode == 2 and not (sbatch.folder / "ran").exists()
+    assert done.stderr == (
+        "error: --ntasks-per-node: found 4, needs 1: one task uses all GPUs of its node\n"
+    )
+    assert sbatch("--config", "c", SLURM_NTASKS_PER_NODE="1").returncode == 0
+
+
 def test_slurm_passes_a_container_to_pyxis(sbatch):
     sbatch("--config", "c", CONTAINER="registry#longstripe:1.0", CONTAINER_MOUNTS="/data:/data")
     assert (sbatch.folder / "options").read_text().split()[-3:] == [
@@ -156,6 +168,41 @@ def test_slurm_requeues_exit_codes_worth_another_start(sbatch):
         assert sbatch("--config", "c", CODE=str(code), STATE=state).returncode == code
         assert scontrol_calls.exists() is requeued, code
     assert "#SBATCH --signal=TERM@" in (REPOSITORY / "scripts/launch_slurm.sbatch").read_text()
+
+
+SAVES = """
+import signal, sys, time
+def save(number, frame):
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit(143)
+signal.signal(int(sys.argv[1]), save)
+print("trains", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_what_a_task_prints_after_slurms_signal_is_in_its_log(tmp_path, name):
+    """Slurm signals all processes of a step, also the one that copies the lines."""
+    text = (REPOSITORY / "scripts/launch_slurm.sbatch").read_text()
+    [line] = re.findall(r"bash -c \\\n +'(log=.*)' bash", text)
+    number = str(getattr(signal, name).value)
+    task = subprocess.Popen(
+        ["bash", "-c", line, "bash", str(tmp_path / "job"), sys.executable, "-c", SAVES, number],
+        env={**os.environ, "SLURM_PROCID": "0"},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    log = tmp_path / "job-0.log"
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not (log.exists() and "trains" in log.read_text()):
+        time.sleep(0.1)
+    os.killpg(task.pid, int(number))
+    assert task.wait(30) == 143
+    while time.monotonic() < deadline and "saved" not in log.read_text():
+        time.sleep(0.1)  # tee ends last
+    assert log.read_text() == "trains\nsaved\n"
 
 
 def test_slurm_survives_a_temporarily_unresponsive_controller_and_store(sbatch):

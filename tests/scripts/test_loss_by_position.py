@@ -229,6 +229,26 @@ def test_without_a_recipe_the_mesh_is_chosen_for_losses_alone(case, monkeypatch,
     within(np.abs(case.curve(written) - expected).max(), 1e-4, "loss")
 
 
+def test_a_checkpoint_has_its_own_rope_and_not_the_recipes(case):
+    """Before training in stages the curve is that of the model as it is; a flag gives another."""
+    recipe = yaml.safe_load((case.folder / "recipe.yaml").read_text())
+    stage = {"context_length": LENGTH, "steps": 1, "rope": {"rope_theta": 20.0}}
+    recipe["model"]["overrides"] = {"rope_theta": 50.0}
+    (case.folder / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "stages": [stage]}))
+    as_it_is = [losses.mean() for losses in by_bucket(case.model, case.ids, LENGTH)]
+    within(np.abs(case.curve(case.measure(*case.recipe)) - as_it_is).max(), 1e-4, "loss")
+    case.model.save_pretrained(case.folder / "rescaled")
+    file = case.folder / "rescaled/config.json"
+    config = json.loads(file.read_text())
+    config["rope_parameters"]["rope_theta"] = 20.0
+    file.write_text(json.dumps(config))
+    rescaled = transformers.LlamaForCausalLM.from_pretrained(case.folder / "rescaled")
+    rescaled = [losses.mean() for losses in by_bucket(rescaled, case.ids, LENGTH)]
+    flags = ["--model.overrides", "{rope_theta: 20.0}"]
+    within(np.abs(case.curve(case.measure(*case.recipe, *flags)) - rescaled).max(), 1e-4, "loss")
+    assert np.abs(np.array(rescaled) - as_it_is).max() > 0.01
+
+
 def test_the_held_out_split_is_measured_if_there_is_one(case, capsys):
     case.measure(
         *case.recipe, "--batches", "1", "--data.held_out_path", str(case.folder / "book.txt")

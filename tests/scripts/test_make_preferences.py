@@ -1,23 +1,20 @@
 """The pairs that scripts.make_preferences writes; the recipe of preference tuning learns from
 them."""
 
-import json
-
 import pytest
 
 import train
 from scripts import inspect_data, make_preferences
+from tests import small_run
 
 PAIRS = 8
 
 
-def records(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def test_pairs_prefer_short_answers_and_held_out_questions_have_other_subjects(tmp_path):
     make_preferences.main([str(tmp_path)])
-    trained, held_out = (records(tmp_path / f"{name}.jsonl") for name in ("train", "held_out"))
+    trained, held_out = (
+        small_run.rows(tmp_path / f"{name}.jsonl") for name in ("train", "held_out")
+    )
     assert len(trained) == 306 and len(held_out) == 54
     prompts = [{record["prompt"] for record in split} for split in (trained, held_out)]
     assert prompts[0].isdisjoint(prompts[1]) and any("nickel" in prompt for prompt in prompts[1])
@@ -54,13 +51,13 @@ def test_the_recipe_trains_and_evaluates(tmp_path, hf_model, repository, rank):
         "--logging.console=false",
     ]
     assert train.main([*command, "--train.steps=4"]) == 0
-    metrics = records(tmp_path / "run" / "metrics.jsonl")
-    held_out = records(tmp_path / "run" / "held_out.jsonl")
+    metrics = small_run.rows(tmp_path / "run" / "metrics.jsonl")
+    held_out = small_run.rows(tmp_path / "run" / "held_out.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3, 4]
     assert metrics[0]["preference_loss"] == pytest.approx(0.6931, abs=1e-4)
     assert [row["step"] for row in held_out] == [0, 2, 4]
     assert held_out[0]["held_out_pairs"] == PAIRS
-    samples = records(tmp_path / "run" / "samples.jsonl")
+    samples = small_run.rows(tmp_path / "run" / "samples.jsonl")
     assert [row["step"] for row in samples] == [0, 4], "evaluated before and after training"
     assert held_out[-1]["held_out_rewards/margins"] > held_out[0]["held_out_rewards/margins"]
 

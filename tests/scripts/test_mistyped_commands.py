@@ -40,6 +40,41 @@ CASES = [
     ("train", [*TRAIN, "--memory.remat", "offlod"], "offload"),
     ("train", [*TRAIN, "--dryrun"], "did you mean --dry-run?"),
     ("train", [*TRAIN, "--dry_run", "8xH10"], "did you mean H100?"),
+    ("train", [*TRAIN, "--dry-run", "8xH10"], "--dry-run: found '8xH10'"),
+    # Lists as other programs take them, and a pattern that the shell has expanded.
+    (
+        "train",
+        [*TRAIN, "--adapter.rank", "8", "--adapter.targets", "q_proj", "v_proj"],
+        "'v_proj' belongs to no flag; write --adapter.targets '[q_proj, v_proj]'",
+    ),
+    (
+        "train",
+        [*TRAIN, "--data.path", "a.jsonl", "b.jsonl"],
+        "--data.sources '[{path: a.jsonl}, {path: b.jsonl}]', or put a pattern in quotes",
+    ),
+    (
+        "train",
+        [*TRAIN, "--adapter.rank", "8", "--adapter.targets", "q_proj,v_proj"],
+        "such as [q_proj, v_proj]",
+    ),
+    (
+        "train",
+        [*TRAIN, "--data.sources", "[{path:", "a.jsonl,", "format:", "text}]"],
+        "put the value of --data.sources in quotes",
+    ),
+    # Shell variables that are not set.
+    ("train", [*TRAIN, "--dry-run", "--train.epochs="], "--train.epochs: found '', needs a value"),
+    ("train", [*TRAIN, "--optimizer.warmup_steps", ""], "warmup_steps: found '', needs a value"),
+    ("train", [*TRAIN, "--model.overrides.rope_theta="], "rope_theta: found '', needs a value"),
+    ("train", [*TRAIN, "--adapter.targets="], "--adapter.targets: found '', needs a value"),
+    # Values of other trainers.
+    (
+        "train",
+        [*TRAIN, "--optimizer.warmup_steps", "0.05"],
+        "did you mean optimizer.warmup_fraction?",
+    ),
+    ("train", [*TRAIN, "--logging.wandb", "None"], "the name of a project"),
+    ("train", [*TRAIN, "--logging.wandb", "tensorboard"], "the name of a project"),
     ("train", ["--help", "optimiser"], "did you mean optimizer?"),
     # The other commands.
     ("scripts.plan", [*PLAN, "--machine", "8xH100", "--contxt", "64K"], "did you mean --context?"),

@@ -352,6 +352,29 @@ def test_a_card_lists_non_default_fields_and_the_base_by_its_hub_name(tmp_path):
     assert "/home/me" not in card
 
 
+@pytest.mark.parametrize("first", ["org/base", None])
+def test_the_card_of_a_later_stage_names_the_model_of_the_first(tmp_path, first):
+    """Each stage starts from the one before; a run may also start from another's checkpoint."""
+    paths = [
+        first,
+        *(str(tmp_path / name) for name in ("run/stages/1", "run/checkpoints/5", "run/best")),
+    ]
+    for folder, path in zip(("run/stages/1", "run", "next", "third"), paths, strict=True):
+        recipe = load.dump(RunConfig(name="mine", model=ModelConfig(path=path)))
+        (tmp_path / folder / "checkpoints/5/assets").mkdir(parents=True)
+        (tmp_path / folder / "config.yaml").write_text(recipe)
+        (tmp_path / folder / "checkpoints/5/assets/run.yaml").write_text(recipe)
+    config = TransformerConfig.preset("llama-7b")
+    for run in ("run", "next", "third"):
+        checkpoint = tmp_path / run / "checkpoints/5"
+        card = model_card(checkpoint, config)
+        assert yaml.safe_load(card.split("---")[1]).get("base_model") == first
+        assert f"- Base model: {first or 'none: trained from scratch'}\n" in card
+        assert base_without_hub_name(checkpoint, None) is None
+    # peft loads an adapter into the model that it was trained on, which has no hub name.
+    assert "base_model" not in model_card(checkpoint, config, library="peft").split("---")[1]
+
+
 def test_a_card_lists_the_sources_without_their_defaults(tmp_path):
     recipe = RunConfig(
         data=DataConfig(sources=(SourceConfig(path="chats.jsonl", weight=2.0),)),

@@ -39,14 +39,8 @@ def accounts(base: pathlib.Path) -> Case:
     shutil.rmtree(shared / "xla")
     truth = run_result(shared / "run", base)
     train = ["--config", recipe, *FLAGS, *ONE_DEVICE, "--data.prepared", shared / "prepared"]
-    retrieval = [
-        "--cases",
-        shared / "cases.jsonl",
-        "--max-new-tokens",
-        "2",
-        "--compute-dtype",
-        "float32",
-    ]
+    retrieval = ["--cases", shared / "cases.jsonl"]
+    retrieval += ["--max-new-tokens", "2", "--compute-dtype", "float32"]
     _for_others(shared)
     # Name -> module, arguments (MINE is the user's own folder), and whether it must work when
     # everything is readable.
@@ -57,15 +51,8 @@ def accounts(base: pathlib.Path) -> Case:
         "train a shared model": (
             "train",
             [
-                *train,
-                "--model.path",
-                model,
-                "--model.overrides",
-                "{}",
-                "--run_dir",
-                f"{own_folder}/run",
-                "--data.prepared",
-                f"{own_folder}/prepared",
+                *(*train, "--model.path", model, "--model.overrides", "{}"),
+                *("--run_dir", f"{own_folder}/run", "--data.prepared", f"{own_folder}/prepared"),
             ],
             True,
         ),

@@ -79,18 +79,9 @@ def commands(base: pathlib.Path) -> Case:
             cases.write_bytes(damage_bytes(cases.read_bytes(), generator))
         else:
             checkpoint = damaged_model(folder, generator)
-        return line_retrieval.main, [
-            "--checkpoint",
-            str(checkpoint),
-            "--cases",
-            str(cases),
-            "--output",
-            str(folder / "out"),
-            "--max-new-tokens",
-            "2",
-            "--compute-dtype",
-            "float32",
-        ]
+        words = ["--checkpoint", str(checkpoint), "--cases", str(cases)]
+        words += ["--output", str(folder / "out"), "--max-new-tokens", "2"]
+        return line_retrieval.main, [*words, "--compute-dtype", "float32"]
 
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
         kind = (imports, exports, prepares, inspects, retrieves)[generator.integers(5)]

@@ -29,16 +29,8 @@ def disk(base: pathlib.Path) -> Case:
     flags = ["--config", recipe, *FLAGS, *ONE_DEVICE]
 
     def train(folder: pathlib.Path, *extra: object) -> tuple[str, list]:
-        return "train", [
-            *flags,
-            "--run_dir",
-            folder / "run",
-            "--data.prepared",
-            folder / "prepared",
-            "--compile_cache",
-            base / "xla",
-            *extra,
-        ]
+        places = ["--run_dir", folder / "run", "--data.prepared", folder / "prepared"]
+        return "train", [*flags, *places, "--compile_cache", base / "xla", *extra]
 
     def command(kind: str, folder: pathlib.Path) -> tuple[str, list]:
         """Returns the module and the arguments of a command that writes into `folder`."""
@@ -58,16 +50,8 @@ def disk(base: pathlib.Path) -> Case:
             "retrieval": lambda: (
                 "eval.line_retrieval",
                 [
-                    "--checkpoint",
-                    model,
-                    "--cases",
-                    cases,
-                    "--output",
-                    folder / "out",
-                    "--max-new-tokens",
-                    "2",
-                    "--compute-dtype",
-                    "float32",
+                    *("--checkpoint", model, "--cases", cases, "--output", folder / "out"),
+                    *("--max-new-tokens", "2", "--compute-dtype", "float32"),
                 ],
             ),
         }[kind]()
@@ -140,16 +124,8 @@ def mounted(folder: pathlib.Path, kib: int) -> Iterator[Callable[[int], None]]:
     folder.mkdir()
 
     def mount(kib: int, *options: str) -> None:
-        command = [
-            "mount",
-            "-t",
-            "tmpfs",
-            "-o",
-            ",".join([*options, f"size={kib}k"]),
-            "tmpfs",
-            str(folder),
-        ]
-        if subprocess.run(command, check=False, capture_output=True).returncode:
+        command = ["mount", "-t", "tmpfs", "-o", ",".join([*options, f"size={kib}k"]), "tmpfs"]
+        if subprocess.run([*command, folder], check=False, capture_output=True).returncode:
             raise Impossible("a small disk cannot be mounted: it needs root")
 
     mount(kib)

@@ -16,16 +16,8 @@ from tests.soak.forks import Forked, server
 
 STEPS, SAVE_EVERY, EVALUATE_EVERY = 12, 3, 4
 FLAGS = (
-    "--mesh.fsdp",
-    "1",
-    "--mesh.tensor",
-    "1",
-    "--train.steps",
-    str(STEPS),
-    "--checkpoint.every",
-    str(SAVE_EVERY),
-    "--train.evaluate_every",
-    str(EVALUATE_EVERY),
+    *("--mesh.fsdp", "1", "--mesh.tensor", "1", "--train.steps", str(STEPS)),
+    *("--checkpoint.every", str(SAVE_EVERY), "--train.evaluate_every", str(EVALUATE_EVERY)),
 )
 PHASES = ("start", "preparation", "compile", "training", "save", "evaluation", "export")
 # The phases at which each kill of a case aims: everything before the first step, then what follows
@@ -144,39 +136,20 @@ def start(
 ) -> list[Forked]:
     """Starts the run with a separate log in `folder` and a compilation cache that all cases
     share."""
-    flags = [
-        "--config",
+    flags = small_run.command(
         recipe,
-        "--run_dir",
         run,
-        *FLAGS,
-        "--mesh.sequence",
-        processes,
-        "--mesh.simulate",
-        processes,
-        "--data.prepared",
-        prepared,
-        "--compile_cache",
-        recipe.parent / "xla",
-    ]
+        *(*FLAGS, "--mesh.sequence", processes, "--mesh.simulate", processes),
+        *("--data.prepared", prepared, "--compile_cache", recipe.parent / "xla"),
+    )
     (folder / "log").write_text("")
-    port = free_port()
-    cluster = [
-        [
-            "--distributed.coordinator",
-            f"127.0.0.1:{port}",
-            "--distributed.process_id",
-            number,
-            "--distributed.num_processes",
-            processes,
-        ]
-        if processes > 1
-        else []
-        for number in range(processes)
-    ]
+    cluster = ["--distributed.coordinator", f"127.0.0.1:{free_port()}"]
+    cluster += ["--distributed.num_processes", processes, "--distributed.process_id"]
     return [
-        server().start("train", [*flags, *process_flags], folder / "log")
-        for process_flags in cluster
+        server().start(
+            "train", [*flags, *([*cluster, number] if processes > 1 else [])], folder / "log"
+        )
+        for number in range(processes)
     ]
 
 

@@ -93,26 +93,12 @@ def measure(folder: pathlib.Path) -> dict:
 
     recipe, printed = small_run.recipe(folder, ROOT, conversations=24), io.StringIO()
     run = folder / "run"
-    command = [
-        "--config",
-        str(recipe),
-        "--run_dir",
-        str(run),
-        "--mesh.fsdp",
-        "1",
-        "--mesh.tensor",
-        "1",
-        "--mesh.sequence",
-        "1",
-        "--mesh.simulate",
-        "1",
-        "--train.steps",
-        "8",
-        "--train.evaluate_every",
-        "0",
-        "--checkpoint.every",
-        "2",
-    ]
+    command = small_run.command(
+        recipe,
+        run,
+        *("--mesh.fsdp", 1, "--mesh.tensor", 1, "--mesh.sequence", 1, "--mesh.simulate", 1),
+        *("--train.steps", 8, "--train.evaluate_every", 0, "--checkpoint.every", 2),
+    )
     with (
         slow_store(run / "checkpoints", DELAY) as waits,
         contextlib.redirect_stderr(printed),

@@ -4,30 +4,16 @@ file."""
 import pytest
 
 import train
+from tests import small_run
 from tests.soak.slow_store import slow_store
 
 
 @pytest.mark.slow
 def test_a_save_that_waits_is_reported(small_recipe, tmp_path, capfd):
     run = tmp_path / "run"
+    flags = ("--train.steps", 6, "--train.evaluate_every", 0, "--checkpoint.every", 2)
     with slow_store(run / "checkpoints", 0.2) as waits:
-        assert (
-            train.main(
-                [
-                    "--config",
-                    str(small_recipe),
-                    "--run_dir",
-                    str(run),
-                    "--train.steps",
-                    "6",
-                    "--train.evaluate_every",
-                    "0",
-                    "--checkpoint.every",
-                    "2",
-                ]
-            )
-            == 0
-        )
+        assert train.main(small_run.command(small_recipe, run, *flags)) == 0
     output = [
         line
         for line in capfd.readouterr().err.splitlines()

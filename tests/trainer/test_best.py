@@ -35,29 +35,14 @@ def start(small_recipe, tmp_path, monkeypatch, capfd):
 
     def begin(*flags, steps=16):
         capfd.readouterr()
-        code = train.main(
-            [
-                "--config",
-                str(small_recipe),
-                "--run_dir",
-                str(tmp_path / "run"),
-                "--train.steps",
-                str(steps),
-                "--train.evaluate_every",
-                "2",
-                "--checkpoint.every",
-                "5",
-                "--checkpoint.keep",
-                "1",
-                "--optimizer.schedule",
-                "constant",
-                "--checkpoint.best",
-                LOSS,
-                *small_run.DATA_PARALLEL,
-                *flags,
-            ]
+        command = small_run.command(
+            small_recipe,
+            tmp_path / "run",
+            *("--train.steps", steps, "--train.evaluate_every", 2, "--checkpoint.every", 5),
+            *("--checkpoint.keep", 1, "--checkpoint.best", LOSS),
+            *("--optimizer.schedule", "constant", *small_run.DATA_PARALLEL, *flags),
         )
-        return code, capfd.readouterr().err
+        return train.main(command), capfd.readouterr().err
 
     return begin
 
@@ -275,11 +260,11 @@ def test_the_highest_value_may_be_the_best_and_another_metric_starts_over():
     ] == [True, False, True, False]
     assert (best.step, best.waited, best.exhausted) == (3, 1, False)
     config = RunConfig(checkpoint=best.config)
-    again = BestCheckpoint.restored(config, best.data)
+    again = BestCheckpoint.of(config, best.data)
     assert again == best and not again.update(5, {"loss": 1.0}) and again == best
     assert not again.update(5, {"accuracy": 0.1}) and again.exhausted
     lowest = RunConfig(checkpoint=CheckpointConfig(best="accuracy"))
-    assert BestCheckpoint.restored(lowest, best.data).step is None
+    assert BestCheckpoint.of(lowest, best.data).step is None
 
 
 LINES = {"test": "lines", "every": 2, "tokens": (64,), "count": 2, "name": ""}
@@ -295,7 +280,7 @@ def config_with(*evaluations, evaluate_every=2, best="lines/lines/64", patience=
 
 def measured_once(config):
     """What a checkpoint of step 2 says of the best, after one measurement of 0.5."""
-    best = BestCheckpoint.begun(config)
+    best = BestCheckpoint.of(config, {})
     best.update(2, {config.checkpoint.best: 0.5})
     return json.loads(json.dumps(best.data))
 
@@ -303,10 +288,10 @@ def measured_once(config):
 def test_a_best_of_the_same_test_is_kept_when_a_run_resumes():
     data = measured_once(config_with(LINES))
     again = config_with({**LINES, "every": 3, "rows": 4, "chunk": 64, "tokens": [64]})
-    best = BestCheckpoint.restored(again, data)
+    best = BestCheckpoint.of(again, data)
     assert (best.step, best.to_be_checked, best.warning_on_resuming(again)) == (2, False, None)
     earlier_release = {"best": {x: y for x, y in data["best"].items() if x != "measured_by"}}
-    assert BestCheckpoint.restored(again, earlier_release).step == 2
+    assert BestCheckpoint.of(again, earlier_release).step == 2
 
 
 @pytest.mark.parametrize(
@@ -320,7 +305,7 @@ def test_a_best_of_the_same_test_is_kept_when_a_run_resumes():
 )
 def test_a_best_of_something_else_is_forgotten_and_named_when_a_run_resumes(now, why):
     """The values of two tests were compared, or a test that was gone never gave a new best."""
-    best = BestCheckpoint.restored(now, measured_once(config_with(LINES)))
+    best = BestCheckpoint.of(now, measured_once(config_with(LINES)))
     warning = best.warning_on_resuming(now)
     assert best.step is None and best.to_be_checked == (now.checkpoint.best is not None)
     assert f"the best by lines/lines/64 so far, step 2, is no longer kept: {why}" in warning
@@ -330,7 +315,7 @@ def test_patience_given_when_a_run_resumes_needs_measurements_too():
     data = measured_once(config_with(best=LOSS))
     now = config_with(best=LOSS, evaluate_every=0, patience=3)
     with pytest.raises(UserError, match=r"checkpoint\.patience: found 3, but .*only before"):
-        BestCheckpoint.restored(now, data).warning_on_resuming(now)
+        BestCheckpoint.of(now, data).warning_on_resuming(now)
 
 
 def test_a_best_checkpoint_that_is_no_longer_named_is_not_removed_in_silence(start, tmp_path):
@@ -344,26 +329,70 @@ class _Killed(Exception):
     pass
 
 
+@pytest.fixture
+def start_and_kill(start, tmp_path, monkeypatch):
+    """Starts the run with local checkpoints, killed after a step once the hosts have it; returns
+    the flags."""
+
+    def begin(killed):
+        flags = ("--checkpoint.local", str(tmp_path / "local"), "--checkpoint.local_every", "1")
+
+        def kill(self, notice):
+            evaluate_and_save(self, notice)
+            if self.state.step == killed:
+                self.local.wait()
+                raise _Killed
+
+        evaluate_and_save = loop._Training._evaluate_and_save
+        with monkeypatch.context() as patch, pytest.raises(_Killed):
+            patch.setattr(loop._Training, "_evaluate_and_save", kill)
+            start(*flags)
+        return flags
+
+    return begin
+
+
 @pytest.mark.parametrize("killed", [2, 3], ids=["before its save", "during its save"])
-def test_a_best_step_that_only_the_hosts_have_is_saved(start, tmp_path, monkeypatch, killed):
+def test_a_best_step_that_only_the_hosts_have_is_saved(
+    start, start_and_kill, tmp_path, monkeypatch, killed
+):
     """A run was killed when the best step was on the hosts, but not in the run's folder yet: the
     next start went on from the hosts, and the best checkpoint did not exist."""
-    local = ("--checkpoint.local", str(tmp_path / "local"), "--checkpoint.local_every", "1")
-
-    def kill(self, session, notice):
-        after_step(self, session, notice)
-        if self.state.step == killed:
-            self.local.wait()
-            raise _Killed
-
-    after_step = loop._Training._after_step
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Training, "_after_step", kill)
         patch.setattr(CheckpointStore, "save", lambda *_, **__: None)
-        with pytest.raises(_Killed):
-            start(*local)
+        local = start_and_kill(killed)
     monkeypatch.setattr(HeldOutLoss, "run", lambda self, params, step: {LOSS: 9.0 + (step != 2)})
     code, output = start(*local, steps=6)
     assert code == 0 and saved(tmp_path) == [2, 6], output
     assert ("local checkpoint of step 3 is not used" in output) == (killed == 3)
     assert ("continuing from step 2" in output) == (killed == 2)
+
+
+@pytest.mark.parametrize(
+    ("killed", "steps"), [(3, 3), (4, 16)], ids=["by its evaluation", "by a lower patience"]
+)
+def test_a_step_that_only_the_hosts_have_is_saved_if_the_run_ends_there(
+    start, start_and_kill, tmp_path, monkeypatch, killed, steps
+):
+    """The next start of a killed run found its patience exhausted: it named a checkpoint of that
+    step, which the run's folder did not have."""
+    local = start_and_kill(killed)
+    assert saved(tmp_path) == [2]
+    monkeypatch.setattr(HeldOutLoss, "run", lambda self, params, step: {LOSS: 9.5})
+    code, output = start(*local, "--checkpoint.patience", "1", steps=steps)
+    assert code == 0 and f"\nstopped at step {killed}: {LOSS} was lowest at step 2" in output
+    assert saved(tmp_path) == [2, killed], output
+
+
+def test_a_best_that_only_a_shorter_runs_last_evaluation_finds_is_recorded(
+    start, start_and_kill, tmp_path, monkeypatch
+):
+    """RUN/best once led to an earlier step that was worse, since the checkpoint had been saved
+    before the run became shorter."""
+    start_and_kill(5)
+    assert saved(tmp_path) == [2, 5]
+    monkeypatch.setattr(HeldOutLoss, "run", lambda self, params, step: {LOSS: 1.0})
+    code, output = start(steps=5)
+    assert code == 0 and find_checkpoint(tmp_path / "run/best").name == "5", output
+    code, output = start(steps=5)
+    assert code == 0 and "already trained to step 5" in output

@@ -2,11 +2,12 @@
 command resumes once there is room."""
 
 import shutil
-import subprocess
 
 import pytest
 
 from tests import small_run
+from tests.soak.attacks import Impossible
+from tests.soak.disk import mounted
 
 KIB = (4, 40, 300, 520, 650, 800, 1000)  # less than a whole run needs
 
@@ -14,25 +15,11 @@ KIB = (4, 40, 300, 520, 650, 800, 1000)  # less than a whole run needs
 @pytest.fixture
 def small_disk(tmp_path):
     """A separate disk, whose size the test sets; only root may make one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def resize(kib, *options):
-        command = [
-            "mount",
-            "-t",
-            "tmpfs",
-            "-o",
-            ",".join([*options, f"size={kib}k"]),
-            "tmpfs",
-            str(folder),
-        ]
-        return subprocess.run(command, check=False, capture_output=True).returncode == 0
-
-    if not resize(4):
-        pytest.skip("needs root, to mount a small disk")
-    yield folder, lambda kib: resize(kib, "remount")
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    try:
+        with mounted(tmp_path / "disk", 4) as resize:
+            yield tmp_path / "disk", resize
+    except Impossible as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.mark.slow

@@ -256,16 +256,8 @@ def test_stages_need_steps(small_recipe):
     with pytest.raises(
         Exception, match=r"train\.epochs: found 1\.0, needs to be left out with stages"
     ):
-        load(
-            [
-                "--config",
-                str(small_recipe),
-                "--train.epochs",
-                "1",
-                "--stages",
-                '[{"context_length": 64}]',
-            ]
-        )
+        stages = '[{"context_length": 64}]'
+        load(["--config", str(small_recipe), "--train.epochs", "1", "--stages", stages])
 
 
 def test_the_section_keeps_its_other_fields():

@@ -15,35 +15,16 @@ from trainer.config.schema import TrainConfig
 
 
 def command(small_recipe, run, *flags):
-    return [
-        "--config",
-        str(small_recipe),
-        "--run_dir",
-        str(run),
-        "--train.evaluate_every",
-        "0",
-        *small_run.DATA_PARALLEL,
-        *flags,
-    ]
+    common = ("--train.evaluate_every", 0, *small_run.DATA_PARALLEL)
+    return small_run.command(small_recipe, run, *common, *flags)
 
 
 def test_an_update_that_overflows_is_not_saved(small_recipe, tmp_path, capfd):
     """With this learning rate the first loss is finite, and the updated parameters are infinite."""
     run = tmp_path / "run"
-    code = train.main(
-        command(
-            small_recipe,
-            run,
-            "--optimizer.learning_rate",
-            "3e38",
-            "--optimizer.warmup_steps",
-            "0",
-            "--train.steps",
-            "1",
-            "--optimizer.weight_decay",
-            "1e10",
-        )
-    )
+    flags = ("--optimizer.learning_rate", "3e38", "--optimizer.weight_decay", "1e10")
+    flags += ("--optimizer.warmup_steps", 0, "--train.steps", 1)
+    code = train.main(command(small_recipe, run, *flags))
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert (
         code == 2
@@ -52,13 +33,6 @@ def test_an_update_that_overflows_is_not_saved(small_recipe, tmp_path, capfd):
         in lines[0]
     )
     assert not list(run.glob("checkpoints/[0-9]*"))
-
-
-def test_a_run_that_skipped_all_steps_fails(small_recipe, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(finite.FiniteSteps, "_is_finite", lambda *_: False)
-    for _ in range(2):  # and again when the same command finds it finished
-        assert train.main(command(small_recipe, tmp_path / "run", "--train.steps", "2")) == 2
-        assert "all 2 steps were skipped" in capfd.readouterr().err
 
 
 def test_a_run_that_skips_steps_to_the_end_fails(small_recipe, tmp_path, monkeypatch, capfd):
@@ -82,15 +56,17 @@ def test_a_run_that_skips_steps_to_the_end_fails(small_recipe, tmp_path, monkeyp
         (1, True, None),
         (1, False, r"RUN/4: the last step was skipped, .*; RUN/2 is good: evaluate this one, or"),
         (2, False, "RUN/4: the last 2 steps were skipped"),
+        (4, True, "RUN/4: all 4 steps were skipped"),
     ],
 )
 def test_a_run_that_skips_its_last_step_fails(skipped, has_held_out, words):
-    """Only its loss could have shown whether the previous update was good."""
-    steps = finite.FiniteSteps.restored(
+    """Only its loss could have shown whether the previous update was good. If it skipped all, it has
+    trained nothing."""
+    steps = finite.FiniteSteps(
         TrainConfig(),
         SimpleNamespace(has_held_out=has_held_out),
         SimpleNamespace(path=lambda step: f"RUN/{step}", steps=lambda: [2, 4]),
-        {"step": 3, "updates": 3, "skipped": skipped},
+        {"step": 4, "updates": 4 - skipped, "skipped": skipped},
     )
     raised = pytest.raises(UserError, match=words) if words else contextlib.nullcontext()
     with raised:

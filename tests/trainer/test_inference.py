@@ -7,11 +7,6 @@ from trainer.config.schema import MeshConfig
 from trainer.inference import open_for_inference
 
 
-@pytest.fixture(autouse=True)
-def no_cache(monkeypatch):
-    monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
-
-
 def test_a_model_runs_in_float32_on_a_cpu_by_default(hf_model):
     mesh = MeshConfig(fsdp=2, sequence=4)
     usual = open_for_inference(str(hf_model), mesh, schedule="ring")

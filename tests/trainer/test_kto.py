@@ -13,17 +13,20 @@ import transformers
 
 from data.errors import UserError
 from data.mismatched import ALONE, CUT_COMPLETION, LONG_TWICE
-from tests import small_model
 from tests.small_preference import (
     LENGTH,
     ROWS,
     changed_model,
+    examples,
     loss_and_gradient,
     make_config,
     open_objective,
+    parts,
     same_gradients,
     same_number,
     trained,
+    trl_loss_and_gradient,
+    trl_trainer,
     usual_model,
     words,
 )
@@ -72,62 +75,14 @@ def models(folder, hf_model):
     return model, changed_model(model, folder)
 
 
-def parts(document, chosen):
-    """The prompt, the completion and the other record's completion of a prepared document."""
-    first, second = document.loss_mask[:chosen].argmax(), document.loss_mask[chosen:].argmax()
-    tokens = document.tokens.tolist()
-    assert tokens[:first] == tokens[chosen : chosen + second]
-    return tokens[:first], tokens[first:chosen], tokens[chosen + second :]
-
-
-def examples(objective, rows=range(ROWS)) -> list[dict]:
-    """The pairs of these rows in TRL's form."""
-    documents = objective.prepared.train
-    pairs = []
-    for row in rows:
-        for number in objective.loader.row_pairs(row):
-            prompt, completion, other = parts(documents[int(number)], int(documents.chosen[number]))
-            pairs.append(
-                {
-                    "prompt_ids": prompt,
-                    "completion_ids": completion,
-                    "KL_completion_ids": other,
-                    "label": bool(documents.labels[number]),
-                }
-            )
-    return pairs
-
-
 @pytest.fixture(scope="module")
 def trl(folder, models):
     """TRL's trainer in float64, with the policy and the reference."""
-    from datasets import Dataset
-    from trl import KTOConfig, KTOTrainer
-
     reference, policy = (
         transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float64)
         for model in models
     )
-    rows = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
-    arguments = KTOConfig(
-        output_dir=str(folder / "trl"),
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        beta=OPTIONS["beta"],
-        desirable_weight=OPTIONS["desirable_weight"],
-        undesirable_weight=OPTIONS["undesirable_weight"],
-        per_device_train_batch_size=2,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-    )
-    return KTOTrainer(
-        model=policy,
-        ref_model=reference,
-        args=arguments,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=transformers.AutoTokenizer.from_pretrained(small_model.TOKENIZER),
-    )
+    return trl_trainer(folder, policy, reference, **OPTIONS)
 
 
 def test_loss_metrics_and_gradients_match_trl(folder, models, trl):
@@ -137,15 +92,11 @@ def test_loss_metrics_and_gradients_match_trl(folder, models, trl):
     pairs = examples(objective)
     assert len(pairs) > ROWS, "several records share a row"
     value, measures, gradient = loss_and_gradient(objective, params, batch)
-    trl.model.zero_grad()
-    expected = trl._compute_loss(trl.model, trl.data_collator(pairs), False)
-    expected.backward()
-    metrics = {name: values[-1] for name, values in trl._metrics["eval"].items()}
+    expected, metrics, gradients = trl_loss_and_gradient(trl, pairs)
     assert metrics["kl"] > 0
-    same_number(value, expected.item(), "loss")
+    same_number(value, expected, "loss")
     expected_measures = {name: metrics[name] for name in NAMES}
     assert measures == pytest.approx(expected_measures, rel=1e-5, abs=ROUNDING)
-    gradients = {name: p.grad.numpy() for name, p in trl.model.named_parameters()}
     same_gradients(objective.model.config, gradient, gradients)
 
 
@@ -169,11 +120,9 @@ def test_a_last_step_in_parts_of_which_most_are_empty_matches_trl(folder, models
     *_, metrics = builder.lower_train().compile()(params, {}, state, batch, np.int32(1))
     pairs = examples(objective, range(ROWS, ROWS + 1))
     assert float(metrics.weight) == len(pairs) > 1
-    trl.model.zero_grad()
-    expected = trl._compute_loss(trl.model, trl.data_collator(pairs), False)
-    expected.backward()
-    same_number(float(metrics.loss), expected.item(), "loss")
-    norm = torch.cat([x.grad.flatten() for x in trl.model.parameters()]).norm().item()
+    expected, _, gradients = trl_loss_and_gradient(trl, pairs)
+    same_number(float(metrics.loss), expected, "loss")
+    norm = np.linalg.norm(np.concatenate([x.ravel() for x in gradients.values()]))
     same_number(float(metrics.grad_norm), norm, "norm of the gradient")
 
 

@@ -4,11 +4,8 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
-import pytest
 
 from trainer import loop
-from trainer.reporting.profiling import session_of
-from trainer.run.directory import RunDirectory
 
 
 def test_the_hosts_work_on_a_step_is_done_before_it_waits_for_the_device(monkeypatch):
@@ -43,21 +40,6 @@ def test_the_hosts_work_on_a_step_is_done_before_it_waits_for_the_device(monkeyp
         finite=SimpleNamespace(count=lambda step, metrics: None),
         due=lambda every: False,
     )
-    assert training._train_step({}, iter(()), None) == "next"
+    assert training._train_step({}, iter(())) == "next"
     assert done == ["lengths of step 2", "lengths of step 2", "waited for the device", 16]
     assert (training.state.step, training.state.tokens_seen) == (3, 108)
-
-
-@pytest.mark.parametrize(
-    ("step", "kept", "named"), [(9, False, True), (9, True, False), (8, False, False)]
-)
-def test_steps_to_profile_that_have_passed_are_named(tmp_path, capsys, step, kept, named):
-    """Unless an earlier start has profiled them."""
-    training = object.__new__(loop._Training)
-    training.config = SimpleNamespace(logging=SimpleNamespace(profile_steps=(7, 9)))
-    training.state, run = SimpleNamespace(step=step), RunDirectory(tmp_path)
-    if kept:
-        run.keep_profile(f"{session_of((7, 9))}/host.xplane.pb", b"")
-    training._warn_of_profile(run)
-    found = "warning: logging.profile_steps: found [7, 9], but the run continues from step 9"
-    assert (found in capsys.readouterr().err) == named

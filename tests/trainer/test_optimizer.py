@@ -61,6 +61,7 @@ SMALL = {
 }
 MATRIX = {"w.weight": Parameter((64, 128), ("embed", "mlp"), inputs=1)}
 NAMES = ("adamw", "lion", "adafactor", "muon")
+constant = functools.partial(OptimizerConfig, schedule="constant", clip_norm=0.0)
 
 
 def optimizer_of(config, parameters=PARAMETERS, unpadded_shapes=None):
@@ -163,9 +164,7 @@ def trained(config, mesh):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sharded_optimizer_matches_one_device(name):
-    config = OptimizerConfig(
-        name=name, learning_rate=0.1, weight_decay=0.1, schedule="constant", clip_norm=0.0
-    )
+    config = constant(name=name, learning_rate=0.1, weight_decay=0.1)
     sharded, alone = trained(config, mesh_of(MESH)), trained(config, mesh_of({}))
     for parameter, value in alone.items():
         np.testing.assert_allclose(
@@ -176,9 +175,7 @@ def test_a_sharded_optimizer_matches_one_device(name):
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_8_bit_moments_are_the_same_on_any_mesh(name):
     """Bitwise, since a number's rounding depends only on its index in the whole array."""
-    config = OptimizerConfig(
-        name=name, learning_rate=0.1, schedule="constant", clip_norm=0.0, moment_dtype="8bit"
-    )
+    config = constant(name=name, learning_rate=0.1, moment_dtype="8bit")
     sharded, alone = trained(config, mesh_of(MESH)), trained(config, mesh_of({}))
     for parameter, value in alone.items():
         np.testing.assert_array_equal(sharded[parameter], value, err_msg=parameter)
@@ -214,19 +211,20 @@ def test_a_non_finite_step_leaves_8_bit_moments_unchanged():
     assert any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (old, new)), strict=True))
 
 
+def arrays_of_state(config, declared):
+    mesh = mesh_of({})
+    whole = NamedSharding(mesh, PartitionSpec())
+    abstract = {
+        name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32, sharding=whole)
+        for name, parameter in declared.items()
+    }
+    return jax.tree.leaves(abstract_state(optimizer_of(config, declared), abstract, mesh))
+
+
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
 def test_planned_bytes_of_moments_match_the_state(moments):
-    mesh, config = mesh_of({}), OptimizerConfig(moment_dtype=moments)
-    sharding = NamedSharding(mesh, PartitionSpec())
-    abstract = {
-        parameter: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-        for parameter, shape in SHAPES.items()
-    }
-    held = sum(
-        x.size * x.dtype.itemsize
-        for x in jax.tree.leaves(abstract_state(optimizer_of(config), abstract, mesh))
-        if x.ndim
-    )
+    config = OptimizerConfig(moment_dtype=moments)
+    held = sum(x.size * x.dtype.itemsize for x in arrays_of_state(config, PARAMETERS) if x.ndim)
     planned = sum(
         moment_count(config, parameter)
         * np.prod(parameter.shape)
@@ -238,9 +236,7 @@ def test_planned_bytes_of_moments_match_the_state(moments):
 
 
 def test_lions_update_is_the_sign_of_its_interpolated_moment():
-    config = OptimizerConfig(
-        name="lion", learning_rate=0.1, beta1=0.9, beta2=0.99, schedule="constant", clip_norm=0.0
-    )
+    config = constant(name="lion", learning_rate=0.1, beta1=0.9, beta2=0.99)
     optimizer, params = optimizer_of(config, MATRIX), {"w.weight": jnp.array([1.0, 2.0])}
     state, moment, value = optimizer.init(params), np.zeros(2), np.array([1.0, 2.0])
     for gradient in (np.array([1.0, -1.0]), np.array([-3.0, 0.5])):
@@ -254,7 +250,7 @@ def test_lions_update_is_the_sign_of_its_interpolated_moment():
 def test_muons_update_of_a_layers_matrix_is_orthogonal():
     """All singular values are about equal, for inputs [E] and outputs [H, D], and for inputs [H, D]
     and outputs [E]."""
-    config = OptimizerConfig(name="muon", learning_rate=1.0, schedule="constant", clip_norm=0.0)
+    config = constant(name="muon", learning_rate=1.0)
     optimizer = optimizer_of(config)
     params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
     gradient = {name: jax.random.normal(jax.random.key(0), shape) for name, shape in SHAPES.items()}
@@ -271,7 +267,7 @@ def test_muons_update_of_a_layers_matrix_is_orthogonal():
 
 
 def test_muons_update_of_each_experts_matrix_is_orthogonal():
-    config = OptimizerConfig(name="muon", learning_rate=1.0, schedule="constant", clip_norm=0.0)
+    config = constant(name="muon", learning_rate=1.0)
     name, shape = "layers.mlp.experts.up_proj.weight", (2, 3, 64, 96)
     declared = {name: Parameter(shape, ("layers", "experts", "embed", "mlp"), inputs=1)}
     optimizer, params = optimizer_of(config, declared), {name: jnp.zeros(shape)}
@@ -294,9 +290,7 @@ def moments_of(state):
 def test_muon_takes_optaxs_steps():
     """With several axes of inputs or outputs merged; also the same tree of states, which saved
     checkpoints hold."""
-    config = OptimizerConfig(
-        name="muon", learning_rate=0.1, schedule="constant", clip_norm=0.0, weight_decay=0.1
-    )
+    config = constant(name="muon", learning_rate=0.1, weight_decay=0.1)
     merged = {
         "layers.self_attn.q_proj.weight": ((1,), (2, 3)),
         "layers.self_attn.o_proj.weight": ((1, 2), (3,)),
@@ -348,7 +342,7 @@ def test_bfloat16_moments_do_not_round_muons_coefficients():
 def padded_step(name, own, padded, parameter, layers_gradient):
     """The update of one parameter whose array is larger than it, without the padding; the second
     step's, whose gradient is three times the first's, so that Adafactor clips it."""
-    config = OptimizerConfig(name=name, learning_rate=1.0, schedule="constant", clip_norm=0.0)
+    config = constant(name=name, learning_rate=1.0)
     declared = {"w": dataclasses.replace(parameter, shape=padded)}
     optimizer = optimizer_of(config, declared, {"w": own})
     extra = [(0, after - before) for before, after in zip(own, padded, strict=True)]
@@ -419,9 +413,7 @@ def adafactors_update(gradients, factored):
 def test_adafactor_factors_each_matrix_alone(shape, axes, inputs):
     """Not across experts or layers, even if they are the largest axes; nor vectors."""
     declared = {"w": Parameter(shape, axes, inputs=inputs)}
-    config = OptimizerConfig(
-        name="adafactor", learning_rate=1.0, schedule="constant", warmup_steps=0, clip_norm=0.0
-    )
+    config = constant(name="adafactor", learning_rate=1.0, warmup_steps=0)
     optimizer, params = optimizer_of(config, declared), {"w": jnp.zeros(shape)}
     random, state = np.random.default_rng(0), optimizer.init(params)
     stacked = declared["w"].stacked
@@ -440,9 +432,7 @@ def test_adafactor_factors_each_matrix_alone(shape, axes, inputs):
 def test_vectors_of_layers_are_not_treated_as_matrices(name, kind):
     """They are neither decayed nor orthogonalized by Muon: a gradient in one layer leaves the other
     layer's numbers as they are."""
-    config = OptimizerConfig(
-        name=name, learning_rate=0.1, weight_decay=0.1, schedule="constant", clip_norm=0.0
-    )
+    config = constant(name=name, learning_rate=0.1, weight_decay=0.1)
     with_dora = tiny(adapter=AdapterConfig(rank=2, use_dora=True))
     declared = declare(with_dora) | declare(TransformerConfig.preset("gpt-oss-20b"))
     vectors, shape = f"layers.{kind}", declared[f"layers.{kind}"].shape
@@ -474,17 +464,8 @@ def test_matrices_are_those_of_two_axes_in_hugging_faces_files():
 @pytest.mark.parametrize("declared", [PARAMETERS, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("name", NAMES)
 def test_planned_moments_match_the_state(name, declared):
-    mesh, config = mesh_of({}), OptimizerConfig(name=name)
-    abstract = {
-        name: jax.ShapeDtypeStruct(
-            parameter.shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec())
-        )
-        for name, parameter in declared.items()
-    }
-    held = sum(
-        x.size
-        for x in jax.tree.leaves(abstract_state(optimizer_of(config, declared), abstract, mesh))
-    )
+    config = OptimizerConfig(name=name)
+    held = sum(x.size for x in arrays_of_state(config, declared))
     planned = sum(
         moment_count(config, parameter) * np.prod(parameter.shape)
         for parameter in declared.values()

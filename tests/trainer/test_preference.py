@@ -19,20 +19,23 @@ from safetensors.numpy import load_file, save_file
 from data.errors import UserError
 from data.templates import jinja_template
 from data.trajectories.options import TrajectoryConfig
-from tests import small_model
 from tests.errors import within
 from tests.small_preference import (
     LENGTH,
     ROWS,
     changed_model,
+    examples,
     loss_and_gradient,
     make_config,
     open_objective,
     same_gradients,
     same_number,
     trained,
+    trl_loss_and_gradient,
+    trl_trainer,
     usual_model,
     words,
+    write_pairs,
 )
 from trainer.config.checks import check
 from trainer.config.data import SourceConfig
@@ -63,40 +66,8 @@ NAMES = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preference")
-    records = [
-        {
-            "prompt": f"Say {number}: {words(3, number)}",
-            "chosen": words(2 + number % 5, 100 + number),
-            "rejected": words(3 + number % 3, 200 + number),
-        }
-        for number in range(PAIRS)
-    ]
-    (folder / "pairs.json").write_text(json.dumps(records), encoding="utf-8")
+    write_pairs(folder, PAIRS)
     return folder
-
-
-def examples(objective) -> list[dict]:
-    """The first batch's pairs in TRL's form, in the batch's order."""
-    documents = objective.prepared.train
-    pairs = []
-    for row in range(ROWS):
-        for number in objective.loader.row_pairs(row):
-            document, chosen = documents[int(number)], int(documents.chosen[number])
-            sides = [
-                (document.tokens[part].tolist(), document.loss_mask[part])
-                for part in (slice(chosen), slice(chosen, None))
-            ]
-            prompts = [int(mask.argmax()) for _, mask in sides]
-            assert all(mask[start:].all() for (_, mask), start in zip(sides, prompts, strict=True))
-            pairs.append(
-                {
-                    "prompt_ids": sides[0][0][: prompts[0]],
-                    "chosen_ids": sides[0][0][prompts[0] :],
-                    "rejected_ids": sides[1][0][prompts[1] :],
-                }
-            )
-            assert sides[1][0][: prompts[1]] == pairs[-1]["prompt_ids"]
-    return pairs
 
 
 @pytest.fixture(scope="module")
@@ -122,43 +93,16 @@ def compiled(folder, models):
 
 @pytest.fixture(scope="module")
 def trl(folder, models):
-    """Returns a function from a loss and pairs to TRL's loss, metrics and gradients of the policy,
-    in float64."""
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
-
+    """Returns a function from pairs, a loss and its options to TRL's loss, metrics and gradients of
+    the policy, in float64."""
     reference, policy = (
         transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float64)
         for model in models
     )
 
-    def compute(pairs, loss, beta, label_smoothing, sft_weight=None):
-        trainer = DPOTrainer(
-            model=policy,
-            ref_model=reference,
-            args=DPOConfig(
-                output_dir=str(folder / "trl"),
-                report_to=[],
-                use_cpu=True,
-                bf16=False,
-                loss_type=[loss] if sft_weight is None else [loss, "sft"],
-                loss_weights=None if sft_weight is None else [1.0, sft_weight],
-                beta=beta,
-                label_smoothing=label_smoothing,
-                gradient_checkpointing=False,
-                disable_tqdm=True,
-            ),
-            train_dataset=Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
-            processing_class=transformers.AutoTokenizer.from_pretrained(small_model.TOKENIZER),
-        )
-        trainer.model.zero_grad()
-        value = trainer._compute_loss(trainer.model, trainer.data_collator(pairs), False)
-        value.backward()
-        gradients = {
-            name: parameter.grad.numpy().copy() for name, parameter in policy.named_parameters()
-        }
-        metrics = {name: values[0] for name, values in trainer._metrics["eval"].items()}
-        return value.item(), metrics, gradients
+    def compute(pairs, loss, **options):
+        trainer = trl_trainer(folder, policy, reference, loss, **options)
+        return trl_loss_and_gradient(trainer, pairs)
 
     return compute
 
@@ -187,7 +131,8 @@ def test_cross_entropies_of_chosen_completions_match_trl(folder, models, params,
     objective = open_objective(make_config(folder, models[0], **options))
     batch = objective.to_device(next(objective.batches(0)))
     value, _, _ = loss_and_gradient(objective, params, batch, compiled)
-    expected, _, _ = trl(examples(objective), **options, label_smoothing=0.0)
+    both = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.7]}
+    expected, _, _ = trl(examples(objective), "sigmoid", beta=0.3, **both)
     assert value == pytest.approx(expected, rel=1e-5)
 
 

@@ -1,7 +1,6 @@
 """Twenty steps with each preference loss, against twenty of TRL's in float64 on the same
 batches."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,15 +8,16 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from tests import small_model
 from tests.small_preference import (
     ROWS,
+    examples,
     make_config,
     open_objective,
     same_number,
     trained,
+    trl_trainer,
     usual_model,
-    words,
+    write_pairs,
 )
 from trainer.config.schema import MeshConfig
 
@@ -29,54 +29,13 @@ SLOW = ("sigmoid_norm", "hinge", "robust", "ipo", *BY_RATIOS, "orpo", "simpo", "
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("steps")
-    records = [
-        {
-            "prompt": f"Say {number}: {words(3, number)}",
-            "chosen": words(2 + number % 5, 100 + number),
-            "rejected": words(3 + number % 3, 200 + number),
-        }
-        for number in range(9)
-    ]
-    (folder / "pairs.json").write_text(json.dumps(records), encoding="utf-8")
+    write_pairs(folder, 9)
     return folder
 
 
 @pytest.fixture(scope="module")
 def model_folder(hf_model, tmp_path_factory):
     return usual_model(hf_model, tmp_path_factory.mktemp("usual"))
-
-
-def trl_trainer(folder, loss, model, reference):
-    """TRL's trainer for a loss with a reference, which computes the loss of prepared ids."""
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
-
-    common = {
-        "output_dir": str(folder / "trl"),
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "beta": BETA,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-        "per_device_train_batch_size": 2,
-    }
-    tokenizer = transformers.AutoTokenizer.from_pretrained(small_model.TOKENIZER)
-    if loss == "kto":
-        rows = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
-        kind, arguments = KTOTrainer, KTOConfig(**common)
-    else:
-        rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
-        smoothing = 0.1 if loss == "robust" else 0.0
-        kind = DPOTrainer
-        arguments = DPOConfig(**common, loss_type=[loss], label_smoothing=smoothing)
-    return kind(
-        model=model,
-        ref_model=reference,
-        args=arguments,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
 
 
 def without_reference(loss, model, examples):
@@ -111,29 +70,6 @@ def without_reference(loss, model, examples):
     return cross_entropy - ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0].mean()
 
 
-def examples(objective, step, labelled):
-    """The documents of a step in TRL's form."""
-    documents, batch = objective.prepared.train, []
-    for row in range(step * ROWS, (step + 1) * ROWS):
-        for number in map(int, objective.loader.row_pairs(row)):
-            document, chosen = documents[number], int(documents.chosen[number])
-            halves = (document.loss_mask[:chosen], document.loss_mask[chosen:])
-            first, second = (int(mask.argmax()) for mask in halves)
-            tokens = document.tokens.tolist()
-            one, two = tokens[first:chosen], tokens[chosen + second :]
-            batch.append(
-                {
-                    "prompt_ids": tokens[:first],
-                    "completion_ids": one,
-                    "KL_completion_ids": two,
-                    "label": bool(documents.labels[number]),
-                }
-                if labelled
-                else {"prompt_ids": tokens[:first], "chosen_ids": one, "rejected_ids": two}
-            )
-    return batch
-
-
 @pytest.mark.parametrize(
     "loss",
     [
@@ -143,7 +79,9 @@ def examples(objective, step, labelled):
 )
 def test_twenty_steps_match_trl(folder, model_folder, loss):
     """The losses of all steps are within 1e-5; ours are float32 on one device."""
-    options = {"loss": loss, "beta": BETA, "label_smoothing": 0.1 if loss == "robust" else 0.0}
+    options = {"loss": loss, "beta": BETA}
+    if loss == "robust":
+        options["label_smoothing"] = 0.1
     config = make_config(folder, model_folder, MeshConfig(), **options)
     ours = trained(config)
     objective = open_objective(config)
@@ -153,7 +91,7 @@ def test_twenty_steps_match_trl(folder, model_folder, loss):
     )
     trainer = None
     if loss not in ("orpo", "simpo"):
-        trainer = trl_trainer(folder, loss, model, reference)
+        trainer = trl_trainer(folder, model, reference, **options)
     section = config.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -162,7 +100,7 @@ def test_twenty_steps_match_trl(folder, model_folder, loss):
         weight_decay=section.weight_decay,
     )
     for step, row in enumerate(ours):
-        batch = examples(objective, step, loss == "kto")
+        batch = examples(objective, range(step * ROWS, (step + 1) * ROWS))
         if trainer is None:
             value = without_reference(loss, model, batch)
         else:

@@ -15,6 +15,7 @@ import train
 from data.prepared import INDEX
 from model.language_model import LanguageModel
 from scripts import export_hf
+from tests import small_run
 from trainer.checkpoint.commit import Files
 from trainer.config.schema import MeshConfig
 from trainer.finite import FiniteSteps
@@ -51,15 +52,7 @@ def recipe(small_recipe, tmp_path_factory):
 
 
 def command(recipe: pathlib.Path, model: pathlib.Path, *flags: str) -> list[str]:
-    return [
-        "--config",
-        str(recipe),
-        "--run_dir",
-        str(recipe.parent / "run"),
-        "--model.path",
-        str(model),
-        *flags,
-    ]
+    return small_run.command(recipe, recipe.parent / "run", "--model.path", model, *flags)
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def test_two_processes_train_as_one_and_one_resumes_from_their_checkpoint(
         building.update(prepared.glob(".[0-9a-f]*"))  # not the folder that tries a rename
         return list(run.glob("checkpoints/[0-9]*/manifest.json"))
 
-    flags = ["--config", str(small_recipe), "--run_dir", str(run)]
+    flags = small_run.command(small_recipe, run)
     running = launch_local.start(2, [*flags, "--data.prepared", str(prepared), *SMALLER])
     try:
         wait_for(saved, running)
@@ -93,7 +93,7 @@ def test_ctrl_c_to_one_process_saves_the_same_step_on_all(whole_run, small_recip
     """Only process 1 gets the signal; one process with all 8 devices resumes from their
     checkpoint."""
     run = tmp_path / "run"
-    running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run)])
+    running = launch_local.start(2, small_run.command(small_recipe, run))
     try:
         wait_for(lambda: small_run.steps_logged(run) >= 2, running)
         running[1].send_signal(signal.SIGINT)
@@ -109,7 +109,7 @@ def test_ctrl_c_to_one_process_saves_the_same_step_on_all(whole_run, small_recip
         capfd.readouterr().err.count(expected) == 1
         and small_run.steps_logged(run) == saved < small_run.STEPS
     )
-    assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
+    assert train.main(small_run.command(small_recipe, run)) == 0
     agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
 
 
@@ -128,7 +128,7 @@ def test_a_closed_terminal_saves_the_same_step_on_all(
 ):
     """The user started the launcher in the terminal, which can no longer be written to."""
     run, (terminal, inside) = tmp_path / "run", pty.openpty()
-    flags = ["--config", str(small_recipe), "--run_dir", str(run)]
+    flags = small_run.command(small_recipe, run)
     launcher = subprocess.Popen(
         [sys.executable, "-c", IN_A_TERMINAL, "--processes", "2", *flags],
         cwd=repository,
@@ -151,7 +151,7 @@ def test_a_closed_terminal_saves_the_same_step_on_all(
     assert not any(pathlib.Path(f"/proc/{process}").exists() for process in training)
     saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
     assert 2 <= saved == small_run.steps_logged(run) < small_run.STEPS
-    assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
+    assert train.main(small_run.command(small_recipe, run)) == 0
     agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
 
 
@@ -189,7 +189,7 @@ def test_two_processes_resume_from_what_another_start_saved_meanwhile(
     (tmp_path / "waits.py").write_text(WAITS)
     monkeypatch.setattr(launch_local, "TRAIN", tmp_path / "waits.py")
     monkeypatch.setenv("PYTHONPATH", str(repository))
-    running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run)])
+    running = launch_local.start(2, small_run.command(small_recipe, run))
     try:
         wait_for(lambda: len(list(tmp_path.glob("run.compiled.*"))) == 2, running)
         shutil.copytree(whole_run, run)
@@ -209,9 +209,7 @@ def test_a_run_of_four_processes_resumes_on_two_and_then_on_one(whole_run, small
     run = tmp_path / "run"
     for processes in (4, 2):
         before = small_run.steps_logged(run)
-        running = launch_local.start(
-            processes, ["--config", str(small_recipe), "--run_dir", str(run)]
-        )
+        running = launch_local.start(processes, small_run.command(small_recipe, run))
         try:
             wait_for(lambda before=before: small_run.steps_logged(run) >= before + 3, running)
             running[-1].send_signal(signal.SIGTERM)
@@ -219,7 +217,7 @@ def test_a_run_of_four_processes_resumes_on_two_and_then_on_one(whole_run, small
         finally:
             launch_local.end(running)
     assert small_run.steps_logged(run) < small_run.STEPS
-    assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
+    assert train.main(small_run.command(small_recipe, run)) == 0
     rows, alone = (small_run.rows(folder / "metrics.jsonl") for folder in (run, whole_run))
     agree(rows, alone)
     for name in ("target_tokens", "padding_share"):  # differs for another order of the batches
@@ -233,9 +231,7 @@ def test_a_run_of_four_processes_resumes_on_two_and_then_on_one(whole_run, small
 def test_without_a_launcher_losing_one_process_ends_the_other_within_a_minute(
     small_recipe, tmp_path, victim, capfd
 ):
-    running = launch_local.start(
-        2, ["--config", str(small_recipe), "--run_dir", str(tmp_path / "run")]
-    )
+    running = launch_local.start(2, small_run.command(small_recipe, tmp_path / "run"))
     try:
         wait_for(lambda: small_run.steps_logged(tmp_path / "run"), running)
         running[victim].kill()
@@ -258,15 +254,9 @@ def test_without_a_launcher_losing_one_process_ends_the_other_within_a_minute(
 def test_one_failing_process_ends_all_with_its_message(small_recipe, tmp_path, repository, victim):
     address, running = f"127.0.0.1:{launch_local.free_port()}", []
     for number in range(2):
-        flags = [
-            "--distributed.coordinator",
-            address,
-            "--distributed.process_id",
-            str(number),
-            "--distributed.num_processes",
-            "2",
-            *(["--model.tokenizer", "/missing"] if number == victim else []),
-        ]
+        flags = ["--distributed.coordinator", address, "--distributed.num_processes", "2"]
+        flags += ["--distributed.process_id", str(number)]
+        flags += ["--model.tokenizer", "/missing"] if number == victim else []
         running.append(
             small_run.start(
                 repository, small_recipe, tmp_path / "run", *flags, log=tmp_path / f"log{number}"
@@ -287,9 +277,7 @@ def test_one_failing_process_ends_all_with_its_message(small_recipe, tmp_path, r
 def test_a_process_that_stalls_for_20_seconds_is_waited_for(
     small_recipe, whole_run, tmp_path, victim
 ):
-    running = launch_local.start(
-        2, ["--config", str(small_recipe), "--run_dir", str(tmp_path / "run")]
-    )
+    running = launch_local.start(2, small_run.command(small_recipe, tmp_path / "run"))
     try:
         wait_for(lambda: small_run.steps_logged(tmp_path / "run") >= 2, running)
         running[victim].send_signal(signal.SIGSTOP)
@@ -311,9 +299,7 @@ def test_ten_kills_of_either_process_change_nothing(small_recipe, tmp_path, monk
     uninterrupted run of two processes."""
 
     def start(run):
-        return launch_local.start(
-            2, ["--config", str(small_recipe), "--run_dir", str(run), *SMALLER]
-        )
+        return launch_local.start(2, small_run.command(small_recipe, run, *SMALLER))
 
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     whole, run, random = tmp_path / "whole", tmp_path / "run", np.random.default_rng(10)
@@ -549,7 +535,7 @@ def test_training_begins_by_comparing_the_processes(small_recipe, tmp_path, monk
         raise UserError("compared")
 
     monkeypatch.setattr("trainer.loop.require_same", differ)
-    assert train.main(["--config", str(small_recipe), "--run_dir", str(tmp_path / "run")]) == 2
+    assert train.main(small_run.command(small_recipe, tmp_path / "run")) == 2
     assert capsys.readouterr().err.endswith("error: compared\n") and not (tmp_path / "run").exists()
 
 
@@ -611,12 +597,8 @@ def test_the_launchers_ctrl_c_reaches_each_process_once_and_they_end_in_order(la
     os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
     lines = launcher.communicate(timeout=60)[1].splitlines()
     assert launcher.returncode == 130
-    assert sorted(lines) == [
-        "said by 0",
-        "said by 1",
-        "said by 2",
-        "stopped (Ctrl-C): saved step 3",
-    ]
+    said = [f"said by {number}" for number in range(3)]
+    assert sorted(lines) == [*said, "stopped (Ctrl-C): saved step 3"]
 
 
 def test_the_launcher_waits_for_processes_that_save_on_sigterm(launched, tmp_path):

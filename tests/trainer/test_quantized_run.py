@@ -125,33 +125,16 @@ def test_one_evaluation_compares_the_run_and_its_export(run, base, tmp_path, cap
     its own output. Without --quantize the export runs on unquantized weights, and a journal of the
     other kind is refused."""
     assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
-    flags = [
-        "--sequence",
-        "8",
-        "--lines",
-        "2",
-        "--count",
-        "3",
-        "--max-new-tokens",
-        "4",
-        "--compute-dtype",
-        "float32",
-        "--template",
-        "vicuna_v1.1",
-    ]
-    alone, both = str(tmp_path / "alone"), str(tmp_path / "both")
-    assert line_retrieval.main(["--checkpoint", str(run), "--output", alone, *flags]) == 0
-    command_of_both = [
-        "--checkpoint",
-        str(base),
-        "--output",
-        both,
-        "--adapter",
-        str(run),
-        str(tmp_path / "peft"),
-        *flags,
-    ]
-    assert line_retrieval.main([*command_of_both, "--quantize", "nf4"]) == 0
+    flags = "--sequence 8 --lines 2 --count 3 --max-new-tokens 4 --compute-dtype float32"
+    flags += " --template vicuna_v1.1"
+
+    def answer(checkpoint, output, *more):
+        words = ("--checkpoint", checkpoint, "--output", tmp_path / output, *more)
+        return line_retrieval.main([*map(str, words), *flags.split()])
+
+    assert answer(run, "alone") == 0
+    adapters = ("--adapter", run, tmp_path / "peft")
+    assert answer(base, "both", *adapters, "--quantize", "nf4") == 0
     results = [
         json.loads((tmp_path / folder / "results.json").read_text())
         for folder in ("alone", "both/run", "both/peft")
@@ -163,35 +146,9 @@ def test_one_evaluation_compares_the_run_and_its_export(run, base, tmp_path, cap
     assert cases[0] == cases[1] == cases[2]
     assert [result["about"]["quantize"] for result in results] == ["nf4"] * 3
     capfd.readouterr()
-    assert (
-        line_retrieval.main(
-            [
-                "--checkpoint",
-                str(base),
-                "--output",
-                f"{both}/peft",
-                "--adapter",
-                str(tmp_path / "peft"),
-                *flags,
-            ]
-        )
-        == 2
-    )
+    assert answer(base, "both/peft", "--adapter", tmp_path / "peft") == 2
     assert "has answers with quantize = 'nf4', now it is 'none'" in capfd.readouterr().err
-    assert (
-        line_retrieval.main(
-            [
-                "--checkpoint",
-                str(base),
-                "--output",
-                str(tmp_path / "x"),
-                "--quantize",
-                "nf4",
-                *flags,
-            ]
-        )
-        == 2
-    )
+    assert answer(base, "x", "--quantize", "nf4") == 2
     assert "--quantize: found nf4" in capfd.readouterr().err
 
 

@@ -1,5 +1,6 @@
 """Stopped at any moment, the same command resumes, and ends bitwise like an uninterrupted run."""
 
+import contextlib
 import json
 import os
 import re
@@ -128,7 +129,7 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_resumes_it(
     """SIGTERM at a step whose evaluation is due but not its checkpoint; Ctrl-C at a step of the
     next start."""
     run = tmp_path / "run"
-    command = ["--config", str(small_recipe), "--run_dir", str(run)]
+    command = small_run.command(small_recipe, run)
     arrived: list[float] = []
     stops = {
         2 * small_run.EVALUATE_EVERY: ("preempted (SIGTERM)", signal.SIGTERM, 143),
@@ -144,7 +145,7 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_resumes_it(
             with pytest.raises(
                 UserError, match=f"{run}: process {os.getpid()} on .* is training there since "
             ):
-                open_run(config.load(command))
+                open_run(config.load(command), True, contextlib.ExitStack())
             arrived.append(time.monotonic())
             os.kill(os.getpid(), number)
         return is_finite
@@ -179,7 +180,7 @@ def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path, monkeypatch, small_
     arrived: list[float] = []
     monkeypatch.setattr(_Training, "_evaluate", evaluate)
     run = tmp_path / "run"
-    assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 130
+    assert train.main(small_run.command(small_recipe, run)) == 130
     assert time.monotonic() - arrived[-1] < 5
     assert small_run.steps_logged(run) == 0 and not list(run.glob("checkpoints/[0-9]*"))
     assert "the running step" not in capfd.readouterr().err
@@ -214,7 +215,7 @@ def test_a_start_that_was_overtaken_resumes_from_what_the_other_saved(
             shutil.rmtree(run / "checkpoints/40")
 
     monkeypatch.setattr(_Training, "compile", overtaken)
-    assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
+    assert train.main(small_run.command(small_recipe, run)) == 0
     assert words in capfd.readouterr().err
     assert_same_run(run, whole_run, final_state)
 
@@ -233,26 +234,9 @@ def test_a_lengthened_run_equals_the_long_run(small_recipe, tmp_path, schedule):
     checkpoint before any decay."""
 
     def finish(run, steps):
-        assert (
-            train.main(
-                [
-                    "--config",
-                    str(small_recipe),
-                    "--run_dir",
-                    str(run),
-                    "--train.steps",
-                    str(steps),
-                    *schedule,
-                    "--checkpoint.every",
-                    "6",
-                    "--train.evaluate_every",
-                    "0",
-                    "--optimizer.average_decay",
-                    "0.9",
-                ]
-            )
-            == 0
-        )
+        flags = ("--train.steps", steps, "--train.evaluate_every", 0, "--checkpoint.every", 6)
+        flags += (*schedule, "--optimizer.average_decay", 0.9)
+        assert train.main(small_run.command(small_recipe, run, *flags)) == 0
 
     finish(tmp_path / "at once", 12)
     finish(tmp_path / "longer", 8)
@@ -291,19 +275,8 @@ def test_a_finished_run_is_left_alone(whole_run, small_recipe, capfd):
         return {path: path.stat().st_mtime_ns for path in (whole_run / "checkpoints").rglob("*")}
 
     before, metrics = contents(), (whole_run / "metrics.jsonl").read_bytes()
-    assert (
-        train.main(
-            [
-                "--config",
-                str(small_recipe),
-                "--run_dir",
-                str(whole_run),
-                "--logging.tensorboard",
-                "true",
-            ]
-        )
-        == 0
-    )
+    command = small_run.command(small_recipe, whole_run, "--logging.tensorboard", "true")
+    assert train.main(command) == 0
     assert (
         "already trained to step 40" in capfd.readouterr().err
         and not (whole_run / "tensorboard").exists()
@@ -316,19 +289,13 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_one_used(
 ):
     run = tmp_path / "run"
     shutil.copytree(whole_run, run)
-    victim = max(
-        (run / "checkpoints/40/model").rglob("*"),
-        key=lambda path: path.stat().st_size * path.is_file(),
-    )
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 1
-    victim.write_bytes(data)
-    assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
+    name = small_run.spoil(run / "checkpoints/40")
+    assert train.main(small_run.command(small_recipe, run)) == 0
     stderr = capfd.readouterr().err
     warning = next(line for line in stderr.splitlines() if line.startswith("warning: "))
     assert (
         "checkpoints/40" in warning
-        and victim.name in warning
+        and name in warning
         and "using the previous checkpoint" in warning
     )
     assert f"\ncontinuing from step 35 ({run / 'checkpoints/35'})\n" in stderr

@@ -24,10 +24,15 @@ def saves(tmp_path):
         waited=waited,
     )
     state = SimpleNamespace(
-        config=SimpleNamespace(checkpoint=CheckpointConfig(grace_seconds=25)), step=7
+        config=SimpleNamespace(checkpoint=CheckpointConfig(grace_seconds=25)),
+        step=7,
+        store=store,
+        local=None,
     )
     watchdog = SimpleNamespace(step_seconds_left=lambda: 20.0)
-    return Saves(state, SimpleNamespace(store=store, watchdog=watchdog, local=None), tmp_path)
+    lines = []
+    log = SimpleNamespace(say=lines.append, logged={}, lines=lines)
+    return Saves(state, watchdog, log, tmp_path)
 
 
 def test_a_step_and_its_save_fit_into_the_grace_period(saves):
@@ -80,8 +85,6 @@ def outage(saves):
 
     def failing(*failures):
         saves.store = Outage([None, *failures])
-        saves.lines = []
-        log = SimpleNamespace(say=saves.lines.append, logged={})
         saves.watchdog.phase = lambda *_: contextlib.nullcontext()
         saves.state.config.distributed = SimpleNamespace(save_minutes=1)
         saves.state.best = BestCheckpoint(CheckpointConfig(best="loss"))
@@ -92,7 +95,7 @@ def outage(saves):
 
         def save(step, **options):
             saves.state.step = step
-            saves.save(log, **options)
+            saves.save(**options)
 
         return save
 
@@ -106,7 +109,7 @@ def test_a_save_that_failed_for_a_moment_is_made_up_for_by_the_next(saves, outag
         save(step)
     assert saves.store.saved == [6, 9, 12, 15]
     failed = "saving checkpoint 6 failed: Input/output error; saving this step instead"
-    assert saves.lines == [f"step 9: {failed}", f"step 15: {failed}"]
+    assert saves.log.lines == [f"step 9: {failed}", f"step 15: {failed}"]
 
 
 @pytest.mark.parametrize("failures", [[False], [True, True]])
@@ -149,4 +152,4 @@ def test_non_finite_parameters_are_not_saved(saves, save):
     saves.local = SimpleNamespace(wait=lambda: None)
     saves.config = CheckpointConfig(local="/dev/shm/run", local_every=7)
     with pytest.raises(UserError, match="w is not finite"):
-        save(saves, SimpleNamespace())
+        save(saves)

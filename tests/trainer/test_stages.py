@@ -26,7 +26,7 @@ from trainer.config.stage import StageConfig
 from trainer.evaluation import HeldOutLoss
 from trainer.model_source import open_model
 from trainer.run.opening import check_run
-from trainer.stages import stages_of, train_stages
+from trainer.stages import stages_of, stages_to_train
 from trainer.text import TextObjective
 
 STAGES = [
@@ -55,6 +55,11 @@ def recipe(tmp_path_factory, repository):
     written["checkpoint"] = {"every": 3, "keep": 2}
     path.write_text(yaml.safe_dump(written | {"stages": STAGES}))
     return path
+
+
+@pytest.fixture
+def config(recipe, tmp_path):
+    return load(small_run.command(recipe, tmp_path / "run"))
 
 
 def test_each_stage_is_a_run_that_begins_with_the_previous_one(recipe):
@@ -97,18 +102,8 @@ def test_each_stage_is_a_run_that_begins_with_the_previous_one(recipe):
 
 
 def test_stages_of_adapters_keep_the_base_and_its_positions(recipe):
-    config = load(
-        [
-            "--config",
-            str(recipe),
-            "--run_dir",
-            "runs/x",
-            "--model.path",
-            "hf",
-            "--adapter.rank",
-            "8",
-        ]
-    )
+    adapter = ("--model.path", "hf", "--adapter.rank", 8)
+    config = load(small_run.command(recipe, "runs/x", *adapter))
     expected = dataclasses.replace(
         config.stages[0], rope={"rope_theta": 7.0, "max_position_embeddings": 256}
     )
@@ -187,26 +182,18 @@ def test_a_later_stage_continues_after_the_first_model_has_moved(tmp_path):
     assert check_run(moved).config.exists()
 
 
-def test_finished_stages_are_not_trained_again(recipe, tmp_path, capsys):
-    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
-    trained = []
-    follows = []
-
-    def remember(stage, stage_follows):
-        trained.append(stage.data.context_length)
-        follows.append(stage_follows)
-
-    train_stages(config, remember)
-    assert follows == [True, True, False]
-    assert (
-        trained == [128, 256, 512]
-        and "stage 2 of 3: 256 tokens, 8 steps" in capsys.readouterr().out
-    )
+def test_finished_stages_are_not_trained_again(config, capsys):
+    stages = list(stages_to_train(config))
+    assert [follows for _, follows in stages] == [True, True, False]
+    assert [stage.data.context_length for stage, _ in stages] == [128, 256, 512]
+    assert "stage 2 of 3: 256 tokens, 8 steps" in capsys.readouterr().out
     for stage in stages_of(config)[:2]:
         pretend_trained(stage)
-    trained.clear()
-    train_stages(config, remember)
-    assert trained == [256, 512]
+    assert lengths_to_train(config) == [256, 512]
+
+
+def lengths_to_train(config):
+    return [stage.data.context_length for stage, _ in stages_to_train(config)]
 
 
 def pretend_trained(stage):
@@ -230,18 +217,13 @@ def test_a_run_whose_positions_were_chosen_continues_in_a_later_stage(tmp_path):
         pretend_trained(dataclasses.replace(stage, preference=preference, model=model))
     third = stages_of(config)[2]
     third.folder.joinpath("config.yaml").write_text(dump(third))
-    trained = []
-    train_stages(config, lambda stage, _: trained.append(stage.data.context_length))
-    assert trained == [512]
+    assert lengths_to_train(config) == [512]
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @pytest.mark.parametrize("steps", [8, 10])
-def test_a_stage_cannot_change_its_length_once_the_next_has_begun(
-    recipe, tmp_path, schedule, steps
-):
+def test_a_stage_cannot_change_its_length_once_the_next_has_begun(config, schedule, steps):
     """With a constant learning rate its run could be longer, but the next stage began without."""
-    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
     config = dataclasses.replace(
         config, optimizer=dataclasses.replace(config.optimizer, schedule=schedule)
     )
@@ -253,33 +235,25 @@ def test_a_stage_cannot_change_its_length_once_the_next_has_begun(
         "begun from it; 9 would work, or another --run_dir$"
     )
     with pytest.raises(UserError, match=expected):
-        train_stages(
-            dataclasses.replace(config, stages=(changed, *config.stages[1:])),
-            lambda *_: pytest.fail("trained"),
-        )
+        lengths_to_train(dataclasses.replace(config, stages=(changed, *config.stages[1:])))
 
 
-def test_a_changed_stage_is_refused_once_the_next_has_begun(recipe, tmp_path):
-    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
+def test_a_changed_stage_is_refused_once_the_next_has_begun(config):
     for stage in stages_of(config)[:2]:
         pretend_trained(stage)
     changed = dataclasses.replace(config.stages[0], learning_rate=1e-4, steps=10)
     with pytest.raises(
         UserError, match=r"stages/1: another run .*optimizer.learning_rate is 0.003"
     ):
-        train_stages(
-            dataclasses.replace(config, stages=(changed, *config.stages[1:])),
-            lambda *_: pytest.fail("trained"),
-        )
+        lengths_to_train(dataclasses.replace(config, stages=(changed, *config.stages[1:])))
 
 
-def test_a_finished_curriculum_needs_none_of_its_earlier_stages(recipe, tmp_path, capsys):
-    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
+def test_a_finished_curriculum_needs_none_of_its_earlier_stages(config, tmp_path, capsys):
     for stage in stages_of(config):
         pretend_trained(stage)
     shutil.rmtree(tmp_path / "run/stages")
-    last = train_stages(config, lambda *_: pytest.fail("trained"))
-    assert last == tmp_path / "run/checkpoints/7"
+    assert lengths_to_train(config) == []
+    last = tmp_path / "run/checkpoints/7"
     assert f"stage 3 of 3 is finished: {last}" in capsys.readouterr().out
 
 
@@ -302,39 +276,26 @@ def test_an_unfinished_stage_needs_the_one_before_it(recipe, tmp_path, begun, re
     next(newest.iterdir()).rename(newest / "1")
     shutil.rmtree(run / removed)
     with pytest.raises(UserError, match=expected.format(run=run)):
-        train_stages(config, lambda *_: pytest.fail("trained"))
+        lengths_to_train(config)
 
 
-def test_another_run_in_the_folder_is_found_before_the_first_stage(recipe, tmp_path):
-    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
+def test_another_run_in_the_folder_is_found_before_the_first_stage(config):
     pretend_trained(dataclasses.replace(config, stages=()))
     with pytest.raises(UserError, match=r"stages: found 3, but .* begun with one or none;"):
-        train_stages(config, lambda *_: pytest.fail("trained"))
+        lengths_to_train(config)
 
 
 def test_a_single_stage_overrides_the_recipe(recipe, tmp_path):
-    config = load(
-        [
-            "--config",
-            str(recipe),
-            "--run_dir",
-            str(tmp_path / "run"),
-            "--stages",
-            json.dumps(STAGES[2:]),
-        ]
-    )
-    trained = []
-    train_stages(config, lambda *run: trained.append(run))
-    assert trained == [(stages_of(config)[0], False)] and trained[0][0].data.context_length == 512
+    stages = json.dumps(STAGES[2:])
+    config = load(small_run.command(recipe, tmp_path / "run", "--stages", stages))
+    assert list(stages_to_train(config)) == [(stages_of(config)[0], False)]
+    assert lengths_to_train(config) == [512]
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_one_process_decides_for_all_which_stage_is_next(
-    recipe, tmp_path, monkeypatch, process, capsys
-):
+def test_one_process_decides_for_all_which_stage_is_next(config, monkeypatch, process, capsys):
     """Process 1 relies on process 0's answer, although it does not see the first stage's folder
     yet, and does not ask for a lock. It does not repeat what process 0 prints."""
-    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
     for stage in stages_of(config)[:2] if process == 0 else []:
         pretend_trained(stage)
     monkeypatch.setattr(
@@ -343,9 +304,7 @@ def test_one_process_decides_for_all_which_stage_is_next(
     )
     monkeypatch.setattr("trainer.stages._on_one_day", lambda config: config)
     monkeypatch.setattr("trainer.stages.process", lambda: process)
-    trained = []
-    train_stages(config, lambda stage, stage_follows: trained.append(stage.data.context_length))
-    assert trained == [256, 512]
+    assert lengths_to_train(config) == [256, 512]
     assert capsys.readouterr().out.count("of 3") == (2 if process == 0 else 0)
 
 
@@ -367,14 +326,8 @@ def test_a_preemption_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
         return {}
 
     run = tmp_path / "run"
-    words = [
-        "--config",
-        str(recipe),
-        "--run_dir",
-        str(run),
-        "--stages",
-        json.dumps([{"context_length": 128, "steps": 2}] * 2),
-    ]
+    stages = json.dumps([{"context_length": 128, "steps": 2}] * 2)
+    words = small_run.command(recipe, run, "--stages", stages)
     with monkeypatch.context() as patched:
         patched.setattr(TextObjective, "lengths", notified)
         patched.setattr(HeldOutLoss, "run", measure)
@@ -423,8 +376,7 @@ def test_a_preemption_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
     ],
 )
 def test_incompatible_stages_are_refused(recipe, tmp_path, capsys, monkeypatch, stage, words):
-    monkeypatch.setattr("trainer.loop.train", lambda *_, **__: pytest.fail("trained"))
-    monkeypatch.setattr("trainer.entry.keep_compiled", lambda folder: None)
+    monkeypatch.setattr("trainer.loop.train", lambda *_: pytest.fail("trained"))
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"stages": [stage]}))
     assert train.main(["--config", str(path)]) == 2
@@ -441,9 +393,8 @@ def test_today_is_the_first_processs_day_in_all(monkeypatch, written, day):
         "trainer.stages.first_then_others", lambda work, encode: work(next(answers))
     )
     monkeypatch.setattr("trainer.stages.start_devices", lambda config: None)
-    trained, config = [], RunConfig(data=DataConfig(template_date=written))
-    train_stages(config, lambda stage, _: trained.append(stage.data.template_date))
-    assert trained == [day]
+    config = RunConfig(data=DataConfig(template_date=written))
+    assert [stage.data.template_date for stage, _ in stages_to_train(config)] == [day]
 
 
 def test_the_recipes_stages_are_compatible(repository):
@@ -507,22 +458,16 @@ def test_more_or_fewer_stages_are_named(recipe, tmp_path, then, now, begun):
         pretend_trained(stage)
     expected = f"stages: found {begun.format(run=run)} give as many, or another --run_dir; "
     with pytest.raises(UserError, match=expected + f"--model.path {run} --run_dir NEW goes on"):
-        train_stages(
-            dataclasses.replace(config, stages=config.stages[:now]),
-            lambda *_: pytest.fail("trained"),
-        )
+        lengths_to_train(dataclasses.replace(config, stages=config.stages[:now]))
 
 
-def test_the_last_stage_alone_and_a_run_of_another_runs_stage_go_on(recipe, tmp_path):
+def test_the_last_stage_alone_and_a_run_of_another_runs_stage_go_on(config, tmp_path):
     """Both are runs without stages, whose model is in a folder of stages."""
-    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
     stages = stages_of(config)
     for stage in stages:
         pretend_trained(stage)
     branch = dataclasses.replace(stages[-1], run_dir=str(tmp_path / "branch"))
     pretend_trained(branch)
     moved = dataclasses.replace(branch, model=dataclasses.replace(branch.model, path="moved"))
-    trained = []
     for again in (stages[-1], branch, moved):
-        train_stages(again, lambda *run: trained.append(run))
-    assert [run for run, _ in trained] == [stages[-1], branch, moved]
+        assert [stage for stage, _ in stages_to_train(again)] == [again]

@@ -163,15 +163,21 @@ def weighted(total, weight):
     return LossSums(total, weight, SourceSums(none, none), {}, {})
 
 
+def toy_model(parameters, shape=()):
+    """What a step needs of a model with these parameters."""
+    mesh = mesh_of(dict(shape))
+    return SimpleNamespace(
+        mesh=mesh,
+        config=tiny(),
+        parameters=parameters,
+        unpadded_shapes={name: parameter.shape for name, parameter in parameters.items()},
+        shardings=dict.fromkeys(parameters, NamedSharding(mesh, PartitionSpec())),
+    )
+
+
 def one_weight_step(loss, tokens, loss_weight=1.0, parts=1, shape=(), totals=None):
     """Metrics of a step of a model with one parameter, equal to 1, on rows of one token."""
-    model = SimpleNamespace(
-        mesh=mesh_of(dict(shape)),
-        config=tiny(),
-        parameters={"w": Parameter((1,), ("norm",))},
-        unpadded_shapes={"w": (1,)},
-    )
-    model.shardings = {"w": NamedSharding(model.mesh, PartitionSpec())}
+    model = toy_model({"w": Parameter((1,), ("norm",))}, shape)
     train = TrainConfig(steps=20, accumulation=parts)
     batch = text_batch(len(tokens), 1, model.mesh)
     builder = StepBuilder(model, loss, batch, OPTIMIZER, train, totals=totals)
@@ -231,18 +237,8 @@ def test_every_accumulation_part_sees_the_totals_of_the_whole_batch(parts):
 def test_moments_on_the_host_use_clipped_gradients_and_stay_when_a_step_is_not_finite(weight):
     """A toy model of one layer stack and one other parameter, against optax's AdamW on unsharded
     arrays."""
-    model = SimpleNamespace(
-        mesh=mesh_of({}),
-        config=tiny(),
-        parameters={
-            "layers.w": Parameter((2, 3), ("layers", "norm")),
-            "v": Parameter((4,), ("norm",)),
-        },
-        unpadded_shapes={"layers.w": (2, 3), "v": (4,)},
-    )
-    model.shardings = {
-        name: NamedSharding(model.mesh, PartitionSpec()) for name in model.parameters
-    }
+    stack, other = Parameter((2, 3), ("layers", "norm")), Parameter((4,), ("norm",))
+    model = toy_model({"layers.w": stack, "v": other})
 
     def loss(params, batch):
         total = 30 * jnp.sum(params["layers.w"] ** 2) + jnp.sum(params["v"] ** 3)
@@ -308,6 +304,16 @@ def test_frozen_parameters_have_neither_moments_nor_gradients():
     )
 
 
+def saved_and_restored(folder, builder, params, state):
+    """The contents of a checkpoint with these, as it is read again."""
+    (folder / "assets").mkdir()
+    with CheckpointStore(folder / "run", keep=1) as store:
+        data = {"step": 1, "fingerprint": ""}
+        store.save(1, model=params, optimizer=state, data=data, assets=folder / "assets")
+        store.wait()
+        return store.restore(1, builder.abstract_params, builder.abstract_optimizer)
+
+
 def test_moments_and_weights_with_fewer_bits(tmp_path):
     """Both are stored in the chosen dtypes, training hardly differs, and it resumes bitwise from a
     checkpoint."""
@@ -332,13 +338,7 @@ def test_moments_and_weights_with_fewer_bits(tmp_path):
         assert stored == ({"uint8", "float32"} if moments == "8bit" else {moments})
         assert {x.dtype.name for x in params.values()} == {weights}
         if moments == "8bit":
-            with CheckpointStore(tmp_path, keep=1) as store:
-                data = {"step": 10, "fingerprint": ""}
-                (tmp_path / "assets").mkdir()
-                assets = tmp_path / "assets"
-                store.save(10, model=params, optimizer=state, data=data, assets=assets)
-                store.wait()
-                restored = store.restore(10, builder.abstract_params, builder.abstract_optimizer)
+            restored = saved_and_restored(tmp_path, builder, params, state)
         params, state, more = run(params, state, range(10, 20))
         final[moments] = [*losses, *more]
         if moments == "8bit":
@@ -386,18 +386,7 @@ def test_state_on_the_host_trains_as_on_the_devices(tmp_path, memory):
 
     assert kinds((on_device, state)) == {"device"} and kinds(host_state) == {"pinned_host"}
     assert kinds(on_host) == {"pinned_host" if memory.parameters_on_host else "device"}
-    assets = tmp_path / "assets"
-    assets.mkdir()
-    with CheckpointStore(tmp_path / "run", keep=1) as store:
-        store.save(
-            1,
-            model=on_host,
-            optimizer=host_state,
-            data={"step": 1, "fingerprint": ""},
-            assets=assets,
-        )
-        store.wait()
-        restored = store.restore(1, builder.abstract_params, builder.abstract_optimizer)
+    restored = saved_and_restored(tmp_path, builder, on_host, host_state)
     for x, y in zip(
         jax.tree.leaves((restored.model, restored.optimizer)),
         jax.tree.leaves((on_host, host_state)),

@@ -54,6 +54,12 @@ def test_a_held_out_set_is_never_silently_empty(opened, small_recipe, capsys):
     assert "warning: no held-out loss: a share of 1e-09 picks none of " in capsys.readouterr().err
     assert not opened(*flags, "--data.held_out_fraction", "0").has_held_out, "as requested"
     assert "warning" not in capsys.readouterr().err
+    text = small_recipe.parent / "alone.txt"  # of many documents, which go together
+    text.write_text("A sentence. " * 999)
+    alone = json.dumps([{"path": str(text), "format": "text"}])
+    flags = ("--data.sources", alone, "--data.held_out_path", "null")
+    assert not opened(*flags, "--data.held_out_fraction", "1.0e-9").has_held_out
+    assert "only one record, which is held out as a whole or not at" in capsys.readouterr().err
     assert opened().has_held_out
     assert "warning" not in capsys.readouterr().err
 

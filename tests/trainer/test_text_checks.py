@@ -58,9 +58,12 @@ def test_only_an_adapter_that_peft_trains_in_full_is_continued(hf_model, tmp_pat
 def test_a_section_that_differs_from_the_adapter_is_shown_as_in_a_recipe(hf_model, tmp_path):
     save_adapter(hf_model, tmp_path)
     for fields, message in (
-        ({"train": ("norm",)}, r"adapter.train: found \[norm\]; the adapter in .* has \[\]$"),
-        ({"use_dora": True}, r"adapter.use_dora: found true; the adapter in .* has false$"),
-        ({"rank": 2}, r"adapter.rank: found 2; the adapter in .* has 4$"),
+        ({"train": ("norm",)}, r"train: found \[norm\]; .* has \[\]; --adapter.train '\[\]' would"),
+        ({"use_dora": True}, "dora: found true; .* has false; --adapter.use_dora false would"),
+        (
+            {"rank": 2, "alpha": 1.0},
+            "rank: found 2; .* has 4; --adapter.rank 4 --adapter.alpha 8 would",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             check_same(section_of(tmp_path, **fields), open_adapter(str(tmp_path)))

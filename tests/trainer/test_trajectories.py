@@ -66,7 +66,8 @@ def run_config(episodes, folder, mesh=None, train_config=None, **options):
         ),
         trajectories=TrajectoryConfig(path=str(episodes), task="cartpole_swingup", **options),
         mesh=MeshConfig(**(mesh or {})),
-        attention=AttentionConfig(layout="striped" if mesh else "contiguous"),
+        # The kernel that compiles fastest.
+        attention=AttentionConfig(layout="striped" if mesh else "contiguous", kernel="reference"),
         train=TrainConfig(**{"steps": 3, "batch_size": 4, **(train_config or {})}),
         logging=LoggingConfig(tensorboard=False, console=False),
     )
@@ -196,13 +197,47 @@ def test_the_suggested_row_length_fits_the_selected_decisions(episodes, tmp_path
 def test_too_few_held_out_episodes_are_a_warning(episodes, tmp_path, capfd):
     assert (
         objective_of(run_config(episodes, tmp_path)).has_held_out
-        and "warning" not in capfd.readouterr().err
+        and "no held-out loss" not in capfd.readouterr().err
     )
     assert not objective_of(run_config(episodes, tmp_path, in_context=4)).has_held_out
     assert (
         "no held-out loss: data.held_out_fraction 0.25 of 12 episodes is 3, and a "
         "context takes 4" in (capfd.readouterr().err)
     )
+
+
+def test_actions_and_steps_that_no_decision_has_are_a_warning(episodes, tmp_path, capfd):
+    """As of ExoRL's episodes, whose actions change at every step, under a recipe with
+    action_repeat 5."""
+    objective_of(run_config(episodes, tmp_path))
+    assert capfd.readouterr().err == (
+        "warning: trajectories.action_repeat: found 2, but the actions of 9 of 9 episodes change "
+        "within 2 steps, and only the first of each 2 is learned; action_repeat 1 would learn all\n"
+    )
+    objective_of(run_config(episodes, tmp_path, action_repeat=3))
+    assert (
+        "found 3, which does not divide the steps of 12 of 12 episodes; their last 2 steps or fewer"
+        in capfd.readouterr().err
+    )
+    objective_of(run_config(episodes, tmp_path, action_repeat=1, in_context=1, decisions=10))
+    assert "warning" not in capfd.readouterr().err
+
+
+def test_a_model_that_has_learned_other_returns_is_a_warning(episodes, tmp_path, monkeypatch):
+    """A return to go of 1 is the best of the data, and so means more or less of a reward there."""
+    objective_of(run_config(episodes, tmp_path)).write_assets(tmp_path / "assets")
+    monkeypatch.setattr("trainer.trajectories.assets_dir", lambda path: tmp_path / "assets")
+
+    def warnings_of(folder):
+        config = run_config(folder, tmp_path)
+        model = dataclasses.replace(config.model, path="run", overrides={})
+        return objective_of(dataclasses.replace(config, model=model)).warnings
+
+    assert not any("model.path" in warning for warning in warnings_of(episodes))
+    assert (
+        "model.path: run has learned cartpole_swingup, with returns divided by 24.0; here those of "
+        "cartpole_swingup are divided by 10.0, and states normalized by these episodes"
+    ) in warnings_of(folder_of(tmp_path / "worse", count=5))
 
 
 def test_a_recipe_with_missing_fields_is_refused(episodes, tmp_path):

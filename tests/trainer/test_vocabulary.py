@@ -16,6 +16,7 @@ from data.tokenizer import Tokenizer
 from model.padding import PADDED, logical_axes, vocabulary_axes
 from model.parameter_declarations import unpadded_shapes
 from scripts import export_hf
+from tests import small_run
 from tests.model.build import llama
 from trainer.checkpoint.readers import restore_model
 from trainer.checkpoint.store import CheckpointStore
@@ -203,28 +204,13 @@ def test_a_run_that_adds_control_tokens_is_exported_with_them(tmp_path, reposito
     bare = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
     make_model(tmp_path / "in", torch.float32, vocab_size=bare.vocab_size, eos_token_id=bare.eos_id)
     bare.save(tmp_path / "in")
-    flags = [
-        "--config",
-        str(small_recipe),
-        "--model.path",
-        str(tmp_path / "in"),
-        "--run_dir",
-        str(tmp_path / "run"),
-        "--data.template",
-        "chatml",
-        "--train.steps",
-        "2",
-        "--train.batch_size",
-        "2",
-        "--mesh.fsdp",
-        "1",
-        "--mesh.tensor",
-        "4",
-        "--model.trainable",
-        "embed_tokens.*|lm_head.*",
-        "--data.prepared",
-        str(tmp_path / "prepared"),
-    ]
+    flags = small_run.command(
+        small_recipe,
+        tmp_path / "run",
+        *("--model.path", tmp_path / "in", "--model.trainable", "embed_tokens.*|lm_head.*"),
+        *("--data.template", "chatml", "--data.prepared", tmp_path / "prepared"),
+        *("--train.steps", 2, "--train.batch_size", 2, "--mesh.fsdp", 1, "--mesh.tensor", 4),
+    )
     assert train.main(flags) == 2  # refused: suggests adding them
     assert train.main([*flags, "--data.add_control_tokens", "true"]) == 0
     assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0

@@ -13,7 +13,6 @@ from eval import line_retrieval
 from model.attention import Mask
 from scripts import export_hf
 from tests import small_run
-from trainer import entry
 from trainer.model_source import open_model
 
 MASK = Mask(window=24, global_tokens=4)
@@ -29,8 +28,7 @@ def run(tmp_path_factory, repository):
     written["attention"] |= {"window": MASK.window, "global_tokens": MASK.global_tokens}
     written["train"] = {"steps": 3, "batch_size": 4}
     recipe.write_text(yaml.safe_dump(written, sort_keys=False), encoding="utf-8")
-    command = ["--config", str(recipe), "--run_dir", str(folder / "run")]
-    assert train.main(command) == 0
+    assert train.main(small_run.command(recipe, folder / "run")) == 0
     return folder / "run"
 
 
@@ -53,23 +51,9 @@ def test_line_retrieval_uses_the_same_mask(run, tmp_path, monkeypatch):
             return [[5]] * len(prompts)
 
     monkeypatch.setattr(model.decode, "Generator", Generator)
-    monkeypatch.setattr(entry, "keep_compiled", lambda: None)
-    line_retrieval.evaluate(
-        line_retrieval.parse(
-            [
-                "--checkpoint",
-                str(run),
-                "--lines",
-                "2",
-                "--count",
-                "1",
-                "--sequence",
-                "8",
-                "--output",
-                str(tmp_path / "found"),
-            ]
-        )
-    )
+    flags = ["--checkpoint", str(run), "--output", str(tmp_path / "found")]
+    flags += ["--lines", "2", "--count", "1", "--sequence", "8"]
+    line_retrieval.evaluate(line_retrieval.parse(flags))
     assert seen == [MASK]
 
 

@@ -168,10 +168,24 @@ def publish(target: Path, manifest: bytes) -> None:
     if in_bucket(target):
         return
     files.make_folders_durable()
-    if target.exists():  # a damaged checkpoint of this step, which training has reached again
-        remove(target)
-    scratch.rename(target)
+    # One of this step: damaged, so that training has reached it again, or without its best.
+    replaced = _set_aside(target) if target.exists() else None
+    try:
+        scratch.rename(target)
+    except OSError:
+        if replaced is not None:
+            replaced.rename(target)  # or neither would count
+        raise
     sync(target.parent)  # makes the name durable before an older checkpoint is removed
+    if replaced is not None:
+        _remove_tree(replaced)
+
+
+def _set_aside(folder: Path) -> Path:
+    """Renames a checkpoint so that it does not count; returns its new name."""
+    aside = folder.with_name(folder.name + ".tmp-removed")
+    _remove_tree(aside)
+    return folder.rename(aside)
 
 
 def _remove_tree(path: Path) -> None:
@@ -188,7 +202,4 @@ def remove(folder: Path) -> None:
         Bucket(str(folder)).write(MANIFEST, None)
         Bucket(str(folder.parent)).remove(f"{folder.name}/")
         return
-    renamed = folder.with_name(folder.name + ".tmp-removed")
-    _remove_tree(renamed)
-    folder.rename(renamed)
-    _remove_tree(renamed)
+    _remove_tree(_set_aside(folder))

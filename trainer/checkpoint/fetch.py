@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from data import hub
 from data.errors import UserError
 from data.folders import building
 from data.paths import cache_folder, on_this_machine
@@ -55,6 +56,7 @@ def copied(path: str | Path, items: Sequence[str] = MODEL) -> tuple[Path, str]:
       TransientError: the checkpoint is removed meanwhile.
     """
     if not in_bucket(path):
+        hub.refuse_page(path, of_model=True)
         return on_this_machine(path), ""
     folders, problems = _checkpoints(str(path).rstrip("/")), list[ValueError]()
     for folder in folders:

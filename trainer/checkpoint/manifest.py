@@ -173,41 +173,40 @@ def verify(
       DamagedError: names the first file that is missing or differs.
       UserError: a link leads out of the folder.
     """
-    content = read_manifest(folder)
-    Files(folder).check()
-    records = [
-        (name, record)
-        for name, record in content["files"].items()
-        if items is None or name.split("/", 1)[0] in items
-    ]
+    content, files = read_manifest(folder), Files(folder)
+    files.check()
+    records = content["files"]
     number, count = share
-    records = records[number::count]
-    files = Files(folder)
-    names = set(files.names()) if not digests and files.bucket is not None else None
+    names = [name for name in records if items is None or name.split("/", 1)[0] in items]
+    in_bucket = set(files.names()) if not digests and files.bucket is not None else None
 
-    def problem(name_and_record: tuple[str, dict[str, Any]]) -> str | None:
-        name, record = name_and_record
-        try:
-            if names is not None:  # a file appears whole there
-                return None if name in names else f"{name} is missing"
-            found = files.record(name, record["size"] if digests else -1)
-            if found["size"] != record["size"]:
-                return f"{name} is damaged ({found['size']} bytes, written with {record['size']})"
-            if digests and found["sha256"] != record["sha256"]:
-                return f"{name} is damaged (its checksum differs)"
-        except (FileNotFoundError, NotADirectoryError):
-            return f"{name} is missing"
-        except OSError as error:
-            if is_transient(error):
-                raise
-            return f"{name} cannot be read ({error.strerror})"
-        return None
+    def problem(name: str) -> str | None:
+        if in_bucket is not None:  # a file appears whole there
+            return None if name in in_bucket else f"{name} is missing"
+        return _problem(files, name, records[name], digests)
 
     with ThreadPoolExecutor(_threads()) as pool:
-        for message in pool.map(problem, records):
+        for message in pool.map(problem, names[number::count]):
             if message:
                 raise DamagedError(f"{shown or folder}: {message}")
     return content
+
+
+def _problem(files: Files, name: str, record: Mapping[str, Any], digests: bool) -> str | None:
+    """Returns how a file differs from its record; arguments as in `verify`."""
+    try:
+        found = files.record(name, record["size"] if digests else -1)
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{name} is missing"
+    except OSError as error:
+        if is_transient(error):
+            raise
+        return f"{name} cannot be read ({error.strerror})"
+    if found["size"] != record["size"]:
+        return f"{name} is damaged ({found['size']} bytes, written with {record['size']})"
+    if digests and found["sha256"] != record["sha256"]:
+        return f"{name} is damaged (its checksum differs)"
+    return None
 
 
 def _threads() -> int:

@@ -88,23 +88,26 @@ class Saving:
         self,
         target: Path,
         contents: Contents,
-        after: Callable[[Path], None] | None = None,
-        before: Callable[[], None] | None = None,
+        *,
+        ready: Callable[[], None] = lambda: None,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[Path], None] = lambda _: None,
         copy: bool = True,
-        ready: Callable[[], None] | None = None,
     ) -> None:
         """Begins to save.
 
         Args:
           target: the checkpoint's folder; `trainer.checkpoint.commit` says where it is written and
             when it counts.
+          ready: every process waits for this before the checkpoint can count.
           before: called by process 0 when everything is written, just before the checkpoint counts.
           after: called with `target` by process 0 when the checkpoint counts.
-          ready: every process waits for this before the checkpoint can count.
           copy: arrays on the CPU are copied first, because the caller may donate them; see
             `_host_copy`.
         """
-        self.target, self.after = target, after
+        # Not the arrays, which the caller may donate.
+        self.target, self.assets, self.shapes = target, contents.assets, contents.shapes
+        self.ready, self.before, self.after = ready, before, after
         self.begun = time.monotonic()
         self.seconds: float | None = None  # seconds of the whole save, once it counts
         self.error: BaseException | None = None
@@ -112,14 +115,11 @@ class Saving:
         self.may_clear = True  # False for a checkpoint, or what may be another process's
         self.scratch = scratch_of(target)
         self.local = None if orbax_reaches(target) else _local_scratch(target)
-        self.parameter_shapes = contents.shapes
         self.number = next(_saves)
-        self.before, self.ready = before, ready
         if jax.process_index() == 0 and not contents.assets.is_dir():
             raise ValueError(
                 f"{contents.assets}: no such folder; a checkpoint needs its model's assets"
             )
-        self.assets = contents.assets
         self.data = (
             None
             if contents.data is None
@@ -201,8 +201,7 @@ class Saving:
         try:
             for checkpointer in self.checkpointers:
                 checkpointer.wait_until_finished()  # with several processes: until all have written
-            if self.ready is not None:
-                self.ready()
+            self.ready()
             if self.local is not None:
                 _upload(self.local, self.scratch)
             records = seal_together(self.scratch, self.number)
@@ -214,14 +213,12 @@ class Saving:
                 self._read_back()
                 # In this thread: on a slow store they may take as long as several training steps.
                 records |= self._write_plain_items()
-                if self.before is not None:
-                    self.may_clear = False  # if it raises, another process may save this step
-                    self.before()
-                    self.may_clear = True
-                publish(self.target, manifest(self.items, records, self.parameter_shapes))
+                self.may_clear = False  # if `before` raises, another process may save this step
+                self.before()
+                self.may_clear = True
+                publish(self.target, manifest(self.items, records, self.shapes))
                 self.may_clear = False
-                if self.after is not None:
-                    self.after(self.target)
+                self.after(self.target)
             self.seconds = time.monotonic() - self.begun
         except BaseException as error:
             self.error = error

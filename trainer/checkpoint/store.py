@@ -73,7 +73,7 @@ class CheckpointStore:
         self.keep = keep
         self.protected: int | None = None  # a step whose checkpoint is kept regardless of `keep`
         # Called by process 0 just before a checkpoint counts.
-        self.before: Callable[[], None] | None = None
+        self.before: Callable[[], None] = lambda: None
         # Called with a line by the thread that finds damage after training has continued from it.
         self.on_damage: Callable[[str], object] = end_now
         self._digesting: threading.Thread | None = None
@@ -115,9 +115,9 @@ class CheckpointStore:
         self._saving = Saving(
             self.path(step),
             Contents(model, Path(assets), optimizer, data, shapes),
-            after=self._retain,
-            before=self.before,
             ready=self.finish_digests,
+            before=self.before,
+            after=self._retain,
         )
 
     def wait(self) -> None:

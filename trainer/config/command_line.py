@@ -109,19 +109,32 @@ def _pairs(argv: Iterable[str]) -> Iterator[tuple[str, str | None]]:
     """Yields the name of each flag, as written after its dashes, and its value; None if it has
     none, since the next word is a flag or there is no other word."""
     words = collections.deque(argv)
+    name, text = "", None
     while words:
         word = words.popleft()
-        name, equals, text = word.partition("=")
-        if not name.startswith("--"):
-            flag = (
-                f"--config {word}" if word.endswith((".yaml", ".yml")) else "--section.field value"
-            )
-            raise UserError(f"command line: {word!r} belongs to no flag; write {flag}")
-        if equals:
-            yield name[2:], text
-        else:
+        if not word.startswith("--"):
+            meant = _remedy_for(word, name.replace("-", "_"), text)
+            raise UserError(f"command line: {word!r} belongs to no flag; {meant}")
+        name, equals, text = word[2:].partition("=")
+        if not equals:
             has_value = bool(words) and not words[0].startswith("--")
-            yield name[2:], words.popleft() if has_value else None
+            text = words.popleft() if has_value else None
+        yield name, text
+
+
+def _remedy_for(word: str, name: str, text: str | None) -> str:
+    """What to do about a word that belongs to no flag, after the flag `name` with the value `text`,
+    of which it may be a further part: a list is written as one word."""
+    if word.endswith((".yaml", ".yml")):
+        return f"write --config {word}"
+    if text and text.startswith(("[", "{")):
+        return f"put the value of --{name} in quotes"
+    if name == "data.path":
+        sources = f"[{{path: {text}}}, {{path: {word}}}]"
+        return f"write --data.sources '{sources}', or put a pattern in quotes"
+    if FIELDS.get(name) == tuple[str, ...]:
+        return f"write --{name} '[{text}, {word}]'"
+    return "write --section.field value"
 
 
 def _recipe(path: str | None) -> str:
@@ -162,6 +175,8 @@ def _field(written: str, text: str | None, command_flags: Iterable[str]) -> Flag
     name = ALIASES.get(name, name)
     _check_name(name, written, command_flags)
     value = _value(name, text)
+    if not value.strip() and not is_text(FIELDS.get(name)):  # YAML would read it as null
+        raise UserError(f"command line: --{name}: found {value!r}, needs a value")
     if name == PROFILE:
         value = re.sub(r"^(\d+):(\d+)$", r"[\1, \2]", value)
     return Flag(name, value)

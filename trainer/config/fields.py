@@ -225,6 +225,8 @@ def _hint(key: str, names: Iterable[str], prefix: str) -> str:
     """What to write instead of an unknown field of a recipe."""
     if not prefix and key in FIELDS:
         return f" (write {': {'.join(key.split('.'))}: ...{'}' * key.count('.')})"
+    if key == "type" and prefix.startswith("data."):
+        key = "ds_type"  # axolotl has both
     return suggestion(key, names, prefix)
 
 

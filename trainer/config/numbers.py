@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-LARGEST = float(np.finfo(np.float32).max)
-SMALLEST = float(np.finfo(np.float32).tiny)
-MOST = 2**31 - 1
+from model.number_checks import LARGEST, MOST, SMALLEST
+
 SEEDS = 2**32 - 1
 # A step adds 1 minus a decay, and divides by 1 minus a share: neither may be 0.
 BELOW = {

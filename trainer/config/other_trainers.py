@@ -230,6 +230,7 @@ NO_FIELD = _by_name(
             "column_map columns dataset_text_field field_messages message_field_content "
             "message_field_role message_property_mappings"
         ),
+        "records are recognized; a source's format says how its files are read": "ds_type",
         "a source has a weight": ("interleave_prob interleave_probs mix_strategy mixing_strategy"),
         "all data is prepared once, before the first step, and kept in data.prepared": (
             "buffer_size lazy_tokenize load_from_cache_file overwrite_cache skip_prepare_dataset "

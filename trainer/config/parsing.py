@@ -147,10 +147,12 @@ def _checked(field: str, kind: Any, value: Any, source: str, text: str | None = 
 
 
 def _meant(field: str, value: Any) -> str:
-    """' (did you mean ...?)' for another trainer's name of a value, or for several paths."""
+    """' (did you mean ...?)' for another trainer's name or form of a value, or several paths."""
     if field == "data.path" and isinstance(value, list | tuple):
         sources = ", ".join(f"{{path: {path}}}" for path in value)
         return f" (did you mean data.sources: [{sources}]?)"
+    if field == "optimizer.warmup_steps" and isinstance(value, float) and 0 < value < 1:
+        return " (did you mean optimizer.warmup_fraction?)"
     meant = MEANT_VALUES.get(field, {}).get(str(value))
     return f" (did you mean {meant}?)" if meant else ""
 

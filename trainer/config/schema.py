@@ -244,6 +244,12 @@ class LoggingConfig:
     """Processes, such as [0], that write profiles; all unless given."""
 
     def __post_init__(self) -> None:
+        require(
+            (self.wandb or "").lower() not in ("none", "false", "all", "tensorboard"),
+            "logging.wandb",
+            self.wandb,
+            "the name of a project, or null to send nothing",
+        )
         steps = self.profile_steps
         require(
             not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1]),

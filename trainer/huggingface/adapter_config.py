@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import regex
 from safetensors import SafetensorError, safe_open
 
 from data.paths import expanded
@@ -26,10 +24,11 @@ from model.adapter import (
 )
 from model.config import TransformerConfig
 from model.families import FAMILIES
-from model.number_checks import as_float, is_int, require_int, require_number
+from model.number_checks import as_float, require_int, require_number
 
 from . import peft_experts
 from .hub_models import hub_name
+from .peft_modules import FUSED, AdaptedModules, names_in
 from .table import hf_layout
 
 CONFIG = "adapter_config.json"
@@ -82,16 +81,6 @@ _PLAIN = (
     "; its base's weights were changed when it was begun. peft's save_pretrained with "
     "path_initial_model_for_weight_conversion makes a plain LoRA of it, which is read"
 )
-_MATCH_SECONDS = 1.0  # for an untrusted regular expression; a good one takes microseconds
-_MATCHED_LAYERS = 512  # more than any model has; the tensors show which layers have an adapter
-
-
-# Tensors that hold several projections -> the projections, over all families.
-_FUSED = {
-    module: names
-    for family in FAMILIES.values()
-    for module, names in family.fused_projections.items()
-}
 
 
 def _modules(config: TransformerConfig) -> list[str]:
@@ -129,7 +118,7 @@ def _saved_modules(config: TransformerConfig) -> list[str]:
 
 def _patterns(adapter: AdapterConfig, modules: Iterable[str]) -> dict[str, dict[str, Any]]:
     """PEFT's fields for modules whose rank, and so alpha, differ from the adapter's."""
-    counts = {module: len(_FUSED[module]) for module in modules if module in _FUSED}
+    counts = {module: len(FUSED[module]) for module in modules if module in FUSED}
     return {
         "rank_pattern": {module: count * adapter.rank for module, count in counts.items()},
         "alpha_pattern": {
@@ -183,8 +172,7 @@ def read_config(
 
     Args:
       model: the base's configuration, if known: `target_modules` may name projections in one family
-        and the tensor that stacks them in another, and `layers_to_transform` has to name each
-        layer.
+        and the tensor that stacks them in another.
 
     Raises:
       ValueError: not an adapter, or an unsupported kind; one line that names the field.
@@ -199,6 +187,11 @@ def read_config(
     if not isinstance(content, dict):
         raise ValueError(
             f"{path}: found {type(content).__name__}, needs a JSON object; write it again"
+        )
+    if "lora_parameters" in content:
+        raise ValueError(
+            f"{path}: lora_parameters: an adapter of mlx-lm, whose format is not read; its "
+            "mlx_lm.fuse makes a whole model of it"
         )
     if content.get("peft_type") != "LORA":
         raise ValueError(
@@ -217,9 +210,6 @@ def read_config(
             targets=_projections(content, model, path.parent),
             train=_trained(content),
         )
-        _check_layers(content, model)
-        _check_patterns(content, adapter, model)
-        _check_excluded(content, adapter)
         base = _base(content)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error} is missing or of another type; write it again") from None
@@ -256,91 +246,6 @@ def _switch(content: Mapping[str, Any], field: str) -> bool:
     return bool(content.get(field))
 
 
-def _check_layers(content: Mapping[str, Any], model: TransformerConfig | None) -> None:
-    """Raises ValueError unless `layers_to_transform` names every layer, or nothing."""
-    found = content.get("layers_to_transform")
-    if found in _EMPTY and not is_int(found):
-        return
-    layers = [found] if is_int(found) else found
-    if not isinstance(layers, list) or not all(is_int(layer) for layer in layers):
-        raise ValueError(f"layers_to_transform: found {found!r:.80}; needs numbers of layers")
-    if content.get("layers_pattern") not in (*_EMPTY, "layers", ["layers"]):
-        raise ValueError(
-            f"layers_pattern: found {content['layers_pattern']!r:.80} with layers_to_transform; "
-            "only 'layers' is read"
-        )
-    if model is not None and not {*layers} >= {*range(model.num_hidden_layers)}:
-        raise ValueError(
-            f"layers_to_transform: found {found!r:.80}; only adapters of all "
-            f"{model.num_hidden_layers} layers are read"
-        )
-
-
-def _check_patterns(
-    content: Mapping[str, Any], adapter: AdapterConfig, model: TransformerConfig | None
-) -> None:
-    """Raises ValueError for per-module ranks or alphas other than those of `write_config`, unless
-    they change nothing."""
-    patterns = _patterns(adapter, _FUSED)
-    common = {"rank_pattern": adapter.rank, "alpha_pattern": adapter.alpha}
-    named: dict[str, set[str]] = {}
-    for field, expected in patterns.items():
-        given = content.get(field) or {}
-        if not isinstance(given, dict):
-            raise ValueError(f"{field}: found {given!r:.80}; needs an object or null")
-        given = {
-            pattern: value
-            for pattern, value in given.items()
-            if _may_match(field, pattern, content, adapter, model)
-        }
-        if all(value == common[field] for value in given.values()):
-            given = {}
-        named[field] = {pattern.removeprefix(".*\\.") for pattern in given}
-        for pattern, value in given.items():
-            module = pattern.removeprefix(".*\\.")  # as PEFT names experts' tensors
-            if value != expected.get(module):
-                wanted = f"; {expected[module]} would be" if module in expected else ""
-                raise ValueError(
-                    f"{field}: found {value!r} for {module}, which is not read{wanted}"
-                )
-    # Both, or the module's scale would differ from the adapter's.
-    for module in sorted(named["rank_pattern"] ^ named["alpha_pattern"]):
-        field, missing = sorted(named, key=lambda field: module not in named[field])
-        raise ValueError(
-            f"{field}: found {module}, which {missing} lacks, so that its scale would be another; "
-            f"{missing} {patterns[missing][module]:g} would be read"
-        )
-
-
-def _may_match(
-    field: str,
-    pattern: str,
-    content: Mapping[str, Any],
-    adapter: AdapterConfig,
-    model: TransformerConfig | None,
-) -> bool:
-    """Whether a pattern of `rank_pattern` or `alpha_pattern` may match a module with an adapter, as
-    in peft; of experts, whose names differ by version, every pattern may."""
-    ends = {target.rpartition(".")[2] for target in _names(content, "target_modules")}
-    if (
-        content.get("target_parameters")
-        or ends & peft_experts.MODULES.keys()
-        or (model is not None and model.num_experts)
-    ):
-        return True
-    fused = {name for name, parts in _FUSED.items() if {*parts} & {*adapter.projections}}
-    return bool(_matched(field, rf"(?:.*\.)?(?:{pattern})") & {*adapter.projections, *fused})
-
-
-def _names(content: Mapping[str, Any], field: str) -> list[str]:
-    """Returns a field that names modules: a list, one name, or null."""
-    value = content.get(field) or []
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{field}: found {value!r:.80}; needs names of modules")
-    return names
-
-
 def _check_fields(content: Mapping[str, Any]) -> None:
     """Raises ValueError for the first field that makes the adapter, or may, other than LoRA."""
     for name, value in content.items():
@@ -368,13 +273,13 @@ def _base(content: Mapping[str, Any]) -> str:
 def _trained(content: Mapping[str, Any]) -> tuple[str, ...]:
     """The modules in `modules_to_save`, by our names."""
     names: list[str] = []
-    for name in _names(content, "modules_to_save"):
+    for name in names_in(content, "modules_to_save"):
         # peft prefixes a tied module with the model's name; without it, norm would be every norm.
         unprefixed = name.removeprefix("model.")
         *path, last = (unprefixed if unprefixed in ("embed_tokens", "lm_head") else name).split(".")
         path = ["mlp" if part == "block_sparse_moe" else part for part in path]
         last = peft_experts.MODULES.get(last, last)
-        names += [".".join((*path, part)) for part in _FUSED.get(last, (last,))]
+        names += [".".join((*path, part)) for part in FUSED.get(last, (last,))]
     return tuple(dict.fromkeys(names))
 
 
@@ -386,14 +291,16 @@ def _projections(
     peft writes them as a set, sometimes each layer's separately; the tensors show whether every
     layer has them. A text that is not a name is a regular expression for full names.
     """
-    targets, found = _names(content, "target_modules"), content.get("target_modules")
-    parameters = peft_experts.projections_of(_names(content, "target_parameters"))
-    if targets == [ALL_LINEAR]:
+    targets, found = names_in(content, "target_modules"), content.get("target_modules")
+    adapted = AdaptedModules(content)
+    parameters = peft_experts.projections_of(names_in(content, "target_parameters"))
+    if targets == [ALL_LINEAR] and not content.get("exclude_modules"):
         return (ALL_LINEAR,)
-    if isinstance(found, str) and found not in (*PROJECTIONS, *_FUSED):
+    if adapted.is_pattern:
         family = None if model is None else model.family
-        modules = _of_family(_matched("target_modules", found), family)
-        others = sorted(modules - {*PROJECTIONS, *_FUSED})
+        known = {*PROJECTIONS, *FUSED, "lm_head", "embed_tokens"}
+        modules = _of_family(adapted.among(known), family)
+        others = sorted(modules - {*PROJECTIONS, *FUSED})
         if others or not modules:
             raise ValueError(
                 f"target_modules: found {found!r:.80}, which matches "
@@ -401,7 +308,9 @@ def _projections(
                 "read"
             )
     else:
-        modules = _named_projections({target.rpartition(".")[2] for target in targets}, model)
+        linear = {*PROJECTIONS, *FUSED}
+        named = linear if targets == [ALL_LINEAR] else {last_part(name) for name in targets}
+        modules = _named_projections(adapted.not_excluded(named), model)
     if model is not None and model.num_experts:
         modules = _with_tensors(modules, folder)
     if targets and not (modules or parameters):
@@ -409,7 +318,7 @@ def _projections(
             f"target_modules: found {found!r:.80}, none of which is a projection of the base; "
             f"adapters of {', '.join(PROJECTIONS)} are read"
         )
-    names = {name for module in modules for name in _FUSED.get(module, (module,))} | {*parameters}
+    names = {name for module in modules for name in FUSED.get(module, (module,))} | {*parameters}
     return tuple(name for name in (*PROJECTIONS, ROUTER) if name in names)
 
 
@@ -430,9 +339,9 @@ def _named_projections(names: set[str], model: TransformerConfig | None) -> set[
         )
     if model is None or model.num_experts:
         known = {peft_experts.MODULES.get(name, name) for name in names}
-        known &= {*PROJECTIONS, *_FUSED, ROUTER}
+        known &= {*PROJECTIONS, *FUSED, ROUTER}
     else:
-        known = names & {*PROJECTIONS, *_FUSED}
+        known = names & {*PROJECTIONS, *FUSED}
     return known if model is None else _of_family(known, model.family)
 
 
@@ -459,70 +368,9 @@ def _of_family(modules: set[str], family: str | None) -> set[str]:
     """
     if family is not None:
         fused = FAMILIES[family].fused_projections
-        lacking = {name for names in fused.values() for name in names} | (_FUSED.keys() - fused)
+        lacking = {name for names in fused.values() for name in names} | (FUSED.keys() - fused)
         return modules - lacking
-    return modules - _FUSED.keys() if modules & set(PROJECTIONS) else modules
-
-
-def _module_names() -> dict[str, list[str]]:
-    """The full names of every module that may be adapted or excluded, by their last parts."""
-    attention = {*ATTENTION, *(name for name, parts in _FUSED.items() if {*parts} & {*ATTENTION})}
-    layers = {
-        name: [
-            f"model.layers.{i}.{'self_attn' if name in attention else 'mlp'}.{name}"
-            for i in range(_MATCHED_LAYERS)
-        ]
-        for name in (*PROJECTIONS, *_FUSED)
-    }
-    return {**layers, "lm_head": ["lm_head"], "embed_tokens": ["model.embed_tokens"]}
-
-
-def _matched(field: str, pattern: str) -> set[str]:
-    """The last parts of the module names that a field's regular expression matches, as in peft."""
-    deadline = time.monotonic() + _MATCH_SECONDS
-    try:
-        compiled = regex.compile(pattern)
-        return {
-            name
-            for name, modules in _module_names().items()
-            if any(
-                compiled.fullmatch(module, timeout=max(1e-3, deadline - time.monotonic()))
-                for module in modules
-            )
-        }
-    except (regex.error, TimeoutError, RecursionError, OverflowError) as error:
-        problem = (
-            "takes too long to match"
-            if isinstance(error, TimeoutError)
-            else f"is not a regular expression ({error})"
-        )
-        raise ValueError(
-            f"{field}: found {pattern!r:.80}, which {problem}; a list of modules would work"
-        ) from None
-
-
-def _check_excluded(content: Mapping[str, Any], adapter: AdapterConfig) -> None:
-    """Raises ValueError if `exclude_modules` excludes a module with an adapter."""
-    found = content.get("exclude_modules")
-    names = _names(content, "exclude_modules")
-    modules = _module_names()
-    fused = {name for name, parts in _FUSED.items() if {*parts} & {*adapter.projections}}
-    adapted = {*adapter.projections, *fused} & modules.keys()
-    if isinstance(found, str):
-        excluded = _matched("exclude_modules", found) if found else set()
-    else:
-        excluded = {
-            name
-            for name in adapted
-            if any(f".{module}".endswith(f".{end}") for module in modules[name] for end in names)
-        }
-    if excluded & adapted:
-        ours = excluded & {*adapter.projections}
-        raise ValueError(
-            f"exclude_modules: found {found!r:.80}, which excludes "
-            f"{', '.join(sorted(ours or excluded & adapted))}; without these in target_modules it "
-            "would be read"
-        )
+    return modules - FUSED.keys() if modules & set(PROJECTIONS) else modules
 
 
 def check_tied(folder: Path, adapter: AdapterConfig) -> None:

@@ -46,7 +46,7 @@ def model_card(
     """
     run = read_recipe(checkpoint / "assets" / "run.yaml", checkpoint)
     name = run.get("name") or checkpoint.name
-    base = base or (run.get("model") or {}).get("path")
+    base = base or (_path_of(run) if library == "peft" else _first_model(run))
     data = run.get("data") or {}
     # On the hub, names of local folders would look like models there.
     hub_base = hub_name(base) if base else None
@@ -109,8 +109,30 @@ def base_without_hub_name(checkpoint: Path, base: str | None) -> str | None:
       base: the path or name of that model; None for the recipe's.
     """
     run = read_recipe(checkpoint / "assets" / "run.yaml", checkpoint)
-    base = base or (run.get("model") or {}).get("path")
+    base = base or _first_model(run)
     return base if base and not hub_name(base) else None
+
+
+def _path_of(recipe: Mapping[str, Any]) -> str | None:
+    """The path or name of the model from which a run starts; None from scratch."""
+    return (recipe.get("model") or {}).get("path")
+
+
+def _first_model(recipe: Mapping[str, Any]) -> str | None:
+    """The path or name of the model from which training began; None from scratch.
+
+    Back from a stage to the first one, and from a run that started from another one's weights.
+    """
+    path, earlier = _path_of(recipe), set[str]()
+    while path and path not in earlier:
+        earlier.add(path)
+        folder = Path(path.removesuffix("/best"))  # a run, or a checkpoint
+        is_run = (folder / "checkpoints").is_dir()
+        found = read_recipe(folder / ("config.yaml" if is_run else "assets/run.yaml"), folder)
+        if not found:
+            return path
+        path = _path_of(found)
+    return path
 
 
 def is_trained(checkpoint: Path) -> bool:

@@ -27,7 +27,7 @@ _INSERTED = (
 )
 
 
-class _Renamed:
+class Renamed:
     """Stands in for the opened file of one tensor, under another name."""
 
     def __init__(self, file: Any, stored: str) -> None:
@@ -66,7 +66,7 @@ def of_text_model(files: Mapping[str, Any], is_wrapped: bool) -> dict[str, Any]:
                 f"tensor {stored} is there twice: another name also means {name}; the model saved "
                 "again by transformers would work"
             )
-        tensors[name] = files[stored] if stored == name else _Renamed(files[stored], stored)
+        tensors[name] = files[stored] if stored == name else Renamed(files[stored], stored)
     return tensors
 
 

@@ -2,7 +2,7 @@
 
 If a family's files hold k projections as the rows of one tensor, PEFT adapts that tensor with a
 single A. Ours has an A of rank r per projection, exported as an adapter of rank k r: its A stacks
-ours, and its B is block-diagonal.
+ours, and its B is block-diagonal. With any other B, each projection gets a copy of the whole A.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from data.folders import building, holds_files
 from data.outputs import new_folder
 from data.paths import expanded
 from data.untrusted_files import file_within, read_json
-from model.adapter import ATTENTION, MAGNITUDE
+from model.adapter import ATTENTION, MAGNITUDE, AdapterConfig
 from model.attention import Mask
 from model.config import TransformerConfig
 from model.families import FAMILIES
@@ -33,12 +34,14 @@ from model.language_model import LanguageModel
 from model.parameter_declarations import LAYERS, declare
 from trainer.config.fields import check_kinds
 
-from . import peft_experts
+from . import adapter_config, peft_experts
 from .adapter_config import CONFIG, WEIGHTS, write_config
 from .assets import copy_files, mask_of, trained_mask
 from .folder import EMBEDDING, HEAD, are_equal
 from .names import misnamed
 from .peft_experts import FactorEntry
+from .peft_modules import PREFIXES, AdaptedModules
+from .peft_tensors import PREFIX, factors, filled, misshapen, shape_at, text_tensors
 from .read import padded_part
 from .table import DTYPES, HFEntry, HoldsNaN, check_numbers, hf_layout
 from .write import warn_of_mask
@@ -46,7 +49,6 @@ from .write import warn_of_mask
 # The configuration of the model that was trained, in an exported adapter: PEFT's format has none.
 TRAINED_CONFIG = "trained_config.json"
 _ATTENTION = "attention"  # its field for the recipe's window and global tokens, which no config has
-_PREFIX = "base_model.model."
 # Parameters with a row for each token in the files.
 _ROWS = ("embed_tokens.weight", "lm_head.weight")
 
@@ -67,13 +69,13 @@ def adapter_layout(
     """
     assert config.adapter is not None
     entries = [
-        dataclasses.replace(entry, hf_name=_PREFIX + entry.hf_name)
+        dataclasses.replace(entry, hf_name=PREFIX + entry.hf_name)
         for entry in hf_layout(config, stacked=not published)
         if config.adapter.trains(entry.name)
     ]
     shape_of = {name: parameter.shape for name, parameter in declare(config).items()}
     if config.num_experts:
-        entries += peft_experts.entries(config, _PREFIX, shares_a, per_expert)
+        entries += peft_experts.entries(config, PREFIX, shares_a, per_expert)
     for projection in config.adapter.projections:
         if projection in ATTENTION or not config.num_experts:
             entries += _projection_entries(config, projection, shape_of, shares_a)
@@ -111,7 +113,7 @@ def _projection_entries(
         entries.append(
             HFEntry(
                 name,
-                f"{_PREFIX}model.layers.{{i}}.{block}{module}.{part}{suffix}",
+                f"{PREFIX}model.layers.{{i}}.{block}{module}.{part}{suffix}",
                 shape_of[name],
                 shapes[part],
                 config.num_hidden_layers,
@@ -181,7 +183,7 @@ def _tensors(params: Mapping[str, Any], config: TransformerConfig) -> dict[str, 
             layer = value if entry.layers is None else value[i]
             check_numbers(name, layer)
             entry.put(tensor, layer)
-    head, embedding = (f"{_PREFIX}{name}" for name in (HEAD, EMBEDDING))
+    head, embedding = (f"{PREFIX}{name}" for name in (HEAD, EMBEDDING))
     if config.tie_word_embeddings and embedding in tensors:
         tensors[head] = tensors[embedding].copy()  # peft saves and loads tied modules twice
     return tensors
@@ -214,6 +216,47 @@ def exported_mask(folder: Path) -> Mask | None:
         raise ValueError(f"{path}: {error}; export the adapter again") from None
 
 
+def open_config(folder: Path, base: TransformerConfig) -> AdapterConfig:
+    """Returns the adapter in a folder for a base. Its rank is the highest of its modules', and its
+    alpha that module's.
+
+    Raises:
+      ValueError: as `adapter_config.read_config`.
+    """
+    adapter, _ = adapter_config.read_config(folder, base)
+    # Only the configuration may be here; and whoever reads the weights says what is wrong.
+    with contextlib.suppress(ValueError), _opened(folder) as (files, prefix):
+        config, modules = base.with_adapter(adapter), _modules(folder)
+        options = _options(files, config, modules, prefix)
+        if options["shares_a"]:
+            found = factors(adapter_layout(config, **options), prefix)
+            highest = max((x for _, name, x in found if name in files), key=modules.rank)
+            rank, alpha = modules.rank(highest), modules.alpha(highest)
+            return dataclasses.replace(adapter, rank=rank, alpha=alpha)
+    return adapter
+
+
+def check_trainable(folder: Path, config: TransformerConfig) -> None:
+    """Raises ValueError for an adapter that would be trained otherwise than by peft: there B is
+    kept, or modules have different scales.
+
+    Args:
+      config: the model, with its adapters.
+    """
+    adapter_config.check_trainable(folder)
+    assert config.adapter is not None
+    modules, layout = _modules(folder), adapter_layout(config)
+    names = {name: None for prefix in PREFIXES for _, _, name in factors(layout, prefix)}
+    for module in filter(modules.has, names):
+        scale = modules.scale(module)
+        if not math.isclose(scale, config.adapter.scale):
+            raise ValueError(
+                f"{folder / CONFIG}: rank_pattern and alpha_pattern give {module} the scale "
+                f"{scale:g}, others {config.adapter.scale:g}, so the adapter can't be continued; a "
+                "new adapter on what peft's merge_and_unload makes of it would work"
+            )
+
+
 def read_adapter(folder: str | Path, model: LanguageModel) -> dict[str, jax.Array]:
     """Reads an adapter's parameters in float32 onto the mesh of `model`; each device reads its
     shard.
@@ -241,24 +284,38 @@ def opened_adapter(
     options of `adapter_layout`.
 
     Args:
-      config: the model, with its adapters.
+      config: the model, with its adapters, as `open_config` describes them.
 
     Raises:
       ValueError: there is no such file; or names a tensor that is missing, unknown, or of the wrong
         shape for this base and rank.
     """
     path = expanded(folder) / WEIGHTS
-    file_within(path.parent, WEIGHTS)
+    with _opened(path.parent) as (files, prefix):
+        assert config.adapter is not None
+        modules = _modules(path.parent)
+        options = _options(files, config, modules, prefix)
+        layout = adapter_layout(config, **options)
+        try:
+            tensors = filled(files, layout, config.adapter, modules, prefix)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        _check_tensors(path, tensors, layout, config)
+        yield tensors, options
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Opens an adapter's file; yields as `text_tensors`."""
+    path = folder / WEIGHTS
+    file_within(folder, WEIGHTS)
     try:
         with safe_open(path, framework="np") as file:
-            files = dict.fromkeys(file.keys(), file)
-            options = {
-                "shares_a": _shares_a(files, config),
-                "per_expert": peft_experts.is_per_expert(files),
-                "published": _has_published_names(files, config),
-            }
-            _check_tensors(path, files, adapter_layout(config, **options), config)
-            yield files, options
+            try:
+                opened = text_tensors(dict.fromkeys(file.keys(), file), folder)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+            yield opened
     except HoldsNaN as error:
         raise ValueError(f"{path}: {error}") from None
     except FileNotFoundError:
@@ -274,18 +331,36 @@ def opened_adapter(
         ) from None
 
 
-def _shares_a(files: Mapping[str, Any], config: TransformerConfig) -> bool:
-    """Returns whether the projections of one tensor share an A, rather than stack theirs."""
-    layouts = (adapter_layout(config, shares_a=shares_a) for shares_a in (False, True))
-    shapes = {
-        separate.hf_names()[0]: shared.file_shape
-        for separate, shared in zip(*layouts, strict=True)
-        if separate.name.endswith("lora_A") and separate.file_shape != shared.file_shape
+def _modules(folder: Path) -> AdaptedModules:
+    """Returns which modules have an adapter."""
+    return AdaptedModules(read_json(folder / CONFIG, folder))
+
+
+def _options(
+    files: Mapping[str, Any], config: TransformerConfig, modules: AdaptedModules, prefix: str
+) -> dict[str, bool]:
+    """Returns the options of `adapter_layout` for the tensors of a file."""
+    options = {
+        "per_expert": peft_experts.is_per_expert(files),
+        "published": _has_published_names(files, config),
     }
-    return any(
-        name in files and tuple(files[name].get_slice(name).get_shape()) == shape
-        for name, shape in shapes.items()
-    )
+    apart = adapter_layout(config, **options)
+    return {**options, "shares_a": not _has_blocks(files, apart, modules, prefix)}
+
+
+def _has_blocks(
+    files: Mapping[str, Any], layout: list[HFEntry], modules: AdaptedModules, prefix: str
+) -> bool:
+    """Whether an adapter's tensors have the layout in which the projections of one tensor have an A
+    each and their B are diagonal blocks, and one rank otherwise."""
+    for entry, name, module in factors(layout, prefix):
+        if name not in files:
+            continue
+        tensor = files[name].get_slice(name)
+        shapes = {tuple(tensor.get_shape()), shape_at(entry, modules.rank(module))}
+        if shapes != {entry.file_shape} or np.any(_off_diagonal(tensor, entry)):
+            return False
+    return True
 
 
 def _has_published_names(files: Mapping[str, Any], config: TransformerConfig) -> bool:
@@ -309,18 +384,13 @@ def _check_tensors(
         if shape != entry.file_shape:
             if entry.name in _ROWS and shape[1:] == entry.file_shape[1:]:
                 raise ValueError(f"{path}: tensor {name} {_resized(shape[0], entry.file_shape[0])}")
-            raise ValueError(
-                f"{path}: tensor {name} has shape {list(shape)} but needs "
-                f"{list(entry.file_shape)}: the adapter belongs to another base, or has another "
-                "rank"
-            )
+            raise ValueError(f"{path}: {misshapen(name, shape, entry.file_shape)}")
         if tensor.get_dtype() not in DTYPES:
             raise ValueError(
                 f"{path}: tensor {name} is {tensor.get_dtype()}; supported are {', '.join(DTYPES)}"
             )
-        _check_diagonal(path, name, tensor, entry)
     names = {name for name, _ in expected}
-    head, embedding = (f"{_PREFIX}{name}" for name in (HEAD, EMBEDDING))
+    head, embedding = (f"{PREFIX}{name}" for name in (HEAD, EMBEDDING))
     # peft saves tied modules twice.
     if config.tie_word_embeddings and embedding in names and head in files:
         if not are_equal(*(files[name].get_slice(name) for name in (head, embedding))):
@@ -358,18 +428,11 @@ def _resized(found: int, rows: int) -> str:
     )
 
 
-def _check_diagonal(path: Path, name: str, tensor: Any, entry: HFEntry) -> None:
-    """Raises ValueError if a parameter's rows have nonzero numbers outside its columns."""
+def _off_diagonal(tensor: Any, entry: HFEntry) -> np.ndarray:
+    """The numbers of a parameter's rows outside its columns."""
     if isinstance(entry, FactorEntry):
-        off_diagonal = entry.others(tensor[:])
-    elif entry.file_shape[1:] == entry.hf_shape[1:]:
-        return
-    else:
-        columns = np.arange(entry.columns[0].start, entry.columns[0].stop)
-        off_diagonal = np.delete(tensor[entry.rows, :], columns, 1)
-    if np.any(off_diagonal):
-        raise ValueError(
-            f"{path}: tensor {name} is nonzero outside its diagonal blocks, as after "
-            "training with peft; adapters of fused projections can be read as PEFT creates them, "
-            "with one A, or as exported here"
-        )
+        return entry.others(tensor[:])
+    if entry.file_shape[1:] == entry.hf_shape[1:]:
+        return np.zeros(0)
+    columns = np.arange(entry.columns[0].start, entry.columns[0].stop)
+    return np.delete(tensor[entry.rows, :], columns, 1)

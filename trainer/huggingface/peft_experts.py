@@ -187,6 +187,12 @@ def target_parameters(config: TransformerConfig) -> list[str]:
     return list(dict.fromkeys(names[path].removeprefix("model.layers.{i}.") for path in paths))
 
 
+def parameter_of(name: str) -> str:
+    """Returns the tensor in `target_parameters` that holds the projection of our parameter."""
+    projection = name.split(".")[-2]
+    return next(tensor for tensor, names in PARAMETERS.items() if projection in names)
+
+
 def projections_of(parameters: list[str]) -> tuple[str, ...]:
     """Returns the projections of PEFT's `target_parameters`.
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from data.errors import UserError
 from data.printable import printable
@@ -17,22 +17,6 @@ from trainer.run.directory import RunDirectory
 from trainer.run.logs import Written
 
 
-class LogStart(NamedTuple):
-    """Where a run's logs go on.
-
-    Attributes:
-      step: the restored step, 0 for none; later lines of the files are removed.
-      evaluated: whether the evaluations of `step` are logged already; otherwise their lines are
-        removed too.
-      logged: `MetricsLog.logged` at the save of `step`; a warning names lines lost or changed
-        since.
-    """
-
-    step: int = 0
-    evaluated: bool = True
-    logged: Mapping[str, Mapping[str, Any]] | None = None
-
-
 class MetricsLog:
     """Writes metrics.jsonl, evaluations' NAME.jsonl and the boards; shows a progress bar."""
 
@@ -40,8 +24,10 @@ class MetricsLog:
         self,
         run: RunDirectory,
         config: RunConfig,
-        start: LogStart,
+        step: int = 0,
         *,
+        evaluated: bool = True,
+        logged: Mapping[str, Mapping[str, Any]] | None = None,
         evaluations: Sequence[str] = ("held_out",),
         loss_name: str = NAMES[0],
         write: bool = True,
@@ -49,6 +35,11 @@ class MetricsLog:
         """Opens the files and boards.
 
         Args:
+          step: the restored one, 0 for none; later lines of the files are removed.
+          evaluated: whether the evaluations of `step` are logged already; otherwise their lines are
+            removed too.
+          logged: `MetricsLog.logged` at the save of `step`; a warning names lines lost or changed
+            since.
           evaluations: names of the evaluations.
           loss_name: of the progress bar's metric.
           write: only the first of several processes writes.
@@ -60,7 +51,7 @@ class MetricsLog:
         self._loss_name = loss_name
         if not write:
             return
-        self._written = run.cut_back(start.step, start.evaluated, evaluations, start.logged)
+        self._written = run.cut_back(step, evaluated, evaluations, logged)
         run.folder.mkdir(parents=True, exist_ok=True)
         self._files = {
             name: open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
@@ -71,13 +62,13 @@ class MetricsLog:
         }
         logging = config.logging
         if logging.tensorboard:
-            self._boards.append(TensorBoard(run.tensorboard, start.step))
+            self._boards.append(TensorBoard(run.tensorboard, step))
         if logging.wandb:
             self._boards.append(
                 WeightsAndBiases(run.folder, logging.wandb, config.name, resolved(config))
             )
         if logging.console:
-            self._bar = ProgressBar(config.train.steps, start.step, loss_name=loss_name)
+            self._bar = ProgressBar(config.train.steps, step, loss_name=loss_name)
 
     def train(self, row: dict[str, Any], seconds_left: float | None = None) -> None:
         """Logs one row of training metrics, as returned by `Meter.read`."""

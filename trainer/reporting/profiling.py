@@ -7,7 +7,11 @@ from pathlib import Path
 
 import jax
 
+from data.errors import UserError
 from data.folders import scratch_folder
+from trainer.config.schema import LoggingConfig
+from trainer.run.cluster import warn
+from trainer.run.directory import RunDirectory
 
 # Where TensorBoard and XProf look in RUN/profile: a session with a file per host.
 SESSIONS = "plugins/profile"
@@ -16,6 +20,31 @@ SESSIONS = "plugins/profile"
 def session_of(steps: tuple[int, ...]) -> str:
     """Returns the folder in RUN/profile of a profile of these steps, the first and the last one."""
     return f"{SESSIONS}/steps_{steps[0]}_{steps[1]}"
+
+
+def check_processes(logging: LoggingConfig) -> None:
+    """Raises UserError if a process that should write profiles does not exist."""
+    count = jax.process_count()
+    if unknown := [number for number in logging.profile_processes if not 0 <= number < count]:
+        raise UserError(
+            f"logging.profile_processes: found {unknown[0]}; 0 to {count - 1} would work, or []"
+        )
+
+
+def profiled_here(logging: LoggingConfig) -> tuple[int, ...]:
+    """Returns the first and the last step that this process profiles; () for none."""
+    processes = logging.profile_processes
+    return logging.profile_steps if not processes or jax.process_index() in processes else ()
+
+
+def warn_if_passed(steps: tuple[int, ...], step: int, run: RunDirectory) -> None:
+    """Warns if a run that continues from `step` has passed the steps to profile, and no start has
+    profiled them."""
+    if steps and step >= steps[1] and not run.has_profile(session_of(steps)):
+        warn(
+            f"logging.profile_steps: found {list(steps)}, but the run continues from step {step}, "
+            "so nothing is profiled; later steps would work"
+        )
 
 
 class Profiler:

@@ -35,7 +35,7 @@ from trainer.run.outcome import (
     error_with,
     outcome_of,
 )
-from trainer.run.rendezvous import bind_address, meet
+from trainer.run.rendezvous import IN_FLAGS, Words, bind_address, meet
 
 # After this time without a heartbeat a process counts as dead, and JAX ends the others with its own
 # message. Heartbeats are half of it apart, so a process may pause for 20 seconds.
@@ -70,6 +70,18 @@ _LAUNCHERS = (
     ("JOB_COMPLETION_INDEX", "$JOB_COMPLETION_INDEX", "N"),  # an indexed Kubernetes job
 )
 
+# The port is computed from the job's number (Slurm, Open MPI), so two steps of a job share it. A
+# host may have been replaced without a word to process 0. A restart cures both.
+DETECTED = Words(
+    address="the detected address",
+    together="start all of them together",
+    other_port="JAX_COORDINATOR_PORT sets another port, the same for all processes",
+    own_port="each needs its own port in JAX_COORDINATOR_PORT",
+    reach="start it too; JAX_COORDINATOR_BIND_ADDRESS=[::]:PORT makes it listen on all interfaces",
+    section="",
+    error=TransientError,
+)
+
 T = TypeVar("T")
 
 
@@ -85,34 +97,22 @@ def join(config: DistributedConfig, simulated: bool, run: str) -> None:
       run: the run's name, by which process 0 tells its processes from another run's.
     """
     if config.num_processes is not None:
-        if jax.distributed.is_initialized():  # for an earlier stage
+        if jax.distributed.is_initialized():  # by an earlier call
             return
-        address, number = cast(str, config.coordinator), cast(int, config.process_id)
-        meet(address, number, config.num_processes, run=run)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        with _at_most(
-            JOIN_SECONDS,
-            f"process {number}: not all {config.num_processes} processes joined within "
-            f"{JOIN_SECONDS} s, although all had reached {address}; one was lost, "
-            "start them again",
-        ):
-            _initialize(
-                coordinator_address=address,
-                coordinator_bind_address=bind_address(address),
-                process_id=number,
-                num_processes=config.num_processes,
-                cluster_detection_method="deactivate",
-            )
+        _join_at(
+            cast(str, config.coordinator), cast(int, config.process_id), config.num_processes, run
+        )
         return
     # A second training run in one process, or a notebook that has used JAX, cannot join again.
     if not (simulated or jax.distributed.is_initialized() or xla_bridge.backends_are_initialized()):
-        _join_detected()
+        _join_detected(run)
         if processes() == 1 and (sign := _sign_of_others()):
             print(f"warning: this process trains alone, but {sign}", file=sys.stderr)
 
 
-def _join_detected() -> None:
-    """Joins the cluster that JAX detects, if there is one."""
+def _join_detected(run: str) -> None:
+    """Joins the cluster that JAX detects, if there is one, in which all processes are of `run`."""
     if (detected := _detected()) is None:
         return
     address, number, count, devices = detected
@@ -121,20 +121,48 @@ def _join_detected() -> None:
         # second start aborts the first.
         _use_given_gpus()
         return
+    if number >= count:  # an indexed job of Kubernetes with more completions than parallel pods
+        raise UserError(f"this process has number {number} in a cluster of {count}; {_flags()}")
     host = address.rpartition(":")[0].strip("[]")
     _require_known(host, "the coordinator's host", DETECT_SECONDS)
-    _initialize(
-        coordinator_address=address,
-        # JAX's coordinator would listen on all interfaces.
-        coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-        or bind_address(address),
-        process_id=number,
-        num_processes=count,
-        local_device_ids=devices,
-        cluster_detection_method="deactivate",
-    )
+    listen = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    _join_at(address, number, count, run, listen, DETECTED, devices)
     if number == 0 and devices is not None and (unused := _unused_gpus(count)):
         print(f"warning: {unused}", file=sys.stderr)
+
+
+def _join_at(
+    address: str,
+    number: int,
+    count: int,
+    run: str,
+    listen: str | None = None,
+    words: Words = IN_FLAGS,
+    devices: Sequence[int] | None = None,
+) -> None:
+    """Meets the other processes of the run at process 0's address, then joins them there.
+
+    Before JAX's own rendezvous, which is silent for five minutes if a process is missing, then
+    aborts, and takes processes of another run, whose start it would end.
+
+    Args:
+      listen: where process 0 listens, if not at the interface of its address.
+    """
+    meet(address, number, count, run=run, listen=listen, words=words)
+    with _at_most(
+        JOIN_SECONDS,
+        f"process {number}: not all {count} processes joined within {JOIN_SECONDS} s, although all "
+        f"had reached {address}; one was lost, start them again",
+    ):
+        _initialize(
+            coordinator_address=address,
+            # JAX's coordinator would listen on all interfaces.
+            coordinator_bind_address=listen or bind_address(address),
+            process_id=number,
+            num_processes=count,
+            local_device_ids=devices,
+            cluster_detection_method="deactivate",
+        )
 
 
 def _use_given_gpus() -> None:
@@ -215,8 +243,15 @@ def _detected() -> tuple[str, int, int, Sequence[int] | None] | None:
         ) from error
     if address is None or number is None or count is None:  # an address alone is not a cluster
         return None
-    # JAX gives one GPU to each process of Slurm and Open MPI, even if it is its host's only one.
-    chosen = _only_one_on_its_host() or os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    if _is_shell_of_an_allocation():
+        return address, 0, 1, None
+    # JAX gives one GPU to each process of Slurm and Open MPI, even if it is its host's only one, or
+    # sees only its own.
+    chosen = (
+        _only_one_on_its_host()
+        or os.environ.get("JAX_LOCAL_DEVICE_IDS")
+        or _sees_only_its_own_gpus(devices)
+    )
     return address, number, count, None if chosen else devices
 
 
@@ -241,6 +276,27 @@ def _only_one_on_its_host() -> bool:
     # Each node of a step has at least one of its tasks.
     nodes = os.environ.get("SLURM_STEP_NUM_NODES")
     return nodes is not None and nodes == os.environ.get("SLURM_NTASKS")
+
+
+def _is_shell_of_an_allocation() -> bool:
+    """Whether this is the one task of the shell that `salloc` opens on a node. Its SLURM_NTASKS is
+    the allocation's (srun --preserve-env), whose other tasks nobody has started."""
+    return (
+        os.environ.get("SLURM_STEP_NUM_TASKS") == "1"
+        and clusters.SlurmCluster.is_env_present()
+        and not clusters.OmpiCluster.is_env_present()  # by mpirun from that shell
+    )
+
+
+def _sees_only_its_own_gpus(devices: Sequence[int] | None) -> bool:
+    """Whether Slurm (--gpus-per-task, --gpu-bind) or a script shows this process only its own GPUs:
+    numbered from 0, so that `devices`, its number on the host, names none of them, or only one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not visible or not devices:
+        return False
+    count = len(visible.split(","))
+    per_task = os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # also of a100:2
+    return count <= max(devices) or per_task == str(count)
 
 
 def _unused_gpus(tasks: int) -> str:

@@ -55,6 +55,8 @@ PLACEMENT = (
     "planned",
     "distributed",
     "memory",
+    "attention.layout",
+    "attention.schedule",
     "attention.kernel",
     "attention.backward",
     "attention.query_tile",
@@ -83,12 +85,22 @@ def shared_fields(config: RunConfig) -> dict[str, Any]:
     written = configuration.resolved(config)
     # Hosts may have their disks at different places.
     written["checkpoint"]["local"] = _given(config.checkpoint.local)
-    together = ("mesh", "attention", "memory", "train", "checkpoint")
-    return identity(config) | {
+    together = ("mesh", "attention", "memory", "train", "checkpoint", "samples")
+    fields = {
         f"{section}.{name}": value
         for section in together
         for name, value in written[section].items()
     }
+    # So may their files, which are the other texts of an evaluation.
+    fields["evaluations"] = [
+        {
+            name: value
+            for name, value in entry.items()
+            if name in ("name", "test") or not isinstance(value, str)
+        }
+        for entry in written["evaluations"]
+    ]
+    return identity(config) | fields
 
 
 def require_same(run: RunDirectory, config: RunConfig, steps_known: bool) -> None:

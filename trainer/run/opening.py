@@ -74,9 +74,7 @@ def check_run(
     return run
 
 
-def open_run(
-    config: RunConfig, process_zero: bool = True, lock: contextlib.ExitStack | None = None
-) -> RunDirectory:
+def open_run(config: RunConfig, process_zero: bool, lock: contextlib.ExitStack) -> RunDirectory:
     """Returns the run's folder with `config` written to it; creates it if needed.
 
     This claims the folder for the run, so look for all other errors first.
@@ -84,8 +82,7 @@ def open_run(
     Args:
       process_zero: whether this is process 0, which writes; the others wait until they see its
         files.
-      lock: holds the run's lock from before the write; without it the lock is released after the
-        write.
+      lock: receives the run's lock, before the write.
 
     Raises:
       UserError: as `check_run`; the folder cannot be written; or the processes do not share its
@@ -98,13 +95,12 @@ def open_run(
     if process_zero:
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
-            with contextlib.ExitStack() as while_opening:
-                # Of two starts only one writes at a time, and compares with what the other may have
-                # just written.
-                (while_opening if lock is None else lock).enter_context(held(run.lock))
-                _compare(run, config)
-                join_parts(run.folder)
-                replace_file(run.config, configuration.dump(config).encode())
+            # Of two starts only one writes at a time, and compares with what the other may have
+            # just written.
+            lock.enter_context(held(run.lock))
+            _compare(run, config)
+            join_parts(run.folder)
+            replace_file(run.config, configuration.dump(config).encode())
         except OSError as error:
             raise UserError(
                 f"{run.folder}: cannot write there ({error.strerror}); give another --run_dir"
@@ -121,19 +117,17 @@ def open_run(
 
 
 def _open_in_bucket(
-    run: RunDirectory, config: RunConfig, lock: contextlib.ExitStack | None
+    run: RunDirectory, config: RunConfig, lock: contextlib.ExitStack
 ) -> RunDirectory:
     """`open_run` in process 0 for a run in a bucket; others need no file of it but checkpoints."""
     assert run.mirror is not None
-    with contextlib.ExitStack() as while_opening:
-        held_until = while_opening if lock is None else lock
-        lease = held_until.enter_context(leased(run.mirror.bucket))
-        run.mirror.pull()  # another process may have trained since `check_run`
-        _compare(run, config)
-        replace_file(run.config, configuration.dump(config).encode())
-        run.mirror.push()
-        held_until.enter_context(mirrored(run.mirror))
-        return dataclasses.replace(run, lease=lease)
+    lease = lock.enter_context(leased(run.mirror.bucket))
+    run.mirror.pull()  # another process may have trained since `check_run`
+    _compare(run, config)
+    replace_file(run.config, configuration.dump(config).encode())
+    run.mirror.push()
+    lock.enter_context(mirrored(run.mirror))
+    return dataclasses.replace(run, lease=lease)
 
 
 def _compare(run: RunDirectory, config: RunConfig) -> None:

@@ -12,7 +12,14 @@ import signal
 import sys
 from typing import NamedTuple
 
-from data.errors import TransientError, UserError, causes, file_size_limit, is_transient
+from data.errors import (
+    TransientError,
+    UserError,
+    causes,
+    file_size_limit,
+    is_transient,
+    missing_package,
+)
 
 SUCCESS = 0
 UNEXPECTED = 1  # a bug, with a traceback
@@ -56,6 +63,8 @@ def outcome_of(error: BaseException) -> Outcome:
         return Outcome(TRY_AGAIN, one_line(str(error) or type(error).__name__))
     if isinstance(error, (UserError, ValueError, OSError)):
         return Outcome(WRONG_INPUT, one_line(_with_limit(error)))
+    if missing := missing_package(error):
+        return Outcome(WRONG_INPUT, missing)
     return Outcome(UNEXPECTED, None)
 
 

@@ -35,6 +35,23 @@ _PAUSE_SECONDS = 0.1  # pause after a connection that got no file handle or thre
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
+class Words(NamedTuple):
+    """What error messages call the address, and advise; by default, for an address in flags."""
+
+    address: str = "distributed.coordinator"
+    together: str = "start all of them with the same distributed.coordinator and num_processes"
+    other_port: str = "another port would work, the same for all processes"
+    own_port: str = "each run needs its own distributed.coordinator"
+    reach: str = "start it too, at an address and port that this machine can reach"
+    section: str = "distributed."
+    """Begins the names of a process's number and their count."""
+    error: type[UserError] = UserError
+    """The error of a port in use, and of numbers that do not fit together."""
+
+
+IN_FLAGS = Words()
+
+
 class _Arrival(NamedTuple):
     """A connection's claims about its process."""
 
@@ -52,11 +69,16 @@ def meet(
     processes: int,
     seconds: float | None = None,
     run: str = "",
+    listen: str | None = None,
+    words: Words = IN_FLAGS,
 ) -> None:
     """Returns once all processes have called this and the coordinator's port is free again.
 
     Args:
       address: HOST:PORT of process 0.
+      listen: JAX_COORDINATOR_BIND_ADDRESS, HOST:PORT where process 0 listens, if elsewhere, as
+        behind a load balancer.
+      words: for error messages.
       process: number of this process.
       processes: number of all processes.
       seconds: how long to wait; LOCAL_SECONDS or SECONDS by default.
@@ -67,15 +89,16 @@ def meet(
         another run, perhaps one that is just being stopped.
       UserError: the address cannot be used, or two processes claim the same number.
     """
-    host, port = _split(address)
+    host, port = _split(address, words.address)
     if seconds is None:
         seconds = LOCAL_SECONDS if host in _LOCAL_HOSTS else SECONDS
     deadline = time.monotonic() + seconds
     arrival = _Arrival(run, process, processes)
     if process == 0:
-        _Gathering(address, (host, port), arrival, deadline, seconds).gather()
+        listens = _split(listen, "JAX_COORDINATOR_BIND_ADDRESS") if listen else (host, port)
+        _Gathering(address, listens, arrival, deadline, seconds, words).gather()
     else:
-        _report(address, (host, port), arrival, deadline, seconds)
+        _report(address, (host, port), arrival, deadline, seconds, words)
 
 
 def bind_address(address: str) -> str:
@@ -87,12 +110,11 @@ def bind_address(address: str) -> str:
     return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
 
 
-def _split(address: str) -> tuple[str, int]:
+def _split(address: str, name: str = IN_FLAGS.address) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or not port.isascii() or not 0 < int(port) < 65536:
         raise UserError(
-            f"distributed.coordinator: found {address}, needs HOST:PORT of process 0 with a port "
-            "of 1 .. 65535"
+            f"{name}: found {address}, needs HOST:PORT of process 0 with a port of 1 .. 65535"
         )
     return host.strip("[]"), int(port)
 
@@ -129,8 +151,9 @@ class _Gathering:
         own: _Arrival,
         deadline: float,
         seconds: float,
+        words: Words,
     ) -> None:
-        self.address = address
+        self.address, self.words = address, words
         self.run = own.run
         self.processes = own.processes
         self.deadline = deadline
@@ -170,8 +193,7 @@ class _Gathering:
             if now >= self.deadline:
                 self.problem = TransientError(
                     f"{self._absent()} did not reach process 0 at {self.address} within "
-                    f"{self.seconds:.0f} s; start all of them with the same "
-                    "distributed.coordinator and num_processes"
+                    f"{self.seconds:.0f} s; {self.words.together}"
                 )
                 return
             if now >= report:
@@ -202,8 +224,10 @@ class _Gathering:
 
     def _listening(self) -> socket.socket:
         """Returns a socket that listens at the coordinator's address, or else on all interfaces."""
+        everywhere = self.host in ("0.0.0.0", "::")
         try:
-            family, ip = _own_interface(self.host, self.port) or (None, "")
+            own = None if everywhere else _own_interface(self.host, self.port)
+            family, ip = own or (None, "")
             if family is not None:
                 return socket.create_server((ip, self.port), family=family, backlog=_CONNECTIONS)
             if socket.has_dualstack_ipv6():
@@ -215,9 +239,9 @@ class _Gathering:
                 )
             return socket.create_server(("", self.port), backlog=_CONNECTIONS)
         except OSError as error:
-            raise UserError(
-                f"process 0: cannot listen at distributed.coordinator {self.address} "
-                f"({error.strerror}); another port would work, the same for all processes"
+            raise self.words.error(
+                f"process 0: cannot listen at {self.words.address} {self.address} "
+                f"({error.strerror}); {self.words.other_port}"
             ) from None
 
     def _accept(self, server: socket.socket) -> None:
@@ -260,8 +284,7 @@ class _Gathering:
         mine, other = (" ".join(printable(run).split())[:100] for run in (self.run, arrival.run))
         problem = TransientError(
             f"process 0 at {self.address} trains the run {mine}, and a process of the run {other} "
-            "reached it; each run needs its own distributed.coordinator, and all its processes the "
-            "same run_dir"
+            f"reached it; {self.words.own_port}, and all its processes the same run_dir"
         )
         with self.changed:
             has_warned, self.warned = self.warned, True
@@ -280,14 +303,14 @@ class _Gathering:
             ):
                 return False
             if count != self.processes:
-                self.problem = UserError(
-                    f"process {number} was started with distributed.num_processes {count}, "
+                self.problem = self.words.error(
+                    f"process {number} was started with {self.words.section}num_processes {count}, "
                     f"process 0 with {self.processes}"
                 )
             elif number in self.arrived and not _has_left(self.arrived[number]):
-                self.problem = UserError(
-                    f"two processes at {self.address} have distributed.process_id {number}; each "
-                    "needs a unique number"
+                self.problem = self.words.error(
+                    f"two processes at {self.address} have {self.words.section}process_id "
+                    f"{number}; each needs a unique number"
                 )
             if self.problem:
                 self.refused.append(connection)
@@ -338,6 +361,7 @@ def _report(
     arrival: _Arrival,
     deadline: float,
     seconds: float,
+    words: Words,
 ) -> None:
     """Every other process reports to process 0, and waits for its answer."""
     process, has_printed, problem = arrival.number, False, "no answer"
@@ -350,7 +374,7 @@ def _report(
             if answer == _GO:
                 return
             if answer:
-                raise _answered(answer)
+                raise _answered(answer, words)
             problem = "it ended without an answer"
         except OSError as error:
             problem = error.strerror or str(error)
@@ -362,21 +386,20 @@ def _report(
             has_printed = True
         time.sleep(min(0.2, max(left, 0)))
     raise TransientError(
-        f"process {process}: process 0 could not be reached at distributed.coordinator {address} "
-        f"within {seconds:.0f} s ({printable(problem)}); start it too, at an address and port "
-        "that this machine can reach"
+        f"process {process}: process 0 could not be reached at {words.address} {address} "
+        f"within {seconds:.0f} s ({printable(problem)}); {words.reach}"
     )
 
 
-def _answered(answer: str) -> UserError:
+def _answered(answer: str, words: Words) -> UserError:
     """The error in process 0's answer."""
     try:
         code, message = parse_json(answer)
         return error_with(int(code), printable(str(message)))
     except (ValueError, TypeError, OverflowError):  # also of infinity
-        return UserError(
-            "distributed.coordinator: another program, or another version of this one, answers "
-            f"there ({printable(answer)[:100]})"
+        return words.error(
+            f"{words.address}: another program, or another version of this one, answers there "
+            f"({printable(answer)[:100]}); {words.other_port}"
         )
 
 

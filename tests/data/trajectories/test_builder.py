@@ -70,6 +70,20 @@ def test_episodes_may_have_different_lengths(tmp_path):
         assert len(prepared.episode(number).reward) == prepared.lengths[number] + 1
 
 
+def test_episodes_that_are_copies_of_others_are_counted(tmp_path):
+    """As of two tasks of a domain collected with the same seed, which differ in rewards."""
+    buffer = folder_of(tmp_path / "data", count=3)
+    prepared = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
+    assert prepared.copies == 0 and "of others" not in prepared.report
+    for number in (1, 2):
+        again = episode(number)._replace(reward=np.zeros(21, np.float32))
+        write_episode(buffer, "again", number, again)
+    for _ in range(2):  # built, then read
+        prepared = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
+        assert len(prepared) == 5 and prepared.copies == 2
+        assert "2 episodes have the states and actions of others" in prepared.report
+
+
 def test_every_kind_of_invalid_file_is_named_and_counted(tmp_path):
     buffer = folder_of(tmp_path / "data", count=3)
     bad = {

@@ -51,7 +51,14 @@ def test_the_first_rows_reward_does_not_count():
             {"action": np.zeros((21, 6), np.float32)},
             r"action has shape \(6,\); cartpole's is \(1,\)",
         ),
-        ({"reward": np.array(["a"] * 21)}, "reward holds values that are not finite numbers"),
+        ({"reward": np.array(["a"] * 21)}, "reward holds <U1; numbers would work"),
+        ({"discount": np.ones(21, bool)}, "discount holds bool; numbers would work"),
+        # Finite, but not in the float32 that is stored.
+        ({"reward": np.full(21, 1e39)}, "reward holds values that are not finite numbers"),
+        (
+            {"action": np.full((21, 1), -1.5, np.float32)},
+            r"action holds values up to 1.5; actions in -1 .. 1, which a model can predict, would",
+        ),
         ({"physics": np.zeros((21, 3))}, r"physics has shape \(3,\); cartpole's is \(4,\)"),
         (
             {"observation": np.full((21, 5), np.inf, np.float32)},
@@ -97,6 +104,24 @@ def test_episodes_are_found_below_the_data_and_in_a_buffer(tmp_path):
     )
     with pytest.raises(UserError, match="found no episodes; needs cartpole/ALGORITHM/buffer"):
         episode_files(tmp_path / "cartpole", TASK)
+
+
+def test_episodes_that_are_in_no_buffer_are_counted(tmp_path, capsys):
+    buffer = folder_of(tmp_path, count=2)
+    (buffer.parent / "search.npz").touch()
+    unfinished = tmp_path / "cartpole/rnd.unpacking/whole/buffer"
+    unfinished.mkdir(parents=True)
+    write_episode(unfinished, "made", 8, episode(8))
+    assert len(episode_files(tmp_path, TASK)) == 2 and not capsys.readouterr().err
+    (buffer / "more").mkdir()
+    (tmp_path / "cartpole/mine").mkdir()
+    for folder in (tmp_path, tmp_path / "cartpole/mine", buffer / "more"):
+        write_episode(folder, "made", 9, episode(9))
+    assert len(episode_files(tmp_path, TASK)) == 2
+    assert capsys.readouterr().err == (
+        f"warning: 3 .npz files below {tmp_path} are not read, since they are not in "
+        f"cartpole/ALGORITHM/buffer; the first: {buffer}/more/made_9_20.npz\n"
+    )
 
 
 def test_an_episode_out_of_proportion_is_not_read(tmp_path):

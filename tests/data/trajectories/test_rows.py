@@ -12,6 +12,7 @@ from data.trajectories.rows import (
     Scales,
     cut,
     decisions,
+    held_steps,
     relabelled,
     row,
 )
@@ -41,6 +42,21 @@ def test_a_decision_is_its_first_state_and_action_and_the_sum_of_its_rewards():
     np.testing.assert_array_equal(
         trajectory.reward, [sum(range(first, first + 5)) for first in (0, 5, 10, 15)]
     )
+
+
+def test_how_long_actions_are_held():
+    """Actions of one, two and four steps, read in decisions of up to eight."""
+    whole = episode(3, steps=16)
+    for held in (1, 2, 4):
+        action = np.concatenate([whole.action[:1], np.repeat(whole.action[1:], held, 0)[:16]])
+        made = whole._replace(action=action)
+        for action_repeat in (1, 2, 3, 4, 6, 8):
+            expected = max(
+                steps
+                for steps in range(1, action_repeat + 1)
+                if action_repeat % steps == 0 and held % steps == 0
+            )
+            assert held_steps(made, action_repeat) == expected, (held, action_repeat)
 
 
 def test_trajectories_ascend_and_share_the_best_return():

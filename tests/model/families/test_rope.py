@@ -14,7 +14,7 @@ import transformers
 
 from model.config import TransformerConfig
 from model.families import FAMILIES
-from model.lengths import extended_positions
+from model.lengths import extended_positions, supported_length
 from model.rope import attention_scaling, inverse_frequencies
 from model.rope_config import RopeConfig
 from trainer.huggingface.assets import described
@@ -91,7 +91,12 @@ def test_positions_that_do_not_change_are_the_models(family, rule):
     """Also if one of the changes names the value that the model has."""
     config = TransformerConfig.from_hf_dict(of(family))
     scaled = {} if rule == "yarn" else {"llama_4_scaling_beta": 0.0}
-    config = dataclasses.replace(config, rope=RopeConfig(rule, 5e5, **RULES[rule]), **scaled)
+    pairs = config.rotary_dim // 2
+    numbers = {
+        name: number[:pairs] if isinstance(number, tuple) else number
+        for name, number in RULES[rule].items()
+    }
+    config = dataclasses.replace(config, rope=RopeConfig(rule, 5e5, **numbers), **scaled)
     written = config.to_hf()
     assert TransformerConfig.from_hf_dict(written) == config
     assert config.with_positions() == config
@@ -253,6 +258,19 @@ def test_a_temperature_that_follows_from_yarns_factor_grows_with_it():
     assert attention_scaling(longer.rope) == 0.1 * math.log(32) + 1
     given = dataclasses.replace(config, rope=dataclasses.replace(config.rope, attention_factor=0.9))
     assert extended_positions(given, 4 * 65536)["rope_scaling"]["attention_factor"] == 0.9
+
+
+def test_rope_that_only_layers_with_a_window_have_is_not_stretched():
+    config = TransformerConfig.preset("exaone-4.0-32b")
+    longer = config.with_positions(**extended_positions(config, 1 << 20))
+    assert longer == dataclasses.replace(config, max_position_embeddings=1 << 20)
+    without = TransformerConfig.preset("exaone-4.0-1.2b")
+    assert extended_positions(without, 1 << 20)["rope_scaling"]["factor"] == 16 * 16
+
+
+def test_the_rule_llama3_does_not_say_how_long_the_model_was_trained():
+    """Llama 3.2 1B: 32 x 8,192 is twice the length that its config.json and its card state."""
+    assert supported_length(TransformerConfig.preset("llama-3.2-1b")) == 1 << 17
 
 
 BETA = {"llama_4_scaling_beta": 0.5}

@@ -2,30 +2,33 @@
 and the options it excludes."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention import AttentionOp, TokenCoords
 from model.attention.kernels import get_kernel
 from model.attention.schedules import Balanced, Ulysses
 from model.layer import LayerOutput
 from model.linear import product
 from model.memory.chunked import passed_through
+from model.memory.options import MemoryConfig
 from model.runners.head_groups import HeadGroups
 from model.runners.query_chunks import LayerInChunks
 from tests.errors import within
 from tests.model.build import MESHES, abstract, llama, mean_loss, packed_batch, tiny
 
-TOKENS, HIDDEN, HEADS, KEY_HEADS, SIZE = 16, 4, 4, 2, 2
-HEAD_AXES = {"norm": None, "q_proj": 1, "k_proj": 1, "v_proj": 1, "o_proj": 0, "mlp": None}
-
-
-def inward(weights, x, positions, which="qkv"):
-    x = x * weights["norm"] * jnp.cos(positions)[..., None]
-    return tuple(product("bte,ehd->bthd", x, weights[f"{name}_proj"]) for name in which)
+from .small_layer import (
+    HEAD_AXES,
+    HIDDEN,
+    arguments,
+    attended,
+    attention_op,
+    projected,
+    values_and_gradients,
+)
 
 
 def onward(weights, x, attended):
@@ -44,74 +47,45 @@ def total(output):
 def in_chunks(chunks, groups, weights, x, positions, coords):
     def project(which, weights, x, positions):
         return passed_through(
-            lambda *part: inward(*part, which), weights, x, positions, dtype=jnp.float32, chunk=4
+            lambda *part: projected(*part, which), weights, x, positions, dtype=jnp.float32, chunk=4
         )
 
     def queries(*arrays):
         x, (q,) = project("q", *arrays)
         return x, q
 
-    op = AttentionOp.create(
-        SIZE, schedule="local", kernel=get_kernel("reference"), axis="sequence", size=1
-    )
-
     def finish(weights, x, attended, info):
         return onward(weights, x, attended)
 
-    keys_values = functools.partial(project, "kv")
-    layer = LayerInChunks(
-        queries, keys_values, finish, op, chunks, HeadGroups(groups, HEAD_AXES), jnp.float32
+    layer = SimpleNamespace(
+        queries_through=queries,
+        keys_values_through=functools.partial(project, "kv"),
+        finish=finish,
+        attention=attention_op(),
+        memory=MemoryConfig(query_chunks=chunks),
+        dtype=jnp.float32,
     )
-    return total(layer(weights, x, positions, coords))
+    layer_in_chunks = LayerInChunks(layer, HeadGroups(groups, HEAD_AXES))
+    return total(layer_in_chunks(weights, x, positions, coords))
 
 
 def by_formula(weights, x, positions, coords):
-    q, k, v = inward(weights, x, positions)
-    k, v = (jnp.repeat(t, HEADS // KEY_HEADS, 2) for t in (k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * SIZE**-0.5
-    seen = coords.index[:, :, None] >= coords.index[:, None, :]
-    out = jnp.einsum(
-        "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), -1), v
-    )
-    return total(onward(weights, x, out))
-
-
-@pytest.fixture(scope="module")
-def arguments():
-    rng = np.random.default_rng(0)
-    shapes = {
-        "norm": (HIDDEN,),
-        "q_proj": (HIDDEN, HEADS, SIZE),
-        "k_proj": (HIDDEN, KEY_HEADS, SIZE),
-        "v_proj": (HIDDEN, KEY_HEADS, SIZE),
-        "o_proj": (HEADS, SIZE, HIDDEN),
-        "mlp": (HIDDEN, HIDDEN),
-    }
-    weights = {
-        name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
-    }
-    x = rng.standard_normal((1, TOKENS, HIDDEN)).astype(np.float32)
-    index = np.arange(TOKENS, dtype=np.int32)[None]
-    return weights, x, index, TokenCoords(index, np.ones_like(index))
+    return total(onward(weights, x, attended(weights, x, positions, coords)))
 
 
 @pytest.mark.parametrize(("chunks", "groups"), [(2, 1), (4, 2)])
-def test_a_layer_in_query_chunks_is_exact(arguments, chunks, groups):
-    def ours(*arrays):
-        return in_chunks(chunks, groups, *arrays)
-
-    got, expected = jax.jit(
-        lambda *a: tuple(jax.value_and_grad(f, (0, 1))(*a) for f in (ours, by_formula))
-    )(*arguments)
+def test_a_layer_in_query_chunks_is_exact(chunks, groups):
+    ours = functools.partial(in_chunks, chunks, groups)
+    got, expected = values_and_gradients(ours, by_formula)
     for divided, whole in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         within(np.abs(divided - whole).max() / np.abs(whole).max(), 1e-5, "gradients")
 
 
-def test_query_chunks_must_divide_a_devices_tokens(arguments):
+def test_query_chunks_must_divide_a_devices_tokens():
     with pytest.raises(
         ValueError, match=r"query_chunks: 3 does not divide the 16 tokens of a device"
     ):
-        in_chunks(3, 1, *arguments)
+        in_chunks(3, 1, *arguments())
 
 
 @pytest.mark.parametrize(

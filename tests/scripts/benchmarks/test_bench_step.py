@@ -19,20 +19,8 @@ def test_documents_fill_the_row(length, count):
 
 @pytest.mark.slow
 def test_both_sides_of_a_tiny_model(tmp_path, capsys):
-    command = [
-        "--model",
-        "tiny",
-        "--lengths",
-        "128",
-        "--steps",
-        "1",
-        "--turns",
-        "1",
-        "--documents",
-        "4",
-        "--torch-recompute",
-    ]
-    assert main([*command, "--output", str(tmp_path)]) == 0
+    command = "--model tiny --lengths 128 --steps 1 --turns 1 --documents 4 --torch-recompute"
+    assert main([*command.split(), "--output", str(tmp_path)]) == 0
     theirs, ours = json.loads((tmp_path / "step.json").read_text())
     stdout = capsys.readouterr().out
     assert (

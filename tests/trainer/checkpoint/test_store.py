@@ -2,11 +2,12 @@
 
 import contextlib
 import errno
+import itertools
 import json
+import multiprocessing
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -332,6 +333,22 @@ def test_a_damaged_checkpoint_is_replaced_and_not_counted(run, assets, warned):
     assert CheckpointStore(run).latest_good() == 20
 
 
+def test_a_checkpoint_that_could_not_be_replaced_still_counts(run, assets, monkeypatch):
+    def fail(path, target):
+        if path.name == "20.tmp":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", fail)
+    store = CheckpointStore(run)
+    store.save(20, model=placed((2, 4), values()), assets=assets)
+    with pytest.raises(SaveError, match="Input/output error"):
+        store.wait()
+    assert store.latest_good() == 20 and os.listdir(run / "checkpoints/20")
+    assert not list((run / "checkpoints").glob("*.tmp*"))
+
+
 def test_retention(tmp_path, assets):
     with CheckpointStore(tmp_path / "run", keep=2) as store:
         for step in (5, 10, 100, 20):
@@ -636,37 +653,32 @@ def test_a_process_that_fails_finishes_its_save_without_waiting_for_others(
     )
 
 
-SAVER = """
-import sys
-import threading
-import jax, numpy as np
-jax.config.update("jax_num_cpu_devices", 2)
-from trainer.checkpoint.store import CheckpointStore
-store = CheckpointStore(sys.argv[1], keep=2)
-start = (store.latest_good() or 0) + 1
-for step in range(start, 10**6):
-    store.save(step, model={"w": jax.numpy.full((256, 1024), step, "float32")}, data={"step": step}, assets=sys.argv[2])
-    print(step, flush=True)
-"""
+def save_forever(run, assets, saved):
+    """Does nothing but save, and sends the number of each step."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    store = CheckpointStore(run, keep=2)
+    for step in itertools.count((store.latest_good() or 0) + 1):
+        model = {"w": jnp.full((256, 1024), step, jnp.float32)}
+        store.save(step, model=model, data={"step": step}, assets=assets)
+        saved.send(step)
 
 
-def test_a_good_checkpoint_survives_kills_at_any_moment(tmp_path, assets, repository):
+def test_a_good_checkpoint_survives_kills_at_any_moment(tmp_path, assets):
     """Repeated kill -9 while it does nothing but save: there is always a good checkpoint, and its
     content is that of its step."""
     run, best = tmp_path / "run", 0
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__])  # imported once
     for delay in (0.0, 0.013, 0.029, 0.047):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SAVER, str(run), str(assets)],
-            cwd=repository,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": "."},
-        )
+        received, saved = processes.Pipe(duplex=False)
+        process = processes.Process(target=save_forever, args=(run, assets, saved))
+        process.start()
+        saved.close()
         for _ in range(3):
-            process.stdout.readline()
+            received.recv()
         time.sleep(delay)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        process.kill()
+        process.join()
         step = CheckpointStore(run).latest_good()
         assert step > best
         best = step

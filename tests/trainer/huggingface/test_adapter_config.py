@@ -9,6 +9,7 @@ import pytest
 from model.adapter import FEED_FORWARD, PROJECTIONS, AdapterConfig
 from model.config import TransformerConfig
 from trainer.huggingface.adapter_config import CONFIG, read_config, write_config
+from trainer.huggingface.peft_modules import AdaptedModules
 
 GOOD = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj"), dropout=0.1)
 BASE = TransformerConfig(adapter=GOOD)
@@ -27,7 +28,7 @@ def change(folder, **fields):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("fields", "words"),
     [
         ({"r": "4"}, "r: '4' is not a whole number"),
         ({"r": True}, "r: True"),
@@ -38,14 +39,15 @@ def change(folder, **fields):
         ({"target_modules": None}, "adapter.targets: found 'none'"),
         ({"modules_to_save": [None]}, "modules_to_save: found"),
         ({"peft_type": "IA3"}, "peft_type: found 'IA3'; only 'LORA' is read"),
+        ({"lora_parameters": {"rank": 8}}, "lora_parameters: an adapter of mlx-lm, whose format"),
         ({"base_model_name_or_path": {"a": 1}}, "base_model_name_or_path: found {'a': 1}"),
         ({"revision": 7}, "revision: found 7; needs text or null"),
+        ({"lora_dropout": "high"}, "lora_dropout: 'high'"),
+        ({"lora_dropout": 1}, "adapter.dropout: found 1.0, needs at least 0 and less than 1"),
     ],
 )
-def test_a_field_of_the_wrong_type_is_named(tmp_path, change, words):
-    write_config(BASE, "a base", tmp_path)
-    content = json.loads((tmp_path / CONFIG).read_text())
-    (tmp_path / CONFIG).write_text(json.dumps(content | change))
+def test_a_field_of_the_wrong_type_is_named(tmp_path, fields, words):
+    change(tmp_path, **fields)
     with pytest.raises(ValueError, match=rf"^{tmp_path / CONFIG}: {words}"):
         read_config(tmp_path)
 
@@ -73,7 +75,6 @@ def test_a_field_of_the_wrong_type_is_named(tmp_path, change, words):
         ("lora_bias", True),
         ("target_parameters", ["experts"]),
         ("trainable_token_indices", [1]),
-        ("exclude_modules", ["q_proj"]),
         ("bias", "all"),
         ("task_type", "SEQ_CLS"),
         ("a_field_of_next_year", True),
@@ -96,6 +97,7 @@ def test_a_field_that_changes_the_computation_is_named(tmp_path, field, value):
         {"rank_pattern": {"q_proj": 4, r".*\.v_proj": 4}, "alpha_pattern": {"q_proj": 8}},
         {"rank_pattern": {"k_proj": 2, "zzz": 3}, "alpha_pattern": {"o_proj": 99}},
         {"layers_to_transform": [1, 0, 2], "layers_pattern": ["layers"]},
+        {"layers_to_transform": 0},
         {"fan_in_fan_out": True},
     ],
 )
@@ -108,18 +110,17 @@ def test_settings_that_change_nothing_are_read(tmp_path, fields):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"rank_pattern": {"v_proj": 2}}, "rank_pattern: found 2 for v_proj"),
-        ({"rank_pattern": {"q_proj": 4, "(q|v)_proj": 2}}, "rank_pattern: found 4 for q_proj"),
-        ({"alpha_pattern": {r"layers\.0\..*": 9}}, "alpha_pattern: found 9 for layers"),
+        ({"rank_pattern": {"v_proj": "2"}}, "rank_pattern.v_proj: '2' is not a whole number"),
+        ({"rank_pattern": {"v_proj": 0}}, "rank_pattern.v_proj: 0"),
+        ({"alpha_pattern": {"v_proj": None}}, "alpha_pattern.v_proj: None"),
+        ({"alpha_pattern": "x"}, "alpha_pattern: found 'x'; needs an object or null"),
         ({"rank_pattern": {"(": 2}}, "rank_pattern: found .* is not a regular expression"),
-        ({"layers_to_transform": [0]}, r"layers_to_transform: found \[0\]; only .* all 2 layers"),
-        ({"layers_to_transform": 0}, "layers_to_transform: found 0; only"),
         ({"layers_to_transform": "all"}, "layers_to_transform: found 'all'; needs numbers"),
         ({"layers_to_transform": [0, 1], "layers_pattern": "h"}, "layers_pattern: found 'h'"),
         ({"target_modules": ["c_attn", "w1"]}, r"target_modules: found \['c_attn', 'w1'\], none"),
     ],
 )
-def test_settings_that_change_something_are_named(tmp_path, fields, words):
+def test_settings_that_are_not_read_are_named(tmp_path, fields, words):
     change(tmp_path, **fields)
     base = dataclasses.replace(BASE, adapter=None, num_hidden_layers=2)
     with pytest.raises(ValueError, match=rf"^{tmp_path / CONFIG}: {words}"):
@@ -169,33 +170,34 @@ def test_regular_expressions_match_as_in_peft(tmp_path, pattern, targets):
 
 
 @pytest.mark.parametrize(
-    ("excluded", "names"),
+    ("excluded", "targets"),
     [
-        (["lm_head"], ""),
-        ("lm_head", ""),
-        (r".*vision.*", ""),
-        (["k_proj"], ""),
-        (["v_proj"], "v_proj"),
-        (["self_attn.q_proj", "v_proj"], "q_proj, v_proj"),
-        (r".*layers\.3\..*", "q_proj, v_proj"),
-        ("(", r"which is not a regular expression"),
+        (["lm_head"], ("q_proj", "v_proj")),
+        ("lm_head", ("q_proj", "v_proj")),
+        (r".*vision.*", ("q_proj", "v_proj")),
+        (["k_proj"], ("q_proj", "v_proj")),
+        (["v_proj"], ("q_proj",)),
+        (["layers.3.self_attn.q_proj"], ("q_proj", "v_proj")),
+        (r".*layers\.3\..*", ("q_proj", "v_proj")),
+        (r".*q_proj", ("v_proj",)),
     ],
 )
-def test_only_modules_without_an_adapter_may_be_excluded(tmp_path, excluded, names):
-    """Which of q_proj and v_proj are, is as in PEFT."""
+def test_modules_are_excluded_as_in_peft(tmp_path, excluded, targets):
     peft = pytest.importorskip("peft")
     change(tmp_path, exclude_modules=excluded)
-    if names:
-        with pytest.raises(ValueError, match=f"exclude_modules: found .*{names}"):
+    assert read_config(tmp_path)[0] == dataclasses.replace(GOOD, targets=targets)
+    modules = AdaptedModules(json.loads((tmp_path / CONFIG).read_text()))
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], exclude_modules=excluded)
+    exists = peft.tuners.tuners_utils.check_target_module_exists
+    for name in (f"model.layers.{i}.self_attn.{name}" for i in (2, 3) for name in GOOD.targets):
+        assert modules.has(name) == (exists(config, name) is True)
+
+
+def test_what_excludes_everything_or_nothing_is_named(tmp_path):
+    for excluded, words in ((["q_proj", "v_proj"], "none of which"), ("(", "not a regular expres")):
+        change(tmp_path, exclude_modules=excluded)
+        with pytest.raises(ValueError, match=f"_modules: found .*{words}"):
             read_config(tmp_path)
-    else:
-        assert read_config(tmp_path)[0] == GOOD
-    if excluded != "(":
-        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], exclude_modules=excluded)
-        exists = peft.tuners.tuners_utils.check_target_module_exists
-        for name in GOOD.targets:
-            is_adapted = exists(config, f"model.layers.3.self_attn.{name}")
-            assert (is_adapted is True) == (name not in names)
 
 
 @pytest.mark.parametrize(

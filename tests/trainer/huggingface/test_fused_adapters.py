@@ -6,7 +6,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from model.adapter import AdapterConfig
 from tests.model.build import llama, one_document, tiny
@@ -115,22 +114,39 @@ def test_an_adapter_with_one_a_is_read_and_one_with_several_is_written(kind, bas
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
-def test_an_adapter_that_is_not_block_diagonal_is_refused(base, tmp_path):
-    config = dataclasses.replace(
-        open_model(str(base)).config, adapter=AdapterConfig(rank=RANK, alpha=ALPHA)
-    )
-    model = llama(config)
+@pytest.mark.parametrize(
+    ("fields", "change"),
+    [
+        ({}, {}),
+        ({"use_rslora": True}, {}),
+        ({}, {"alpha_pattern": {}}),
+        ({}, {"alpha_pattern": {"gate_up_proj": 24.0, "qkv_proj": 24.0}}),
+    ],
+)
+def test_an_adapter_that_peft_trained_further_is_read(fields, change, base, tmp_path):
+    """Its B is no longer block-diagonal; a tensor without its alpha has another scale."""
+    adapter = AdapterConfig(rank=RANK, alpha=ALPHA, **fields)
+    config = open_model(str(base)).config.with_adapter(adapter)
+    noise = np.random.default_rng(0)
     params = {
-        name: np.zeros(parameter.shape, np.float32) for name, parameter in model.parameters.items()
+        entry.name: noise.normal(0, 0.1, entry.shape).astype(np.float32)
+        for entry in ours.adapter_layout(config)
     }
     ours.write_adapter(params, config, str(base), tmp_path / "ours")
-    path = tmp_path / "ours" / ours.WEIGHTS
-    tensors = load_file(path)
-    name = next(name for name in tensors if "qkv_proj.lora_B" in name)
-    tensors[name][0, -1] = 1.0
-    save_file(tensors, path)
-    with pytest.raises(ValueError, match=f"{name} is nonzero outside its diagonal blocks"):
-        logits_of(tmp_path / "ours", base, np.zeros((1, 4), np.int32))
+    path = tmp_path / "ours" / ours.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "ours").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "qkv_proj.lora_B" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "further")
+    tokens = noise.integers(0, 128, (2, 16), np.int32)
+    logits, adapted, _ = logits_of(tmp_path / "further", base, tokens)
+    assert adapted.config.adapter.rank == 3 * RANK
+    expected = logits_of_peft(model, tokens)
+    assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
 def test_adapting_only_some_projections_of_a_fused_tensor_is_refused(base):
@@ -139,38 +155,20 @@ def test_adapting_only_some_projections_of_a_fused_tensor_is_refused(base):
         dataclasses.replace(config, adapter=AdapterConfig(rank=RANK, targets=("q_proj", "v_proj")))
 
 
-def test_ranks_per_module_are_refused(base, tmp_path):
+def test_another_rank_than_that_of_the_configuration_is_named(base, tmp_path):
     adapter = AdapterConfig(rank=RANK, alpha=ALPHA)
-    adapter_config.write_config(
-        open_model(str(base)).config.with_adapter(adapter), str(base), tmp_path
-    )
-    path = tmp_path / adapter_config.CONFIG
-    assert adapter_config.read_config(tmp_path)[0].rank == RANK
-    path.write_text(path.read_text().replace('"qkv_proj": 12', '"qkv_proj": 16'))
-    with pytest.raises(
-        ValueError, match="rank_pattern: found 16 for qkv_proj, which is not read; 12 would be"
-    ):
-        adapter_config.read_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rank_pattern": {}}, "alpha_pattern: found qkv_proj, which rank_pattern lacks"),
-        ({"alpha_pattern": {}}, "rank_pattern: found qkv_proj, which alpha_pattern lacks"),
-        ({"alpha_pattern": "x"}, "alpha_pattern: found 'x'; needs an object or null"),
-    ],
-)
-def test_a_fused_tensor_has_both_its_rank_and_its_alpha(base, tmp_path, change, message):
-    """With one of them peft scales its product by another number than the others'."""
-    adapter = AdapterConfig(rank=RANK, alpha=ALPHA, targets=("q_proj", "k_proj", "v_proj"))
-    adapter_config.write_config(
-        open_model(str(base)).config.with_adapter(adapter), str(base), tmp_path
-    )
-    path = tmp_path / adapter_config.CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError, match=message):
-        adapter_config.read_config(tmp_path)
+    config = open_model(str(base)).config.with_adapter(adapter)
+    params = {
+        entry.name: np.zeros(entry.shape, np.float32) for entry in ours.adapter_layout(config)
+    }
+    ours.write_adapter(params, config, str(base), tmp_path / "ours")
+    path = tmp_path / "ours" / ours.CONFIG
+    written = path.read_text()
+    for rank in (16, 8):  # above and below that of another tensor
+        path.write_text(written.replace('"qkv_proj": 12', f'"qkv_proj": {rank}'))
+        message = rf"qkv_proj.lora_A.weight has shape \[12, .* needs \[{rank}, "
+        with pytest.raises(ValueError, match=message):
+            logits_of(tmp_path / "ours", base, np.zeros((1, 4), np.int32))
 
 
 def test_modules_in_one_tensor_are_trained_in_full_under_its_name(base, tmp_path):

@@ -1,5 +1,6 @@
 """Adapters of mixtures of experts against PEFT: logits, gradients and files."""
 
+import copy
 import dataclasses
 import functools
 
@@ -141,6 +142,46 @@ def open_source(adapter):
     _, base, folder = adapter
     source = open_adapter(str(folder), str(base))
     return source, dataclasses.replace(source.config, adapter=source.adapter.config)
+
+
+@kinds("qwen3_moe")
+def test_an_adapter_that_peft_trained_is_read(adapter, tmp_path):
+    """gate_proj's and up_proj's B are blocks only before the first step."""
+    model, base, _ = adapter
+    theirs = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if name.endswith("experts.base_layer.lora_B.default.weight"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path)
+    source, config = open_source((theirs, base, tmp_path))
+    reader, expected = llama(config), torch_logits(theirs)
+    logits = np.asarray(jax.jit(reader.logits)(source.read(reader), batch_of(tokens())))
+    assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+def test_an_adapter_of_some_layers_experts_is_read(tmp_path):
+    """As in OpenAI's guide to gpt-oss."""
+    torch.manual_seed(0)
+    shape = transformers.AutoConfig.for_model("gpt_oss", **{**SIZES, **KINDS["gpt_oss"][0]})
+    base = transformers.AutoModelForCausalLM.from_config(
+        shape, attn_implementation="eager", experts_implementation="eager"
+    ).float()
+    base.save_pretrained(tmp_path / "base")
+    (tmp_path / "base/tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
+    parameters = ["1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"]
+    options = {"r": 4, "task_type": "CAUSAL_LM", **ALL, "target_parameters": parameters}
+    theirs = peft.get_peft_model(base, peft.LoraConfig(**options))
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.1)
+    theirs.save_pretrained(tmp_path / "adapter")
+    source, config = open_source((theirs, tmp_path / "base", tmp_path / "adapter"))
+    assert config.adapter.projections == (*ATTENTION, *FEED_FORWARD)
+    reader, expected = llama(config), torch_logits(theirs)
+    logits = np.asarray(jax.jit(reader.logits)(source.read(reader), batch_of(tokens())))
+    assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
 @kinds("qwen3_moe", "gpt_oss", "granitemoe")

@@ -44,29 +44,14 @@ def watched_run(tmp_path_factory, small_recipe):
     for name, part in (("chats", records[:60]), ("more", records[60:])):
         (folder / f"{name}.json").write_text(json.dumps(part))
     sources = [{"path": str(folder / "chats.json")}, {"path": str(folder / "more.json")}]
-    flags = [
-        "--config",
-        str(small_recipe),
-        "--run_dir",
-        str(folder / "run"),
-        "--data.sources",
-        json.dumps(sources),
-        "--data.prepared",
-        str(folder / "prepared"),
-        "--train.steps",
-        "3",
-        "--logging.wandb",
-        "project",
-        "--logging.console",
-        "false",
-        "--samples.prompts",
-        json.dumps(PROMPTS),
-        "--samples.every",
-        "2",
-        "--samples.new_tokens",
-        "3",
-        *small_run.DATA_PARALLEL,
-    ]
+    flags = small_run.command(
+        small_recipe,
+        folder / "run",
+        *("--data.sources", json.dumps(sources), "--data.prepared", folder / "prepared"),
+        *("--train.steps", 3, "--logging.wandb", "project", "--logging.console", "false"),
+        *("--samples.prompts", json.dumps(PROMPTS), "--samples.every", 2),
+        *("--samples.new_tokens", 3, *small_run.DATA_PARALLEL),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", wandb)
         assert train.main(flags) == 0 and train.main(flags) == 0
@@ -77,21 +62,9 @@ def watched_run(tmp_path_factory, small_recipe):
 def test_the_profile_holds_the_chosen_steps(tmp_path, small_recipe):
     """In a separate process: JAX's profiler does not start where the TPU compiler has been loaded
     without a TPU."""
-    command = [
-        sys.executable,
-        "train.py",
-        "--config",
-        str(small_recipe),
-        "--run_dir",
-        str(tmp_path / "run"),
-        "--train.steps",
-        "3",
-        "--profile_steps",
-        "2:3",
-        "--data.prepared",
-        str(tmp_path / "prepared"),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    flags = ("--train.steps", 3, "--profile_steps", "2:3", "--data.prepared", tmp_path / "prepared")
+    words = small_run.command(small_recipe, tmp_path / "run", *flags)
+    subprocess.run([sys.executable, "train.py", *words], check=True, capture_output=True)
     [file] = (tmp_path / "run/profile/plugins/profile/steps_2_3").glob("*.xplane.pb")
     events = [
         event
@@ -161,19 +134,8 @@ def test_wandb_receives_what_the_files_hold(watched_run, monkeypatch):
 
 def test_missing_wandb_or_login_is_a_one_line_error(tmp_path, small_recipe, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert (
-        train.main(
-            [
-                "--config",
-                str(small_recipe),
-                "--run_dir",
-                str(tmp_path / "run"),
-                "--logging.wandb",
-                "p",
-            ]
-        )
-        == 2
-    )
+    command = small_run.command(small_recipe, tmp_path / "run", "--logging.wandb", "p")
+    assert train.main(command) == 2
     stderr = capsys.readouterr().err.strip()
     assert "logging.wandb" in stderr and "pip install wandb" in stderr and "\n" not in stderr
     assert not (tmp_path / "run").exists()

@@ -7,7 +7,7 @@ import numpy as np
 from tensorboardX.proto.event_pb2 import Event
 
 from trainer.config.schema import LoggingConfig, RunConfig, TrainConfig
-from trainer.reporting.metrics_log import LogStart, MetricsLog
+from trainer.reporting.metrics_log import MetricsLog
 from trainer.run.directory import RunDirectory
 
 
@@ -17,7 +17,7 @@ def config_of(steps, **logging):
 
 def test_logs_are_flushed_per_line_and_truncated_on_resume(tmp_path):
     run = RunDirectory(tmp_path)
-    log = MetricsLog(run, config_of(4, console=False), LogStart())
+    log = MetricsLog(run, config_of(4, console=False))
     for step in (1, 2, 3):
         log.train({"step": step, "loss_nats_per_target": np.float32(1 / step), "mfu": None})
         assert len(run.metrics.read_text().splitlines()) == step, "flushed: a kill loses nothing"
@@ -31,7 +31,7 @@ def test_logs_are_flushed_per_line_and_truncated_on_resume(tmp_path):
         "metrics.jsonl": 3,
         "held_out.jsonl": 1,
     }
-    with MetricsLog(run, config_of(4, console=False), LogStart(step=2)) as log:
+    with MetricsLog(run, config_of(4, console=False), step=2) as log:
         log.train({"step": 3, "loss_nats_per_target": 0.5, "mfu": None})
     metrics = {"lines": 3, "sha256": hashlib.sha256(run.metrics.read_bytes()).hexdigest()}
     assert log.logged == {
@@ -48,7 +48,7 @@ def test_answers_are_printed_on_one_line_and_logged_to_tensorboard_as_text(tmp_p
     """The event file holds the whole answers, each under its prompt."""
     answer = "Longstripe.\n\n" + "very " * 60 + "long"
     run = RunDirectory(tmp_path)
-    with MetricsLog(run, config_of(4), LogStart(), evaluations=["samples"]) as log:
+    with MetricsLog(run, config_of(4), evaluations=["samples"]) as log:
         log.evaluation("samples", {"step": 2, "Who are\nyou?": answer, "Again?": "a\x1b[2Jb"})
     assert json.loads((tmp_path / "samples.jsonl").read_text()) == {
         "step": 2,
@@ -80,14 +80,14 @@ def test_answers_are_printed_on_one_line_and_logged_to_tensorboard_as_text(tmp_p
 
 
 def test_other_processes_write_nothing(tmp_path):
-    with MetricsLog(RunDirectory(tmp_path / "run"), config_of(1), LogStart(), write=False) as log:
+    with MetricsLog(RunDirectory(tmp_path / "run"), config_of(1), write=False) as log:
         log.train({"step": 1})
         log.say("nothing")
     assert not (tmp_path / "run").exists()
 
 
 def test_progress_shows_loss_rate_and_time_left(tmp_path, capsys):
-    with MetricsLog(RunDirectory(tmp_path), config_of(10, tensorboard=False), LogStart()) as log:
+    with MetricsLog(RunDirectory(tmp_path), config_of(10, tensorboard=False)) as log:
         log.train(
             {"step": 10, "loss_nats_per_target": 1.25, "tokens_per_second": 1234.5},
             seconds_left=3723,

@@ -1,20 +1,23 @@
 """A cluster that JAX detects is joined: its coordinator listens on the interface of its address, and
 a host's only process uses all GPUs."""
 
+import functools
 import os
 import re
 import socket
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from data.errors import TransientError, UserError
 from scripts.launch_local import free_port
 from trainer.config.schema import DistributedConfig
-from trainer.run import cluster
+from trainer.run import cluster, rendezvous
 from trainer.run.outcome import WRONG_INPUT, outcome_of
+from trainer.run.rendezvous import meet
 
 
 @pytest.fixture
@@ -23,13 +26,14 @@ def joined(monkeypatch):
     calls = []
     monkeypatch.setattr(cluster.xla_bridge, "backends_are_initialized", lambda: False)
     monkeypatch.setattr(cluster.jax.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "meet", lambda *arguments, **options: None)
     monkeypatch.setattr(
         cluster.jax.distributed, "initialize", lambda **arguments: calls.append(arguments)
     )
     monkeypatch.setenv("no_grpc_proxy", "")  # `join` sets it
-    names = "COORDINATOR_ADDRESS", "COORDINATOR_BIND_ADDRESS", "LOCAL_DEVICE_IDS"
-    for name in names:
-        monkeypatch.delenv(f"JAX_{name}", raising=False)
+    for name in ("ADDRESS", "BIND_ADDRESS", "PORT"):
+        monkeypatch.delenv(f"JAX_COORDINATOR_{name}", raising=False)
+    monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS", raising=False)
     return calls
 
 
@@ -142,9 +146,11 @@ def test_a_single_process_joins_nothing(joined, monkeypatch):
     in_slurm(monkeypatch, "nowhere.invalid", NTASKS="1")
     join()
     assert not joined
-    in_slurm(monkeypatch, "127.0.0.1", NTASKS="1", PROCID="1")  # JAX refuses it
-    join()
-    assert joined
+    # An indexed Kubernetes job may also have more completions than parallel pods.
+    in_slurm(monkeypatch, "127.0.0.1", NTASKS="1", PROCID="1")
+    with pytest.raises(UserError, match="this process has number 1 in a cluster of 1; one process"):
+        join()
+    assert not joined
 
 
 @pytest.mark.parametrize(
@@ -180,6 +186,52 @@ def test_open_mpis_only_process_on_a_host_uses_all_of_its_gpus(
     assert joined[0]["local_device_ids"] == devices
 
 
+@pytest.mark.parametrize(
+    ("visible", "per_task", "devices"),
+    [
+        (None, "1", [3]),
+        ("0", "1", None),  # srun --gpus-per-task=1
+        ("3", None, None),  # a script that sets it to the local rank
+        ("GPU-6a7c", None, None),
+        ("0,1,2,3", "4", None),  # srun --gpus-per-task=4
+        ("0,1,2,3", "a100:4", None),
+        ("0,1,2,3", "1", [3]),  # srun --gpus-per-task=1 --gpu-bind=none
+    ],
+)
+def test_a_task_that_sees_only_its_own_gpus_uses_all_of_them(
+    joined, monkeypatch, visible, per_task, devices
+):
+    """JAX takes the GPU with the task's number on its node, which such a task does not see: "no
+    supported devices found for platform CUDA" (github.com/jax-ml/jax/issues/28194)."""
+    in_slurm(monkeypatch, "127.0.0.1", NTASKS="8", STEP_NUM_NODES="2", LOCALID="3")
+    for name, value in (("CUDA_VISIBLE_DEVICES", visible), ("SLURM_GPUS_PER_TASK", per_task)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    join()
+    assert joined[0]["local_device_ids"] == devices
+
+
+def test_the_shell_of_an_allocation_waits_for_nobody(joined, monkeypatch, capsys):
+    """salloc's shell on a node is a step of one task that keeps the allocation's SLURM_NTASKS: by
+    slurm.conf's default, InteractiveStepOptions="--interactive --preserve-env --pty $SHELL"."""
+    in_slurm(monkeypatch, "127.0.0.1", NTASKS="4", STEP_NUM_TASKS="1", STEP_NUM_NODES="1")
+    join()
+    assert not joined
+    assert "trains alone, but SLURM_NTASKS is 4; start it by srun; or" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    join()
+    assert joined.pop()["num_processes"] == 4
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1314521088.0;tcp://127.0.0.1:34911")
+    for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"):
+        monkeypatch.setenv(
+            f"OMPI_COMM_WORLD_{name}", {"SIZE": "2", "LOCAL_SIZE": "2"}.get(name, "1")
+        )
+    join()
+    assert joined[0]["num_processes"] == 2
+
+
 def test_given_devices_are_kept(joined, monkeypatch):
     """JAX reads them."""
     in_slurm(monkeypatch, "127.0.0.1", STEP_NUM_NODES="1", GPUS_ON_NODE="8")
@@ -191,6 +243,52 @@ def test_given_devices_are_kept(joined, monkeypatch):
     monkeypatch.setattr(cluster.jax.config, "update", given.__setitem__)
     join()
     assert not joined and set(given.values()) == {"2,3"} and "jax_cuda_visible_devices" in given
+
+
+def test_a_detected_cluster_whose_processes_do_not_come_is_one_line(joined, monkeypatch, capsys):
+    """JAX waits silently for five minutes and aborts with a C++ stack and code 134. A process of
+    another step of the same job, which JAX would take, is told to go elsewhere."""
+    port = free_port()
+    in_slurm(monkeypatch, "127.0.0.1", NTASKS="4")
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", str(port))
+    monkeypatch.setattr(cluster, "meet", functools.partial(meet, seconds=4))
+    monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 1)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(join)
+        with pytest.raises(
+            TransientError,
+            match="trains the run run, and a process of the run b reached it; each needs its own p",
+        ):
+            meet(f"127.0.0.1:{port}", 1, 4, 20, run="b", words=cluster.DETECTED)
+        with pytest.raises(TransientError) as caught:
+            first.result()
+    assert str(caught.value) == (
+        f"processes 1, 2, 3 of 4 did not reach process 0 at 127.0.0.1:{port} within 4 s; start all "
+        "of them together"
+    )
+    assert "process 0: processes 1, 2, 3 of 4 missing; waiting for up to" in capsys.readouterr().err
+    assert not joined
+
+
+def test_a_port_that_a_detected_cluster_cannot_have_is_one_line(joined, monkeypatch):
+    """JAX raises "Failed to start RPC server"."""
+    in_slurm(monkeypatch, "127.0.0.1")
+    monkeypatch.setattr(cluster, "meet", meet)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("JAX_COORDINATOR_PORT", str(port))
+        with pytest.raises(
+            TransientError,
+            match=f"^process 0: cannot listen at the detected address 127.0.0.1:{port} .Address "
+            "already in use.*; JAX_COORDINATOR_PORT sets another port, the same for all processes$",
+        ):
+            join()
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0")
+    with pytest.raises(
+        UserError, match=r"^JAX_COORDINATOR_BIND_ADDRESS: found 0\.0\.0\.0, needs HOST:PORT"
+    ):
+        join()
+    assert not joined
 
 
 VISIBLE = """

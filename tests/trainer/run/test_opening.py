@@ -27,14 +27,21 @@ from trainer.config.schema import (
     ModelConfig,
     OptimizerConfig,
     RunConfig,
+    SampleConfig,
     TrainConfig,
 )
 from trainer.reporting.rows import read_rows
 from trainer.run import logs as run_logs
 from trainer.run import opening
 from trainer.run.bucket import Bucket
-from trainer.run.identity import identity
-from trainer.run.opening import check_run, open_run
+from trainer.run.identity import identity, shared_fields
+from trainer.run.opening import check_run
+
+
+def open_run(config, process_zero=True):
+    """Opens a run, and releases its lock at once."""
+    with contextlib.ExitStack() as lock:
+        return opening.open_run(config, process_zero, lock)
 
 
 @pytest.fixture
@@ -87,6 +94,23 @@ def test_an_evaluation_that_measures_something_else_under_its_name_is_named(conf
     assert expected in capfd.readouterr().err
 
 
+def test_processes_share_what_they_evaluate_but_not_where_its_files_are(config):
+    """Processes that evaluated at different steps would wait for each other for ever."""
+
+    def shared(**changes):
+        line = {"test": "lines", "every": 2, "text": "a.txt", **changes}
+        samples = SampleConfig(prompts=("Who?",), every=changes.get("every", 2))
+        return shared_fields(dataclasses.replace(config, evaluations=(line,), samples=samples))
+
+    assert shared(text="/mnt/b.txt") == shared()
+    changed = shared(every=3)
+    assert {name for name in changed if changed[name] != shared()[name]} == {
+        "evaluations",
+        "samples.every",
+    }
+    assert shared(lines=[5])["evaluations"] != shared()["evaluations"]
+
+
 def test_a_run_on_trajectories_resumes_with_moved_episodes(config):
     """Their contents are in the fingerprint, as those of text are."""
 
@@ -120,7 +144,7 @@ def test_the_same_run_resumes_on_any_hardware(config):
         name="two",
         mesh=MeshConfig(fsdp=4, simulate=4),
         memory=MemoryConfig(loss_chunk=8),
-        attention=AttentionConfig(kernel="xla", query_tile=8),
+        attention=AttentionConfig("zigzag", {"name": "ulysses", "degree": 2}, "xla", query_tile=8),
         logging=LoggingConfig(console=False),
         data=dataclasses.replace(config.data, prepared="/elsewhere"),
         train=TrainConfig(log_every=5, non_finite="skip", accumulation=2),
@@ -151,8 +175,8 @@ def test_the_same_run_resumes_on_any_hardware(config):
             "model.seed is 0 there and 1 now",
         ),
         (
-            {"attention": AttentionConfig(layout="contiguous")},
-            "attention.layout is 'striped' there",
+            {"attention": AttentionConfig(window=64)},
+            "attention.window is None there and 64 now",
         ),
     ],
 )
@@ -346,9 +370,11 @@ def test_a_key_written_twice_in_the_runs_configuration_is_refused(config):
 def test_a_folder_that_is_not_a_run_is_refused(config, tmp_path):
     (tmp_path / "run").mkdir()
     open_run(config)  # empty is fine
-    other = dataclasses.replace(config, run_dir=str(tmp_path))
-    with pytest.raises(UserError, match="not a run"):
-        open_run(other)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one.txt").write_text("")
+    with pytest.raises(UserError, match=r"no config\.yaml, so it is not a run"):
+        open_run(dataclasses.replace(config, run_dir=str(tmp_path / "photos")))
+    assert os.listdir(tmp_path / "photos") == ["one.txt"]
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file"):
         open_run(dataclasses.replace(config, run_dir=str(tmp_path / "file")))

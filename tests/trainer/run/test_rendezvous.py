@@ -14,6 +14,7 @@ import pytest
 from data.errors import TransientError, UserError
 from scripts.launch_local import free_port
 from trainer.run import rendezvous
+from trainer.run.cluster import DETECTED
 from trainer.run.rendezvous import bind_address, meet
 
 
@@ -100,6 +101,18 @@ def test_a_wrong_count_and_a_duplicate_number_are_reported_to_all(address):
     assert set(errors) == {
         f"two processes at {address} have distributed.process_id 1; each needs a unique number"
     }
+
+
+def test_a_duplicate_number_in_a_detected_cluster_is_worth_a_restart(address):
+    """A host that was replaced meanwhile has left without a word."""
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meet, address, 0, 3, 20, words=DETECTED)
+        with connect(address) as silent:
+            silent.sendall(b'{"run":"","process":1,"of":3}\n')
+            with pytest.raises(TransientError, match=r"two .* have process_id 1; each"):
+                meet(address, 1, 3, 20, words=DETECTED)
+        with pytest.raises(TransientError, match="two processes"):
+            first.result()
 
 
 def test_a_stranger_at_the_port_is_ignored(address):
@@ -289,6 +302,16 @@ def test_only_the_coordinators_own_address_listens(address):
         first.result()
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "127.0.0.2"])
+def test_process_0_listens_where_it_is_told(address, host):
+    """JAX_COORDINATOR_BIND_ADDRESS: all interfaces, or another one than the address names."""
+    port = int(address.split(":")[1])
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meet, address, 0, 2, 20, listen=f"{host}:{port}")
+        meet(f"127.0.0.2:{port}", 1, 2, 20)
+        first.result()
+
+
 @pytest.mark.parametrize(
     ("coordinator", "bound"),
     [
@@ -327,3 +350,19 @@ def test_another_programs_answer_is_one_printable_line(answer):
             meet(f"127.0.0.1:{server.getsockname()[1]}", 1, 2, 5)
         assert "\x1b" not in str(caught.value)
         assert "another program, or another version of this one, answers" in str(caught.value)
+
+
+def test_a_detected_address_may_be_that_of_another_step_which_ends():
+    """The port of a step of Slurm is computed from its job's number."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def serve():
+            connection, _ = server.accept()
+            connection.sendall(b"\x00\x00\x18\x04 HTTP/2\n")
+            connection.close()
+
+        pool.submit(serve)
+        with pytest.raises(
+            TransientError, match=r"the detected address: another .*; JAX_COORDINATOR_PORT sets"
+        ):
+            meet(f"127.0.0.1:{server.getsockname()[1]}", 1, 2, 5, words=DETECTED)
