@@ -43,13 +43,13 @@ class _Filled:
         return "F32" if self._tensor is None else self._tensor.get_dtype()
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        filled = np.zeros(self._shape, np.float32)
+        whole = np.zeros(self._shape, np.float32)
         if self._tensor is not None:
-            found = self._tensor[:].astype(np.float32) * np.float32(self._factor)
-            part = found.reshape(self._copies, -1, found.shape[1])
-            of_each = filled.reshape(self._copies, -1, self._shape[1])
-            of_each[:, : part.shape[1], : part.shape[2]] = part
-        return filled[index]
+            stored = self._tensor[:].astype(np.float32) * np.float32(self._factor)
+            stored = stored.reshape(self._copies, -1, stored.shape[1])  # adapter, row, column
+            by_adapter = whole.reshape(self._copies, -1, self._shape[1])  # a view
+            by_adapter[:, : stored.shape[1], : stored.shape[2]] = stored
+        return whole[index]
 
 
 def text_tensors(files: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
@@ -110,10 +110,10 @@ def filled(
         tensor, copies, factor = files[name].get_slice(name), _experts(entry), 1.0
         if entry.name.endswith("lora_B"):
             copies, factor = 1, modules.scale(module) / adapter.scale
-        found, needed = tuple(tensor.get_shape()), shape_at(entry, modules.rank(module))
-        if found != needed:
-            raise ValueError(misshapen(name, found, needed))
-        if found != entry.file_shape or not math.isclose(factor, 1.0):
+        shape, needed = tuple(tensor.get_shape()), shape_at(entry, modules.rank(module))
+        if shape != needed:
+            raise ValueError(misshapen(name, shape, needed))
+        if shape != entry.file_shape or not math.isclose(factor, 1.0):
             result[name] = _Filled(tensor, entry.file_shape, copies, factor)
     return result
 
