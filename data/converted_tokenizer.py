@@ -19,7 +19,7 @@ from data.added_tokens import (
     tokens_without_ids,
 )
 from data.errors import UserError, first_line
-from data.folders import scratch_folder
+from data.folders import named_errors, scratch_folder
 from data.untrusted_files import file_within
 
 BPE_FILES = ("vocab.json", "merges.txt")
@@ -164,7 +164,7 @@ def converted(files: dict[str, bytes], undescribed: str) -> tuple[Any, Any]:
 
     described = any(name in files for name in DESCRIBES[:2])
     kind = transformers.AutoTokenizer if described else getattr(transformers, undescribed)
-    with scratch_folder() as scratch:
+    with scratch_folder() as scratch, named_errors(scratch):
         # Only copies of these files are given to transformers, which would otherwise follow links
         # out of the folder and offer to run its code.
         for name, content in files.items():

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -28,8 +29,8 @@ from data.conversation import (
     prompt_of,
     with_last_answer_trained,
 )
-from data.errors import UserError
-from data.folders import scratch_folder
+from data.errors import TransientError, UserError
+from data.folders import named_errors, scratch_folder
 from data.reasons import SPLIT
 from data.sources import Source
 from data.splitting import split
@@ -423,6 +424,9 @@ def encode_all(
     """Yields each record with its encoding, in the records' order for any number of processes.
 
     Reads only a few batches of records ahead.
+
+    Raises:
+      TransientError: one of the processes was killed.
     """
     if processes < 2:
         yield from ((record, encoder.encode(record)) for record in records)
@@ -433,7 +437,8 @@ def encode_all(
     spawn = multiprocessing.get_context("spawn")
     with scratch_folder() as folder:
         # Not all objects of the tokenizer libraries can be pickled.
-        encoder.tokenizer.save(folder)
+        with named_errors(folder):
+            encoder.tokenizer.save(folder)
         tokenizer = encoder.tokenizer
         arguments = (
             replace(encoder, tokenizer=None),  # type: ignore[arg-type]  # sent as files
@@ -452,6 +457,12 @@ def encode_all(
                         yield from zip(done, future.result(), strict=True)
                 for done, future in pending:
                     yield from zip(done, future.result(), strict=True)
+            except BrokenProcessPool:
+                raise TransientError(
+                    f"one of {processes} processes that encoded records ended, perhaps killed for "
+                    "lack of memory; the same command may work with more memory, or on fewer "
+                    "cores, such as under taskset -c 0,1"
+                ) from None
             finally:
                 pool.shutdown(cancel_futures=True)
 

@@ -86,11 +86,13 @@ _TRANSIENT_NAMES = frozenset(
         "TransportError",
     )
 )
-# Errors among those that would recur: an invalid certificate, an unknown scheme before ://.
+# Errors among those that would recur: an invalid certificate, an unknown scheme before ://, a
+# request that HF_HUB_OFFLINE forbids.
 _LASTING_NAMES = frozenset(
     (
         "CertificateError",
         "ClientConnectorCertificateError",
+        "OfflineModeIsEnabled",
         "SSLCertVerificationError",
         "UnsupportedProtocol",
     )

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import functools
 import glob
+import http
 import os
 import re
 import sys
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 
 from data import cards
 from data.compression import ENDINGS
-from data.errors import UserError, first_line
+from data.errors import UserError, causes, first_line
 from data.folders import locked
 from data.printable import printable
 from data.untrusted_files import MAX_JSON_BYTES
@@ -30,6 +31,9 @@ from data.untrusted_files import MAX_JSON_BYTES
 T = TypeVar("T")
 PREFIX = "hf://datasets/"
 ABANDONED_SECONDS = 3600
+# Seconds that the hub may be silent, where its library would wait without end.
+_LONGEST_WAITS = {"connect": 10, "read": 30}
+_MOST_SAID = 200  # characters of the hub's words in a message
 WOULD_WORK = f"{PREFIX}OWNER/NAME[@REVISION][/FILE] would work"
 # The hub's files about a data set.
 NOT_RECORDS = (cards.NAME, "dataset_infos.json", "dataset_info.json")
@@ -72,6 +76,11 @@ def is_hub_dataset(path: str | Path) -> bool:
     return str(path).startswith(PREFIX)
 
 
+def dataset_name(path: str) -> str | None:
+    """Returns OWNER/NAME of a data set on the hub; None for other paths."""
+    return _parts(path)[0] if is_hub_dataset(path) else None
+
+
 def is_whole(path: str | Path) -> bool:
     """Returns whether a path names a whole data set on the hub, no file or folder in it."""
     return is_hub_dataset(path) and not _parts(str(path))[2]
@@ -80,7 +89,12 @@ def is_whole(path: str | Path) -> bool:
 def is_converted(path: str | Path) -> bool:
     """Returns whether a path names the whole of the hub's conversion of a data set, which has a
     folder for each configuration."""
-    return is_whole(path) and (_parts(str(path))[1] or "").startswith("refs/convert/")
+    return is_whole(path) and is_of_conversion(path)
+
+
+def is_of_conversion(path: str | Path) -> bool:
+    """Returns whether a path names a part of the hub's conversion of a data set, or all of it."""
+    return is_hub_dataset(path) and (_parts(str(path))[1] or "").startswith("refs/convert/")
 
 
 def configurations(path: str) -> list[cards.Configuration] | None:
@@ -95,14 +109,76 @@ def configurations(path: str) -> list[cards.Configuration] | None:
     repository, revision, _ = _parts(path)
     with _dataset_errors(path, repository, revision):
         try:  # every data set has the second file; without any the hub's library warns
-            wanted = [cards.NAME, ".gitattributes"]
-            card = _download_dataset(repository, revision, wanted) / cards.NAME
+            snapshot = _download_dataset(repository, revision, [cards.NAME, ".gitattributes"])
         except LocalEntryNotFoundError:
             return None
-    if not card.exists():  # without a network there may be one that an earlier version left out
-        return None if is_offline() else []
+    card = snapshot / cards.NAME
+    if not card.exists():
+        files = listed_files(path, snapshot)
+        return None if files is None or str(card) in files else []
     with card.open("rb") as file:
         return cards.configurations(file.read(cards.MAX_BYTES + 1))
+
+
+def listed_files(path: str, local: Path) -> list[str] | None:
+    """Returns the places in the cache of all files that the hub lists of a data set, whether they
+    are there or not; None if its list is neither in the cache nor to be had.
+
+    Args:
+      path: begins with PREFIX.
+      local: what `local_path` returns for it, or its snapshot's folder.
+    """
+    repository = _parts(path)[0]
+    end = (
+        local.parts.index(_in_cache(repository, "dataset").name) + len(("snapshots", "commit")) + 1
+    )
+    snapshot = Path(*local.parts[:end])
+    names = list_in_cache(repository, "dataset", snapshot)
+    if names is None:  # as in a cache that cannot be written
+        names = list_on_hub(repository, "dataset", snapshot.name)
+    return names and [str(snapshot / name) for name in names]
+
+
+def list_on_hub(name: str, kind: str, revision: str | None) -> list[str] | None:
+    """Returns the names of a repository's files; None if the hub cannot be asked. Unlike others,
+    this request takes seconds at most and is not repeated.
+
+    Args:
+      kind: `model` or `dataset`.
+    """
+    from huggingface_hub import HfApi, constants
+
+    if is_offline():
+        return None
+    _check_answers()
+    api = HfApi(endpoint=constants.ENDPOINT)
+    ask = api.dataset_info if kind == "dataset" else api.model_info
+    try:
+        info = ask(name, revision=revision, timeout=constants.DEFAULT_ETAG_TIMEOUT)
+    except Exception:  # of many kinds; what is in the cache must open nevertheless
+        return None
+    return [sibling.rfilename for sibling in info.siblings or ()]
+
+
+def list_in_cache(name: str, kind: str, snapshot: Path) -> list[str] | None:
+    """Returns the hub's list of a repository's files, which a download keeps in the cache; None if
+    it is not there.
+
+    Downloads of single files, as transformers', and earlier releases of the hub's library keep
+    none. Without it nobody knows which files the cache lacks.
+
+    Args:
+      kind: `model` or `dataset`.
+      snapshot: the folder in the cache.
+    """
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        listed = get_cached_repo_tree(name, repo_type=kind, revision=snapshot.name)
+    except CachedRepoTreeNotFoundError:
+        return None
+    return [file.path for file in listed]
 
 
 def converted_configurations(path: str, suffixes: Sequence[str]) -> list[cards.Configuration]:
@@ -164,9 +240,10 @@ def local_path(path: str, suffixes: Sequence[str], patterns: Sequence[str] = ())
         snapshot = _download_dataset(repository, revision, wanted, ignored)
     local = snapshot / inner
     if not (local.exists() or (cards.is_pattern(last) and local.parent.is_dir())):
+        remedy = "only the last part of a path may be a pattern" * cards.is_pattern(parent)
         raise UserError(
             f"{path}: the data set {repository} has no {inner or ' or '.join(suffixes) + ' file'}; "
-            f"{WOULD_WORK}"
+            f"{remedy or WOULD_WORK}"
         )
     return local
 
@@ -223,21 +300,23 @@ def _dataset_errors(path: str, repository: str, revision: str | None) -> Iterato
         raise UserError(
             f"{path}: names no data set on the hub ({first_line(error)}); {WOULD_WORK}"
         ) from None
-    except GatedRepoError:  # a RepositoryNotFoundError too
-        raise _gated(path, f"{constants.ENDPOINT}/datasets/{repository}") from None
+    except GatedRepoError as error:  # a RepositoryNotFoundError too
+        raise _gated(path, f"{constants.ENDPOINT}/datasets/{repository}", error) from None
     except RepositoryNotFoundError:
         raise UserError(
             f"{path}: {constants.ENDPOINT} shows no data set {repository}; another name, or `hf "
             "auth login` for one that is private, would work"
         ) from None
     except RevisionNotFoundError:
+        slash = ", and a slash in its name is written %2F" if _parts(path)[2] else ""
         raise UserError(
-            f"{path}: the data set {repository} has no revision {revision}; another one would work"
+            f"{path}: the data set {repository} has no revision {revision}; another one "
+            f"would work{slash}"
         ) from None
     except UserError:
         raise
     except Exception as error:  # a malformed answer raises many kinds in the hub's library
-        raise UserError(
+        raise _refused(path, error) or UserError(
             printable(
                 f"{path}: cannot be downloaded from {constants.ENDPOINT}, and is not in the cache "
                 f"({first_line(error)}); a network, or a local file, would work"
@@ -295,7 +374,9 @@ def is_offline() -> bool:
     )
 
 
-def download_model(name: str, revision: str | None, files: Sequence[str], needed: str = "") -> Path:
+def download_model(
+    name: str, revision: str | None, files: Sequence[str], needed: tuple[str, ...] = ()
+) -> Path:
     """Downloads the missing files of a model after printing their size; returns its folder in the
     cache.
 
@@ -304,7 +385,7 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
 
     Args:
       files: patterns of the files' names.
-      needed: an ending that the name of at least one file must have.
+      needed: endings, one of which the name of at least one file must have.
 
     Raises:
       UserError: the hub shows this user no such model, or cannot be reached.
@@ -369,8 +450,8 @@ def _model_errors(name: str, revision: str | None) -> Iterator[None]:
     hub = constants.ENDPOINT
     try:
         yield
-    except GatedRepoError:
-        raise _gated(name, f"{hub}/{name}") from None
+    except GatedRepoError as error:
+        raise _gated(name, f"{hub}/{name}", error) from None
     except RepositoryNotFoundError:
         raise UserError(
             f"{name}: neither a folder nor a model that {hub} shows; another name, or for a "
@@ -383,7 +464,7 @@ def _model_errors(name: str, revision: str | None) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # disk errors, and those of the hub's HTTP library
-        raise UserError(
+        raise _refused(name, error) or UserError(
             printable(
                 f"{name}: neither a folder nor in the local Hugging Face cache, and not downloaded "
                 f"from {hub} ({first_line(error)}); complete files are kept, and the same "
@@ -392,10 +473,48 @@ def _model_errors(name: str, revision: str | None) -> Iterator[None]:
         ) from None
 
 
-def _gated(name: str, page: str) -> UserError:
+def _gated(name: str, page: str, error: Exception) -> UserError:
+    said = _said(error)  # such as that a token may not read gated repositories
     return UserError(
-        f"{name}: its owner must grant you access: request it at {page}, then `hf auth login`"
+        printable(
+            f"{name}: its owner must grant you access: request it at {page}, then `hf auth login`"
+            + (f" (the hub says: {said})" if said else "")
+        )
     )
+
+
+def _refused(name: str, error: Exception) -> UserError | None:
+    """Returns the error for an answer that refuses this token, or everyone; None for others."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    for link in causes(error):
+        status = link.response.status_code if isinstance(link, HfHubHTTPError) else None
+        if status in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN):
+            is_invalid = status == http.HTTPStatus.UNAUTHORIZED
+            kind, other = ("a valid", "none") if is_invalid else ("another", "another name")
+            said = f" ({words})" if (words := _said(link)) else ""
+            return UserError(
+                printable(
+                    f"{name}: {constants.ENDPOINT} answered {status}{said}; {kind} token (`hf "
+                    f"auth login` or HF_TOKEN), or {other}, would work"
+                )
+            )
+    return None
+
+
+def _said(error: BaseException) -> str:
+    """Returns the hub's own words in an error of its library, in one line; "" if it has none."""
+    words = " ".join((getattr(error, "server_message", None) or "").split())
+    return without_token(words)[:_MOST_SAID]
+
+
+def without_token(text: str) -> str:
+    """Returns a text without the user's token, which the hub's messages may repeat."""
+    from huggingface_hub import get_token
+
+    token = get_token()
+    return text.replace(token, "hf_...") if token else text
 
 
 @contextlib.contextmanager
@@ -427,13 +546,11 @@ def _download(name: str, **options: Any) -> Any:
       UserError: a file does not match its digest.
       _BadAnswer: an answer is refused.
     """
-    from huggingface_hub import constants, get_session, snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
     from data.download_checks import checked, remove_damaged  # only downloads need it
 
-    hooks = get_session().event_hooks
-    if _check_answer not in hooks["response"]:
-        get_session().event_hooks = {**hooks, "response": [*hooks["response"], _check_answer]}
+    _check_answers()
     repository = _in_cache(name, options.get("repo_type", "model"))
     remove_damaged(repository)
     writes_nothing = options.get("dry_run") or is_offline()
@@ -474,6 +591,28 @@ def _in_cache(name: str, kind: str) -> Path:
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"
+
+
+def _check_answers() -> None:
+    """Makes the hub's library call `_limit_waits` and `_check_answer`."""
+    from huggingface_hub import get_session
+
+    hooks = get_session().event_hooks
+    if _check_answer not in hooks["response"]:
+        get_session().event_hooks = {
+            "request": [*hooks["request"], _limit_waits],
+            "response": [*hooks["response"], _check_answer],
+        }
+
+
+def _limit_waits(request: Any) -> None:
+    """Limits the waits for the hub that its library leaves unlimited, see _LONGEST_WAITS.
+
+    Args:
+      request: from the HTTP library that the hub's library uses.
+    """
+    waits = request.extensions.setdefault("timeout", {})
+    waits.update({kind: most for kind, most in _LONGEST_WAITS.items() if waits.get(kind) is None})
 
 
 def _check_answer(response: Any) -> None:

@@ -1,13 +1,17 @@
 """Where commands write: writable folders, and files of their own."""
 
+import contextlib
 import os
+import secrets
+import shutil
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from data.errors import UserError
-from data.folders import BY_A_RENAME, mount_point, try_to_rename
-from data.paths import on_this_machine, require_utf8
+from data.folders import BY_A_RENAME, mount_point, sync, try_to_rename
+from data.paths import expanded, on_this_machine, require_utf8
 from data.untrusted_files import check_within
 
 
@@ -124,6 +128,54 @@ def output_files(path: str | Path, markers: Mapping[str, bytes]) -> Path:
         check_within(folder, folder / name)
         check_own(folder / name, marker)
     return folder
+
+
+def write_texts(folder: str | Path, texts: Mapping[str, str]) -> None:
+    """Writes files of a command, each of which appears complete, and none before there is room for
+    all: results of different answers must not stand side by side.
+
+    Links, devices such as /dev/stdout, and other users' files are written in place.
+
+    Args:
+      texts: by the names of the files in the folder, which appear in this order.
+    """
+    contents = {expanded(folder) / name: text for name, text in texts.items()}
+    scratches = {
+        path: path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+        for path in filter(_is_replaceable, contents)
+    }
+    try:
+        for path, scratch in scratches.items():
+            scratch.touch()
+            with contextlib.suppress(OSError):  # as for a new file
+                shutil.copystat(path, scratch)
+                os.chown(scratch, -1, path.stat().st_gid)
+            scratch.write_text(contents[path], encoding="utf-8")
+            sync(scratch)
+        for path, text in contents.items():
+            if path in scratches:
+                with contextlib.suppress(OSError):  # such as a single file mounted into a container
+                    os.replace(scratches[path], path)
+                    continue
+            path.write_text(text, encoding="utf-8")
+    finally:
+        for scratch in scratches.values():
+            scratch.unlink(missing_ok=True)
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Returns whether a path is free, or a file of this user without other names."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return True
+    is_only = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+    return is_only and status.st_uid == os.geteuid()
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a command's file; see `write_texts`."""
+    write_texts(Path(path).parent, {Path(path).name: text})
 
 
 def new_folder(path: str | Path) -> Path:

@@ -336,6 +336,13 @@ def _names_in(remote: str, last: str) -> list[str]:
         return [str(PurePosixPath(name).relative_to(path)) for name in file_system.find(path)]
 
 
+def upload_missing(local: Path, remote: str, last: str) -> None:
+    """Uploads a folder as `upload` does, unless the store has its file `last`: it may lack a folder
+    that this machine has, after a failed upload or in another bucket."""
+    if not File(f"{remote}/{last}").exists():
+        upload(local, remote, last)
+
+
 def upload(local: Path, remote: str, last: str) -> None:
     """Uploads a folder's files to a store, the file named `last` after all others."""
     names = sorted(

@@ -27,6 +27,7 @@ from data.fields import (
     has_value,
     is_desirable,
     names_in_capitals,
+    only_text,
     renamed,
     shown_fields,
     unread_of,
@@ -44,7 +45,8 @@ from data.turn_lists import (
 from data.turns import Findings, read_messages
 
 PROMPTS = ("prompt", "question", "instruction", "query", *shapes.TURN_LISTS, "input")
-COMPLETIONS = ("completion", "response")
+_NAMED_COMPLETIONS = ("completion", "response")
+COMPLETIONS = (*_NAMED_COMPLETIONS, "output", "answer")
 TARGETS = ("prompt", "chosen", "rejected", "completion", "label", "system", "tools", "id")
 """Targets of a source's `fields`."""
 _CONTEXT = (*shapes.SYSTEM_FIELDS, *shapes.TOOL_FIELDS, TEMPLATE_KWARGS)
@@ -98,7 +100,7 @@ class PreferenceReader:
         unwrapped, unread = _with_unwrapped_prompt(named)
         record, changes = _with_written_turns(unwrapped)
         record = _with_chosen(record)
-        chosen_name, rejected_name = (first_present(record, names) for names in (CHOSEN, REJECTED))
+        chosen_name, rejected_name = _chosen_name(record), first_present(record, REJECTED)
         if chosen_name is None or rejected_name is None:
             reading = self._read_labelled(record)
         else:
@@ -117,6 +119,8 @@ class PreferenceReader:
         cleaned, follow = [], bool(prompt.turns)
         for name in names:
             turns, is_whole = _completion_turns(record[name], name)
+            if not is_whole and not prompt.turns:
+                raise Drop(NO_PROMPT)
             if not is_whole or repeated_turns(prompt.turns, turns):
                 read |= prompt.fields
                 changes |= prompt.changes
@@ -128,6 +132,8 @@ class PreferenceReader:
         if _content(both[0]) == _content(both[1]):
             raise Drop(SAME)
         start = _first_after(prompt.turns, both[0]) if follow else _common_turns(*both)
+        if any(message.in_prompt for messages in both for message in messages[start:]):
+            raise Drop(OTHER_PROMPTS)
         chosen, rejected = (_trained_from(one.messages, start) for one in cleaned)
         digest = self._digest(
             [_content(chosen), _content(rejected)],
@@ -224,19 +230,29 @@ def _with_unwrapped_prompt(record: dict) -> tuple[dict, set[str]]:
 
 def _with_chosen(record: dict) -> dict:
     """Returns a record with the last answer of its conversation as the chosen completion, if it has
-    just the rejected one, as ms-swift's.
+    just the rejected one, as ms-swift's; or all of it next to a rejected conversation.
 
     Raises:
       Drop: the conversation does not end with an answer.
     """
-    name = _turn_list(record)
-    has_other = first_present(record, (*CHOSEN, *COMPLETIONS, *LABEL_FIELDS))
-    rejected = first_present(record, REJECTED)
-    if name is None or rejected is None or has_other:
+    name, rejected = _turn_list(record), first_present(record, REJECTED)
+    if name is None or rejected is None or first_present(record, (*CHOSEN, *LABEL_FIELDS)):
+        return record
+    if not _is_answered(record[name]) and first_present(record, COMPLETIONS):
         return record
     turns, _ = _completion_turns(record[name], name)
     prompt = len(_begun(turns, rejected).turns)
+    _, is_whole = _completion_turns(record[rejected], rejected)
+    if is_whole:
+        return {**record, CHOSEN[0]: turns}
     return {**record, name: turns[:prompt], CHOSEN[0]: turns[prompt:]}
+
+
+def _chosen_name(record: Mapping[str, Any]) -> str | None:
+    """Returns the field of the chosen completion; next to a rejected one, it may be named as an
+    only answer is."""
+    is_labelled = first_present(record, LABEL_FIELDS)
+    return first_present(record, CHOSEN if is_labelled else (*CHOSEN, *COMPLETIONS))
 
 
 def _with_written_turns(record: dict) -> tuple[dict, set[str]]:
@@ -276,7 +292,7 @@ def _read_prompt(record: Mapping[str, Any]) -> _Prompt:
     Raises:
       Drop: it has no turns.
     """
-    name = first_present(record, PROMPTS)
+    name = next((name for name in PROMPTS if _is_asked(record.get(name))), None)
     if name is None:
         return _Prompt([], set(), "", [], set())
     changes: list[str] = []
@@ -291,13 +307,25 @@ def _read_prompt(record: Mapping[str, Any]) -> _Prompt:
     return _Prompt(shapes.as_context(turns), fields, name, alone, set(changes))
 
 
+def _is_asked(value: object) -> bool:
+    """Returns whether a prompt's field has a value, and not just white space."""
+    return has_value(value) and (not isinstance(value, str) or bool(value.strip()))
+
+
 def _completion_name(record: Mapping[str, Any]) -> str | None:
-    """Returns the field of a labelled completion, or of a conversation that ends with it."""
-    return first_present(record, COMPLETIONS) or _turn_list(record)
+    """Returns the field of a labelled completion, or of a conversation that ends with it, beside
+    which an `answer` may be anything."""
+    name = _turn_list(record)
+    names = _NAMED_COMPLETIONS if name and _is_answered(record[name]) else COMPLETIONS
+    return first_present(record, names) or name
 
 
 def _turn_list(record: Mapping[str, Any]) -> str | None:
     return next((name for name in shapes.TURN_LISTS if isinstance(record.get(name), list)), None)
+
+
+def _is_answered(turns: Sequence[Any]) -> bool:
+    return bool(turns) and role_in(turns[-1]) == "assistant"
 
 
 def _begun(turns: Sequence[Any], beside: str) -> _Prompt:
@@ -327,7 +355,9 @@ def _completion_turns(value: object, name: str) -> tuple[list[Any], bool]:
 
 
 def _turns_of(value: object, role: str) -> list[Any] | None:
-    """Returns the turns of a text, a turn, or a list of turns in any shape of conversations."""
+    """Returns the turns of a text (perhaps the only one of a list), a turn, or a list of turns in
+    any shape of conversations."""
+    value = only_text(value)
     if isinstance(value, dict) and role_in(value):
         return [value]
     if turns := (role == "user" and dialogue_prompt(value)) or dialogue_turns(value):
@@ -365,9 +395,7 @@ def _common_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> int
     """
     pairs: Iterable[tuple[Message, Message]] = zip(chosen, rejected, strict=False)
     prompt = sum(1 for _ in takewhile(lambda pair: _content(pair[:1]) == _content(pair[1:]), pairs))
-    if prompt == 0:
-        raise Drop(NO_PROMPT if chosen[0].role == "assistant" else OTHER_PROMPTS)
-    if any(
+    if prompt == 0 or any(
         len(turns) == prompt or turns[prompt].role != "assistant" for turns in (chosen, rejected)
     ):
         raise Drop(OTHER_PROMPTS)

@@ -90,9 +90,9 @@ def _opened(
                 "data.prepared that all processes share would work"
             )
         _build(job, local, progress, engine)
-        if paths.is_remote(folder):
-            paths.upload(local, shared, prepared.INDEX)
         stored = prepared.read(local)
+    if paths.is_remote(folder) and not key:
+        paths.upload_missing(local, shared, prepared.INDEX)
     return prepared.open_folder(local, stored, job.sources.all, job.rules.context_length)
 
 

@@ -251,7 +251,9 @@ def read(folder: Path, with_shards: bool = True) -> Stored:
 
 def read_from_store(shared: str, local: Path) -> Stored | None:
     """Copies the small files of a prepared folder from a store to `local` and reads them; None if
-    the store has no such folder."""
+    the store has no such folder, even if `local` has been copied from one."""
+    if not paths.File(f"{shared}/{INDEX}").exists():
+        return None
     without_shards = partial(is_whole, with_shards=False)
     if not without_shards(local):
         paths.download(shared, local, INDEX, without_shards, left_out=SHARD)

@@ -14,11 +14,26 @@ from data.errors import UserError
 from data.folders import is_unfinished
 from data.paths import File, expanded, is_remote, open_file_system
 from data.printable import printable
-from data.untrusted_files import MAX_JSON_BYTES, check_within, file_within, parse_json
+from data.untrusted_files import (
+    MAX_JSON_BYTES,
+    check_within,
+    file_within,
+    parse_json,
+    refuse_pointer,
+)
 
 # Caches that the library datasets keeps in a data folder, such as a filtered copy of the data.
 _CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(?:_\d+_of_\d+)?\.arrow")
 _STATE = "state.json"  # of a folder by save_to_disk; lists its shards
+# Warnings about a Hugging Face data set.
+NOT_LISTED = (
+    "read from the cache, which may lack some of its files: the hub's list of them is not there; a "
+    "start with access to the hub gets it, and the files"
+)
+PARTIAL = (
+    "the hub's conversion has only a part of this data set (in folders `partial-...`); its own "
+    "files would be the whole"
+)
 # Usual companions of data, which nobody expects to be read.
 _ABOUT_DATA = re.compile(
     r"(?:readme|licen[cs]e|copying|notice|changelog|citation|_success)(?:\.\w+)?", re.IGNORECASE
@@ -33,8 +48,8 @@ class SourceFiles(NamedTuple):
     unread: Sequence[str] = ()
     """Files that are passed over and may hold records, sorted, as their names below the folder.
 
-    These have another suffix, or one of these and a hidden name. Files about the data, such as
-    README, and others in the cache of a Hugging Face data set are not among them.
+    These have another suffix, or one of these and a hidden name; of a Hugging Face data set those
+    that its repository has besides. Files about the data, such as README, are not among them.
     """
     where: str = "in this folder"
     """Which files were looked at, for a message that none can be read."""
@@ -72,7 +87,8 @@ def find(
     None is hidden, from a folder in `left_out`, or a folder of prepared data or a run.
 
     Raises:
-      UserError: there are several configurations and no default one, or a pattern in another part.
+      UserError: there are several configurations and no default one, a pattern in another part, or
+        a file that Git LFS has not fetched.
     """
     hub.refuse_page(path)
     of_hub = hub.is_hub_dataset(path)
@@ -80,6 +96,8 @@ def find(
     with open_file_system(local) as (file_system, inner_path):
         tree = _tree(file_system, local, inner_path)
         if tree is None:
+            if not is_remote(local):
+                refuse_pointer(inner_path)
             return SourceFiles([File(str(local))])
         if hub.is_converted(path):
             listed = cards.of_folders({tree.below(name).rpartition("/")[0] for name in tree.names})
@@ -92,9 +110,14 @@ def find(
             note = cards.note(str(path), alone, listed, [*map(tree.below, names)])
             notes = [note] if note else []
             names = [name for name in names if alone.has(tree.below(name))]
+        if of_hub:
+            others, warnings = _others_on_hub(str(path), Path(local), tree, names)
+            notes += warnings
+            unread = [] if alone else others
         if not is_remote(local):
             for name in names:
                 check_within(tree.folder, name)
+                refuse_pointer(name)
         if left_over := _left_over(file_system, names):
             notes.append(_earlier_shards([*map(tree.below, left_over)]))
             names = sorted({*names} - {*left_over})
@@ -161,6 +184,35 @@ def _downloaded(
         cards.read_alone(path, hub.converted_configurations(path, suffixes))
     alone = cards.read_alone(path, listed or [])
     return hub.local_path(path, suffixes, alone.patterns if alone else ()), listed
+
+
+def _others_on_hub(
+    path: str, local: Path, tree: _Tree, names: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Returns the files that may hold records and that a Hugging Face data set has besides those to
+    read, whether they are in the cache or not, and warnings about what may be missing.
+
+    Args:
+      path: of the data set, or of a part of it.
+      local: its path in the cache.
+      tree: its files in the cache.
+      names: those to read.
+    """
+    listed, read, start = hub.listed_files(path, local), {*names}, f"{tree.folder.rstrip('/')}/"
+    others = [
+        name
+        for name in sorted(listed or ())
+        if name.startswith(start)
+        and (not tree.is_pattern or fnmatchcase(tree.below(name).split("/")[0], local.name))
+        and name not in read
+        and not any(part.startswith(".") for part in tree.below(name).split("/"))
+        and PurePosixPath(name).name not in hub.NOT_RECORDS
+        and not _ABOUT_DATA.fullmatch(PurePosixPath(name).name)
+    ]
+    is_partial = hub.is_of_conversion(path) and any(
+        "/partial-" in f"/{tree.below(name)}" for name in names
+    )
+    return others, [NOT_LISTED] * (listed is None) + [PARTIAL] * is_partial
 
 
 def _tree(
@@ -231,7 +283,7 @@ def _sorted_out(tree: _Tree, suffixes: Sequence[str], of_hub: bool) -> tuple[lis
                 unread.append(name)
             else:
                 names.append(name)
-        elif not is_hidden and not of_hub and _may_hold_records(name, suffixes):
+        elif not is_hidden and _may_hold_records(name, suffixes):
             unread.append(name)
     return names, unread
 

@@ -1,6 +1,7 @@
 """Files that somebody else may have made: read only if they are plain files inside the folder the
 user named."""
 
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,8 @@ MAX_JSON_BYTES = 256 << 20
 MAX_JSON_DEPTH = 100  # of files that are written again, and read by other programs
 # A snapshot in the Hugging Face cache; its files are links to the repository's blobs.
 _SNAPSHOT = re.compile(r"(?P<repository>.*/(?:models|datasets)--[^/]+)/snapshots/[^/]+(?:/.*)?")
+# What Git LFS leaves in a clone instead of a file, and the most bytes it has.
+_POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 
 
 def file_within(folder: str | Path, name: str) -> Path | None:
@@ -25,13 +28,31 @@ def file_within(folder: str | Path, name: str) -> Path | None:
     checkpoint, an export and the hub.
 
     Raises:
-      UserError: as `check_within`.
+      UserError: as `check_within` and `refuse_pointer`.
     """
     path = Path(folder) / name
     if not os.path.lexists(path):
         return None
     check_within(folder, path)
-    return path if path.is_file() else None
+    if not path.is_file():
+        return None
+    refuse_pointer(path)
+    return path
+
+
+def refuse_pointer(path: str | Path) -> None:
+    """Raises UserError for a file that Git LFS has not fetched, of which a clone has a few lines of
+    text instead; not for a missing file."""
+    with contextlib.suppress(OSError):  # whoever reads it reports it
+        status = os.stat(path)
+        is_small = stat.S_ISREG(status.st_mode) and status.st_size <= _POINTER_BYTES
+        if is_small and read_bytes(path).startswith(_POINTER):
+            raise UserError(
+                printable(
+                    f"{path}: only Git LFS's pointer to the file; `git lfs pull` in the clone, or "
+                    "`hf download`, gets the file itself"
+                )
+            )
 
 
 def check_within(folder: str | Path, path: str | Path) -> None:

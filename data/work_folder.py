@@ -10,7 +10,7 @@ from typing import Any
 
 from data import paths
 from data.errors import UserError
-from data.folders import storage_error
+from data.folders import named_errors, storage_error
 
 
 @contextlib.contextmanager
@@ -42,8 +42,8 @@ def worker_scratch(what: str) -> Iterator[Path]:
 def write_bytes(path: str, content: bytes) -> None:
     """Writes a file, which appears complete."""
     with tempfile.NamedTemporaryFile() as file:
-        file.write(content)
-        file.flush()
+        with named_errors(Path(tempfile.gettempdir())):
+            Path(file.name).write_bytes(content)
         paths.put_file(Path(file.name), path)
 
 

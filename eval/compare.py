@@ -20,7 +20,7 @@ import numpy as np
 
 from data import printable
 from data.errors import UserError
-from data.outputs import output_file
+from data.outputs import output_file, write_text
 from data.untrusted_files import parse_json, read_text
 from eval.scoring import paired_interval
 from trainer import entry
@@ -203,7 +203,7 @@ def compare(args: Options) -> None:
             "after": str(args.after),
             "differences": list(map(dataclasses.asdict, rows)),
         }
-        output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_text(output, json.dumps(content, indent=2) + "\n")
         print(f"wrote {output}")
 
 
@@ -220,7 +220,7 @@ class Options:
     output: Path | None = option("also write the table to this file, as JSON", None, metavar="FILE")
 
 
-main = command(Options, compare, output="output")
+main = command(Options, compare)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data.conversation import Message
 from data.errors import UserError, first_line
-from data.outputs import output_files
+from data.outputs import output_files, write_texts
 from data.printable import printable
 from data.templates import Unfinished, unfinished
 from eval import runner
@@ -586,14 +586,17 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
         "interval": "95%: normal, of lm-eval's standard error; null where it has none",
         "results": rows,
     }
-    (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     theirs = {
         name: results[name]
         for name in ("results", "versions", "n-shot", "n-samples", "configs")
         if name in results
     }
-    (folder / "lm_eval.json").write_text(
-        json.dumps(theirs, indent=2, default=str) + "\n", encoding="utf-8"
+    write_texts(
+        folder,
+        {
+            "lm_eval.json": json.dumps(theirs, indent=2, default=str) + "\n",
+            "results.json": json.dumps(content, indent=2) + "\n",
+        },
     )
     for row in rows:
         interval = "" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}, "

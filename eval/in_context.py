@@ -23,7 +23,7 @@ from jaxtyping import Float, Float32
 
 from data import printable
 from data.errors import UserError
-from data.outputs import PICTURE, PICTURE_METADATA, output_files
+from data.outputs import PICTURE, PICTURE_METADATA, output_files, write_text
 from data.progress import ProgressBar
 from data.trajectories.options import TrajectoryConfig
 from data.trajectories.rows import ACTION, RETURN_TO_GO, REWARD, STATE, Scales
@@ -380,7 +380,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 def write(results: dict[str, Any], folder: Path) -> None:
     """Writes results.json and the plot, and prints a table."""
-    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / "results.json", json.dumps(results, indent=2) + "\n")
     plot(results, folder / "in_context.png")
     returns = np.array(results["returns"])
     seeds, episodes = returns.shape

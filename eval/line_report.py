@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from data import printable
 from data.errors import UserError
-from data.outputs import PICTURE_METADATA
+from data.outputs import PICTURE_METADATA, write_texts
 from data.untrusted_files import read_json
 from eval import pictures
 from eval.scoring import Outcome, Score, group_of, score, wilson
@@ -70,12 +70,13 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     scores = score(outcomes)
     depths = by_depth(outcomes)
-    (folder / "results.json").write_text(
-        json.dumps(as_json(scores, about, depths), indent=2) + "\n", encoding="utf-8"
+    write_texts(
+        folder,
+        {
+            "cases.jsonl": "".join(json.dumps(_outcome_json(each)) + "\n" for each in outcomes),
+            "results.json": json.dumps(as_json(scores, about, depths), indent=2) + "\n",
+        },
     )
-    with open(folder / "cases.jsonl", "w", encoding="utf-8") as file:
-        for outcome in outcomes:
-            file.write(json.dumps(_outcome_json(outcome)) + "\n")
     title = str(about.get("checkpoint", ""))
     plot(
         {title: scores, **(others or {})} if others else scores,

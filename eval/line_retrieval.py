@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,7 +112,7 @@ def _source_names(paths: Sequence[str]) -> dict[str, str]:
     Raises:
         UserError: two paths are the same file.
     """
-    check_each_once("--cases", [str(Path(path).resolve()) for path in paths])
+    check_each_once("--cases", list(map(os.path.realpath, paths)))
     names = {path: Path(path).name for path in paths}
     repeated = [path for path in paths if list(names.values()).count(names[path]) > 1]
     return names | pictures.short_names(repeated)

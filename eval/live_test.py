@@ -26,7 +26,7 @@ class LiveTest(abc.ABC):
     count: int = 20
     """Cases of each task and length."""
     rows: int = 0
-    """Prompts answered together; 0 means mesh.data * mesh.fsdp."""
+    """Prompts answered together; 0: one for each shard of the batch."""
     chunk: Tokens = 4096
     """Prompt tokens computed at a time."""
     name: str = ""

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from data.errors import UserError
-from data.outputs import output_file
+from data.outputs import output_file, write_text
 from eval.compare import Difference, Group, differences
 from eval.compare import scores_of as case_scores
 from eval.page import STYLE, chart, table, text
@@ -453,7 +453,7 @@ def write(args: argparse.Namespace) -> None:
             "report tells runs apart; a link with another name would work"
         )
     path = output_file(args.output, GENERATOR.encode())
-    path.write_text(page(runs), encoding="utf-8")
+    write_text(path, page(runs))
     print(f"wrote {path}")
 
 

@@ -155,7 +155,9 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     found = {root: _result_files(root) for root in (*evaluations, folder)}
     # By the resolved path, since --evaluations may name folders of the run.
     files = sorted(
-        {path.resolve(): (path, root) for root, paths in found.items() for path in paths}.values()
+        {
+            os.path.realpath(path): (path, root) for root, paths in found.items() for path in paths
+        }.values()
     )
     results = [
         evaluation

@@ -274,11 +274,17 @@ def run(
         "interval": "95%: Wilson, of the mean score",
         "results": [dataclasses.asdict(result) for result in results],
     }
-    (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    with open(folder / "cases.jsonl", "w", encoding="utf-8") as file:
-        for case, answer, scored_answer in zip(cases, answers, scored, strict=True):
-            row = _case_row(case, answer, score_of(case, scored_answer))
-            file.write(json.dumps(row) + "\n")
+    rows = [
+        _case_row(case, answer, score_of(case, scored_answer))
+        for case, answer, scored_answer in zip(cases, answers, scored, strict=True)
+    ]
+    outputs.write_texts(
+        folder,
+        {
+            "cases.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+            "results.json": json.dumps(content, indent=2) + "\n",
+        },
+    )
     pictures.scores(results, str(opened.about.get("checkpoint", ""))).savefig(
         folder / f"{name}.png", dpi=120, metadata=outputs.PICTURE_METADATA
     )

@@ -177,6 +177,11 @@ class AdapterConfig:
                 )
         return named
 
+    def of_attention(self) -> AdapterConfig | None:
+        """Returns the adapters of attention's projections alone; None if these have none."""
+        targets = tuple(name for name in self.projections if name in ATTENTION)
+        return dataclasses.replace(self, targets=targets) if targets else None
+
     def check_sizes(self, sizes: Mapping[str, tuple[int, int]]) -> None:
         """Checks the rank.
 

@@ -8,6 +8,7 @@ model's own schedule and kernel.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .attention import TokenCoords
 from .attention.schedules import in_any_layout
 from .dropout import TokenInfo
+from .frozen import Weight
 from .layer import Heads, ShardedLayer
 from .transformer import EVERY_TOKEN, Batch, Transformer
 from .weight_gathering import Shards
@@ -53,14 +55,9 @@ def attention_mass(
     def local(params: Shards, batch: Batch) -> Float[Array, "N G"]:
         group, query_mask = batch["group"], batch["query_mask"]
         coords, info = model.local_coords(batch), TokenInfo(batch["positions"])
-        layers = model.layers(info.positions.shape[1] * model.mesh.shape["sequence"])
-        x, shards = model.local_embed(params, batch), model.weights.of_layers(params)
-        shares = []
-        for number in range(model.config.num_hidden_layers):
-            layer = layers[number % len(layers)]
-            weights = model.weights.gather_layer(
-                {name: array[number] for name, array in shards.items()}
-            )
+        length = info.positions.shape[1] * model.mesh.shape["sequence"]
+        x, shares = model.local_embed(params, batch), []
+        for layer, weights in _each_layer(model, params, length):
             q, k, v = layer.project(weights, x, info)
             share = _shares(layer, weights, q, k, coords, group, groups)
             shares.append(jnp.einsum("btg,bt->g", share, query_mask.astype(jnp.float32)))
@@ -71,6 +68,18 @@ def attention_mass(
 
     every = {**batch, "group": group, "query_mask": query_mask}
     return jax.jit(model.sharded(local, PartitionSpec()))(params, every)
+
+
+def _each_layer(
+    model: Transformer, params: Shards, length: int
+) -> Iterator[tuple[ShardedLayer, dict[str, Weight]]]:
+    """Yields every layer with its whole weights, for whole rows of `length` tokens."""
+    for stack in model.config.stacks:
+        gatherer, layers = model.weights_of(stack), model.layers(stack, length)
+        shards = gatherer.of_layers(params)
+        for number in range(stack.layers):
+            own: Shards = {name: array[number] for name, array in shards.items()}
+            yield layers[number % len(layers)], gatherer.gather_layer(own)
 
 
 def _shares(

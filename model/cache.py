@@ -372,14 +372,14 @@ class CachedModel:
         coords = TokenCoords(index, segment_ids, jnp.zeros_like(index))
         # The same length for all tokens, so that cached keys stay valid under the RoPE rules
         # `dynamic` and `longrope`.
-        layers, info = model.layers(self.capacity), TokenInfo(index)
+        info = TokenInfo(index)
 
         # The cache is in the carry, where it is updated in place; restacked, it would be in memory
         # twice.
-        def run_layer(layer, carry, of_layer):
+        def run_layer(gatherer, layer, carry, of_layer):
             x, k, v = carry
             shards, number = of_layer
-            weights = model.weights.gather_layer(shards)
+            weights = gatherer.gather_layer(shards)
             q, new_k, new_v = layer.project(weights, x, info)
             k, v = (write_heads(old, new, number) for old, new in ((k, new_k), (v, new_v)))
             attended = attend(
@@ -391,11 +391,15 @@ class CachedModel:
             attended = with_sinks(attended, layer.sinks(weights)).out.astype(x.dtype)
             return (layer.finish(weights, x, attended, info).hidden, k, v), None
 
-        (x, k, v), _ = scan_periods(
-            [functools.partial(run_layer, layer) for layer in layers],
-            (model.local_embed(params, batch), cache.k, cache.v),
-            (model.weights.of_layers(params), jnp.arange(model.config.num_hidden_layers)),
-        )
+        x, k, v = model.local_embed(params, batch), cache.k, cache.v
+        for stack in model.config.stacks:
+            gatherer, layers = model.weights_of(stack), model.layers(stack, self.capacity)
+            numbers = jnp.arange(stack.first, stack.first + stack.layers)
+            (x, k, v), _ = scan_periods(
+                [functools.partial(run_layer, gatherer, layer) for layer in layers],
+                (x, k, v),
+                (gatherer.of_layers(params), numbers),
+            )
         return Cache(k, v, slots.index, slots.segment_ids), x
 
     def _writers(

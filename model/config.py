@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from .rope_config import RopeConfig
 POSITIONS = ("rope_theta", "rope_scaling", "max_position_embeddings")
 ROUTER_LOSSES = ("output_router_logits", "router_aux_loss_coef", "router_z_loss_coef")
 ADJUSTABLE = (*POSITIONS, *ROUTER_LOSSES)
+# The prefix of the layers' stacked parameters in the flat dictionary.
+LAYERS = "layers."
 
 
 class LayerKind(NamedTuple):
@@ -28,6 +31,26 @@ class LayerKind(NamedTuple):
 
     rope: RopeConfig | None
     window: int | None
+
+
+class LayerStack(NamedTuple):
+    """Consecutive layers with the same parameters, which are stacked.
+
+    Attributes:
+      prefix: of their parameters' names: LAYERS, and in a model with several stacks the numbers of
+        the first and the last layer.
+      first: the number of the first layer.
+      config: a model of these layers alone.
+    """
+
+    prefix: str
+    first: int
+    config: TransformerConfig
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return self.config.num_hidden_layers
 
 
 @dataclass(frozen=True)
@@ -74,6 +97,8 @@ class TransformerConfig:
       attention_sinks: whether each head has a learned score that joins the softmax's denominator.
       num_experts: feed-forwards per layer, of which a router sends each token to
         num_experts_per_tok; 0 for one feed-forward and no router.
+      mlp_only_layers: the numbers of the layers of a mixture that have one feed-forward, of
+        intermediate_size, and no router.
       moe_intermediate_size: the experts' width; None for intermediate_size.
       expert_bias: whether the experts' projections and the router have biases.
       router_scores: how a router scores its logits: "softmax" over the experts, or an elementwise
@@ -132,6 +157,7 @@ class TransformerConfig:
     attention_sinks: bool = False
     num_experts: int = 0
     num_experts_per_tok: int | None = None
+    mlp_only_layers: tuple[int, ...] = ()
     moe_intermediate_size: int | None = None
     expert_bias: bool = False
     router_scores: str = "softmax"
@@ -146,7 +172,7 @@ class TransformerConfig:
     adapter: AdapterConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("eos_token_id", "layer_types", "no_rope_layers"):
+        for name in ("eos_token_id", "layer_types", "no_rope_layers", "mlp_only_layers"):
             if isinstance(getattr(self, name), list):  # lists are not hashable
                 self._set(name, tuple(getattr(self, name)))
         if self.output_bias is None:
@@ -199,6 +225,40 @@ class TransformerConfig:
             else (self.hidden_size, width)
         )
 
+    @functools.cached_property
+    def stacks(self) -> tuple[LayerStack, ...]:
+        """The runs of consecutive layers with the same parameters, in order: one, unless some
+        layers of a mixture have no experts."""
+        if not self.mlp_only_layers:
+            return (LayerStack(LAYERS, 0, self),)
+        numbers = range(self.num_hidden_layers)
+        runs = itertools.groupby(numbers, lambda i: i in self.mlp_only_layers)
+        return tuple(self._stack(list(run), is_dense) for is_dense, run in runs)
+
+    def _stack(self, numbers: list[int], is_dense: bool) -> LayerStack:
+        """One of several stacks, the layers of these numbers."""
+        first, last = numbers[0], numbers[-1]
+        changes: dict[str, Any] = {"num_hidden_layers": len(numbers), "mlp_only_layers": ()}
+        for name in ("layer_types", "no_rope_layers"):
+            if (of_layers := getattr(self, name)) is not None:
+                changes[name] = of_layers[first : last + 1]
+        if is_dense:
+            changes |= {
+                "num_experts": 0,
+                "num_experts_per_tok": None,
+                "moe_intermediate_size": None,
+                "shared_expert_intermediate_size": 0,
+                # In a mixture, PEFT's gate_proj, up_proj and down_proj are the experts'.
+                "adapter": self.adapter and self.adapter.of_attention(),
+            }
+        config = dataclasses.replace(self, **changes)
+        return LayerStack(f"{LAYERS}{first}-{last}.", first, config)
+
+    @property
+    def expert_layers(self) -> int:
+        """The number of layers with experts."""
+        return sum(stack.layers for stack in self.stacks if stack.config.num_experts)
+
     @property
     def expert_width(self) -> int:
         """The width of a feed-forward; in a mixture of experts, of one expert."""
@@ -209,6 +269,12 @@ class TransformerConfig:
         """The total width of the feed-forwards that a token goes to."""
         routed = (self.num_experts_per_tok or 1) * self.expert_width
         return routed + self.shared_expert_intermediate_size
+
+    @property
+    def feed_forward_widths(self) -> tuple[int, ...]:
+        """The widths of all kinds of feed-forwards in the model."""
+        widths = [stack.config.expert_width for stack in self.stacks]
+        return tuple(dict.fromkeys(filter(None, (*widths, self.shared_expert_intermediate_size))))
 
     @property
     def router_aux_loss(self) -> float:

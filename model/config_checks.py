@@ -68,11 +68,14 @@ def require_fitting_adapter(config: TransformerConfig) -> None:
         if config.num_experts:  # one tensor in transformers
             together.append(FEED_FORWARD[:2])
         config.adapter.check_targets(config.family, together)
+        dense = {"intermediate_size": config.intermediate_size} if config.mlp_only_layers else {}
+        width = "moe_intermediate_size" if config.moe_intermediate_size else "intermediate_size"
         config.adapter.check_blocks(
             {
                 "hidden_size": config.hidden_size,
                 "head_dim": config.head_dim,
-                "intermediate_size": config.expert_width,
+                **dense,
+                width: config.expert_width,
                 "shared_expert_intermediate_size": config.shared_expert_intermediate_size,
             }
         )
@@ -151,6 +154,7 @@ def _require_experts(config: TransformerConfig) -> None:
     require_int(
         "shared_expert_intermediate_size", config.shared_expert_intermediate_size, at_least=0
     )
+    _require_dense_layers(config)
     if not config.num_experts:
         return
     if config.moe_intermediate_size is not None:
@@ -161,6 +165,22 @@ def _require_experts(config: TransformerConfig) -> None:
         raise ValueError(
             f"num_experts_per_tok: found {config.num_experts_per_tok}; the model has "
             f"{config.num_experts} experts, so at most {config.num_experts} would work"
+        )
+
+
+def _require_dense_layers(config: TransformerConfig) -> None:
+    """Raises ValueError unless the layers without experts are some of a mixture's layers."""
+    layers, dense = config.num_hidden_layers, config.mlp_only_layers
+    for number in dense:
+        if not is_int(number) or not 0 <= number < layers:
+            raise ValueError(
+                f"mlp_only_layers: found {number!r}; num_hidden_layers {layers} needs numbers from "
+                f"0 to {layers - 1}"
+            )
+    if dense and (not config.num_experts or len({*dense}) == layers):
+        raise ValueError(
+            f"mlp_only_layers: found {len({*dense})} of {layers} layers, and num_experts "
+            f"{config.num_experts}; a mixture needs experts, in at least one layer"
         )
 
 

@@ -43,6 +43,13 @@ class TokenInfo(NamedTuple):
         """The same without positions, for the part after attention."""
         return self._replace(positions=None)  # type: ignore[arg-type]
 
+    def from_layer(self, first: int) -> TokenInfo:
+        """Returns the same for a stack of layers whose first has this number: within it, `of_layer`
+        counts from 0."""
+        if self.dropout is None or not first:
+            return self
+        return self._replace(dropout=self.dropout + jnp.uint32(first * _WEYL % 2**32))
+
     def of_layer(self, layer: Any) -> TokenInfo:
         """Returns the same within the layer of this number."""
         return self if self.dropout is None else self._replace(dropout=_mix(self.dropout, layer))

@@ -64,8 +64,12 @@ def route(
         experts = lax.top_k(corrected, config.num_experts_per_tok)[1]
         weights = jnp.take_along_axis(scores, experts, -1)
     if config.norm_topk_prob:
-        # Sigmoids may all be 0.
-        weights /= weights.sum(-1, keepdims=True) + (1e-20 if correction is not None else 0)
+        total = weights.sum(-1, keepdims=True)
+        if correction is not None and config.router_scores == "softmax":
+            total = jnp.maximum(total, 1e-12)  # corrections may choose experts of no probability
+        else:  # sigmoids may all be 0
+            total = total + (1e-20 if correction is not None else 0)
+        weights /= total
     return Routes(experts, config.routed_scaling_factor * weights)
 
 
@@ -364,7 +368,7 @@ class RouterTotals(NamedTuple):
     """Totals of a whole batch for its router losses.
 
     Attributes:
-      tokens: the tokens that each expert of each layer got, without gradient.
+      tokens: the tokens that each expert of each layer with experts got, without gradient.
       real: the number of non-padding tokens.
       weight: the sum of the tokens' loss weights.
     """
@@ -385,9 +389,9 @@ def router_losses(
     over tokens and layers.
 
     Args:
-      sums: of all layers, stacked [N, ...], as in `router_sums`.
+      sums: of all layers with experts, stacked [N, ...], as in `router_sums`.
     """
-    routed = jnp.maximum(totals.real * config.num_hidden_layers, 1)
+    routed = jnp.maximum(totals.real * config.expert_layers, 1)
     scale, losses = totals.weight / routed, {}
     if config.router_aux_loss:
         shares = lax.stop_gradient(totals.tokens.sum(0)) / routed
@@ -421,7 +425,7 @@ def router_measures(
     }
     measures |= {"router/load_max": loads.max(), "router/load_min": loads.min()}
     measures = {name: part.weight * load for name, load in measures.items()}
-    of_token = whole.weight / jnp.maximum(whole.real * config.num_hidden_layers, 1)
+    of_token = whole.weight / jnp.maximum(whole.real * config.expert_layers, 1)
     measures["router/entropy"] = of_token * entropy
     # Counts are exact in float32, and their sums over experts in int32.
     got = part.tokens.astype(jnp.int32).sum(-1)

@@ -23,7 +23,7 @@ from .config import TransformerConfig
 from .families import FAMILIES
 from .families.family import WITH_EXPERTS
 from .frozen import FrozenWeight, Plain
-from .parameter_declarations import declare
+from .parameter_declarations import declare, without_stack
 from .sharding import HIDDEN, Sharding, TensorParallel
 
 # The logical axes that may be padded.
@@ -139,6 +139,7 @@ def logical_axes(name: str) -> tuple[str, ...]:
     optimizer's state. () for anything else."""
     # The layers' norms end in `norm.weight`, as does the path of the last norm: the longest name
     # wins.
+    name = without_stack(name)
     declared = max(
         (known for known in _declared_axes() if name.endswith(known)), key=len, default=None
     )

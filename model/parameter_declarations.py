@@ -2,27 +2,28 @@
 weights.
 
 Everything outside `model.modules` sees one flat dictionary of arrays: "embed_tokens.weight",
-"layers.self_attn.q_proj.weight", ...
+"layers.self_attn.q_proj.weight", ... If the layers are several stacks (`TransformerConfig.stacks`),
+the names have the numbers of a stack's first and last layer: "layers.0-2.mlp.up_proj.weight".
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from flax import nnx
 
-from .config import TransformerConfig
+from .config import LAYERS, TransformerConfig
 from .frozen import Weight, array
 from .modules import LAYER_MODULES, DecoderLayer, TokenEmbedAndHead
 from .quantized_weights import declare_parts, is_quantized
 from .sharding import Parameter
 
 T = TypeVar("T")
-# The prefix of the layers' stacked parameters in the flat dictionary.
-LAYERS = "layers."
+_STACK = re.compile(r"\blayers\.(\d+)-\d+\.")
 # Makes the module of parameters before and after the layers, from the model's sizes and `rngs`.
 EmbedAndHeadFactory = Callable[..., nnx.Module]
 
@@ -30,6 +31,17 @@ EmbedAndHeadFactory = Callable[..., nnx.Module]
 def flat(state: nnx.State) -> dict[str, Any]:
     """Returns the leaves of a state of Flax NNX by their dotted names."""
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+
+
+def without_stack(name: str) -> str:
+    """Returns a parameter's name without the numbers of its stack, if it has any."""
+    return _STACK.sub(LAYERS, name)
+
+
+def first_layer(name: str) -> int:
+    """Returns the number of the first of the layers whose parameters this one stacks."""
+    found = _STACK.match(name)
+    return int(found[1]) if found else 0
 
 
 @functools.cache
@@ -58,14 +70,14 @@ def _declared(state: Any, hf_prefix: str) -> dict[str, Parameter]:
 
 
 def declare_layer(config: TransformerConfig) -> dict[str, Parameter]:
-    """Returns one layer's parameters, named as within the layer."""
+    """Returns the parameters of one layer of a stack, named as within the layer."""
     return _declared(_layer_module(config)[1], "model.layers.{i}.")
 
 
 def declare(
     config: TransformerConfig, embed_and_head: EmbedAndHeadFactory = TokenEmbedAndHead
 ) -> dict[str, Parameter]:
-    """Returns every parameter, by name; those of the layers are stacked on a leading axis.
+    """Returns every parameter, by name; those of a stack of layers have a leading axis.
 
     Args:
       embed_and_head: makes the module of the parameters before and after the layers.
@@ -73,12 +85,13 @@ def declare(
     parameters = _declared(
         nnx.state(nnx.eval_shape(lambda: embed_and_head(config, rngs=nnx.Rngs(0)))), "model."
     )
-    for name, parameter in declare_layer(config).items():
-        parameters[LAYERS + name] = dataclasses.replace(
-            parameter,
-            shape=(config.num_hidden_layers, *parameter.shape),
-            axes=("layers", *parameter.axes),
-        )
+    for stack in config.stacks:
+        for name, parameter in declare_layer(stack.config).items():
+            parameters[stack.prefix + name] = dataclasses.replace(
+                parameter,
+                shape=(stack.layers, *parameter.shape),
+                axes=("layers", *parameter.axes),
+            )
     if config.adapter is not None:
         parameters = {
             name: dataclasses.replace(
@@ -99,7 +112,11 @@ def declare(
 def in_order(config: TransformerConfig) -> dict[str, Parameter]:
     """Returns every parameter of a language model, in order of use."""
     declared = declare(config)
-    layers = [LAYERS + name for name in _made_order(LAYER_MODULES[config.norms], config)]
+    layers = [
+        stack.prefix + name
+        for stack in config.stacks
+        for name in _made_order(LAYER_MODULES[config.norms], stack.config)
+    ]
     table, *others = _made_order(TokenEmbedAndHead, config)
     return {name: declared[name] for name in (table, *layers, *others)}
 

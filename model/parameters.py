@@ -17,11 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from .adapter import MAGNITUDE
-from .config import TransformerConfig
+from .config import LayerStack, TransformerConfig
 from .modules import LAYER_MODULES
 from .padding import pad, sizes_in_memory, whole_heads
 from .parameter_declarations import (
-    LAYERS,
     EmbedAndHeadFactory,
     bind,
     declare,
@@ -39,7 +38,7 @@ from .sharding import (
     storage_spec,
     without_storage,
 )
-from .weight_gathering import WeightGatherer
+from .weight_gathering import Shards, WeightGatherer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +119,10 @@ class ModelParameters(abc.ABC):
         }
         return WeightGatherer(self.config, self.parallel, self.parameters, specs, self.dtype)
 
+    def weights_of(self, stack: LayerStack) -> WeightGatherer:
+        """Returns how a stack's shards become whole weights."""
+        return dataclasses.replace(self.weights, config=stack.config, prefix=stack.prefix)
+
     def quantized(self, stored: Mapping[str, Any]) -> dict[str, Shaped[Array, ...]]:
         """Returns the codes of the weights `quantized_names`, if any, on their devices.
 
@@ -129,8 +132,9 @@ class ModelParameters(abc.ABC):
         if self.config.adapter is None or self.config.adapter.quantize == "none":
             return {}
         own = {
-            LAYERS + name: (self.config.num_hidden_layers, *parameter.shape)
-            for name, parameter in declare_layer(self.config).items()
+            stack.prefix + name: (stack.layers, *parameter.shape)
+            for stack in self.config.stacks
+            for name, parameter in declare_layer(stack.config).items()
         }
         return quantized(
             stored,
@@ -208,21 +212,8 @@ class ModelParameters(abc.ABC):
         specs = {name: without_storage(self.specs[name]) for name in names}
 
         def local(shards):
-            def of_layer(layer_shards):
-                layer = bind(self.config, self.weights.gather_layer(layer_shards))
-                return [
-                    whole_heads(
-                        module_of(layer, name.removeprefix(LAYERS)).norms(
-                            self.parallel, self.dtype
-                        ),
-                        self.parameters[name].axes[1:],
-                        self.parallel,
-                    )
-                    for name in names
-                ]
-
-            stacked = {name.removeprefix(LAYERS): x for name, x in shards.items()}
-            return dict(zip(names, lax.map(of_layer, stacked), strict=True))
+            by_stack = (self._local_norms(stack, names, shards) for stack in self.config.stacks)
+            return {name: x for norms in by_stack for name, x in norms.items()}
 
         def padded(shards):
             norms = jax.shard_map(
@@ -237,6 +228,33 @@ class ModelParameters(abc.ABC):
         shardings = {name: self.shardings[name] for name in names}
         return jax.jit(padded, out_shardings=shardings)({name: params[name] for name in taken})
 
+    def _local_norms(
+        self, stack: LayerStack, names: list[str], shards: Shards
+    ) -> dict[str, jax.Array]:
+        """A stack's DoRA magnitudes, of those of these names, from a device's shards."""
+        weights = self.weights_of(stack)
+        names = [name for name in names if name.startswith(stack.prefix)]
+
+        def of_layer(layer_shards):
+            layer = bind(stack.config, weights.gather_layer(layer_shards))
+            return [
+                whole_heads(
+                    module_of(layer, name.removeprefix(stack.prefix)).norms(
+                        self.parallel, self.dtype
+                    ),
+                    self.parameters[name].axes[1:],
+                    self.parallel,
+                )
+                for name in names
+            ]
+
+        of_stack = {
+            name.removeprefix(stack.prefix): x
+            for name, x in shards.items()
+            if name.startswith(stack.prefix)
+        }
+        return dict(zip(names, lax.map(of_layer, of_stack), strict=True))
+
 
 def draw(
     config: TransformerConfig, key: jax.Array, embed_and_head: EmbedAndHeadFactory
@@ -245,11 +263,15 @@ def draw(
     adapters from `draw_adapters`. To be jitted with output shardings."""
     outer_key, layers_key = jax.random.split(key)
 
-    def init_layer(key):
-        layer = nnx.state(LAYER_MODULES[config.norms](config, rngs=nnx.Rngs(key)))
-        return {LAYERS + name: leaf[...] for name, leaf in flat(layer).items()}
+    def init_layer(stack, key):
+        layer = nnx.state(LAYER_MODULES[config.norms](stack.config, rngs=nnx.Rngs(key)))
+        return {stack.prefix + name: leaf[...] for name, leaf in flat(layer).items()}
 
-    layers = jax.vmap(init_layer)(jax.random.split(layers_key, config.num_hidden_layers))
+    keys = jax.random.split(layers_key, config.num_hidden_layers)
+    layers: dict[str, Float[Array, ...]] = {}
+    for stack in config.stacks:
+        keys_of_stack = keys[stack.first : stack.first + stack.layers]
+        layers |= jax.vmap(functools.partial(init_layer, stack))(keys_of_stack)
     outside = {
         name: leaf[...]
         for name, leaf in flat(nnx.state(embed_and_head(config, rngs=nnx.Rngs(outer_key)))).items()
@@ -262,13 +284,14 @@ def draw_adapters(config: TransformerConfig, key: jax.Array) -> dict[str, Float[
     too, B zero; DoRA's magnitudes follow from the weights (`ModelParameters.init_magnitudes`). To
     be jitted with output shardings."""
     adapters = {
-        LAYERS + name: parameter
-        for name, parameter in declare_layer(config).items()
+        stack.prefix + name: (stack.layers, parameter)
+        for stack in config.stacks
+        for name, parameter in declare_layer(stack.config).items()
         if name.endswith((".lora_A", ".lora_B"))
     }
 
-    def drawn(i, name, parameter):
-        shape = (config.num_hidden_layers, *parameter.shape)
+    def drawn(i, name, layers, parameter):
+        shape = (layers, *parameter.shape)
         if name.endswith("lora_B"):
             return jnp.zeros(shape, jnp.float32)
         inputs = [
@@ -279,4 +302,4 @@ def draw_adapters(config: TransformerConfig, key: jax.Array) -> dict[str, Float[
         bound = math.prod(inputs) ** -0.5
         return jax.random.uniform(jax.random.fold_in(key, i), shape, jnp.float32, -bound, bound)
 
-    return {name: drawn(i, name, adapters[name]) for i, name in enumerate(sorted(adapters))}
+    return {name: drawn(i, name, *adapters[name]) for i, name in enumerate(sorted(adapters))}

@@ -144,7 +144,7 @@ class TensorParallel:
         kv_heads = key % tensor == 0
         # A quantized down_proj has its blocks along the width, and ranks hold whole blocks.
         block = config.adapter.block if config.adapter else 1
-        widths = config.expert_width, config.shared_expert_intermediate_size
+        widths = config.feed_forward_widths
         return cls(
             tensor=tensor,
             heads=kv_heads or shared,

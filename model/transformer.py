@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from .attention import AttentionOp, Mask, TokenCoords, document_starts
 from .attention.kernels import Kernel, get_kernel
 from .attention.names import BATCH_AXES
+from .config import LayerStack
 from .dropout import TokenInfo
 from .experts import RouterTotals, router_losses, router_measures
 from .feedforward import Auxiliary
@@ -82,8 +83,7 @@ class Transformer(ModelParameters):
             )
         check_combination(
             self.memory,
-            layers=self.config.num_hidden_layers,
-            period=len(self.config.layer_kinds),
+            stacks=[(stack.layers, len(stack.config.layer_kinds)) for stack in self.config.stacks],
             key_heads=parallel.local_key_heads,
             schedule=self.schedule,
             sequence=self.mesh.shape["sequence"],
@@ -101,7 +101,7 @@ class Transformer(ModelParameters):
         if parallel.split_tokens and not (parallel.heads and parallel.mlp):
             config = self.config
             size = (
-                f"width, {config.expert_width}"
+                f"width, {', '.join(map(str, config.feed_forward_widths))}"
                 if parallel.heads
                 else f"heads, {config.num_attention_heads}"
             )
@@ -134,12 +134,12 @@ class Transformer(ModelParameters):
             scale=self.config.scale,
         )
 
-    def layers(self, length: int) -> tuple[ShardedLayer, ...]:
-        """Returns one layer of each kind, in their repeating order, for whole rows of `length`
-        tokens."""
+    def layers(self, stack: LayerStack, length: int) -> tuple[ShardedLayer, ...]:
+        """Returns one layer of each kind in a stack, in their repeating order, for whole rows of
+        `length` tokens."""
         return tuple(
             ShardedLayer(
-                self.config,
+                stack.config,
                 self.parallel,
                 self.memory,
                 self.dtype,
@@ -147,7 +147,7 @@ class Transformer(ModelParameters):
                 kind.rope,
                 length,
             )
-            for kind in self.config.layer_kinds
+            for kind in stack.config.layer_kinds
         )
 
     # On a device
@@ -177,15 +177,21 @@ class Transformer(ModelParameters):
         return self.local_layers(params, batch).hidden
 
     def local_layers(self, params: Shards, batch: Batch) -> LayerOutput:
-        """Returns the last layer's hidden states, and the auxiliary sums of all layers."""
+        """Returns the last layer's hidden states, and the auxiliary sums of all layers with
+        experts."""
         real = batch["segment_ids"] > 0 if self.config.num_experts else None
         info = TokenInfo(batch["positions"], batch.get("dropout"), real)
-        runner = layer_runner(
-            self.layers(info.positions.shape[1] * self.mesh.shape["sequence"]), self.weights
-        )
-        x = self.local_embed(params, batch)
-        output = runner.run(self.weights.of_layers(params), x, info, self.local_coords(batch))
-        return output._replace(hidden=self.parallel.all_gather_tokens(output.hidden))
+        length = info.positions.shape[1] * self.mesh.shape["sequence"]
+        x, coords, sums = self.local_embed(params, batch), self.local_coords(batch), []
+        for stack in self.config.stacks:
+            weights = self.weights_of(stack)
+            runner = layer_runner(self.layers(stack, length), weights)
+            shards = weights.of_layers(params)
+            x, auxiliary = runner.run(shards, x, info.from_layer(stack.first), coords)
+            sums += [auxiliary] if auxiliary else []
+        if len(sums) > 1:
+            sums = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *sums)]
+        return LayerOutput(self.parallel.all_gather_tokens(x), sums[0] if sums else {})
 
     def auxiliary_losses(self, sums: Auxiliary, batch: Batch) -> dict[str, Float[Array, ""]]:
         """Returns this device's partial sums of auxiliary losses from the layers' auxiliary sums,
@@ -193,7 +199,7 @@ class Transformer(ModelParameters):
         added. None for dense layers.
 
         Args:
-          sums: of all layers, stacked [N, ...], over this device's tokens.
+          sums: of all layers with experts, stacked [N, ...], over this device's tokens.
           batch: this device's part.
         """
         if not self.config.num_experts:

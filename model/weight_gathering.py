@@ -9,10 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from .config import TransformerConfig
+from .config import LAYERS, TransformerConfig
 from .frozen import FrozenWeight, Plain, Weight
 from .padding import own_key_head, trim
-from .parameter_declarations import LAYERS, declare_layer
+from .parameter_declarations import declare_layer
 from .quantized_weights import assemble, quantized_names, weight_of
 from .sharding import OnHost, Parameter, TensorParallel, gather, gather_frozen, to_device
 
@@ -24,10 +24,11 @@ class WeightGatherer:
     """Gathers parameters; its methods run inside `shard_map`.
 
     Attributes:
-      config: the model's sizes without padding.
+      config: the sizes, without padding, of the model or of a stack of its layers.
       parameters, specs: of all parameters, in memory.
       dtype: the precision in which trained weights are sent; they are float32 by type
         (`sharding.gather`).
+      prefix: of the names of the stack's parameters.
     """
 
     config: TransformerConfig
@@ -35,6 +36,7 @@ class WeightGatherer:
     parameters: dict[str, Parameter]
     specs: dict[str, PartitionSpec]
     dtype: Any
+    prefix: str = LAYERS
 
     def gather_named(self, params: Shards, names: Iterable[str]) -> dict[str, Weight]:
         """Returns these parameters whole, without padding of the hidden axis."""
@@ -49,11 +51,11 @@ class WeightGatherer:
             }
 
     def of_layers(self, params: Shards) -> Shards:
-        """Returns the parameters of the layers, stacked, named as within a layer."""
+        """Returns the parameters of the stack's layers, named as within a layer."""
         return {
-            name.removeprefix(LAYERS): params[name]
-            for name, parameter in self.parameters.items()
-            if "layers" in parameter.axes
+            name.removeprefix(self.prefix): params[name]
+            for name in self.parameters
+            if name.startswith(self.prefix)
         }
 
     def gather_layer(self, shards: Shards) -> dict[str, Weight]:
@@ -66,7 +68,7 @@ class WeightGatherer:
         codes."""
         with jax.named_scope("gather_weights"):
             return {
-                name: self._gather(LAYERS + name, shard, self.layer_spec(name))
+                name: self._gather(self.prefix + name, shard, self.layer_spec(name))
                 for name, shard in shards.items()
             }
 
@@ -76,7 +78,7 @@ class WeightGatherer:
         # In one order, so that each process compiles the same program.
         quantized = quantized_names(whole)
         plain = {
-            name: self._weight(LAYERS + name, array, self.parameters[LAYERS + name].axes[1:])
+            name: self._weight(self.prefix + name, array, self._of(name).axes[1:])
             for name, array in whole.items()
             if weight_of(name) not in quantized
         }
@@ -84,7 +86,11 @@ class WeightGatherer:
 
     def is_frozen(self, name: str) -> bool:
         """Whether a layer's parameter, named as within the layer, is frozen."""
-        return self.parameters[LAYERS + name].frozen
+        return self._of(name).frozen
+
+    def _of(self, name: str) -> Parameter:
+        """The stacked parameter of this name within a layer."""
+        return self.parameters[self.prefix + name]
 
     def _gather(self, name: str, shard: jax.Array | OnHost, spec: PartitionSpec) -> jax.Array:
         shard = to_device(shard)
@@ -107,11 +113,11 @@ class WeightGatherer:
             name,
             {key.removeprefix(prefix): whole[key] for key in parts},
             own,
-            {key.removeprefix(prefix): self.parameters[LAYERS + key].shape[1:] for key in parts},
+            {key.removeprefix(prefix): self._of(key).shape[1:] for key in parts},
             self.layer_spec(f"{name}.codes"),
         )
         return own_key_head(weight, own.axes, self.parallel)
 
     def layer_spec(self, name: str) -> PartitionSpec:
         """Returns the spec of one layer's shards, without the axis of the layers."""
-        return PartitionSpec(*self.specs[LAYERS + name][1:])
+        return PartitionSpec(*self.specs[self.prefix + name][1:])

@@ -19,6 +19,7 @@ from model.parameter_declarations import declare
 from model.quantized_weights import weight_of
 from model.sharding import Parameter, Sharding, TensorParallel
 from trainer.config.schema import MemoryConfig, MeshConfig, RunConfig
+from trainer.flops import all_layers
 from trainer.mesh import abstract_mesh
 from trainer.optimizer import moment_bits, moment_count, trainable_names
 
@@ -37,10 +38,13 @@ def parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]:
     computed, hidden = computed_sizes(model, run.adapter, tensor), hidden_numbers(run, model)
     layers = model.num_hidden_layers
     device_inputs, _ = _kept_inputs(memory, layers)
-    # In a mixture each expert's output counts.
-    outputs = (model.num_experts_per_tok or 1) + bool(model.shared_expert_intermediate_size)
     heads = computed.num_attention_heads + 2 * computed.num_key_value_heads
-    widths = (heads * model.head_dim + 2 * computed.active_width) / tensor + outputs * hidden
+
+    def widths(layer: TransformerConfig) -> float:
+        # In a mixture each expert's output counts.
+        outputs = (layer.num_experts_per_tok or 1) + bool(layer.shared_expert_intermediate_size)
+        return (heads * model.head_dim + 2 * layer.active_width) / tensor + outputs * hidden
+
     parameters, moments = state_bytes(run, model)
     parts = {
         "parameters": 0 if memory.parameters_on_host else parameters,
@@ -49,7 +53,7 @@ def parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]:
         "attention outputs": _attention_bytes(run, model)
         if memory.policy.attention == "device"
         else 0,
-        "products": layers * number * tokens * widths if memory.policy.products else 0,
+        "products": number * tokens * all_layers(computed, widths) if memory.policy.products else 0,
     }
     return {name: size / GIB for name, size in parts.items()}
 

@@ -9,7 +9,7 @@ from typing import Any
 from model.config import TransformerConfig
 from model.lengths import extended_positions, supported_length
 from trainer.config.schema import ModelConfig, RunConfig
-from trainer.model_source import choose_model
+from trainer.model_source import choose_model, named
 from trainer.run.directory import RunDirectory
 from trainer.run.identity import recorded_identity
 
@@ -33,7 +33,8 @@ def reference_positions(
     if not options.needs_reference or options.ref_model is None or options.ref_overrides:
         return {}
     section = ModelConfig(path=options.ref_model, tokenizer=options.ref_tokenizer)
-    reference = choose_model(section, weights=False).config
+    with named("preference.ref_model"):
+        reference = choose_model(section, weights=False, field="preference.ref_model").config
     run = RunDirectory.of(config)
     if run.config.exists():
         recorded = recorded_identity(run)["preference.ref_overrides"]

@@ -34,15 +34,16 @@ SCHEDULES = ("ring", "ulysses", "attention2d")
 QUERY_CHUNKS = 8
 
 
-def best_every_k(layers: int, period: int = 1) -> int | None:
+def best_every_k(layers: int, period: int = 1, divides: bool = True) -> int | None:
     """The `every_k` that keeps the fewest layer inputs: layers / k, and k of the current group.
 
     None if no multiple of the period divides the layers.
 
     Args:
       period: after how many layers their kinds repeat.
+      divides: whether it has to divide the layers, as in models with one stack of them.
     """
-    possible = (k for k in range(period, layers + 1, period) if layers % k == 0)
+    possible = (k for k in range(period, layers + 1, period) if not (divides and layers % k))
     return min(possible, key=lambda k: layers / k + k, default=None)
 
 
@@ -64,7 +65,8 @@ def policies(job: Job) -> list[Job]:
     ]
     offload: dict[str, Any] = {"remat": "offload"}
     smallest = [offload] * in_groups + [{**offload, "moments_on_host": True}]
-    if k := best_every_k(job.model.num_hidden_layers, len(job.model.layer_kinds)):
+    layers, period = job.model.num_hidden_layers, len(job.model.layer_kinds)
+    if k := best_every_k(layers, period, divides=len(job.model.stacks) == 1):
         every_k = {"remat": "offload_every_k", "every_k": k}
         smallest += [every_k, {**every_k, "moments_on_host": True}]
     grouped = dataclasses.replace(job, group_per_key_head=in_groups)

@@ -395,7 +395,7 @@ class Options:
     seed: AtLeastZero = option("seed of the episodes", 0)
 
 
-main = command(Options, run, output="output")
+main = command(Options, run)
 
 
 if __name__ == "__main__":

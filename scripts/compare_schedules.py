@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from data.errors import UserError
-from data.outputs import output_file
+from data.outputs import output_file, write_text
 from model.attention.names import MESH_AXES
 from model.attention.names import SCHEDULES as NAMES
 
@@ -247,6 +247,5 @@ def compare(args: argparse.Namespace) -> int:
             f"compute {1e3 * row['compute_seconds']:10.3f}"
         )
     if args.output:
-        with open(args.output, "w", encoding="utf-8") as file:
-            json.dump({"estimates": rows, "rounds": rounds}, file, indent=2)
+        write_text(args.output, json.dumps({"estimates": rows, "rounds": rounds}, indent=2))
     return 0

@@ -84,7 +84,7 @@ class Options:
     )
 
 
-main = command(Options, run, output="output")
+main = command(Options, run)
 
 
 if __name__ == "__main__":

@@ -299,7 +299,7 @@ def draw_all(args: Options) -> None:
         print(folder / file)
 
 
-main = command(Options, draw_all, output="output")
+main = command(Options, draw_all)
 
 
 if __name__ == "__main__":

@@ -323,6 +323,29 @@ def _warn_of_programs(out: Path, config: TransformerConfig | None, stacked: bool
 
 
 def _verify(out: Path, config: TransformerConfig | None, compare: bool, trained: bool) -> None:
+    """Opens the finished export with transformers.
+
+    Raises:
+      UserError: they differ; or a disk or a network failed, after which another start, which would
+        refuse the folder, must not seem to help.
+    """
+    from data.errors import UserError, first_line, is_transient
+
+    reason = ""
+    try:
+        _open(out, config, compare, trained)
+    except (OSError, UserError) as error:
+        if not is_transient(error):
+            raise
+        reason = first_line(error)
+    if reason:  # not raised above, where the error would be this one's context
+        raise UserError(
+            f"{out}: is complete, but was not compared with transformers ({reason}); it can be "
+            "used, or removed and exported again"
+        )
+
+
+def _open(out: Path, config: TransformerConfig | None, compare: bool, trained: bool) -> None:
     """Opens the export with transformers.
 
     Args:

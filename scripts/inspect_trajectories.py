@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 
 from data import printable
 from data.errors import UserError
-from data.outputs import PICTURE, PICTURE_METADATA, output_file
+from data.outputs import PICTURE, PICTURE_METADATA, output_file, write_text
 from data.trajectories.builder import read_with_rewards
 from data.trajectories.episodes import episode_files, episode_return
 from data.trajectories.tasks import TASKS, Task, get_task
@@ -215,7 +215,7 @@ def inspect(args: Options) -> dict[str, Any]:
     if args.coverage:
         draw_coverage(task, counts, Path(args.coverage))
     if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_text(args.json, json.dumps(result, indent=2) + "\n")
     if outputs:
         print("wrote " + " and ".join(map(str, outputs)))
     return result

@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from data import printable
-from data.outputs import PICTURE, PICTURE_METADATA, output_files
+from data.outputs import PICTURE, PICTURE_METADATA, output_files, write_text
 from eval.pictures import short_names
 from trainer import entry
 from trainer.options import (
@@ -437,10 +437,8 @@ def work(args: Options) -> None:
                 row for row in gain[tokens] if row["tokens_before_to"] >= tokens
             ]
     table, picture = (args.output / f"loss_by_position.{suffix}" for suffix in ("json", "png"))
-    table.write_text(
-        json.dumps({"about": about, "curves": curves, "gains": gains}, indent=2) + "\n",
-        encoding="utf-8",
-    )
+    content = {"about": about, "curves": curves, "gains": gains}
+    write_text(table, json.dumps(content, indent=2) + "\n")
     title = (
         f"Loss by position: split {about['split']}, {about['first_batch']} batches skipped, "
         f"{about['rows']} rows of {about['context_length']:,} tokens"
@@ -452,7 +450,7 @@ def work(args: Options) -> None:
     print(f"wrote {table} and {picture}")
 
 
-main = command(Options, work, output="output")
+main = command(Options, work)
 
 
 if __name__ == "__main__":

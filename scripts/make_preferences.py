@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data.outputs import output_files
+from data.outputs import output_files, write_texts
 from trainer.options import command, option
 
 FACTS = {
@@ -99,8 +99,8 @@ def write(folder: pathlib.Path) -> None:
     }
     # The files are always the same, so the first line identifies a file as ours.
     output_files(folder, {name: text.partition("\n")[0].encode() for name, text in texts.items()})
+    write_texts(folder, texts)
     for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
         print(f"wrote {folder / name}: {text.count(chr(10))} pairs")
 
 

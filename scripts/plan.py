@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.errors import UserError
-from data.outputs import PICTURE, PICTURE_METADATA, output_file, output_files
+from data.outputs import PICTURE, PICTURE_METADATA, output_file, output_files, write_text
 from data.untrusted_files import read_text
 from scripts.compare_schedules import compare
 from scripts.plan_options import free_sections, jobs_of, parser
@@ -253,7 +253,7 @@ def write(job: Job, args: argparse.Namespace) -> None:
     is_path = args.model and ("/" in args.model or Path(args.model).is_dir())
     recipe = recipe_of(job, base, args.model if is_path else None, args.template)
     _require_template(recipe)
-    Path(args.write).write_text(recipe_text(job, recipe, args.write, args.model), encoding="utf-8")
+    write_text(args.write, recipe_text(job, recipe, args.write, args.model))
     data, words = recipe.get("data", {}), [] if names_model(recipe) else ["--model.path", "any"]
     words += (
         []
@@ -348,7 +348,7 @@ def _with_suffix(path: str, suffix: str) -> Path:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def search_compiled(

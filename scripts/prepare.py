@@ -17,11 +17,13 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.beam import RUNNERS, Beam
 from data.engine import PROCESSES, Engine
 from data.errors import UserError
+from data.paths import is_remote
 from data.printable import printable
 from trainer import entry
 from trainer.options import FIELDS, no_download, option, other_words, parse
@@ -62,7 +64,12 @@ def prepare(options: Options, runner_flags: tuple[str, ...]) -> None:
                         documents, Loader(documents, data.data.context_length, 1, data.data.seed)
                     )
                 )
-        print(f"prepared in {prepared.folder}")
+        print(f"prepared in {_shown(prepared.folder, data.data.prepared)}")
+
+
+def _shown(folder: Path, prepared: str) -> str:
+    """Returns the path of a prepared folder; in a store not that of its copy here."""
+    return f"{prepared.rstrip('/')}/{folder.name}" if is_remote(prepared) else str(folder)
 
 
 def _prepare_episodes(config: RunConfig) -> None:
@@ -79,7 +86,7 @@ def _prepare_episodes(config: RunConfig) -> None:
         options.path, options.task, config.data.prepared, progress=config.logging.console
     )
     print(prepared.report)
-    print(f"prepared in {prepared.folder}")
+    print(f"prepared in {_shown(prepared.folder, config.data.prepared)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

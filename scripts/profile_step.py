@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from data.outputs import PICTURE, PICTURE_METADATA, output_files
+from data.outputs import PICTURE, PICTURE_METADATA, output_files, write_text
 from data.printable import printable
 from scripts.benchmarks.bench_step import (
     StepOptions,
@@ -87,12 +87,12 @@ def step_flops(args: Options) -> dict[str, float]:
     """Returns the FLOPs of a step's matrix products and of its attention, including the remat
     policy's recomputation; attention's backward pass counts as five products."""
     from planning.costs.step import REMAT
-    from trainer.flops import head_weights, layer_weights
+    from trainer.flops import all_layers, head_weights, layer_weights
 
     config = preset(args.model, args.layers)
     pairs = sum(n * (n + 1) // 2 for n in document_lengths(args.length, args.documents))
     work, forwards = REMAT[args.remat]
-    weights = config.num_hidden_layers * work * layer_weights(config) + 3 * head_weights(config)
+    weights = work * all_layers(config, layer_weights) + 3 * head_weights(config)
     width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     return {
         PRODUCTS: 2.0 * args.length * weights,
@@ -217,7 +217,7 @@ def work(args: Options) -> None:
         "rates": rates,
         "parts": rows,
     }
-    (args.output / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_text(args.output / RESULT, json.dumps(result, indent=2) + "\n")
     if args.picture:
         worst = max(rows, key=lambda row: row["ms"] - (row["floor_ms"] or 0.0))
         title = f"{args.model}, {args.length} tokens: {worst['part']} has the most to gain"
@@ -249,7 +249,7 @@ class Options(StepOptions):
     output: Path = option("folder for results", Path("runs/profile_step"))
 
 
-main = command(Options, work, output="output")
+main = command(Options, work)
 
 
 if __name__ == "__main__":

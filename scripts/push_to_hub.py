@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from data import hub
 from data.errors import UserError, is_transient
@@ -16,6 +17,9 @@ from data.tokenizer import NAMED_TEMPLATES
 from data.untrusted_files import file_within
 from trainer import entry
 from trainer.options import FreeText, command, option
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
 
 # Weights may be split over several files.
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
@@ -122,11 +126,8 @@ def check_name(repository: str) -> None:
         raise UserError(f"{repository}: lacks its owner; expected OWNER/{repository}")
 
 
-def earlier_files(files: Collection[str], repository: str) -> tuple[list[str], str | None]:
-    """Returns the files of a model that the repository has besides `files`, and its commit.
-
-    Programs would load such files of an earlier push instead of the new ones, or with them. If
-    there is no such repository yet, returns no files, and None.
+def existing(repository: str) -> ModelInfo | None:
+    """Returns what the hub says about a repository; None if there is none yet.
 
     Raises:
       UserError: the hub refuses, or cannot be asked.
@@ -134,24 +135,30 @@ def earlier_files(files: Collection[str], repository: str) -> tuple[list[str], s
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    info = None
     with _named_errors(repository), contextlib.suppress(RepositoryNotFoundError):
-        info = HfApi().model_info(repository)
-    if info is None:
-        return [], None
-    there = [sibling.rfilename for sibling in info.siblings or ()]
-    return [name for name in there if _is_loaded(name) and name not in files], info.sha
+        return HfApi().model_info(repository)
+    return None
+
+
+def earlier_files(files: Collection[str], info: ModelInfo | None) -> list[str]:
+    """Returns the files of a model that a repository has besides `files`.
+
+    Programs would load such files of an earlier push instead of the new ones, or with them.
+    """
+    there = [sibling.rfilename for sibling in (info and info.siblings) or ()]
+    return [name for name in there if _is_loaded(name) and name not in files]
 
 
 def push(folder: Path, repository: str, public: bool, message: str, replace: bool) -> str:
-    """Uploads the files of an export and returns the repository's address.
+    """Uploads the files of an export; returns the repository's address, with what a user may not
+    expect of an earlier repository.
 
     Args:
       replace: whether to remove the repository's `earlier_files`, in the same commit.
 
     Raises:
       UserError: as for `export_files`; or there is no token, the hub refuses, or the repository has
-        such files and they are not to be removed.
+        such files and they are not to be removed, or is private and should be public.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
@@ -160,12 +167,18 @@ def push(folder: Path, repository: str, public: bool, message: str, replace: boo
         raise UserError("HF_HUB_OFFLINE is set, which forbids uploads; unset it")
     if get_token() is None:
         raise UserError("no Hugging Face hub token was found; run `hf auth login` or set HF_TOKEN")
-    removed, commit = earlier_files(files, repository)
+    info = existing(repository)
+    removed = earlier_files(files, info)
     if removed and not replace:
         raise UserError(
             f"{repository}: has files of an earlier model, which would be loaded with this export "
             f"or instead of it: {printable(', '.join(removed))}; --replace removes them in the "
             "same commit, or use another repository"
+        )
+    if public and info and info.private:
+        raise UserError(
+            f"{repository}: is a private repository, and --public makes only a new one public; "
+            "without --public it stays private, and its settings on the hub would make it public"
         )
     api = HfApi()
     with _named_errors(repository):
@@ -178,27 +191,35 @@ def push(folder: Path, repository: str, public: bool, message: str, replace: boo
                 *map(CommitOperationDelete, removed),
             ],
             commit_message=message,
-            parent_commit=commit,  # refused if another push has added files meanwhile
+            # Refused if another push has added files meanwhile.
+            parent_commit=info.sha if info else None,
         )
-    return str(address)
+    return f"{address}{_about(info, files)}"
+
+
+def _about(info: ModelInfo | None, files: Collection[str]) -> str:
+    """Returns what a user may not expect of a push into an earlier repository, for a message."""
+    if info is None:
+        return ""
+    named = {sibling.rfilename for sibling in info.siblings or ()}
+    facts = ["a public repository"] if info.private is False else []
+    if "README.md" in named.intersection(files):
+        facts.append("the earlier README.md is in its history")
+    return f" ({'; '.join(facts)})" if facts else ""
 
 
 @contextlib.contextmanager
 def _named_errors(repository: str) -> Iterator[None]:
     """Makes an error of the hub one line, with what would work and without the token."""
-    from huggingface_hub import constants, get_token
+    from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
-
-    # The hub's message may repeat the token.
-    def shown(text: str) -> str:
-        token = get_token()
-        return printable(text).replace(token, "hf_...") if token else printable(text)
 
     try:
         yield
     except HfHubHTTPError as error:
         status = error.response.status_code
-        reason = shown(error.server_message or str(error).splitlines()[0])
+        words = error.server_message or str(error).splitlines()[0]
+        reason = hub.without_token(printable(words))
         remedy = ""
         if is_transient(error):
             remedy = "; repeat the command later"
@@ -211,8 +232,8 @@ def _named_errors(repository: str) -> Iterator[None]:
     except Exception as error:
         raise UserError(
             f"{repository}: not pushed to {constants.ENDPOINT} "
-            f"({shown(f'{type(error).__name__}: {error}')}); check the network and repeat the "
-            "command"
+            f"({hub.without_token(printable(f'{type(error).__name__}: {error}'))}); check the "
+            "network and repeat the command"
         ) from error
 
 

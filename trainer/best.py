@@ -45,8 +45,8 @@ class BestCheckpoint:
         something else than `checkpoint.best` names now."""
         saved, best = data.get("best") or {}, cls(config.checkpoint, _measuring(config))
         step, metric = saved.get("step"), config.checkpoint.best
-        if (saved.get("metric"), saved.get("is")) != (metric, config.checkpoint.best_is):
-            now = f"is {metric} ({config.checkpoint.best_is})" if metric else "is not given"
+        if (saved.get("metric"), saved.get("is")) != (metric, config.checkpoint.best_value):
+            now = f"is {metric} ({config.checkpoint.best_value})" if metric else "is not given"
             why = f"checkpoint.best {now} now"
         # Earlier releases did not record it.
         elif _differ(saved.get("measured_by", best.measured_by), best.measured_by):
@@ -69,7 +69,7 @@ class BestCheckpoint:
         return {
             "best": {
                 "metric": self.config.best,
-                "is": self.config.best_is,
+                "is": self.config.best_value,
                 "measured_by": self.measured_by,
                 "step": self.step,
                 "value": self.value,
@@ -85,7 +85,7 @@ class BestCheckpoint:
     @property
     def why(self) -> str:
         """Why the run's patience is exhausted."""
-        name, better = self.config.best, self.config.best_is
+        name, better = self.config.best, self.config.best_value
         if self.value is None:
             return f"{name} was never a finite number in {self.waited} measurements"
         return (
@@ -120,7 +120,7 @@ class BestCheckpoint:
         return True
 
     def _is_better(self, value: float) -> bool:
-        sign = 1 if self.config.best_is == "lowest" else -1
+        sign = 1 if self.config.best_value == "lowest" else -1
         return math.isfinite(value) and (self.value is None or sign * value < sign * self.value)
 
     def warning_on_resuming(self, config: RunConfig) -> str | None:

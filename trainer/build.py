@@ -133,9 +133,10 @@ def _tensor_notes(parallel: TensorParallel, model_config: TransformerConfig) -> 
     elif not parallel.heads:
         yield f"mesh.tensor: {tensor} does not divide {query} heads: every device computes them all"
     if not parallel.mlp:
+        widths = ", ".join(f"{width:,}" for width in model_config.feed_forward_widths)
         yield (
-            f"mesh.tensor: {tensor} does not divide the feed-forward width "
-            f"{model_config.expert_width:,}: every device computes all of it"
+            f"mesh.tensor: {tensor} does not divide the feed-forward width {widths}: every device "
+            "computes all of it"
         )
 
 

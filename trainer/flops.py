@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import numpy as np
 
-from model.adapter import FEED_FORWARD
+from model.adapter import ATTENTION, FEED_FORWARD
 from model.attention import Mask
 from model.config import TransformerConfig
 from model.parameter_declarations import LAYERS, declare
@@ -55,7 +55,7 @@ def pairs_per_layer(
 
 
 def layer_weights(config: TransformerConfig) -> int:
-    """The weights of one layer that a token passes through.
+    """The weights of one layer, one with experts if some have them, that a token passes through.
 
     These are attention's projections, and the feed-forward network or the router, the token's
     experts and shared experts.
@@ -67,14 +67,19 @@ def layer_weights(config: TransformerConfig) -> int:
         + 2 * key_value_width
         + 3 * config.active_width
         + config.num_experts
-        + config.shared_expert_gate
+        + (config.shared_expert_gate and config.num_experts > 0)
     )
 
 
 def stored_layer_weights(config: TransformerConfig) -> int:
-    """The weights in all matrices of one layer, all experts included."""
+    """The weights in all matrices of one layer, as in `layer_weights`, all experts included."""
     idle = config.num_experts - (config.num_experts_per_tok or 0) if config.num_experts else 0
     return layer_weights(config) + 3 * config.hidden_size * config.expert_width * idle
+
+
+def all_layers(config: TransformerConfig, count: Callable[[TransformerConfig], float]) -> float:
+    """The sum over all layers of what `count` finds in one layer, given the stack that has it."""
+    return sum(stack.layers * count(stack.config) for stack in config.stacks)
 
 
 def head_weights(config: TransformerConfig) -> int:
@@ -120,7 +125,7 @@ def frozen_weights(config: TransformerConfig, frozen: Collection[str]) -> int:
 
 
 def flops_per_step(
-    config: TransformerConfig, tokens: float, pairs: float, frozen: int | None = None
+    config: TransformerConfig, tokens: float, pairs: float, frozen: float | None = None
 ) -> float:
     """FLOPs of one training step of this model.
 
@@ -129,13 +134,16 @@ def flops_per_step(
     Args:
       frozen: `frozen_weights`; by default all but adapters', if the model has adapters.
     """
-    base = config.num_hidden_layers * layer_weights(config) + head_weights(config)
+    base = all_layers(config, layer_weights) + head_weights(config)
     adapters, adapter = 0, config.adapter
     for name in adapter.projections if adapter is not None else ():
         assert adapter is not None
         copies = (config.num_experts_per_tok or 1) if name in FEED_FORWARD else 1
         size = adapter.rank * sum(config.projection_sizes(name))
-        adapters += config.num_hidden_layers * copies * size
+        layers = config.num_hidden_layers
+        if name not in ATTENTION and config.num_experts:
+            layers = config.expert_layers
+        adapters += layers * copies * size
     attention_width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     if frozen is None:
         frozen = base if adapters else 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,12 @@ from .config.schema import ModelConfig
 from .huggingface import adapter_config
 from .huggingface.assets import trained_quantization
 from .huggingface.folder import folder_config
-from .huggingface.hub_models import hub_has_weights, hub_name, resolve_model_path
+from .huggingface.hub_models import (
+    hub_has_weights,
+    hub_name,
+    resolve_model_path,
+    resolve_tokenizer_path,
+)
 from .source_kinds import (
     CheckpointSource,
     HuggingFaceSource,
@@ -183,6 +190,15 @@ def _generation_ends(folder: Path) -> list[int]:
     return ids
 
 
+@contextlib.contextmanager
+def named(field: str) -> Iterator[None]:
+    """Adds a field's name to errors about its value."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None
+
+
 def choose_model(
     config: ModelConfig,
     adapter_path: str | None = None,
@@ -206,11 +222,10 @@ def choose_model(
                 "--merge of its run, or peft's merge_and_unload, makes a whole model of it"
             )
         source = with_adapter(source, adapter_path) if adapter_path else source
-        return dataclasses.replace(
-            source,
-            config=source.config.with_positions(**config.overrides),
-            tokenizer_path=Path(config.tokenizer or source.tokenizer_path),
-        )
+        if config.tokenizer:
+            tokenizer_path = resolve_tokenizer_path(config.tokenizer)
+            source = dataclasses.replace(source, tokenizer_path=tokenizer_path)
+        return dataclasses.replace(source, config=source.config.with_positions(**config.overrides))
     scratch = _scratch_source(config)
     return with_adapter(scratch, adapter_path) if adapter_path else scratch  # refused as a base
 
@@ -219,7 +234,7 @@ def _scratch_source(config: ModelConfig) -> ScratchSource:
     """Returns the model from scratch in a recipe's section `model`, which `trainer.config.checks`
     has found to have a shape and a tokenizer; errors as in `choose_model`."""
     assert config.tokenizer
-    path = Path(config.tokenizer)
+    path = resolve_tokenizer_path(config.tokenizer)
     tokenizer = load_tokenizer(path)
     ends = (tokenizer.bos_id, tokenizer.eos_id)
     shape = scratch_config(

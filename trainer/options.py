@@ -92,7 +92,7 @@ class EachOnce(arguments.Joined):
 
 
 def command(
-    options: type[T], work: Callable[[T], object], output: str | None = None
+    options: type[T], work: Callable[[T], object], output: str = "output"
 ) -> Callable[..., int]:
     """Returns a command's `main`, which takes arguments (sys.argv's by default) for its exit code.
 
@@ -100,13 +100,13 @@ def command(
 
     Args:
       work: what the command does; it may return an exit code.
-      output: the option that names what the command writes, for full-disk errors without a name.
+      output: the option that names what the command writes, if it has this option, for full-disk
+        errors without a name.
     """
 
     def main(argv: Sequence[str] | None = None) -> int:
         given = parse(options, argv)
-        written = None if output is None else getattr(given, output)
-        return entry.run(lambda: work(given), written)
+        return entry.run(lambda: work(given), getattr(given, output, None))
 
     return main
 

@@ -34,7 +34,7 @@ from .build import build_language_model, shares_prompts
 from .config.preference import PreferenceConfig
 from .config.schema import ModelConfig, RunConfig
 from .mesh import LocalPart, is_abstract
-from .model_source import choose_model, for_templates
+from .model_source import choose_model, for_templates, named
 from .objective import DeviceBatch, HostBatch, Loss, LossParams, Totals
 from .preference_loss import Pairs, labelled_losses, mismatched_kl, pair_losses
 from .reference import LogLikelihoods, reference_log_likelihoods
@@ -284,11 +284,9 @@ class PreferenceObjective(TextObjective):
             compute_dtype=self.config.model.compute_dtype,
         )
         config = dataclasses.replace(self.config, model=section, adapter=AdapterConfig())
-        try:
+        with named("preference.ref_model"):
             chosen = choose_model(section, weights=weights, field="preference.ref_model")
             self._check_weights(chosen, "none")
-        except ValueError as error:
-            raise ValueError(f"preference.ref_model: {error}") from None
         source, tokenizer = for_templates(chosen, config.data)
         if not _same_ids(tokenizer, self.tokenizer):
             raise UserError(

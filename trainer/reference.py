@@ -7,6 +7,7 @@ so no step needs a second model. An interrupted start continues where it stopped
 from __future__ import annotations
 
 import hashlib
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -130,7 +131,11 @@ def _stored(path: Path, count: int) -> Float32[np.ndarray, "documents 2"]:
 def _write(path: Path, values: np.ndarray) -> None:
     """Replaces the file atomically: a reader finds the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".new")
+    # Another run with the same data and model may write the same file.
+    scratch = path.with_suffix(f".{secrets.token_hex(4)}")
     array = values.astype("<f4").tobytes()
-    temporary.write_bytes(hashlib.sha256(array).digest() + array)
-    temporary.replace(path)
+    try:
+        scratch.write_bytes(hashlib.sha256(array).digest() + array)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,8 +66,11 @@ def streamed_update(
     Returns:
       The new parameters and state, each in the old one's memory.
     """
-    layer_names = [name for name in params if name.startswith("layers.")]
-    other_names = [name for name in params if name not in layer_names]
+    of_layers: dict[int, list[str]] = {}  # by the number of layers that are stacked
+    for name in params:
+        if name.startswith("layers."):
+            of_layers.setdefault(params[name].shape[0], []).append(name)
+    other_names = [name for name in params if not name.startswith("layers.")]
 
     def update(names: Sequence[str], params, state, read: Callable, write: Callable):
         """Updates the named arrays: `read` takes the part to update, `write` stores the new one."""
@@ -85,7 +89,7 @@ def streamed_update(
         def store(arrays, new_arrays):
             # Counters advance once per step: with the last update, of the other parameters.
             if not isinstance(arrays, dict):
-                return arrays if names is layer_names else new_arrays
+                return new_arrays if names is other_names else arrays
             return {
                 **arrays,
                 **{
@@ -98,17 +102,17 @@ def streamed_update(
 
         return _map_dicts(store, (params, state), new)
 
-    def update_layer(i, carry):
+    def update_layer(names, i, carry):
         return update(
-            layer_names,
+            names,
             *carry,
             lambda stacked: lax.dynamic_index_in_dim(stacked, i, 0, keepdims=False),
             lambda stacked, layer: lax.dynamic_update_index_in_dim(stacked, layer, i, 0),
         )
 
-    if layer_names:
-        layers = params[layer_names[0]].shape[0]
-        params, state = lax.fori_loop(0, layers, update_layer, (params, state))
+    for layers, names in of_layers.items():
+        run = functools.partial(update_layer, names)
+        params, state = lax.fori_loop(0, layers, run, (params, state))
     return update(other_names, params, state, lambda array: array, lambda _, new: new)
 
 

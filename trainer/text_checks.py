@@ -47,7 +47,7 @@ def data_warnings(
     warnings = (
         _length_warning(source, config, longest),
         _held_out_length_warning(source, config.model, prepared),
-        _padding_warning(loader, longest),
+        _padding_warning(loader),
         _repetition_warning(config, loader),
         _held_out_warning(config, prepared),
         _unused_warning(config.data),
@@ -57,15 +57,17 @@ def data_warnings(
     return [warning for warning in warnings if warning]
 
 
-def _padding_warning(loader: Loader, longest: int) -> str | None:
+def _padding_warning(loader: Loader) -> str | None:
     """Returns a warning if rows are mostly padding, which costs the same compute."""
     share, length = loader.padding_share, loader.context_length
     if share < MOST_PADDING:
         return None
+    document = "pair" if loader.documents.chosen.any() else "document"
+    longest = int(loader.documents.row_lengths.max())
     return (
         f"{share:.1%} of the tokens in the rows are padding: data.context_length is {length:,}, "
-        f"and the longest document has {longest:,} tokens; rows of about that length would waste "
-        "less"
+        f"and the longest {document} takes {longest:,} tokens; rows of about that length would "
+        "waste less"
     )
 
 

@@ -48,7 +48,7 @@ def jinja_template(template: str, tokenizer: Tokenizer) -> str:
     if template not in BUILT_IN:
         raise UserError(
             f"{_FIELD}: found {template!r}; {nearest(template, NAMES)}{', '.join(NAMES)}, or "
-            "as data.template a file FILE.jinja, would work"
+            "as data.template a file FILE.jinja, such as a model's chat_template.jinja, would work"
         )
     missing = missing_controls(template, tokenizer)
     if missing:

@@ -126,8 +126,8 @@ def prepare_trajectories(
         )
     if stored is None:
         _build(files, task, folder, progress)
-        if paths.is_remote(prepared):
-            paths.upload(folder, shared, INDEX)
+    if paths.is_remote(prepared) and not key:
+        paths.upload_missing(folder, shared, INDEX)
     return stored or _read(folder)
 
 

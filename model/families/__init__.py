@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from .ernie4_5 import ERNIE4_5
+from .ernie4_5_moe import ERNIE4_5_MOE
 from .exaone4 import EXAONE4
 from .family import Family
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
 from .glm4 import GLM4
+from .glm4_moe import GLM4_MOE
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granitemoe import GRANITEMOE
@@ -58,6 +60,8 @@ FAMILIES: Mapping[str, Family] = {
         GPT_OSS,
         QWEN2_MOE,
         SOLAR_OPEN,
+        GLM4_MOE,
+        ERNIE4_5_MOE,
     )
 }
 

@@ -23,6 +23,7 @@ _SIZES = {
 ERNIE4_5 = Family(
     model_type="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
+    without_rope_scaling=("mlx-lm",),
     computes={"rope_interleaved": True},
     defaults=_SIZES,
     constants={"use_bias": False},

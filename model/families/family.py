@@ -40,7 +40,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "local_rope": (None,),
         "logits_scaling": (1, None),
         "mlp_bias": (False, None),
-        "mlp_only_layers": ([], None),
+        "mlp_only_layers": ([], (), None),
         "moe_intermediate_size": (None,),
         "n_group": (1, None),
         "n_shared_experts": (0, None),
@@ -120,7 +120,7 @@ _COUNTS = (
 # The last two are those of MLX and of older versions of compressed-tensors.
 _QUANTIZATION = ("quantization_config", "quantization", "compression_config")
 _OBJECTS = ("rope_parameters", "rope_scaling", *_QUANTIZATION)
-_LISTS = {"layer_types": str, "no_rope_layers": int}
+_LISTS = {"layer_types": str, "no_rope_layers": int, "mlp_only_layers": int}
 # A refusal's advice, if there is more to say than the neutral value.
 _INSTEAD = {
     "attention_dropout": (
@@ -156,6 +156,9 @@ class Family:
         with {j} for the expert if each has separate tensors. gate_proj and up_proj of experts may
         share a tensor.
       stacked: the same for files with experts as transformers 5 holds them in memory, if different.
+      rows: a layer's parameters that are vectors, and in the files matrices of one row.
+      left_out: a regular expression for tensors of published files that transformers does not read:
+        layers that predict tokens after the next one. They are left out, with a warning.
       interleaved: experts' tensors are input-first, and in a shared one gate_proj and up_proj
         alternate.
       all_linear: in mixtures, the projections that PEFT's all-linear adapts.
@@ -166,7 +169,9 @@ class Family:
       trained_lengths: max_position_embeddings of published models -> their trained length, if less.
       rules: the RoPE rules that its config.json can name.
       llama_cpp_rules: those that llama.cpp reads; () if it reads no number of RoPE.
+      without_rope_scaling: other programs that read none of RoPE's rules.
       without_window: other programs that do not read `sliding_window`.
+      without_correction: other programs that choose experts without their correction.
       presets: published sizes: fields of TransformerConfig, and `rope`, a mapping of RopeConfig's.
     """
 
@@ -181,6 +186,8 @@ class Family:
     config_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stacked: Mapping[str, str] = dataclasses.field(default_factory=lambda: STACKED)
+    rows: tuple[str, ...] = ()
+    left_out: str | None = None
     interleaved: bool = False
     all_linear: tuple[str, ...] = ATTENTION
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -188,7 +195,9 @@ class Family:
     trained_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
     rules: tuple[str, ...] = ROPE_RULES
     llama_cpp_rules: tuple[str, ...] = ("default", "linear", "yarn")
+    without_rope_scaling: tuple[str, ...] = ()
     without_window: tuple[str, ...] = ()
+    without_correction: tuple[str, ...] = ()
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property

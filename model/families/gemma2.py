@@ -55,6 +55,8 @@ GEMMA2 = Gemma2Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     llama_cpp_rules=(),
+    without_rope_scaling=("SGLang", "mlx-lm"),
+    without_window=("mlx-lm",),
     computes={
         "norms": "both",
         "norm_offset": 1.0,

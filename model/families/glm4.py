@@ -35,6 +35,7 @@ class Glm4Family(Family):
 GLM4 = Glm4Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
+    without_rope_scaling=("mlx-lm",),
     computes={"norms": "both", "rope_interleaved": True, "output_bias": False},
     defaults={
         **_SIZES,

@@ -10,6 +10,7 @@ GRANITEMOE = Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
     llama_cpp_rules=AS_LLAMA,
+    without_rope_scaling=("SGLang",),
     computes={"norm_topk_prob": True},
     defaults={
         "attention_multiplier": 1.0,

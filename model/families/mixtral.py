@@ -16,6 +16,7 @@ MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     llama_cpp_rules=AS_LLAMA,
+    without_rope_scaling=("SGLang", "mlx-lm"),
     without_window=AS_MISTRAL,
     computes={"norm_topk_prob": True},
     defaults={

@@ -1,10 +1,12 @@
 """Qwen1.5 and Qwen2 (mixtures of experts): Qwen2's attention, experts instead of every
-feed-forward, and a gated shared expert."""
+feed-forward or of most, and a gated shared expert."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from ..number_checks import require_int
 from .family import MIXTURE, WindowedFamily
 
 
@@ -25,7 +27,22 @@ def _sizes(hidden: int, width: int, shared: int, layers: int, heads: int, **more
     }
 
 
-QWEN2_MOE = WindowedFamily(
+class QwenMoeFamily(WindowedFamily):
+    """A family whose configs list the layers without experts, and may have an interval of those
+    with experts."""
+
+    def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Family.normalise`."""
+        config = super().normalise(config)
+        dense, step = config.get("mlp_only_layers") or (), config.pop("decoder_sparse_step", 1)
+        require_int("decoder_sparse_step", step, at_least=1)
+        layers = config.get("num_hidden_layers", self.defaults["num_hidden_layers"])
+        # Transformers too reads numbers that no layer has.
+        without = [i for i in range(layers) if i in dense or (i + 1) % step]
+        return {**config, "mlp_only_layers": without}
+
+
+QWEN2_MOE = QwenMoeFamily(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     computes={"output_bias": False, "shared_expert_gate": True},
@@ -48,6 +65,7 @@ QWEN2_MOE = WindowedFamily(
     },
     configurable=(
         "attention_bias",
+        "mlp_only_layers",
         "moe_intermediate_size",
         "norm_topk_prob",
         "shared_expert_intermediate_size",
@@ -55,7 +73,7 @@ QWEN2_MOE = WindowedFamily(
     ),
     config_names={"attention_bias": "qkv_bias"},
     ignores=("attention_bias",),
-    constants={"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    constants={"use_sliding_window": False, "decoder_sparse_step": 1},
     presets={
         "qwen1.5-moe-a2.7b": _sizes(
             2048,

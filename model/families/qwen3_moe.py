@@ -1,10 +1,12 @@
-"""Qwen3 (mixtures of experts): Qwen3's attention, and experts instead of every feed-forward."""
+"""Qwen3 (mixtures of experts): Qwen3's attention, and experts instead of every feed-forward or of
+most."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .family import MIXTURE, WITH_EXPERTS, WindowedFamily
+from .family import MIXTURE, WITH_EXPERTS
+from .qwen2_moe import QwenMoeFamily
 
 
 def _sizes(hidden: int, width: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
@@ -28,7 +30,7 @@ def _sizes(hidden: int, width: int, layers: int, heads: int, **more: Any) -> dic
     }
 
 
-class Qwen3Moe(WindowedFamily):
+class Qwen3Moe(QwenMoeFamily):
     """Reads the number of experts under both names: transformers 5 writes `num_local_experts`."""
 
     def normalise(self, config):
@@ -42,6 +44,7 @@ class Qwen3Moe(WindowedFamily):
 QWEN3_MOE = Qwen3Moe(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
+    without_rope_scaling=("mlx-lm",),
     computes={"qk_norm": "head"},
     defaults={
         "vocab_size": 151936,
@@ -57,9 +60,15 @@ QWEN3_MOE = Qwen3Moe(
         "bos_token_id": None,
         "eos_token_id": None,
     },
-    configurable=("attention_bias", "moe_intermediate_size", "norm_topk_prob", *MIXTURE),
+    configurable=(
+        "attention_bias",
+        "mlp_only_layers",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        *MIXTURE,
+    ),
     all_linear=WITH_EXPERTS,
-    constants={"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    constants={"use_sliding_window": False, "decoder_sparse_step": 1},
     trained_lengths={40960: 32768},  # the rest is for the answer
     presets={
         "qwen3-30b-a3b": _sizes(2048, 768, 48, 32, intermediate_size=6144),

@@ -3,13 +3,14 @@ expert."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from ..number_checks import require_int
 from .family import STACKED, WITH_EXPERTS, Family
 
-_SHARED = {
+SHARED = {
     f"mlp.shared_expert.{name}.weight": f"mlp.shared_experts.{name}.weight"
     for name in ("gate_proj", "up_proj", "down_proj")
 }
@@ -31,15 +32,23 @@ _SIZES = {
 }
 
 
-class SolarOpen(Family):
-    """A family whose configs count shared experts, which form a single one of their total width."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedExpertsFamily(Family):
+    """A family whose configs count shared experts, which form a single one of their total width.
+
+    Attributes:
+      shared_name: the field with their number; shared_count: the number if config.json omits it.
+    """
+
+    shared_name: str = "n_shared_experts"
+    shared_count: int = 1
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`."""
         config = dict(config)
-        shared = config.pop("n_shared_experts", 1)
-        require_int("n_shared_experts", shared, at_least=0)
-        width = config.get("moe_intermediate_size", _SIZES["moe_intermediate_size"])
+        shared = config.pop(self.shared_name, self.shared_count)
+        require_int(self.shared_name, shared, at_least=0)
+        width = config.get("moe_intermediate_size", self.defaults["moe_intermediate_size"])
         require_int("moe_intermediate_size", width, at_least=1)
         return {**config, "shared_expert_intermediate_size": shared * width}
 
@@ -47,12 +56,13 @@ class SolarOpen(Family):
         """See `Family.write`."""
         written = super().write(fields)
         width = written.pop("shared_expert_intermediate_size")
-        return {**written, "n_shared_experts": width // written["moe_intermediate_size"]}
+        return {**written, self.shared_name: width // written["moe_intermediate_size"]}
 
 
-SOLAR_OPEN = SolarOpen(
+SOLAR_OPEN = SharedExpertsFamily(
     model_type="solar_open",
     architecture="SolarOpenForCausalLM",
+    without_rope_scaling=("mlx-lm",),
     computes={"router_scores": "sigmoid", "router_correction": True, "output_bias": False},
     defaults=_SIZES,
     configurable=(
@@ -69,8 +79,8 @@ SOLAR_OPEN = SolarOpen(
     # llama.cpp rotates half of each head unless the fraction is there.
     constants={"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0},
     config_names={"num_experts": "n_routed_experts"},
-    tensors=_SHARED,
-    stacked={**STACKED, **_SHARED},
+    tensors=SHARED,
+    stacked={**STACKED, **SHARED},
     presets={
         "solar-open-100b": {
             **_SIZES,

@@ -19,10 +19,14 @@ class VisionLanguageModel:
       text_type: `model_type` of a `text_config` that names none.
       is_tied: whether the head is the embedding if config.json does not say so; None if
         `text_config` may say so too.
+      own_type: a `model_type` of `text_config` that means `text_type`; defaults: of its fields,
+        where they differ.
     """
 
     text_type: str
     is_tied: bool | None
+    own_type: str | None = None
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 # By `architectures`. PaliGemma's texts are not causal, and Mllama's layers differ.
@@ -30,6 +34,9 @@ VISION_LANGUAGE_MODELS: Mapping[str, VisionLanguageModel] = {
     "Gemma3ForConditionalGeneration": VisionLanguageModel("gemma3_text", True),
     "Mistral3ForConditionalGeneration": VisionLanguageModel("mistral", True),
     "LlavaForConditionalGeneration": VisionLanguageModel("llama", None),
+    "Qwen3VLForConditionalGeneration": VisionLanguageModel(
+        "qwen3", False, "qwen3_vl_text", {"max_position_embeddings": 128000, "rope_theta": 5e5}
+    ),
 }
 
 
@@ -59,8 +66,8 @@ def text_fields(config: Mapping[str, Any], architectures: Mapping[str, str]) -> 
     if not isinstance(text, dict):
         raise ValueError(f"text_config: found {text!r:.80}; {name} needs an object")
     model_type = text.get("model_type")
-    if model_type is None:
-        model_type = model.text_type
+    if model_type is None or model_type == model.own_type:
+        model_type, text = model.text_type, _with_one_position(text, model.defaults)
     if not isinstance(model_type, str) or model_type not in architectures:
         raise ValueError(
             f"text_config.model_type: found {model_type!r}; the text part of {name} is read if it "
@@ -76,6 +83,19 @@ def text_fields(config: Mapping[str, Any], architectures: Mapping[str, str]) -> 
     elif tied:
         fields["tie_word_embeddings"] = True
     return {**fields, "architectures": [architectures[model_type]], "model_type": model_type}
+
+
+def _with_one_position(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a text model's config.json with these defaults, and without the sections of channels
+    that three positions rotate: a text's are equal."""
+    fields = dict(text)
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(fields.get(key), dict):
+            rope = fields[key].items()
+            fields[key] = {name: value for name, value in rope if not name.startswith("mrope_")}
+            if fields[key].get("rope_theta") is not None:
+                defaults = {name: x for name, x in defaults.items() if name != "rope_theta"}
+    return {**defaults, **fields}
 
 
 def _with_head(config: Mapping[str, Any], architectures: Mapping[str, str]) -> dict[str, Any]:

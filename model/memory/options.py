@@ -2,6 +2,8 @@
 plans."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..attention.names import Tokens
@@ -26,7 +28,7 @@ class MemoryConfig:
     of every matrix product."""
     every_k: int = 2
     """Layers per input kept by remat every_k and offload_every_k; a divisor of the number of
-    layers."""
+    layers, or any number if some layers of a mixture have no experts."""
     moments_on_host: bool = False
     """Whether the optimizer's moments are kept in host memory and streamed per layer."""
     parameters_on_host: bool = False
@@ -76,8 +78,7 @@ class MemoryConfig:
 def check_combination(
     memory: MemoryConfig,
     *,
-    layers: int,
-    period: int,
+    stacks: Sequence[tuple[int, int]],
     key_heads: int,
     sequence: int,
     sequence_parallel: bool,
@@ -86,7 +87,7 @@ def check_combination(
     """Refuses memory options that do not fit each other, the model, the mesh or the schedule.
 
     Args:
-      layers: of the model; period: after how many their kinds repeat.
+      stacks: of the model's layers: how many there are, and after how many their kinds repeat.
       key_heads: key/value heads of a device.
       sequence: devices along the sequence axis.
       schedule: as in `model.attention.schedules.get_schedule`.
@@ -99,12 +100,7 @@ def check_combination(
 
     resolved = get_schedule(schedule, sequence)
     if memory.policy.every_k:
-        _check_divides("every_k", memory.every_k, layers, f"{layers} layers")
-        if memory.every_k % period:
-            raise ValueError(
-                f"memory.every_k: found {memory.every_k}; the model's layers repeat in a period of "
-                f"{period}, so it needs a multiple of {period} that divides {layers}"
-            )
+        _check_every_k(memory.every_k, stacks)
     _check_divides(
         "attention_groups",
         memory.attention_groups,
@@ -121,6 +117,20 @@ def check_combination(
         _check_query_chunks(memory, sequence_parallel, resolved)
     if memory.prefetch:
         _check_prefetch(memory, sequence, sequence_parallel, resolved)
+
+
+def _check_every_k(every_k: int, stacks: Sequence[tuple[int, int]]) -> None:
+    """ValueError for groups of layers that do not fit the model. With several stacks, the last
+    group of each may be smaller: mostly only 1 divides all of them."""
+    layers, period, divides = stacks[0][0], math.lcm(*(period for _, period in stacks)), ""
+    if len(stacks) == 1:
+        _check_divides("every_k", every_k, layers, f"{layers} layers")
+        divides = f" that divides {layers}"
+    if every_k % period:
+        raise ValueError(
+            f"memory.every_k: found {every_k}; the model's layers repeat in a period of {period}, "
+            f"so it needs a multiple of {period}{divides}"
+        )
 
 
 def _check_prefetch(

@@ -58,18 +58,40 @@ def scan_layers(
         `layer_input`, and attention's results `attention_out` and `attention_lse`, by
         `checkpoint_name`.
       layers: a tree of arrays with the layers on the leading axis.
-      remat: a name of `POLICIES`; every_k: a divisor of the number of layers, for the policies that
-        group layers.
+      remat: a name of `POLICIES`; every_k: how many layers form a group, for the policies that
+        group them; the last group may be smaller.
     """
     policy = POLICIES[remat]
     remat_layer = functools.partial(jax.checkpoint, policy=_layer_policy(policy), prevent_cse=False)
     if not policy.every_k:
         carry, results = scan_periods(bodies, carry, layers, remat=remat_layer)
         return carry, stacked(results)
-    on_device, with_host = split_by_memory(layers)
-    groups = [x.reshape(-1, every_k, *x.shape[1:]) for x in on_device]
+    kept = _keep([], ["group_input"] if policy.inputs == "host" else [])
+    return _scan_groups(bodies, carry, layers, every_k, remat_layer, kept)
 
-    def run_group(carry, xs):
+
+def _scan_groups(
+    bodies: Sequence[Callable],
+    carry: Any,
+    layers: Any,
+    every_k: int,
+    remat_layer: Callable[[Callable], Callable],
+    kept: Callable[..., Any],
+) -> tuple[Any, Any]:
+    """`scan_layers` in groups of `every_k` layers, and a smaller last one if there are more.
+
+    Args:
+      remat_layer: applied to the function that runs one layer.
+      kept: the `jax.checkpoint` policy of a group.
+    """
+    on_device, with_host = split_by_memory(layers)
+    total = jax.tree.leaves(layers)[0].shape[0]
+    every_k = min(every_k, total)
+    count, left = divmod(total, every_k)
+    end = count * every_k
+    groups = [(x[:end] if left else x).reshape(count, every_k, *x.shape[1:]) for x in on_device]
+
+    def run_group(size, carry, xs):
         number, group = xs
         # Only hidden states: TPU compilers cannot put the carry's integer arrays on the host.
         carry = jax.tree.map(
@@ -81,12 +103,17 @@ def scan_layers(
             with_host(group),
             remat=remat_layer,
             start=number * every_k,
-            count=every_k,
+            count=size,
         )
         return carry, stacked(results)
 
-    group_policy = _keep([], ["group_input"] if policy.inputs == "host" else [])
-    count = jax.tree.leaves(layers)[0].shape[0] // every_k
-    run_group = jax.checkpoint(run_group, policy=group_policy, prevent_cse=False)
-    carry, results = lax.scan(run_group, carry, (jnp.arange(count), groups))
-    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
+    def remat_group(size):
+        run = functools.partial(run_group, size)
+        return jax.checkpoint(run, policy=kept, prevent_cse=False)
+
+    carry, results = lax.scan(remat_group(every_k), carry, (jnp.arange(count), groups))
+    results = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
+    if left:
+        carry, last = remat_group(left)(carry, (count, [x[end:] for x in on_device]))
+        results = jax.tree.map(lambda *parts: jnp.concatenate(parts), results, last)
+    return carry, results

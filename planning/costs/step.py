@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from model.attention.schedules.plan import GATHER, SCATTER, Block
 from model.config import TransformerConfig
 from model.memory.policies import POLICIES, RematPolicy
 from trainer.flops import (
+    all_layers,
     head_weights,
     layer_weights,
     stored_layer_weights,
@@ -65,43 +66,53 @@ class Sizes:
       stored: in all matrices of one layer, idle experts included; 0 for as many as `weights`.
       routed: of `weights`, those of a token's experts; experts: of `stored`, those of all experts.
       expert_count, chosen: experts in a layer, and per token.
+      expert_share: the share of the layers that have experts, if any have; the weights are averages
+        over all layers.
       head_weights: in the matrix that makes logits.
     """
 
     layers: int
-    weights: int
+    weights: float
     head_weights: int
     query_heads: int
     kv_heads: int
     head_dim: int
     hidden: int
-    stored: int = 0
-    routed: int = 0
-    experts: int = 0
+    stored: float = 0
+    routed: float = 0
+    experts: float = 0
     expert_count: int = 0
     chosen: int = 1
+    expert_share: float = 1.0
 
     @classmethod
     def of(cls, config: TransformerConfig) -> Sizes:
         """The sizes of a LLaMA."""
         of_expert, chosen = 3 * config.hidden_size * config.expert_width, config.num_experts_per_tok
+        layers = config.num_hidden_layers
+        share = config.expert_layers / layers or 1.0
+
+        def average(count: Callable[[TransformerConfig], int]) -> float:
+            return all_layers(config, count) / layers
+
         return cls(
-            layers=config.num_hidden_layers,
-            weights=layer_weights(config),
+            layers=layers,
+            weights=average(layer_weights),
             head_weights=head_weights(config),
             query_heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             hidden=config.hidden_size,
-            stored=stored_layer_weights(config),
-            routed=(chosen or 0) * of_expert,
-            experts=config.num_experts * of_expert,
+            stored=average(stored_layer_weights),
+            routed=share * (chosen or 0) * of_expert,
+            experts=share * config.num_experts * of_expert,
+            expert_share=share,
             expert_count=config.num_experts,
             chosen=chosen or 1,
         )
 
     @property
-    def parameters(self) -> int:
+    def parameters(self) -> float:
         """Weights of all matrices, an untied embedding included; norms are left out."""
         return self.layers * (self.stored or self.weights) + 2 * self.head_weights
 
@@ -500,10 +511,10 @@ class Matrices(NamedTuple):
       weight_bytes: per parameter, as gathered.
     """
 
-    weights: int
-    stored: int
-    routed: int = 0
-    experts: int = 0
+    weights: float
+    stored: float
+    routed: float = 0
+    experts: float = 0
     weight_bytes: float = 2.0
 
 
@@ -549,7 +560,7 @@ def _exchange(job: TrainingStep, gathers: int, scatters: int) -> Phase:
 
     Nothing hides it.
     """
-    nbytes = 2 * job.tokens * job.sizes.hidden
+    nbytes = 2 * job.tokens * job.sizes.hidden * job.sizes.expert_share
     tokens, sums = (_collective(job, kind, nbytes, "expert") for kind in (GATHER, SCATTER))
     return Phase(gathers * tokens + scatters * sums, 0.0)
 

@@ -40,7 +40,7 @@ from data.records import read_records
 from data.report import Report, SourceReport
 from data.sources import Source, Sources, read
 from data.tokenizer import Tokenizer
-from scripts.benchmarks.commands import process_bytes, write_json
+from scripts.benchmarks.commands import last_line, process_bytes, write_json
 from scripts.benchmarks.results import ROOT
 from scripts.wheel_models import download_wheel
 from trainer.options import Tokens, command, option
@@ -171,8 +171,8 @@ def check_out(commit: str, folder: Path) -> None:
     archive = ["git", "-C", str(ROOT), "archive", "--format=tar", commit]
     process = subprocess.run(archive, capture_output=True, check=False)
     if process.returncode:
-        last = process.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
-        raise UserError(f"--baseline {printable(commit)}: git archive failed: {printable(last[0])}")
+        reason = printable(last_line(process.stderr.decode(errors="replace")))
+        raise UserError(f"--baseline {printable(commit)}: git archive failed: {reason}")
     with tarfile.open(fileobj=io.BytesIO(process.stdout)) as files:
         files.extractall(folder, filter="data")
 
@@ -193,8 +193,8 @@ def cpu_seconds(words: Sequence[str], tree: Path) -> float:
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             output.seek(0)
-            last = output.read().decode(errors="replace").strip().splitlines()[-1:] or [""]
-            raise UserError(f"{shlex.join(words)} in {tree} ended: {printable(last[0])}")
+            reason = printable(last_line(output.read().decode(errors="replace")))
+            raise UserError(f"{shlex.join(words)} in {tree} ended: {reason}")
     return usage.ru_utime + usage.ru_stime
 
 

@@ -291,6 +291,8 @@ def work(options: Options) -> Result | None:
             measured = measure(engine, cores, options.sources, options.tokenizer, Path(target))
         print(json.dumps(measured))
         return None
+    for name in options.rows:
+        _parsed(name)
     output_files(options.output, {RESULTS_FILE: b'"sha256"'})
     path = options.output / RESULTS_FILE
     rows = read_json(path) if path.exists() else []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from data.loader import Loader
 from data.prepared import INDEX, Documents, StoredIndex
 from data.record_store import RECORDS_IN_A_FILE
 from scripts.benchmarks.bench_data import peak_mib
+from scripts.benchmarks.commands import in_own_process
 from trainer.options import Tokens, command, option
 
 
@@ -70,8 +70,7 @@ def measure(options: Options) -> None:
         path = Path(folder) / INDEX
         write_index(path, options.documents)
         length = f"--context_length={options.context_length}"
-        module = "scripts.benchmarks.bench_packing"
-        subprocess.run([sys.executable, "-m", module, f"--index={path}", length], check=True)
+        print(json.dumps(in_own_process("bench_packing", f"--index={path}", length)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,8 @@ import numpy as np
 
 from data.outputs import output_files
 from model.attention.choice import BACKWARDS
+from scripts.benchmarks.bench_kernels.case import best_of, measure_products
 from scripts.benchmarks.commands import in_own_process, write_json
-from scripts.benchmarks.kernel_case import best_of, measure_products
 from scripts.benchmarks.torch_step import TorchOptions, torch_step
 from trainer.options import AtLeastOne, Tokens, TokensOr0, command, option
 

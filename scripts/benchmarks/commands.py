@@ -56,12 +56,33 @@ def tokens_text(count: int) -> str:
     return f"{count >> 20}M" if count >= 1 << 20 else f"{count >> 10}K" if count else "none"
 
 
+def identifier(text: str) -> str:
+    """Returns a text as an id: lower case, with _ for anything but letters and digits."""
+    return "".join(letter if letter.isalnum() else "_" for letter in text.lower())
+
+
+def last_line(output: str) -> str:
+    """Returns the last line of what a failed process wrote, which says why."""
+    return (output.strip().splitlines() or ["no message"])[-1]
+
+
 class ProcessFailed(UserError):
     """A measurement's process failed; `reason` is its exit status and its last line on stderr."""
 
-    def __init__(self, command: list[str], reason: str):
+    def __init__(self, command: Sequence[str], reason: str):
         super().__init__(f"{' '.join(command)} {reason}")
         self.reason = reason
+
+
+def run_python(words: Sequence[str]) -> None:
+    """Runs Python with these arguments from the repository's folder.
+
+    Raises:
+      ProcessFailed: its exit status is not 0.
+    """
+    status = subprocess.run([sys.executable, *words], cwd=ROOT, check=False).returncode
+    if status:
+        raise ProcessFailed(words, f"ended with {status}")
 
 
 def python(command: str, **values: object) -> None:
@@ -76,9 +97,7 @@ def python(command: str, **values: object) -> None:
     """
     words = [word.format(**values) for word in command.split()]
     print("$ python " + shlex.join(words), flush=True)
-    status = subprocess.run([sys.executable, *words], cwd=ROOT, check=False).returncode
-    if status:
-        raise ProcessFailed(words, f"ended with {status}")
+    run_python(words)
 
 
 def run_for(
@@ -137,6 +156,6 @@ def in_own_process(name: str, *arguments: str, environment: Mapping[str, str] | 
         env={**os.environ, **(environment or {})},
     )
     if process.returncode:
-        last = (process.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ProcessFailed(command, f"ended with {process.returncode}: {last[:200]}")
+        reason = f"ended with {process.returncode}: {last_line(process.stderr)[:200]}"
+        raise ProcessFailed(command, reason)
     return json.loads(process.stdout.strip().splitlines()[-1])

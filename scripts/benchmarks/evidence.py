@@ -25,7 +25,7 @@ from data.errors import UserError
 from data.folders import scratch_folder
 from planning.memory_options import MEMORY_OPTIONS
 from planning.plan import VARIABLES, made_with
-from scripts.benchmarks.commands import read_json
+from scripts.benchmarks.commands import last_line, read_json
 from scripts.benchmarks.plan_store import read_plans, write_plans
 from scripts.benchmarks.results import ROOT
 from scripts.plan import estimates
@@ -96,7 +96,7 @@ def make(name: str, plan: dict[str, Any]) -> dict[str, Any]:
             check=False,
         )
         if done.returncode:
-            raise UserError((done.stderr.strip().splitlines() or ["no message"])[-1])
+            raise UserError(last_line(done.stderr))
         return read_json(new)
 
 

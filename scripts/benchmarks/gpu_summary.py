@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from scripts.benchmarks.bench_kernels.block import DOCUMENTS
 from scripts.benchmarks.commands import read_json, tokens_text
-from scripts.benchmarks.kernel_block import DOCUMENTS
 from scripts.benchmarks.kernel_exactness import LIMITS, RESULTS
 from scripts.benchmarks.results import row
 from scripts.benchmarks.summaries import Rows

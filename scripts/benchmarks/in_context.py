@@ -24,7 +24,7 @@ from pathlib import Path
 
 from data.errors import UserError
 from data.trajectories.tasks import TASKS, get_task
-from scripts.benchmarks.commands import python, read_json, training_seconds
+from scripts.benchmarks.commands import identifier, python, read_json, training_seconds
 from scripts.benchmarks.results import commit, load, renew, row
 from trainer.options import command, option
 
@@ -70,8 +70,7 @@ def run_one(task: str, method: str, seed: int, args: Options) -> dict:
     A finished training is evaluated again if more seeds are requested.
     """
     options = METHODS[method]
-    name = "".join(letter if letter.isalnum() else "_" for letter in method.lower())
-    folder = Path(args.output) / f"{args.steps}_steps" / task / f"{name}_seed_{seed}"
+    folder = Path(args.output) / f"{args.steps}_steps" / task / f"{identifier(method)}_seed_{seed}"
     results = folder / "in_context" / "results.json"
     if not results.exists():
         in_context = int(options["in_context"])

@@ -26,8 +26,8 @@ from model.attention.blocks import BackwardInputs
 from model.attention.choice import HOPPER
 from model.attention.kernels import mosaic_backward, mosaic_forward, mosaic_one_pass
 from model.attention.kernels.intervals import intervals
+from scripts.benchmarks.bench_kernels.case import best_of
 from scripts.benchmarks.commands import write_json
-from scripts.benchmarks.kernel_case import best_of
 from trainer.options import Tokens, command, option
 
 HEADS, KV_HEADS = 32, 8  # those of LLaMA-3.1-8B

@@ -12,9 +12,10 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.benchmarks import gpu_summary, summaries, table3
+from scripts.benchmarks import gpu_summary, summaries
 from scripts.benchmarks.summaries import Rows
-from scripts.benchmarks.table3_cells import read_cells
+from scripts.benchmarks.table3.cells import read_cells
+from scripts.benchmarks.table3.summary import summarize
 
 # Identity conversations: data/dummy_conversation.json of FastChat's repository, not part of ours.
 CONVERSATIONS = Path("dummy_conversation.json")
@@ -148,7 +149,7 @@ MEASUREMENTS = {
         ),
         needs_conversations=True,
     ),
-    "table3": Measurement(lambda _: table3.summarize(read_cells()), ("table3",), takes_hours=True),
+    "table3": Measurement(lambda _: summarize(read_cells()), ("table3",), takes_hours=True),
     "gpu": Measurement(
         gpu_summary.gpu,
         (

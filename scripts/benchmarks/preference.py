@@ -26,6 +26,7 @@ from scripts.benchmarks.commands import (
     python,
     read_json,
     read_lines,
+    run_python,
     training_seconds,
 )
 from scripts.benchmarks.results import ROOT, renew, row
@@ -65,17 +66,6 @@ def training(args: Options, run: Path, prompts: list[str]) -> list[str]:
     ]
 
 
-def train(words: list[str]) -> None:
-    """Runs train.py with the arguments `words` to its end; a run that is done ends at once.
-
-    Raises:
-      ProcessFailed: its exit status is not 0.
-    """
-    status = subprocess.run([sys.executable, *words], cwd=ROOT, check=False).returncode
-    if status:
-        raise ProcessFailed(words, f"ended with {status}")
-
-
 def train_killed(words: list[str], run: Path) -> None:
     """Trains a run, which is killed after each of KILLS and resumed, unless that is done."""
     record = run.with_name(f"{run.name}.json")
@@ -91,7 +81,7 @@ def train_killed(words: list[str], run: Path) -> None:
         process.wait()
         done = [*done, step]
         record.write_text(json.dumps(done), encoding="utf-8")
-    train(words)
+    run_python(words)
 
 
 def same_metrics(runs: list[Path]) -> bool:
@@ -206,7 +196,7 @@ def work(args: Options) -> None:
     records = read_lines(folder / "pairs" / "held_out.jsonl")
     prompts = [record["prompt"] for record in records]
     run, killed = folder / "run", folder / "killed"
-    train(training(args, run, prompts))
+    run_python(training(args, run, prompts))
     train_killed(training(args, killed, []), killed)
     merged = folder / "merged"
     if not merged.exists():

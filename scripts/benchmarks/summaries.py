@@ -11,16 +11,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.benchmarks.commands import read_json, read_lines, tokens_text, write_json
+from scripts.benchmarks.commands import (
+    identifier,
+    read_json,
+    read_lines,
+    tokens_text,
+    write_json,
+)
 from scripts.benchmarks.identity import QUESTIONS
 from scripts.benchmarks.results import commit, load, row
 
 Rows = dict[str, dict[str, str]]
-
-
-def identifier(text: str) -> str:
-    """Returns a text as a row id: lower case, with _ for anything but letters and digits."""
-    return "".join(letter if letter.isalnum() else "_" for letter in text.lower())
 
 
 # Speed of the step of 2,048 tokens relative to torch on other processors, two idle cores each, the

@@ -1,9 +1,12 @@
 """Encoding: texts, token ids, conversations and pairs by hand; several processes."""
 
+import errno
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +32,7 @@ from data.encode import (
     EncodingRules,
     encode_all,
 )
+from data.errors import TransientError
 from data.prepare import prepare
 from data.reasons import SPLIT
 from data.report import Report
@@ -84,6 +88,33 @@ def test_ctrl_c_while_several_processes_tokenize_prints_one_line(repository):
         check=False,
     )
     assert (finished.returncode, finished.stdout, finished.stderr) == (130, "", "stopped\n")
+
+
+def test_a_killed_worker_process_is_named(tiny):
+    """As the system kills one when memory runs out."""
+
+    def records():
+        yield from (Text(str(number), "a text") for number in range(3 * BATCH))
+        for process in multiprocessing.active_children():
+            process.kill()
+        yield from (Text(str(number), "a text") for number in range(9 * BATCH))
+
+    encoder = Encoder(Source("", "text"), tiny, EncodingRules(16))
+    with pytest.raises(TransientError, match=r"^one of 2 processes .* ended, perhaps killed for"):
+        list(encode_all(encoder, records(), processes=2))
+
+
+def test_a_full_disk_for_temporary_files_is_named(tiny, tmp_path, monkeypatch):
+    """Else the prepared folder's disk would be."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Tokenizer, "save", full)
+    encoder = Encoder(Source("", "text"), tiny, EncodingRules(16))
+    with pytest.raises(TransientError, match=rf"^{tmp_path}/.*: No space left on device; "):
+        list(encode_all(encoder, [Text("a", "a text")], processes=2))
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ def _turns(name):
 
 
 def test_the_script_reproduces_the_committed_files(tmp_path):
-    make_fixtures.main(tmp_path)
+    assert make_fixtures.main([str(tmp_path)]) == 0
     names = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
     assert len(names) == 9
     for name in names:

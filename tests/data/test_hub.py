@@ -6,18 +6,21 @@ import hashlib
 import http.server
 import json
 import re
+import shutil
+import socket
 import threading
 
 import huggingface_hub.constants
 import pytest
+from huggingface_hub import _tree_cache
 
 from data import hub as data_hub
 from data import source_files
 from data.encode import EncodingRules
-from data.errors import UserError
+from data.errors import UserError, is_transient
 from data.prepare import prepare
 from data.report import Report
-from data.sources import Source, Sources, read
+from data.sources import FORMATS, Source, Sources, read
 from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 from tests.data.loopback import HubHandler
@@ -38,6 +41,10 @@ FILES = {
     "more/b.jsonl.gz": gzip.compress(json.dumps(CHATS[3]).encode()),
     "more/weights.bin": bytes(1000),
 }
+OF_RECORDS = (
+    f"files whose names end in {', '.join(FORMATS['sharegpt'].suffixes)}, perhaps compressed, are "
+    "read unless a part of the path begins with a dot or is a link to a folder"
+)
 SHA = "a" * 40
 PARQUET = "refs%2Fconvert%2Fparquet"
 
@@ -52,6 +59,9 @@ class Hub(HubHandler):
     def do_GET(self, body=True):
         path = self.path.partition("?")[0]
         self.server.requests.append(path)
+        if self.server.refusal is not None:
+            status, headers = self.server.refusal
+            return self.answer(status, b"{}", headers, body)
         if path.startswith("/api/datasets/") and self.server.listing is not None:
             return self.answer(200, self.server.listing, {}, body)
         if not path.startswith(("/api/datasets/me/chats", "/datasets/me/chats")):
@@ -88,7 +98,7 @@ class Hub(HubHandler):
 def hub(monkeypatch, tmp_path):
     """Yields a local hub, with an empty cache."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        server.sent, server.requests = [], []
+        server.sent, server.requests, server.refusal = [], [], None
         server.listing, server.content, server.headers, server.is_gated = None, None, {}, False
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
@@ -223,6 +233,7 @@ def test_the_report_warns_of_evaluation_splits(hub, monkeypatch, tmp_path):
     assert [
         line for line in prepared.report.summary().splitlines() if line.startswith("warning")
     ] == [
+        f"warning: {source.path}: not read: more/weights.bin; {OF_RECORDS}",
         f"warning: {source.path}: also reads {names} and 2 more{remedy}",
         f"warning: {own}: also reads test.jsonl{remedy}",
     ]
@@ -349,7 +360,7 @@ def test_without_a_network_and_a_card_in_the_cache_all_files_are_read_and_a_note
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert sorted(answers("hf://datasets/me/chats")) == sorted(everything)
     notes = Source("hf://datasets/me/chats").notes(is_held_out=True)
-    assert notes == [data_hub.cards.UNKNOWN]
+    assert notes == [data_hub.cards.UNKNOWN, f"not read: good/train.md5; {OF_RECORDS}"]
 
 
 @pytest.mark.parametrize("offline", [True, False])
@@ -370,11 +381,75 @@ def test_cached_files_are_read_without_a_network(hub, monkeypatch, offline):
         answers("hf://datasets/me/other")
 
 
+def test_a_silent_hub_is_not_waited_for_without_end(hub, monkeypatch):
+    """As behind a firewall: cached files are read, and others refused."""
+    path = "hf://datasets/me/chats/train.jsonl"
+    whole = answers(path)
+    monkeypatch.setattr(data_hub, "_LONGEST_WAITS", {"connect": 0.2, "read": 0.2})
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections alone
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        assert answers(path) == whole
+        with pytest.raises(UserError, match=r"me/other: cannot be downloaded .*timed out"):
+            answers("hf://datasets/me/other")
+
+
+@pytest.mark.parametrize("network", ["forbidden", "unreachable", "there, cache read-only"])
+def test_a_warning_says_that_nobody_knows_whether_a_cache_is_complete(
+    hub, monkeypatch, tmp_path, network
+):
+    """As one filled by an earlier release of the hub's library, which kept no list of the files."""
+    whole, path = answers("hf://datasets/me/chats/more"), "hf://datasets/me/chats"
+    shutil.rmtree(trees := next((tmp_path / "cache").glob("*/trees")))
+    trees.touch()  # no list can be written
+    _tree_cache._IN_MEMORY_TREE_CACHE.clear()
+    if network == "forbidden":
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    elif network == "unreachable":
+        hub.shutdown()
+        hub.server_close()
+    else:
+        whole = answers(path)
+    assert answers(path) == whole
+    notes = Source(path).notes(is_held_out=True)
+    assert (source_files.NOT_LISTED in notes) == (network != "there, cache read-only")
+    assert (data_hub.cards.UNKNOWN in notes) == (network != "there, cache read-only")
+
+
+def test_files_of_the_hub_that_may_hold_records_and_are_not_read_are_named(hub, monkeypatch):
+    for name in ("more.zip", "TRAIN.JSONL", "more/c.jsonl.lz4", ".hidden.zip", "LICENSE"):
+        monkeypatch.setitem(FILES, name, b"x")
+    for path, names in {
+        "hf://datasets/me/chats": "TRAIN.JSONL, more.zip, more/c.jsonl.lz4, more/weights.bin",
+        "hf://datasets/me/chats/more": "c.jsonl.lz4, weights.bin",
+        "hf://datasets/me/chats/mo*": "more.zip, more/c.jsonl.lz4, more/weights.bin",
+    }.items():
+        assert Source(path).notes(is_held_out=True) == [f"not read: {names}; {OF_RECORDS}"]
+    assert Source("hf://datasets/me/chats/train.jsonl").notes(is_held_out=True) == []
+    assert "more.zip" not in hub.sent
+
+
+@pytest.mark.parametrize("folder", ["", "/good"])
+def test_a_conversion_of_a_part_of_a_data_set_has_a_warning(
+    hub, configurations, monkeypatch, folder
+):
+    """The hub converts the first 5 GB."""
+    monkeypatch.delitem(FILES, "README.md")
+    monkeypatch.delitem(FILES, "bad/a/0.jsonl")
+    path = f"hf://datasets/me/chats@refs/convert/parquet{folder}"
+    assert source_files.PARTIAL not in Source(path).notes(is_held_out=True)
+    monkeypatch.setitem(FILES, "good/partial-train/0.jsonl", FILES["good/train-0.jsonl"])
+    _tree_cache._IN_MEMORY_TREE_CACHE.clear()
+    shutil.rmtree(data_hub._in_cache("me/chats", "dataset"))
+    assert source_files.PARTIAL in Source(path).notes(is_held_out=True)
+
+
 def test_a_data_set_is_not_read_from_a_partial_cache(hub, monkeypatch):
     assert len(answers("hf://datasets/me/chats/train.jsonl")) == 3
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="hf://datasets/me/chats: cannot be downloaded"):
+    with pytest.raises(UserError, match="hf://datasets/me/chats: cannot be downloaded") as caught:
         answers("hf://datasets/me/chats")
+    assert not is_transient(caught.value)  # another start may use the network no more than this one
 
 
 @pytest.mark.parametrize(
@@ -383,7 +458,9 @@ def test_a_data_set_is_not_read_from_a_partial_cache(hub, monkeypatch):
         ("hf://datasets/chats", "names no data set on the hub; hf://datasets/OWNER/NAME"),
         ("hf://datasets/me/a b", "names no data set on the hub"),
         ("hf://datasets/me/other", "shows no data set me/other"),
-        ("hf://datasets/me/chats@old", "has no revision old"),
+        ("hf://datasets/me/chats@old", "has no revision old; another one would work$"),
+        ("hf://datasets/me/chats@a/b", "has no revision a; .*, and a slash in its name is .* %2F"),
+        ("hf://datasets/me/chats/**/*.jsonl", "only the last part of a path may be a pattern"),
         ("hf://datasets/me/chats/test.jsonl", "has no test.jsonl"),
     ],
 )
@@ -402,6 +479,54 @@ def test_a_data_set_that_needs_its_owners_consent_says_so(hub):
         answers("hf://datasets/me/chats/train.jsonl")
     address = f"http://127.0.0.1:{hub.server_port}/datasets/me/chats"
     assert f"request it at {address}, then `hf auth login`" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["data set", "model"])
+@pytest.mark.parametrize(
+    ("status", "code", "said", "expected"),
+    [
+        (
+            401,
+            None,
+            "Invalid credentials in Authorization header",
+            "answered 401 (Invalid credentials in Authorization header); a valid token (`hf auth "
+            "login` or HF_TOKEN), or none, would work",
+        ),
+        (
+            403,
+            None,
+            "Access to this resource is disabled.",
+            "answered 403 (Access to this resource is disabled.); another token (`hf auth login` or "
+            "HF_TOKEN), or another name, would work",
+        ),
+        (
+            403,
+            None,
+            "",
+            "answered 403; another token (`hf auth login` or HF_TOKEN), or another "
+            "name, would work",
+        ),
+        (
+            403,
+            "GatedRepo",
+            "Allow hf_ours to read gated repositories.",
+            "then `hf auth login` (the hub says: Allow hf_... to read gated repositories.)",
+        ),
+    ],
+)
+def test_a_refusal_has_the_hubs_own_words_without_the_token(
+    hub, monkeypatch, kind, status, code, said, expected
+):
+    """Such as that a token has expired, or may not read gated repositories."""
+    monkeypatch.setenv("HF_TOKEN", "hf_ours")
+    hub.refusal = status, {"X-Error-Message": said, **({"X-Error-Code": code} if code else {})}
+    with pytest.raises(UserError) as caught:
+        if kind == "model":
+            data_hub.download_model("me/model", None, ["*.json"])
+        else:
+            answers("hf://datasets/me/chats")
+    assert str(caught.value).endswith(expected) and "\n" not in str(caught.value)
+    assert not is_transient(caught.value)
 
 
 @pytest.mark.parametrize(

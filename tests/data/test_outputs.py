@@ -1,7 +1,9 @@
 """What commands may write, and where."""
 
+import errno
 import functools
 import os
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -49,6 +51,54 @@ def test_only_files_written_by_the_command_are_overwritten(tmp_path):
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(UserError, match=r"results\.json: exists, but was not written"):
         outputs.results_folder(tmp_path, "mine")
+
+
+def test_a_full_disk_leaves_the_earlier_results(tmp_path):
+    """Neither torn ones, which the next start would take for another program's, nor new beside
+    old ones."""
+    texts = {"cases.jsonl": "[1]\n" * 9000, "results.json": '{"made by us": 1}\n'}
+    outputs.write_texts(tmp_path, texts)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == texts
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            outputs.write_texts(tmp_path, {"results.json": "{}", "cases.jsonl": "[2]\n" * 9000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == texts
+
+
+def test_results_are_written_through_links_and_to_a_pipe(tmp_path, capfd):
+    there = tmp_path / "there.json"
+    there.write_text("{}")
+    (tmp_path / "link.json").symlink_to(there)
+    (tmp_path / "other.json").hardlink_to(there)
+    for name in ("link.json", "other.json"):
+        outputs.write_text(tmp_path / name, name)
+        assert there.read_text() == name and there.stat().st_nlink == 2
+    assert (tmp_path / "link.json").is_symlink()
+    outputs.write_text("/dev/fd/1", "[2]")
+    assert capfd.readouterr().out == "[2]"
+
+
+def test_written_again_a_file_keeps_its_permissions(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a.json"
+    path.touch(0o640)
+    os.utime(path, (1, 1))
+    for name in ("a.json", "~/a.json"):
+        outputs.write_text(name, name)
+        assert path.read_text() == name
+    assert path.stat().st_mode & 0o777 == 0o640 and path.stat().st_mtime > 1
+
+    def busy(*_):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(os, "replace", busy)  # as for a single file mounted into a container
+    outputs.write_text(path, "in place")
+    assert path.read_text() == "in place" and os.listdir(tmp_path) == ["a.json"]
 
 
 def test_another_users_results_are_refused_before_the_work(tmp_path):

@@ -166,6 +166,44 @@ def test_data_in_a_store_are_prepared_once(store, tmp_path, monkeypatch):
     assert again.report.records == 5
 
 
+def test_a_store_gets_the_data_that_an_interrupted_start_or_its_owner_left_out(
+    store, tmp_path, monkeypatch
+):
+    """The copy in this machine's cache does not count as the folder in the store."""
+    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
+    tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
+    records = json.loads((FIXTURES / "conversations.json").read_text())
+    put(store, "/in/talks.json", json.dumps(records[:5]).encode())
+    sources = Sources((Source("memory://in/talks.json"),))
+
+    def prepared_in(folder):
+        target = f"memory:/{folder}"
+        prepared = prepare(sources, tokenizer, EncodingRules(128), target, progress=False)
+        assert prepared.train[0].tokens.size
+        found = store.find(folder)
+        return {name.removeprefix(folder): store.cat_file(name) for name in found}
+
+    whole = prepared_in("/undisturbed")
+    assert whole and prepared_in("/another") == whole
+    shutil.rmtree(tmp_path / "cache")
+    upload, left = paths.put_file, iter(range(3))
+
+    def refused(local, target):
+        if next(left, None) is None:
+            raise UserError("no permission")
+        upload(local, target)
+
+    monkeypatch.setattr(paths, "put_file", refused)
+    with pytest.raises(UserError, match="no permission"):
+        prepared_in("/interrupted")
+    monkeypatch.setattr(paths, "put_file", upload)
+    assert prepared_in("/interrupted") == whole
+    shutil.rmtree(tmp_path / "cache")  # so that only the small files are copied from the store
+    assert prepared_in("/interrupted") == whole
+    store.rm("/interrupted", recursive=True)
+    assert prepared_in("/interrupted") == whole
+
+
 def test_a_folder_is_downloaded_completely_or_not_at_all(store, tmp_path):
     """Without the file that is uploaded last it is incomplete and is not used."""
     for name in ("z.npz", "a/b"):

@@ -77,11 +77,15 @@ GOOD, BAD = [ASKED, ("assistant", "This.", True)], [ASKED, ("assistant", "That."
             "chosen_messages": turns("Which?", "This."),
             "rejected_messages": turns("Which?", "That."),
         },
+        {"query": "Which?", "response": "This.", "rejected_response": "That."},
+        {"prompt": "Which?", "chosen": ["This."], "rejected": ["That."]},
+        {"prompt": "", "question": "Which?", "chosen": "This.", "rejected": "That."},
     ],
     ids=[
         *("texts", "question", "turns", "implicit", "repeated"),
         *("input", "capitals", "one turn", "dialogue"),
         *("OpenAI", "ms-swift", "ms-swift's turns", "LLaMA-Factory"),
+        *("ms-swift's texts", "lists of one", "an empty field"),
     ],
 )
 def test_every_shape_of_pairs_is_read(record):
@@ -178,6 +182,35 @@ def test_a_conversation_and_its_rejected_answer_may_be_long_and_have_calls():
     assert not unread
     with pytest.raises(Drop, match="with a `rejected_response` that does not end"):
         read({"messages": turns("Which?"), "rejected_response": "That."})
+
+
+def test_two_conversations_are_trained_from_where_they_part():
+    """As by TRL's `extract_prompt`, also under ms-swift's names."""
+    from trl.data_utils import extract_prompt
+
+    both = [turns("Which?", first, "Sure?", "Yes.") for first in ("This.", "That.")]
+    expected = extract_prompt({"chosen": both[0], "rejected": both[1]})
+    for names in (("messages", "rejected_messages"), ("chosen", "rejected")):
+        pair, changes, unread = read(dict(zip(names, both, strict=True)))
+        assert not changes and not unread
+        for name, conversation in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            messages = conversation.messages
+            assert [m.content for m in messages if m.train] == [
+                m["content"] for m in expected[name]
+            ]
+            prompt = [m.content for m in messages if m.in_prompt]
+            assert prompt == [m["content"] for m in expected["prompt"]]
+
+
+def test_a_conversation_with_its_answer_may_have_another_beside_it():
+    """Such as the short answer of an exercise."""
+    beside = {"messages": turns("Which?", "This."), "answer": "42"}
+    record, _, unread = read({**beside, "label": True})
+    assert messages_of(record.conversation) == GOOD and unread == {"record field `answer`"}
+    for rejected in ("That.", turns("Which?", "That.")):
+        pair, _, unread = read({**beside, "rejected": rejected})
+        assert (messages_of(pair.chosen), messages_of(pair.rejected)) == (GOOD, BAD)
+        assert unread == {"record field `answer`"}
 
 
 def test_unread_fields_are_named_in_their_original_case():
@@ -360,6 +393,15 @@ def test_a_dialogue_in_a_prompt_ends_before_its_answer():
             {"chosen": turns("Which?", "This."), "rejected": turns("Why?", "That.")},
             "the completions answer different prompts",
         ),
+        (
+            {
+                "prompt": turns("Hi", "Hello", "Which?"),
+                "chosen": "This.",
+                "rejected": turns("Hi", "Bye", "Which?", "That."),
+            },
+            "the completions answer different prompts",
+        ),
+        ({"prompt": "", "chosen": "This.", "rejected": "That."}, "completions without a prompt"),
         ({"chosen": turns("Which?", "This."), "rejected": turns("Which?")}, ""),
         ([1], "not a record"),
     ],
@@ -406,6 +448,8 @@ def test_pairs_with_other_tools_or_other_trained_turns_are_no_duplicates():
     [
         {"prompt": "Which?", "completion": "This.", "label": True},
         {"question": "Which?", "response": "This.", "label": 1},
+        {"instruction": "Which?", "input": "", "output": "This.", "kto_tag": True},
+        {"question": "Which?", "answer": "This.", "label": True},
         {"prompt": turns("Which?"), "completion": turns("This.", first="assistant"), "label": True},
     ],
 )
@@ -466,6 +510,7 @@ def test_labels_of_a_csv_file_are_read(tmp_path):
         ({"completion": " "}, "completion: "),
         ({"completion": 3}, "a completion that is no text or list of turns: `completion`"),
         ({"prompt": None}, "completions without a prompt"),
+        ({"prompt": " "}, "completions without a prompt"),
     ],
 )
 def test_an_unusable_labelled_completion_is_dropped_with_a_reason(change, reason):

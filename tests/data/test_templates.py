@@ -322,9 +322,12 @@ def test_missing_control_tokens_are_refused_or_added(tmp_path, folder):
     [
         (
             "vicuna",
-            r"found 'vicuna'; did you mean vicuna_v1\.1\? vicuna_v1\.1, koala, .*, tokenizer, or as .* FILE\.jinja, would work$",
+            r"found 'vicuna'; did you mean vicuna_v1\.1\? vicuna_v1\.1, koala, .*, tokenizer, or as .* FILE\.jinja, .* would work$",
         ),
-        ("?", r"found '\?'; vicuna_v1\.1, koala, .*, tokenizer, or as .* FILE\.jinja, would work$"),
+        (
+            "?",
+            r"found '\?'; vicuna_v1\.1, koala, .*, tokenizer, or as .* FILE\.jinja, .* would work$",
+        ),
         (
             "tokenizer",
             r"found 'tokenizer' \(the default: the model's own\), .* no chat template; choose one, such as --data",
@@ -590,7 +593,7 @@ def test_unusable_tokenizers_and_templates_are_one_line_errors(tmp_path):
         Tokenizer.load(tmp_path)
     tokenizer = Tokenizer.load(TINY)
     with pytest.raises(
-        UserError, match=r"vicuna_v1\.1, koala, .*, tokenizer, or as .* FILE\.jinja, would work"
+        UserError, match=r"vicuna_v1\.1, koala, .*, tokenizer, or as .* FILE\.jinja, .* would work"
     ):
         render(_messages(TALK), "vicunia", tokenizer)
     with pytest.raises(UserError, match="tool"):

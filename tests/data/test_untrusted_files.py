@@ -57,6 +57,21 @@ def test_blobs_that_are_a_link_lead_outside(tmp_path):
         file_within(folder, "merges.txt")
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet", "tokenizer.json", "config.json"])
+def test_what_git_lfs_has_not_fetched_is_not_read(tmp_path, name):
+    """A clone without `git lfs` has such files; as texts they would be trained on."""
+    (tmp_path / name).write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 12345\n"
+    )
+    readers = [lambda: file_within(tmp_path, name)]
+    if name.startswith("a."):
+        readers = [lambda: find(tmp_path, (".jsonl", ".txt", ".parquet"))]
+        readers.append(lambda: find(tmp_path / name, (".jsonl",)))
+    for reader in readers:
+        with pytest.raises(UserError, match=rf"{name}: only Git LFS's pointer to the file; `git "):
+            reader()
+
+
 def test_special_files_are_refused_with_printable_names(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="pipe: is neither a file nor a folder"):

@@ -12,6 +12,8 @@ import yaml
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, TrainingArguments
 from trl import DPOConfig, KTOConfig, ModelConfig, ScriptArguments, SFTConfig
+from trl.experimental.cpo import CPOConfig
+from trl.experimental.orpo import ORPOConfig
 
 import train
 from data.errors import UserError
@@ -113,6 +115,13 @@ def test_the_page_has_all_hints_for_the_installed_trainers():
         for name in cls.__dataclass_fields__
     }
     assert fields & {*MEANT, *NO_FIELD} - {theirs for _, theirs, _ in names()} == set()
+
+
+@pytest.mark.parametrize("trainer", [DPOConfig, KTOConfig, CPOConfig, ORPOConfig])
+def test_every_option_of_a_preference_trainer_has_a_hint(trainer):
+    """Also those of trainers that the page does not list."""
+    options = trainer.__dataclass_fields__.keys() - TrainingArguments.__dataclass_fields__.keys()
+    assert {name for name in options if f"{name} (" not in message(name)} == set()
 
 
 def test_defaults_are_those_of_the_schema_and_of_the_installed_trainers():

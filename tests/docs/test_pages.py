@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.util
 import re
+import shlex
 import typing
 from pathlib import Path
 
@@ -27,6 +28,7 @@ FLAG = re.compile(r"--([a-z_]+(?:\.[a-z_]+)+)")
 FILE = re.compile(
     r"(?<![\w/.])((?:configs|data|docs|eval|model|planning|scripts|tests|trainer)/[\w./-]*\w)(?![\w*{<(])"
 )
+TESTS = re.compile(r"`pytest ([^`]+)`")
 NAME = re.compile(
     r"`((?:data|eval|model|planning|scripts|trainer|mesh|attention|memory|optimizer|train|checkpoint|logging|"
     r"evaluate|distributed)(?:\.\w+)+)"
@@ -122,6 +124,33 @@ def test_names_in_code_font_exist(path):
         if not ((ROOT / name).exists() or name.startswith(TENSORS))
     ]
     assert [name for name in names if not (is_field(name) or is_code(name))] == []
+
+
+def missing_tests(text: str) -> list[str]:
+    """Returns a text's pytest commands whose file, or whose words after -k, name no test."""
+    missing = []
+    for command in TESTS.findall(text):
+        words = shlex.split(command)
+        paths = [ROOT / word for word in words if word.startswith("tests/")]
+        files = [file for path in paths for file in (path, *path.rglob("test_*.py"))]
+        code = "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+        names = re.findall(r"^def (test_\w+)", code, re.MULTILINE)
+        chosen = words[words.index("-k") + 1].split(" or ") if "-k" in words else ["test"]
+        if not all(any(word in name for name in names) for word in chosen):
+            missing.append(command)
+    return missing
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
+def test_named_tests_exist(path):
+    assert missing_tests(text_of(path)) == []
+
+
+def test_a_name_that_no_test_has_is_found():
+    assert missing_tests(
+        "`pytest tests/docs/test_pages.py -k 'stays_short or forever'`, `pytest tests/docs -k site`"
+        " and `pytest tests/docs/test_page.py`"
+    ) == ["tests/docs/test_pages.py -k 'stays_short or forever'", "tests/docs/test_page.py"]
 
 
 @pytest.mark.parametrize("name", MOST_LINES)

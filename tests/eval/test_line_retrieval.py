@@ -139,3 +139,7 @@ def test_files_of_one_name_are_told_apart(tmp_path):
     args, _ = letters("--cases", files[0], again, "--lines", "2")
     with pytest.raises(UserError, match=r"--cases: found .*/a/test\.jsonl twice"):
         line_retrieval.gather_cases(args)
+    (tmp_path / "loop").symlink_to("loop")
+    args, _ = letters("--cases", str(tmp_path / "loop"), "--lines", "2")
+    with pytest.raises(UserError, match=r"loop: cannot read the line cases \(Too many levels"):
+        line_retrieval.gather_cases(args)

@@ -540,6 +540,10 @@ def test_unreadable_files_are_named(runs, capsys, name, content, words):
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
     assert not (runs / "x.html").exists()
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.name)  # to itself
+    assert report.main([str(runs / "after"), "--output", str(runs / "x.html")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_only_a_report_is_overwritten(runs, capsys):

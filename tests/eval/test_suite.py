@@ -2,6 +2,7 @@
 have the requested length."""
 
 import collections
+import errno
 import json
 import re
 
@@ -523,6 +524,23 @@ def test_commands_write_results_and_resume(hf_model, tmp_path, monkeypatch, caps
     said = capsys.readouterr()
     assert "exist already" in said.out and "others" not in said.err
     if command is needle:
+        _a_full_disk_leaves_the_results(tmp_path, [*flags[:-1], "1"], monkeypatch)
         assert command.main([*flags[:-1], "1", "--seed", "1"]) == 0
         note = f"results.json will be of these 2 cases only; the answers to {len(rows)} others"
         assert note in capsys.readouterr().err
+        assert len((tmp_path / "cases.jsonl").read_text().splitlines()) == 2
+
+
+def _a_full_disk_leaves_the_results(folder, flags, monkeypatch):
+
+    def files():
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = files()
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", full)
+        assert needle.main(flags) == 75
+    assert files() == before

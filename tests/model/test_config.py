@@ -175,8 +175,8 @@ def test_all_spellings_of_rope_are_read():
             ["text_config.model_type", "0", "mistral"],
         ),
         (
-            {"architectures": ["Glm4MoeForCausalLM"]},
-            ["Glm4MoeForCausalLM", "mixtures of experts"],
+            {"architectures": ["DeepseekV3ForCausalLM"]},
+            ["DeepseekV3ForCausalLM", "mixtures of experts"],
         ),
         ({"architectures": ["Qwen3ForCausalLM"]}, ["model_type", "'llama'", "'qwen3'"]),
         ({"model_type": "gpt2"}, ["model_type", "gpt2", "llama"]),

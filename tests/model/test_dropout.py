@@ -12,7 +12,7 @@ import transformers
 
 from model.adapter import ATTENTION, PROJECTIONS, AdapterConfig
 from model.dropout import TokenInfo, token_keys, zero_dropped
-from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
+from tests.model.build import initial, llama, mean_loss, packed_batch, permuted, tiny
 from tests.model.masks import mask
 from trainer.config.schema import OptimizerConfig, TrainConfig
 from trainer.mesh import place_batch
@@ -52,15 +52,16 @@ def test_elements_are_dropped_independently_at_the_rate():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_mask_matches_the_documented_hash(dtype):
-    """Against numpy, also for part of the features; dropped elements have no gradient, kept ones
-    their full gradient."""
+    """Against numpy, also for part of the features, in a stack that begins at layer 3; dropped
+    elements have no gradient, kept ones their full gradient."""
     x = np.random.default_rng(0).normal(size=(3, 16, 24)).astype(np.float32)
     index = np.broadcast_to(np.arange(16, dtype=np.int32), (3, 16))
     keys = token_keys(SEED, np.int32(STEP), index)
-    expected = mask(RATE, SEED, STEP, 3, 16, layer=0, projection=6, features=32)[..., 8:]
+    expected = mask(RATE, SEED, STEP, 3, 16, layer=5, projection=6, features=32)[..., 8:]
 
     def drop(x):
-        return zero_dropped(x, TokenInfo(index, keys).of_layer(0).dropout, RATE, 6, first=8)
+        info = TokenInfo(index, keys).from_layer(3).of_layer(2)
+        return zero_dropped(x, info.dropout, RATE, 6, first=8)
 
     y, pullback = jax.vjp(drop, x.astype(dtype))
     np.testing.assert_array_equal(np.asarray(y), np.where(expected, x.astype(dtype), 0))
@@ -262,6 +263,39 @@ def test_only_training_with_dropout_drops():
         none.lower_train().as_text() == zero.lower_train().as_text() != some.lower_train().as_text()
     )
     assert none.lower_evaluate().as_text() == some.lower_evaluate().as_text()
+
+
+def test_layers_without_experts_count_among_the_masks_layers():
+    """With feed-forwards of zeros it makes no difference whether a layer has experts, unless the
+    masks' layers are counted anew after it."""
+    adapter = dataclasses.replace(ADAPTER, targets=("q_proj", "v_proj"))
+    experts = {"family": "qwen3_moe", "qk_norm": "head", "num_experts": 4, "num_experts_per_tok": 2}
+    whole, mixed = (
+        llama(tiny(**experts, moe_intermediate_size=48, adapter=adapter, mlp_only_layers=dense))
+        for dense in ((), (0,))
+    )
+    params = {
+        name: jax.numpy.zeros_like(x) if "mlp" in name else x for name, x in initial(whole).items()
+    }
+    params |= {name: x + 0.5 for name, x in params.items() if name.endswith("lora_B")}
+    of_mixed = {name: x for name, x in params.items() if not name.startswith("layers.")}
+    for stack in mixed.config.stacks:
+        for name, declared in mixed.parameters.items():
+            if name.startswith(stack.prefix):
+                whole_name = "layers." + name.removeprefix(stack.prefix)
+                rows = slice(stack.first, stack.first + stack.layers)
+                of_mixed[name] = (
+                    np.zeros(declared.shape, np.float32)
+                    if "mlp" in name
+                    else params[whole_name][rows]
+                )
+    batch = packed_batch(whole.config, 2, LENGTH)
+    batch["dropout"] = np.asarray(token_keys(SEED, np.int32(STEP), batch["index"]))
+    losses = [
+        float(mean_loss(model)(of_model, place_batch(permuted(batch, model)[0], model.mesh))[0])
+        for model, of_model in ((whole, params), (mixed, of_mixed))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])

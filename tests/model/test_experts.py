@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 from flax import nnx
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from model.adapter import AdapterConfig
@@ -257,6 +260,29 @@ def test_scores_that_are_all_zero_give_finite_weights():
     assert routes.weights.tolist() == [[0, 0, 0]]
 
 
+def test_corrections_that_choose_improbable_experts_give_transformers_weights():
+    """In ERNIE's routers the sum that normalizes probabilities is at least 1e-12."""
+    sizes = {"hidden_size": 4, "num_attention_heads": 1, "moe_num_experts": 4, "moe_k": 2}
+    router = Ernie4_5_MoeTopKRouter(transformers.Ernie4_5_MoeConfig(**sizes))
+    correction, logits = [-9.0, 0.0, 0.0, 9.0], [[0.0, -40.0, -41.0, -90.0], [0.0, -9.0, 1.0, 1.0]]
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(4))
+        router.moe_statics.e_score_correction_bias.copy_(torch.tensor([correction]))
+        _, weights, experts = router(torch.tensor(logits))
+    config = mixture(
+        family="ernie4_5_moe",
+        qk_norm="none",
+        router_correction=True,
+        rope_interleaved=True,
+        norm_topk_prob=True,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    routes = route(jnp.array(logits), config, jnp.array(correction))
+    assert routes.experts.tolist() == experts.tolist()
+    np.testing.assert_allclose(routes.weights, weights, rtol=1e-5, atol=1e-20)
+
+
 def test_tensor_splits_all_expert_widths_or_none():
     assert TensorParallel.of(corrected(), 8).mlp
     assert not TensorParallel.of(corrected(), 16).mlp  # 16 divides 48 but not 40
@@ -295,8 +321,6 @@ def test_an_invalid_mixture_is_refused(change, words):
         {"expert_capacity": 64},
         {"drop_tokens": True},
         {"router_jitter_noise": 0.1},
-        {"decoder_sparse_step": 2},
-        {"mlp_only_layers": [0]},
         {"shared_expert_intermediate_size": 128},
         {"first_k_dense_replace": 1},
         {"n_group": 8},

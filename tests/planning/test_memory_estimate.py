@@ -13,7 +13,7 @@ from planning.memory_options import MEMORY_OPTIONS
 from planning.plan import Job
 from scripts.benchmarks.evidence import command_of
 from scripts.benchmarks.plan_store import read_plans
-from scripts.benchmarks.table3_cells import LIKE_FOR_LIKE, MEMORIES, Cell, read_cells
+from scripts.benchmarks.table3.cells import LIKE_FOR_LIKE, MEMORIES, Cell, read_cells
 from scripts.plan_options import job_of as job_of_command
 from scripts.plan_options import parser
 from trainer.config.schema import MeshConfig

@@ -5,8 +5,11 @@ import dataclasses
 import json
 import shutil
 
+import peft
 import pytest
+import transformers
 
+from data.errors import UserError
 from model.config import TransformerConfig
 from planning import positions, reference_positions
 from planning.auto import Machine, _answer_of, _with_answer, planned_run
@@ -68,6 +71,19 @@ def begin(config):
     config.folder.mkdir(parents=True, exist_ok=True)
     (config.folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     return str(config.folder / "config.yaml")
+
+
+@pytest.mark.parametrize("name", ["adapter", "absent"])
+def test_a_reference_that_cannot_be_opened_is_named(words, hf_model, tmp_path, name):
+    path = tmp_path / name
+    if name == "adapter":
+        model = transformers.LlamaForCausalLM.from_pretrained(hf_model)
+        peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear")).save_pretrained(
+            path
+        )
+    config = load(words("--preference.ref_model", str(path)))
+    with pytest.raises((UserError, ValueError), match=f"^preference.ref_model: {path}"):
+        planned(config)
 
 
 def test_a_reference_is_stretched_as_the_trained_model(single):

@@ -222,6 +222,10 @@ def test_the_interval_suits_layers_and_period(layers, period, best):
     assert best_every_k(layers, period) == best
 
 
+def test_the_interval_need_not_divide_layers_of_several_stacks():
+    assert best_every_k(89) == 1 and best_every_k(89, divides=False) == 9
+
+
 @pytest.mark.parametrize("model", ["smollm3-3b", "olmo2-7b", "olmo3-7b", "gemma-3-1b"])
 def test_on_the_smallest_machine_the_plan_is_one_that_train_accepts(model, auto_recipe):
     """Where only the policies with the least memory may fit."""

@@ -36,6 +36,20 @@ def test_a_disk_that_fills_up_at_the_card_leaves_nothing(checkpoint, tmp_path, m
     assert (tmp_path / "hf" / "README.md").exists()
 
 
+def test_a_complete_folder_that_cannot_be_opened_is_said_to_be_complete(
+    checkpoint, tmp_path, monkeypatch, capsys
+):
+    """With 75 the same command would be started again, which refuses the folder."""
+
+    def failing(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", failing)
+    assert export_hf.main([str(checkpoint), str(tmp_path / "hf")]) == 2
+    assert f"{tmp_path}/hf: is complete, but was not compared" in capsys.readouterr().err
+    assert (tmp_path / "hf" / "README.md").exists()
+
+
 def test_the_remains_of_a_killed_export_are_removed(checkpoint, tmp_path):
     (tmp_path / ".hf-0123abcd").mkdir()
     (tmp_path / ".hf-0123abcd" / "lock").touch()

@@ -9,12 +9,13 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-INNER = {"scripts.benchmarks.kernel_case"}  # a subprocess of bench_kernels, which no user starts
+# A subprocess of bench_kernels, which no user starts.
+INNER = {"scripts.benchmarks.bench_kernels.case"}
 COMMANDS = sorted(
     {
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for folder in ("eval", "scripts", "scripts/benchmarks")
-        for path in (ROOT / folder).glob("*.py")
+        for folder in ("eval", "scripts")
+        for path in (ROOT / folder).glob("**/*.py")
         if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
         and re.search(
             r"^(def main\(argv|main = (runner\.)?command\()", path.read_text("utf-8"), re.MULTILINE
@@ -24,6 +25,12 @@ COMMANDS = sorted(
 )
 # How the help of flags that take a number of tokens begins.
 TOKENS = r"(number of |our )?tokens\b(?! are)|lengths,"
+
+
+def module_of_command(name: str):
+    """Returns the module that `python -m NAME` runs."""
+    module = importlib.import_module(name)
+    return importlib.import_module(f"{name}.__main__") if hasattr(module, "__path__") else module
 
 
 def test_every_command_is_listed():

@@ -11,6 +11,7 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 from safetensors.numpy import save_file
 
 from data.tokenizer import TOOL_TEMPLATE
@@ -33,7 +34,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         siblings = [{"rfilename": name} for name in self.server.files]
-        self.answer(200, {"id": "me/mine", "sha": "0" * 40, "siblings": siblings})
+        info = {"id": "me/mine", "sha": "0" * 40, "siblings": siblings}
+        self.answer(200, info | {"private": self.server.is_private})
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
@@ -85,7 +87,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def hub(monkeypatch):
     """A hub on this machine, and a token for it."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        server.sent, server.files, server.status = [], {}, 200
+        server.sent, server.files, server.status, server.is_private = [], {}, 200, True
         server.address = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.address)
@@ -106,7 +108,10 @@ def exported(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [[], ["--public"]])
-def test_every_file_is_sent_into_a_private_repository_by_default(hub, exported, capsys, flags):
+def test_every_file_is_sent_into_a_private_repository_by_default(
+    hub, exported, capsys, monkeypatch, flags
+):
+    monkeypatch.setattr(push_to_hub, "existing", lambda repository: None)
     assert push_to_hub.main([str(exported), "me/mine", *flags]) == 0
     assert hub.files == {path.name: path.read_bytes() for path in exported.iterdir()}
     created = json.loads(
@@ -119,6 +124,17 @@ def test_every_file_is_sent_into_a_private_repository_by_default(hub, exported, 
     )
     assert {token for _, token, _ in hub.sent} == {"Bearer hf_ours"}
     assert f"{hub.address}/me/mine" in capsys.readouterr().out
+
+
+def test_an_earlier_repository_stays_private_or_public(hub, exported, capsys):
+    """As with transformers' push_to_hub, which does not say so."""
+    assert push_to_hub.main([str(exported), "me/mine", "--public"]) == 2
+    assert "me/mine: is a private repository, and --public makes only a" in capsys.readouterr().err
+    assert not hub.sent
+    hub.is_private, hub.files = False, {"README.md": b"with a licence"}
+    assert push_to_hub.main([str(exported), "me/mine"]) == 0
+    said = "/me/mine (a public repository; the earlier README.md is in its history)\n"
+    assert capsys.readouterr().out.endswith(said) and hub.files["README.md"] == CARD.encode()
 
 
 def test_all_files_of_an_adapter_are_sent(tmp_path):
@@ -384,7 +400,18 @@ def test_a_card_lists_the_sources_without_their_defaults(tmp_path):
     card = model_card(tmp_path / "5", TransformerConfig.preset("llama-7b"))
     listed = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
     assert listed["data"]["sources"] == [{"path": "chats.jsonl", "weight": 2.0}]
+    assert "datasets" not in yaml.safe_load(card.split("---")[1])
     assert "stages" not in listed
+
+
+def test_a_card_links_to_the_data_sets_of_the_hub(tmp_path):
+    """In the metadata that huggingface_hub reads, as TRL's and Trainer's cards do."""
+    paths = ("hf://datasets/b/chats@v1/train-*", "hf://datasets/a/x", "hf://datasets/b/chats", "x")
+    recipe = RunConfig(data=DataConfig(sources=tuple(SourceConfig(path=path) for path in paths)))
+    (tmp_path / "5/assets").mkdir(parents=True)
+    (tmp_path / "5/assets/run.yaml").write_text(load.dump(recipe))
+    card = ModelCard(model_card(tmp_path / "5", TransformerConfig.preset("llama-7b")))
+    assert card.data.datasets == ["a/x", "b/chats"] and card.data.library_name == "transformers"
 
 
 def test_an_export_warns_that_it_cannot_name_a_local_base(tmp_path, monkeypatch):

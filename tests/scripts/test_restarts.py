@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import shutil
+import tempfile
 
 import pytest
 
@@ -104,6 +105,19 @@ def test_a_full_disk_leaves_the_record_as_it_was(tmp_path, monkeypatch, capsys):
     assert record.read_text() == before and [path.name for path in tmp_path.iterdir()] == [
         record.name
     ]
+    # The copy from which it appears is on another disk.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(pathlib.Path, "write_bytes", full_disk)
+        assert restarts.main([str(record), "--checkpoint", "9"]) == 75
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/temporary: No space left")
+    assert record.read_text() == before
+
+
+def full_disk(*_):
+    """Fails as a write to a full disk does."""
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture
@@ -176,7 +190,7 @@ def test_a_run_in_s3_is_read_without_s3fs(s3, monkeypatch):
     def without_s3fs(_):
         raise ImportError
 
-    monkeypatch.setattr("fsspec.core.url_to_fs", without_s3fs)
+    monkeypatch.setattr("fsspec.get_filesystem_class", without_s3fs)
     assert run_status.read_status("s3://bucket/run") == run_status.Status(*[None] * 4)
     assert run_status.main(["s3://bucket/run"]) == 2
     files = {
@@ -202,6 +216,23 @@ def test_a_launcher_sees_what_was_saved_since_it_last_looked(gcs):
     for step in (3, 7):
         gcs.store.objects["bucket", f"run/checkpoints/{step}/manifest.json"] = b"{}", step
         assert run_status.read_status("gs://bucket/run").reached == step
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_store_that_refuses_is_not_a_run_without_checkpoints(gcs, capsys, status):
+    """A launcher would count starts without a new checkpoint, and give the run up."""
+    gcs.store.objects["bucket", "run/checkpoints/3/manifest.json"] = b"{}", 1
+    gcs.store.refused = lambda method, path: status
+    assert run_status.main(["gs://bucket/run", "--checkpoint"]) == 2
+    printed, errors = capsys.readouterr()
+    assert not printed.strip() and "\n" not in errors.strip()
+    assert errors.startswith("error: gs://bucket/run: no permission")
+
+
+def test_colons_in_a_local_path_are_no_chain_of_file_systems(run, capsys):
+    shutil.copytree(run, run / "x::y")
+    assert run_status.main([str(run / "x::y"), "--checkpoint"]) == 0
+    assert capsys.readouterr().out == "30\n"
 
 
 def test_the_first_checkpoint_of_a_later_stage_is_progress(run, capsys):

@@ -9,9 +9,10 @@ import numpy as np
 
 from eval import line_cases
 from tests import small_model, small_run
-from tests.soak.attacks import ROOT, Case, Failed, Impossible
+from tests.soak.attacks import ROOT, Case, Failed, Impossible, error_line
 from tests.soak.forks import server
 from tests.soak.kills import FLAGS, finish, run_result, start
+from trainer.run.outcome import TRY_AGAIN, WRONG_INPUT
 
 NOBODY = 65534
 ONE_DEVICE = ("--mesh.sequence", "1", "--mesh.simulate", "1")
@@ -38,65 +39,16 @@ def accounts(base: pathlib.Path) -> Case:
         raise Failed((base / "log").read_text()[-500:])
     shutil.rmtree(shared / "xla")
     truth = run_result(shared / "run", base)
-    train = ["--config", recipe, *FLAGS, *ONE_DEVICE, "--data.prepared", shared / "prepared"]
-    retrieval = ["--cases", shared / "cases.jsonl"]
-    retrieval += ["--max-new-tokens", "2", "--compute-dtype", "float32"]
     _for_others(shared)
-    # Name -> module, arguments (MINE is the user's own folder), and whether it must work when
-    # everything is readable.
-    own_folder = "MINE"
-    commands = {
-        "train on shared data": ("train", [*train, "--run_dir", f"{own_folder}/run"], True),
-        "train without a home": ("train", [*train, "--run_dir", f"{own_folder}/run"], True),
-        "train a shared model": (
-            "train",
-            [
-                *(*train, "--model.path", model, "--model.overrides", "{}"),
-                *("--run_dir", f"{own_folder}/run", "--data.prepared", f"{own_folder}/prepared"),
-            ],
-            True,
-        ),
-        "continue a shared run": ("train", [*train, "--run_dir", shared / "run"], False),
-        "lengthen a shared run": (
-            "train",
-            [*train, "--run_dir", shared / "run", "--train.log_every", "2"],
-            False,
-        ),
-        "prepare what is there": ("scripts.prepare", train, True),
-        "prepare other data": ("scripts.prepare", [*train, "--data.context_length", "64"], False),
-        "export a shared run": (
-            "scripts.export_hf",
-            [shared / "run", f"{own_folder}/exported"],
-            True,
-        ),
-        "export into shared": ("scripts.export_hf", [shared / "run", shared / "exported"], False),
-        "import a shared model": ("scripts.import_hf", [model, f"{own_folder}/imported"], True),
-        "import into shared": ("scripts.import_hf", [model, shared / "new"], False),
-        "evaluate a shared model": (
-            "eval.line_retrieval",
-            ["--checkpoint", model, "--output", f"{own_folder}/out", *retrieval],
-            True,
-        ),
-        "evaluate a shared run": (
-            "eval.line_retrieval",
-            ["--checkpoint", shared / "run", "--output", f"{own_folder}/out", *retrieval],
-            True,
-        ),
-        "evaluate into shared": (
-            "eval.line_retrieval",
-            ["--checkpoint", model, "--output", shared / "out", *retrieval],
-            False,
-        ),
-    }
     files = sorted(path for path in shared.rglob("*") if path != shared / "log")
 
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
-        name = list(commands)[generator.integers(len(commands))]
-        module, arguments, works = commands[name]
         private, log = folder / "own", folder / "log"
         private.mkdir()
         os.chown(private, NOBODY, NOBODY)
-        arguments = [str(argument).replace(own_folder, str(private)) for argument in arguments]
+        commands = _commands(shared, recipe, model, private)
+        name = list(commands)[generator.integers(len(commands))]
+        module, arguments, works = commands[name]
         home = "/nonexistent" if name == "train without a home" else str(private)
         closed = files[generator.integers(len(files))] if generator.random() < 0.5 else None
         if closed:
@@ -108,19 +60,13 @@ def accounts(base: pathlib.Path) -> Case:
         finally:
             if closed:
                 os.chmod(closed, mode)
-        output = log.read_text(encoding="utf-8")
-        errors = [line for line in output.splitlines() if line.startswith("error: ")]
         label = f"{name}, {f'{closed.relative_to(shared)} closed' if closed else 'all to be read'}"
-        if (
-            "Traceback" in output
-            or code not in (0, 2, 75)
-            or (code in (2, 75)) != (len(errors) == 1)
-        ):
-            raise Failed(f"{label}: ended with {code}: {output[-600:]}")
-        if errors and str(shared) not in errors[0]:
-            raise Failed(f"{label}: names nothing shared: {errors[0][:400]}")
-        if works and code and not closed:
-            raise Failed(f"{label}: {errors[0][:400]}")
+        output = log.read_text(encoding="utf-8")
+        error = error_line(code, output, label, (WRONG_INPUT, TRY_AGAIN))
+        if error and str(shared) not in error:
+            raise Failed(f"{label}: names nothing shared: {error[:400]}")
+        if works and error and not closed:
+            raise Failed(f"{label}: {error[:400]}")
         if (
             code == 0
             and name in ("train on shared data", "train without a home")
@@ -134,6 +80,63 @@ def accounts(base: pathlib.Path) -> Case:
         )
 
     return case
+
+
+def _commands(
+    shared: pathlib.Path, recipe: pathlib.Path, model: pathlib.Path, private: pathlib.Path
+) -> dict[str, tuple[str, list, bool]]:
+    """Returns name -> module, arguments, and whether it must work when everything is readable.
+
+    Args:
+        shared: the folder that others may read, with a recipe and a model.
+        private: the user's own folder.
+    """
+    train = ["--config", recipe, *FLAGS, *ONE_DEVICE, "--data.prepared", shared / "prepared"]
+    retrieval = ["--cases", shared / "cases.jsonl"]
+    retrieval += ["--max-new-tokens", "2", "--compute-dtype", "float32"]
+    return {
+        "train on shared data": ("train", [*train, "--run_dir", private / "run"], True),
+        "train without a home": ("train", [*train, "--run_dir", private / "run"], True),
+        "train a shared model": (
+            "train",
+            [
+                *(*train, "--model.path", model, "--model.overrides", "{}"),
+                *("--run_dir", private / "run", "--data.prepared", private / "prepared"),
+            ],
+            True,
+        ),
+        "continue a shared run": ("train", [*train, "--run_dir", shared / "run"], False),
+        "lengthen a shared run": (
+            "train",
+            [*train, "--run_dir", shared / "run", "--train.log_every", "2"],
+            False,
+        ),
+        "prepare what is there": ("scripts.prepare", train, True),
+        "prepare other data": ("scripts.prepare", [*train, "--data.context_length", "64"], False),
+        "export a shared run": (
+            "scripts.export_hf",
+            [shared / "run", private / "exported"],
+            True,
+        ),
+        "export into shared": ("scripts.export_hf", [shared / "run", shared / "exported"], False),
+        "import a shared model": ("scripts.import_hf", [model, private / "imported"], True),
+        "import into shared": ("scripts.import_hf", [model, shared / "new"], False),
+        "evaluate a shared model": (
+            "eval.line_retrieval",
+            ["--checkpoint", model, "--output", private / "out", *retrieval],
+            True,
+        ),
+        "evaluate a shared run": (
+            "eval.line_retrieval",
+            ["--checkpoint", shared / "run", "--output", private / "out", *retrieval],
+            True,
+        ),
+        "evaluate into shared": (
+            "eval.line_retrieval",
+            ["--checkpoint", model, "--output", shared / "out", *retrieval],
+            False,
+        ),
+    }
 
 
 def _for_others(folder: pathlib.Path) -> None:

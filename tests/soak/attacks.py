@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from data.errors import UserError
-from trainer.run.outcome import one_line
+from trainer.run.outcome import WRONG_INPUT, one_line
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".cache" / "soak" / "attacks"
@@ -101,6 +101,23 @@ def refusal(*names: str) -> Iterator[list[str]]:
             raise Failed(f"not one line: {message[:300]!r}") from error
 
 
+def error_line(
+    code: int | None, output: str, label: str, refusals: tuple[int, ...] = (WRONG_INPUT,)
+) -> str:
+    """Returns the line with which a command refused; an empty text if it succeeded.
+
+    Args:
+        refusals: the exit codes that a refusal may have.
+
+    Raises:
+        Failed: another exit code, a traceback, or not one line of error.
+    """
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    if "Traceback" in output or code not in (0, *refusals) or len(errors) != bool(code):
+        raise Failed(f"{label}: ended with {code}: {output[-600:]}")
+    return errors[0] if errors else ""
+
+
 @contextlib.contextmanager
 def deadline(seconds: int) -> Iterator[None]:
     """Raises Failed in the main thread when the block takes longer."""
@@ -115,6 +132,37 @@ def deadline(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def attempt(case: Case, name: str, seed: int, folder: pathlib.Path, longest: int) -> dict:
+    """Runs one case of a class in a new folder, which is removed; returns counts like `attack`."""
+    folder.mkdir()
+    outcomes, failures, began = {}, [], time.monotonic()
+    try:
+        with (
+            deadline(longest),
+            warnings.catch_warnings(),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            outcomes[case(np.random.default_rng([seed, *name.encode()]), folder)] = 1
+    except (KeyboardInterrupt, Impossible):
+        raise
+    except BaseException as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{pathlib.Path(frame.filename).name}:{frame.lineno}"
+        what = f"{type(error).__name__}: {str(error)[:400]} ({where})"
+        failures.append({"seed": seed, "what": what})
+    seconds = time.monotonic() - began
+    shutil.rmtree(folder, ignore_errors=True)
+    return {
+        "tried": 1,
+        "held": 1 - len(failures),
+        "outcomes": outcomes,
+        "fell": failures,
+        "slowest": round(seconds, 2),
+        "seconds": round(seconds, 1),
+    }
 
 
 def attack(
@@ -134,64 +182,29 @@ def attack(
     outcomes: collections.Counter[str] = collections.Counter()
     failures: list[dict] = []
     slowest, start = 0.0, time.monotonic()
-
     with tempfile.TemporaryDirectory(prefix="longstripe-attack-") as temporary:
         root = pathlib.Path(temporary)
         (root / "base").mkdir()
-        case: Case = getattr(importlib.import_module(f"tests.soak.{CLASSES[name][0]}"), name)(
-            root / "base"
-        )
+        module = importlib.import_module(f"tests.soak.{CLASSES[name][0]}")
+        case: Case = getattr(module, name)(root / "base")
         for seed in seeds:
-            folder = root / f"case{seed}"
-            folder.mkdir()
-            began, outcome = time.monotonic(), None
-            try:
-                with (
-                    deadline(longest),
-                    warnings.catch_warnings(),
-                    contextlib.redirect_stderr(io.StringIO()),
-                ):
-                    warnings.simplefilter("ignore")
-                    outcome = case(np.random.default_rng([seed, *name.encode()]), folder)
-                outcomes[outcome] += 1
-            except (KeyboardInterrupt, Impossible):
-                raise
-            except BaseException as error:
-                frame = traceback.extract_tb(error.__traceback__)[-1]
-                message = (
-                    f"{type(error).__name__}: {str(error)[:400]} "
-                    f"({pathlib.Path(frame.filename).name}:{frame.lineno})"
-                )
-                failures.append({"seed": seed, "what": message})
-                if progress:
-                    print(f"seed {seed} failed: {message}", flush=True)
-            seconds = time.monotonic() - began
-            slowest = max(slowest, seconds)
-            shutil.rmtree(folder, ignore_errors=True)
+            result = attempt(case, name, seed, root / f"case{seed}", longest)
+            outcomes.update(result["outcomes"])
+            failures += result["fell"]
+            slowest = max(slowest, result["slowest"])
             if save:
-                case_failures = [entry for entry in failures if entry["seed"] == seed]
-                save(
-                    range(seed, seed + 1),
-                    {
-                        "tried": 1,
-                        "held": int(not case_failures),
-                        "outcomes": {outcome: 1} if outcome else {},
-                        "fell": case_failures,
-                        "slowest": round(seconds, 2),
-                        "seconds": round(seconds, 1),
-                    },
-                )
+                save(range(seed, seed + 1), result)
+            if progress and result["fell"]:
+                print(f"seed {seed} failed: {failures[-1]['what']}", flush=True)
             if progress and (seed + 1) % 500 == 0:
-                print(
-                    f"{name}: {seed + 1 - seeds.start} of {len(seeds)}, {len(failures)} failed",
-                    flush=True,
-                )
+                done = seed + 1 - seeds.start
+                print(f"{name}: {done} of {len(seeds)}, {len(failures)} failed", flush=True)
     return {
         "tried": len(seeds),
         "held": len(seeds) - len(failures),
         "outcomes": dict(outcomes.most_common()),
         "fell": failures,
-        "slowest": round(slowest, 2),
+        "slowest": slowest,
         "seconds": round(time.monotonic() - start, 1),
     }
 

@@ -14,8 +14,8 @@ from eval import line_cases, line_retrieval
 from scripts import export_hf, import_hf, inspect_data
 from scripts import prepare as prepare_command
 from tests import small_model, small_run
-from tests.soak.attacks import ROOT, Case, Failed
-from tests.soak.damage import WAYS, copied, damage_bytes, damage_file, damage_json, damage_json_file
+from tests.soak.attacks import ROOT, Case, error_line
+from tests.soak.damage import copied, damage_bytes, damage_file, damage_json, damage_json_file
 
 
 def commands(base: pathlib.Path) -> Case:
@@ -92,11 +92,8 @@ def commands(base: pathlib.Path) -> Case:
                 code = main(arguments)
             except SystemExit as left:
                 code = left.code
-        errors = [line for line in stderr.getvalue().splitlines() if line.startswith("error: ")]
-        traceback = "Traceback" in stderr.getvalue() + stdout.getvalue()
-        if traceback or code not in (0, None, 2) or (code == 2) != (len(errors) == 1):
-            raise Failed(f"{kind.__name__} ended with {code}: {stderr.getvalue()[-300:]}")
-        return f"{kind.__name__}: {'refused' if code else 'done'}"
+        refused = error_line(code or 0, stdout.getvalue() + stderr.getvalue(), kind.__name__)
+        return f"{kind.__name__}: {'refused' if refused else 'done'}"
 
     return case
 
@@ -105,4 +102,4 @@ def _damage(path: pathlib.Path, generator: np.random.Generator) -> None:
     if path.suffix == ".json" and generator.random() < 0.7:
         damage_json_file(path, generator)
     else:
-        damage_file(path, str(generator.choice(WAYS)), generator)
+        damage_file(path, generator)

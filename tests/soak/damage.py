@@ -105,9 +105,12 @@ def damage_json_file(path: pathlib.Path, generator: np.random.Generator) -> None
         )
 
 
-def damage_file(path: pathlib.Path, way: str, generator: np.random.Generator) -> None:
-    """Removes, empties or halves a file, flips one of its bits, or puts a folder in its place."""
-    content = path.read_bytes()
+def damage_file(
+    path: pathlib.Path, generator: np.random.Generator, ways: tuple[str, ...] = WAYS
+) -> str:
+    """Removes, empties or halves a file, flips one of its bits, or puts a folder in its place;
+    returns the way."""
+    way, content = str(generator.choice(ways)), path.read_bytes()
     path.unlink()
     if way == "emptied":
         path.touch()
@@ -121,6 +124,7 @@ def damage_file(path: pathlib.Path, way: str, generator: np.random.Generator) ->
     elif way == "folder":
         path.mkdir()
         (path / "something").touch()
+    return way
 
 
 def copied(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:

@@ -10,9 +10,9 @@ from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.readers import stored_arrays
 from trainer.checkpoint.store import CheckpointStore
 
-# A checkpoint's records of time, which no two runs share, and of the logs, which are compared
-# separately.
-NOT_TRAINED = ("wall_seconds", "logged")
+# A checkpoint's records of time, which no two runs share, of the logs, which are compared separately,
+# and of the source, which may be edited meanwhile.
+NOT_TRAINED = ("wall_seconds", "logged", "versions")
 
 
 def digest(run: str) -> str:

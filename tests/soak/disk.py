@@ -11,9 +11,10 @@ import numpy as np
 
 from eval import line_cases
 from tests import small_model, small_run
-from tests.soak.attacks import ROOT, Case, Failed, Impossible
+from tests.soak.attacks import ROOT, Case, Failed, Impossible, error_line
 from tests.soak.forks import server
 from tests.soak.kills import FLAGS, run_result
+from trainer.run.outcome import TRY_AGAIN
 
 LARGE = 200_000  # KiB, with which every command has room
 KINDS = ("prepare", "train", "train", "metrics", "export", "import", "retrieval", "compile cache")
@@ -91,13 +92,10 @@ def disk(base: pathlib.Path) -> Case:
         kib = int(generator.integers(4, max(8, int(0.95 * used))))
         with mounted(disk_folder, kib) as resize:
             code = server().run(*command(kind, disk_folder), log)
-            output = log.read_text()
-            errors = [line for line in output.splitlines() if line.startswith("error: ")]
             label = f"{kind}, {kib} of {used} KiB"
-            if "Traceback" in output or code not in (0, 2) or (code == 2) != (len(errors) == 1):
-                raise Failed(f"{label}: ended with {code}: {output[-500:]}")
-            if errors and (str(disk_folder) not in errors[0] or "No space left" not in errors[0]):
-                raise Failed(f"{label}: names neither the disk nor its state: {errors[0][:400]}")
+            error = error_line(code, log.read_text(), label, (TRY_AGAIN,))
+            if error and (str(disk_folder) not in error or "No space left" not in error):
+                raise Failed(f"{label}: names neither the disk nor its state: {error[:400]}")
             resize(LARGE)
             log.unlink()
             if code and (again := server().run(*command(kind, disk_folder), log)):

@@ -40,7 +40,7 @@ def models(base: pathlib.Path) -> Case:
         if name in texts and generator.random() < 0.9:
             damage_json_file(copy / name, generator)
         elif generator.random() < 0.5:
-            damage_file(copy / name, str(generator.choice(WAYS)), generator)
+            damage_file(copy / name, generator)
         else:
             (copy / name).write_bytes(damage_bytes((copy / name).read_bytes(), generator))
         with refusal(str(copy), name) as messages:
@@ -81,7 +81,7 @@ def adapters(base: pathlib.Path) -> Case:
         if name.endswith(".json"):
             damage_json_file(copy / name, generator)
         elif generator.random() < 0.3:
-            damage_file(copy / name, str(generator.choice(WAYS)), generator)
+            damage_file(copy / name, generator)
         else:
             # Mostly in the header: a changed weight is another valid adapter, which the file cannot
             # reveal.
@@ -141,7 +141,7 @@ def trajectories(base: pathlib.Path) -> Case:
         path = files[generator.integers(len(files))]
         kind = generator.integers(3)
         if kind == 0:
-            damage_file(path, str(generator.choice(WAYS[1:])), generator)
+            damage_file(path, generator, WAYS[1:])
         elif kind == 1:
             path.write_bytes(damage_bytes(path.read_bytes(), generator))
         else:

@@ -64,7 +64,7 @@ def kills(base: pathlib.Path) -> Case:
         processes = int(generator.choice([1, 1, 2]))
         expected, exported, export_seconds = truth(processes)
         run, prepared = folder / "run", folder / "prepared"
-        killed = []
+        killed: list[str] = []
         for aims in AIMS:
             aim, step = str(generator.choice(aims)), int(generator.integers(1, STEPS))
             delay = float(generator.uniform(0, LONGEST_DELAY[aim]))
@@ -88,17 +88,7 @@ def kills(base: pathlib.Path) -> Case:
                     raise Failed(f"process {number} ended with 1: {_log(folder)[-400:]}")
             killed.append(phase)
         finish(start(recipe, run, processes, folder, prepared), folder)
-        if (received := run_result(run, folder)) != expected:
-            difference = next(name for name in expected if expected[name] != received[name])
-            raise Failed(
-                f"killed in {killed}: another {difference}: {str(received[difference])[:200]}"
-            )
-        leftovers = [
-            path.name
-            for parent in (run / "checkpoints", prepared)
-            for path in parent.iterdir()
-            if path.name.endswith(".tmp") or path.name.startswith(".")
-        ]
+        check_run(run, folder, expected, f"killed in {killed}")
         export, out = _export(run, folder / "exported", folder), folder / "exported"
         time.sleep(float(generator.uniform(0, export_seconds)))
         if export.poll() is None:
@@ -109,10 +99,9 @@ def kills(base: pathlib.Path) -> Case:
             finish([_export(run, out, folder)], folder)
         if _files(out) != exported:
             raise Failed("another export")
-        leftovers += [
+        if leftovers := [
             path.name for path in folder.iterdir() if "exported" in path.name and path != out
-        ]
-        if leftovers:
+        ]:
             raise Failed(f"killed in {killed}: left {leftovers}")
         return f"{processes} processes, killed in {', '.join(killed) or 'nothing'}"
 
@@ -179,6 +168,21 @@ def run_result(run: pathlib.Path, folder: pathlib.Path) -> dict[str, object]:
     if server().run("tests.soak.digest", [run], folder / "digest"):
         raise Failed(f"its last checkpoint: {(folder / 'digest').read_text()[-400:]}")
     return {**rows, "checkpoint": (folder / "digest").read_text().split()[:2]}
+
+
+def check_run(run: pathlib.Path, folder: pathlib.Path, expected: dict, label: str) -> None:
+    """Raises Failed unless a run has the expected result, and it and the prepared data in `folder`
+    are without partial files."""
+    if (received := run_result(run, folder)) != expected:
+        difference = next(name for name in expected if expected[name] != received[name])
+        raise Failed(f"{label}: another {difference}: {str(received[difference])[:300]}")
+    if leftovers := [
+        path.name
+        for parent in (run / "checkpoints", folder / "prepared")
+        for path in parent.iterdir()
+        if path.name.endswith(".tmp") or path.name.startswith(".")
+    ]:
+        raise Failed(f"{label}: left {leftovers}")
 
 
 def _files(folder: pathlib.Path) -> dict[str, bytes]:

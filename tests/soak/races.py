@@ -9,9 +9,10 @@ import time
 import numpy as np
 
 from tests import small_run
-from tests.soak.attacks import ROOT, Case, Failed
+from tests.soak.attacks import ROOT, Case, Failed, error_line
 from tests.soak.forks import Forked
-from tests.soak.kills import finish, run_result, start
+from tests.soak.kills import check_run, finish, run_result, start
+from trainer.run.outcome import TRY_AGAIN
 
 LONGEST_WAIT = 300
 
@@ -57,31 +58,13 @@ def races(base: pathlib.Path) -> Case:
         codes = [_wait(process, LONGEST_WAIT) for process in (first, second)]
         for code, log in zip(codes, logs, strict=True):
             output = (log / "log").read_text(encoding="utf-8")
-            errors = [line for line in output.splitlines() if line.startswith("error: ")]
-            if (
-                code not in (0, 2, 75)
-                or "Traceback" in output
-                or (code in (2, 75)) != (len(errors) == 1)
-            ):
-                raise Failed(f"{disturbance}: ended with {code}: {output[-500:]}")
-            if errors and (str(run) not in errors[0] or "is training there" not in errors[0]):
-                raise Failed(f"{disturbance}: {errors[0][:400]}")
-        if codes == [2, 2]:
+            error = error_line(code, output, disturbance, (TRY_AGAIN,))
+            if error and (str(run) not in error or "is training there" not in error):
+                raise Failed(f"{disturbance}: {error[:400]}")
+        if all(codes):
             raise Failed(f"{disturbance}: neither start trained")
-        if (received := run_result(run, folder)) != expected:
-            difference = next(name for name in expected if expected[name] != received[name])
-            raise Failed(
-                f"{disturbance}, ended with {codes}: another {difference}: "
-                f"{str(received[difference])[:300]}"
-            )
-        if leftovers := [
-            path.name
-            for parent in (run / "checkpoints", folder / "prepared")
-            for path in parent.iterdir()
-            if path.name.endswith(".tmp") or path.name.startswith(".")
-        ]:
-            raise Failed(f"{disturbance}: left {leftovers}")
-        return f"{disturbance}: {'one was refused' if 2 in codes else 'both ended well'}"
+        check_run(run, folder, expected, f"{disturbance}, ended with {codes}")
+        return f"{disturbance}: {'one was refused' if any(codes) else 'both ended well'}"
 
     return case
 

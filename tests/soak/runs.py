@@ -8,8 +8,8 @@ import time
 import numpy as np
 
 from tests import small_run
-from tests.soak.attacks import ROOT, Case, Failed
-from tests.soak.damage import WAYS, copied, damage_file
+from tests.soak.attacks import ROOT, Case, Failed, error_line
+from tests.soak.damage import copied, damage_file
 from tests.soak.kills import SAVE_EVERY, finish, run_result, start
 
 
@@ -38,18 +38,15 @@ def runs(base: pathlib.Path) -> Case:
         run, log = copied(stopped, folder / "run"), folder / "log"
         part = run / "assets" if generator.random() < 0.25 else run
         files = sorted(path.relative_to(run) for path in part.iterdir() if path.is_file())
-        name, way = files[generator.integers(len(files))], str(generator.choice(WAYS))
-        damage_file(run / name, way, generator)
+        name = files[generator.integers(len(files))]
+        way = damage_file(run / name, generator)
         code = start(recipe, run, 1, folder, base / "prepared")[0].wait(300)
         output = log.read_text(encoding="utf-8")
-        if code not in (0, 2) or "Traceback" in output:
-            raise Failed(f"{name} {way}: ended with {code}: {output[-500:]}")
-        if code == 2:
-            errors = [line for line in output.splitlines() if line.startswith("error: ")]
+        if error := error_line(code, output, f"{name} {way}"):
             # Half a configuration may be a valid one of another run: then the folder is named, and
             # the field that differs.
-            if len(errors) != 1 or str(run) not in errors[0]:
-                raise Failed(f"{name} {way}: {errors}")
+            if str(run) not in error:
+                raise Failed(f"{name} {way}: {error}")
             return "refused by name"
         received = run_result(run, folder)
         if received["checkpoint"] != expected["checkpoint"]:

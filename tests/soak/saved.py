@@ -15,7 +15,7 @@ from data.sources import Source, Sources
 from data.tokenizer import Tokenizer
 from tests import small_run
 from tests.soak.attacks import ROOT, Case, Failed, refusal
-from tests.soak.damage import WAYS, copied, damage_file
+from tests.soak.damage import copied, damage_file
 from trainer.checkpoint.readers import find_checkpoint
 from trainer.checkpoint.store import CheckpointStore
 
@@ -64,8 +64,8 @@ def checkpoints(base: pathlib.Path) -> Case:
 
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
         run = copied(base / "run", folder / "run")
-        name, way = files[generator.integers(len(files))], str(generator.choice(WAYS))
-        damage_file(run / "checkpoints" / "20" / name, way, generator)
+        name = files[generator.integers(len(files))]
+        damage_file(run / "checkpoints" / "20" / name, generator)
         outcome = "whole by its path"
         with refusal(str(run / "checkpoints" / "20")) as messages:
             check(run / "checkpoints" / "20")
@@ -103,8 +103,8 @@ def prepared(base: pathlib.Path) -> Case:
 
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
         copy = copied(base / "prepared", folder / "prepared")
-        name, way = files[generator.integers(len(files))], str(generator.choice(WAYS))
-        damage_file(copy / name, way, generator)
+        name = files[generator.integers(len(files))]
+        way = damage_file(copy / name, generator)
         output = io.StringIO()
         with contextlib.redirect_stderr(output), refusal(str(copy)) as messages:
             if documents(copy) != truth:

@@ -3,10 +3,9 @@
 import pytest
 
 from data.errors import UserError
-from data.report import Report
 from data.sources import read
 from tests.soak import attacks, folders, records, saved
-from tests.soak.attacks import Failed, Impossible, attack, merge, refusal
+from tests.soak.attacks import Failed, Impossible, attack, error_line, merge, refusal
 from trainer.checkpoint.store import CheckpointStore
 
 QUICK = [name for name in attacks.CLASSES if name not in (*attacks.LONGER, "commands")]
@@ -30,20 +29,24 @@ def test_one_case_of_every_longer_class_holds(name):
     assert result["fell"] == [] and result["held"] == 1
 
 
-def lose_the_first(source, report, *rest):
-    records = read(source, report, *rest)
-    next(records)
-    return records
+def every_case_fails(name, count):
+    """Whether the class finds the fault in all of its cases, and none ends by another error."""
+    what = [case["what"] for case in attack(name, range(count))["fell"]]
+    return len(what) == count and all(text.startswith("Failed: ") for text in what)
 
 
 def test_a_lost_record_is_a_failure(monkeypatch):
-    monkeypatch.setattr(records, "read", lose_the_first)
-    assert attack("records", range(3))["held"] == 0
+    monkeypatch.setattr(records, "read", lambda *args, **order: list(read(*args, **order))[1:])
+    assert every_case_fails("records", 3)
 
 
 def test_an_uncounted_record_is_a_failure(monkeypatch):
-    monkeypatch.setattr(records, "read", lambda source, report: list(read(source, Report())))
-    assert attack("records", range(3))["held"] == 0
+    def uncounted(source, report, **order):
+        yield from read(source, report, **order)
+        report.sources[0].kept -= 1
+
+    monkeypatch.setattr(records, "read", uncounted)
+    assert every_case_fails("records", 3)
 
 
 def test_vanished_fields_are_a_failure(monkeypatch):
@@ -61,7 +64,7 @@ def test_a_checkpoint_with_other_numbers_is_a_failure(monkeypatch):
         return restored._replace(model={name: value + 1 for name, value in restored.model.items()})
 
     monkeypatch.setattr(CheckpointStore, "restore", changed)
-    assert attack("checkpoints", range(3))["held"] == 0
+    assert every_case_fails("checkpoints", 3)
 
 
 def test_other_documents_are_a_failure(monkeypatch):
@@ -71,7 +74,7 @@ def test_other_documents_are_a_failure(monkeypatch):
         "_bytes",
         lambda documents, number: calls.append(number) or len(calls).to_bytes(4, "big"),
     )
-    assert attack("prepared", range(2))["held"] == 0
+    assert every_case_fails("prepared", 2)
 
 
 def test_an_error_that_names_nothing_is_a_failure(monkeypatch):
@@ -83,7 +86,7 @@ def test_an_error_that_names_nothing_is_a_failure(monkeypatch):
     monkeypatch.setattr(folders, "read_episode", lambda path, task: unnamed(path))
     monkeypatch.setattr(folders, "read_config", unnamed)
     for name in ("models", "line_cases", "trajectories", "adapters"):
-        assert attack(name, range(2))["held"] == 0
+        assert every_case_fails(name, 2)
 
 
 def test_a_traceback_and_a_hang_are_failures(monkeypatch):
@@ -104,6 +107,25 @@ def test_a_message_of_several_lines_is_a_failure():
     with refusal("a.json") as messages:
         raise ValueError("a.json: wrong")
     assert messages == ["a.json: wrong"]
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        (0, "error: a.json: wrong\n"),
+        (2, "wrong\n"),
+        (2, "error: a\nerror: b\n"),
+        (2, "error: a\nTraceback (most recent call last)\n"),
+        (1, "error: a\n"),
+        (75, "error: a\n"),
+        (None, ""),
+    ],
+)
+def test_a_command_that_ends_otherwise_is_a_failure(code, output):
+    with pytest.raises(Failed, match=f"a case: ended with {code}"):
+        error_line(code, output, "a case")
+    assert error_line(75, "step 1\nerror: a\n", "a case", (75,)) == "error: a"
+    assert not error_line(0, "step 1\n", "a case")
 
 
 def test_parts_of_a_class_are_added(tmp_path, monkeypatch):

@@ -19,10 +19,12 @@ from trainer.optimizer import make_optimizer
 from trainer.streaming import streamed_update
 
 DECAY = 0.3
-SHAPES = {"norm.weight": (5,), "layers.mlp.up_proj.weight": (3, 3, 4)}
+OTHER = "layers.3-4.mlp.up_proj.weight"  # of another stack of layers
+SHAPES = {"norm.weight": (5,), "layers.mlp.up_proj.weight": (3, 3, 4), OTHER: (2, 3, 4)}
 PARAMETERS = {
     "norm.weight": Parameter((5,), ("norm",)),
     "layers.mlp.up_proj.weight": Parameter((3, 3, 4), ("layers", "embed", "mlp"), inputs=1),
+    OTHER: Parameter((2, 3, 4), ("layers", "embed", "mlp"), inputs=1),
 }
 
 
@@ -57,7 +59,8 @@ def test_it_matches_numpys_average_of_the_parameters_after_each_step(fields):
         assert np.abs(np.asarray(params[name]) - x).max() > 1e-3
 
 
-def test_streaming_moments_from_the_host_per_layer_does_not_change_it():
+@pytest.mark.parametrize("stacks", [1, 2])
+def test_streaming_moments_from_the_host_per_layer_does_not_change_it(stacks):
     """The update of `memory.moments_on_host` against that of all parameters at once, up to
     rounding."""
     optimizer = make_optimizer(
@@ -71,6 +74,8 @@ def test_streaming_moments_from_the_host_per_layer_does_not_change_it():
         "norm.weight": jnp.ones(5),
         "layers.mlp.up_proj.weight": jnp.asarray(random.normal(size=(3, 3, 4)), jnp.float32),
     }
+    if stacks == 2:
+        params[OTHER] = jnp.asarray(random.normal(size=SHAPES[OTHER]), jnp.float32)
     state = streamed_state = optimizer.init(params)
     streamed_params = params
     update = jax.jit(functools.partial(streamed_update, optimizer))

@@ -265,9 +265,9 @@ def pickled(folder: pathlib.Path) -> None:
         (pickled, ["only pickled weights", "pytorch_model.bin", "refused"]),
         (
             lambda folder: change_config(
-                folder, model_type="glm4_moe", architectures=["Glm4MoeForCausalLM"]
+                folder, model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"]
             ),
-            ["Glm4MoeForCausalLM", "only the mixtures of experts", "LlamaForCausalLM"],
+            ["DeepseekV3ForCausalLM", "only the mixtures of experts", "LlamaForCausalLM"],
         ),
         (
             lambda folder: change_config(folder, model_type="gpt2", architectures=None),

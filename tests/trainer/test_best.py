@@ -8,6 +8,7 @@ import signal
 
 import numpy as np
 import pytest
+import transformers
 
 import train
 from data.errors import UserError
@@ -254,7 +255,7 @@ def test_a_run_without_a_best_checkpoint_says_so(whole_run):
 
 
 def test_the_highest_value_may_be_the_best_and_another_metric_starts_over():
-    best = BestCheckpoint(CheckpointConfig(best="accuracy", best_is="highest", patience=2))
+    best = BestCheckpoint(CheckpointConfig(best="accuracy", patience=2))
     assert [
         best.update(step, {"accuracy": value}) for step, value in enumerate((0.5, 0.4, 0.6, 0.6), 1)
     ] == [True, False, True, False]
@@ -263,8 +264,39 @@ def test_the_highest_value_may_be_the_best_and_another_metric_starts_over():
     again = BestCheckpoint.of(config, best.data)
     assert again == best and not again.update(5, {"loss": 1.0}) and again == best
     assert not again.update(5, {"accuracy": 0.1}) and again.exhausted
-    lowest = RunConfig(checkpoint=CheckpointConfig(best="accuracy"))
+    lowest = RunConfig(checkpoint=CheckpointConfig(best="accuracy", best_is="lowest"))
     assert BestCheckpoint.of(lowest, best.data).step is None
+
+
+@pytest.mark.parametrize(
+    "metric", ["held_out_preference_loss", "held_out_rewards/accuracies", "lines/lines/64"]
+)
+def test_the_best_value_is_that_of_transformers(metric, tmp_path):
+    """The lowest loss, and the highest other metric, such as an accuracy."""
+    theirs = transformers.TrainingArguments(str(tmp_path), metric_for_best_model=metric)
+    best = BestCheckpoint(CheckpointConfig(best=metric))
+    updates = [best.update(step, {metric: value}) for step, value in enumerate((0.5, 0.4, 0.6))]
+    assert updates == [True, not theirs.greater_is_better, theirs.greater_is_better]
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [
+        (LOSS, "lowest"),
+        ("held_out_loss_by_source/books", "lowest"),
+        ("held_out_nats_per_action", "lowest"),
+        ("held_out_squared_error_per_action", "lowest"),
+        ("long_lossless/lines/64", "highest"),
+    ],
+)
+def test_a_loss_need_not_be_called_so(metric, best):
+    assert CheckpointConfig(best=metric).best_value == best
+
+
+def test_the_direction_that_earlier_versions_recorded_without_a_metric_is_read(small_recipe):
+    """Their default was a word, which a recipe may repeat."""
+    words = ["--config", str(small_recipe)]
+    assert load([*words, "--checkpoint.best_is", "lowest"]).checkpoint == load(words).checkpoint
 
 
 LINES = {"test": "lines", "every": 2, "tokens": (64,), "count": 2, "name": ""}

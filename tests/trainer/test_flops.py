@@ -1,6 +1,7 @@
 """Tests of trainer/flops.py: visible pairs against the mask itself, FLOPs against a published
 model's size."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -10,8 +11,10 @@ from model.adapter import AdapterConfig
 from model.attention import Mask
 from model.config import TransformerConfig
 from model.parameter_declarations import declare
+from planning.costs.step import Sizes
 from tests.model.attention.dense import visible
 from trainer.flops import (
+    all_layers,
     flops_per_step,
     frozen_weights,
     head_weights,
@@ -79,7 +82,35 @@ def test_flops_count_active_parameters(preset, total, active):
 
 
 @pytest.mark.parametrize(
-    "preset", ["smollm2-135m", "llama-7b", "qwen3-30b-a3b", "qwen1.5-moe-a2.7b"]
+    ("preset", "billions", "active"),
+    [
+        ("glm-4.5-air", 106, 12),
+        ("glm-4.5", 355, 32),
+        ("ernie-4.5-21b-a3b", 21, 3),
+        ("ernie-4.5-300b-a47b", 300, 47),
+    ],
+)
+def test_layers_with_and_without_experts_both_count(preset, billions, active):
+    """Totals and active parameters as in the models' names, up to a billion or 2%."""
+    config = TransformerConfig.preset(preset)
+    declared = declare(config)
+    matrices = {name: x for name, x in declared.items() if x.is_matrix}
+    total = sum(math.prod(parameter.shape) for parameter in matrices.values())
+    assert total / 1e9 == pytest.approx(billions, rel=0.02, abs=1)
+    if not config.tie_word_embeddings:
+        total -= config.vocab_size * config.hidden_size  # the embedding, whose rows are looked up
+    assert all_layers(config, stored_layer_weights) + head_weights(config) == total
+    experts = sum(math.prod(x.shape) for x in matrices.values() if "experts" in x.axes)
+    idle = experts * (1 - config.num_experts_per_tok / config.num_experts)
+    assert flops_per_step(config, 1, 0) == pytest.approx(6 * (total - idle))
+    sizes = Sizes.of(config)
+    assert sizes.layers * sizes.experts == pytest.approx(experts)
+    assert sizes.needed_flops(1, 0) == pytest.approx(6 * (total - idle))
+    assert (total - idle) / 1e9 == pytest.approx(active, rel=0.02, abs=1)
+
+
+@pytest.mark.parametrize(
+    "preset", ["smollm2-135m", "llama-7b", "qwen3-30b-a3b", "qwen1.5-moe-a2.7b", "glm-4.5-air"]
 )
 def test_matrices_without_a_gradient_save_two_flops_per_token(preset):
     """With every matrix frozen, as below adapters; without the head's; and with norms alone."""
@@ -104,3 +135,18 @@ def test_training_a_head_beside_adapters_counts():
     assert flops_per_step(config, 1, 0, frozen_weights(config, names)) == alone
     others = frozen_weights(config, names - {"embed_tokens.weight"})
     assert flops_per_step(config, 1, 0, others) - alone == 2 * 49152 * 576
+
+
+def test_adapters_of_experts_count_where_there_are_experts():
+    adapter = AdapterConfig(rank=4, targets=("q_proj", "gate_proj", "up_proj", "down_proj"))
+    config = dataclasses.replace(TransformerConfig.preset("glm-4.5"), adapter=adapter)
+    assert config.num_experts_per_tok
+    used = sum(
+        math.prod(x.shape)
+        * (config.num_experts_per_tok / config.num_experts if "experts" in x.axes else 1)
+        for name, x in declare(config).items()
+        if name.endswith(("lora_A", "lora_B"))
+    )
+    without = dataclasses.replace(config, adapter=None)
+    added = flops_per_step(config, 1, 0, frozen=0) - flops_per_step(without, 1, 0, frozen=0)
+    assert added == pytest.approx(6 * used)

@@ -457,8 +457,9 @@ def test_matrices_are_those_of_two_axes_in_hugging_faces_files():
         config = TransformerConfig.preset(preset)
         declared = declare(config)
         for entry in hf_layout(config):
-            expected = len(entry.hf_shape) == 2
-            assert declared[entry.name].is_matrix == expected, (preset, entry.name)
+            if not declared[entry.name].constant:  # never trained
+                expected = len(entry.hf_shape) == 2
+                assert declared[entry.name].is_matrix == expected, (preset, entry.name)
 
 
 @pytest.mark.parametrize("declared", [PARAMETERS, SMALL], ids=["large", "small"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from pathlib import Path
 
 import pytest
 
 from data.errors import UserError
 from trainer.options import EachOnce, Tokens, command, option, other_words, parse
+from trainer.run.outcome import TRY_AGAIN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,21 @@ def test_a_commands_exit_code_is_what_its_work_returns(capsys):
     assert main(["here", "--model", "m"]) == 3 and seen[0].model == "m"
     assert main(["here", "--model", "m", "--compiled"]) == 2
     assert capsys.readouterr().err == "error: compiled: not here\n"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Written:
+    """Writes a folder."""
+
+    output: str = option("the folder")
+
+
+def test_a_full_disk_is_named_by_the_option_output(capsys):
+    def work(options: Written) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert command(Written, work)(["--output", "results"]) == TRY_AGAIN
+    assert "error: results: No space left on device" in capsys.readouterr().err
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

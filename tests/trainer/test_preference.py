@@ -136,6 +136,17 @@ def test_cross_entropies_of_chosen_completions_match_trl(folder, models, params,
     assert value == pytest.approx(expected, rel=1e-5)
 
 
+def test_trls_defaults_differ_as_the_page_says(folder, models, trl):
+    from trl import DPOConfig, KTOConfig
+    from trl.experimental.cpo import CPOConfig
+    from trl.experimental.orpo import ORPOConfig
+
+    assert {x.learning_rate for x in (DPOConfig, KTOConfig, CPOConfig, ORPOConfig)} == {1e-6}
+    assert (CPOConfig.cpo_alpha, PreferenceConfig().sft_weight) == (1, 0)
+    pairs = examples(open_objective(make_config(folder, models[0], loss="orpo")))
+    assert trl(pairs, "sigmoid", label_smoothing=0.1)[0] == trl(pairs, "sigmoid")[0]
+
+
 def test_ids_and_completions_match_trls_own_tokenization(folder, models):
     """For conversations under a chat template, also with a system turn."""
     from datasets import Dataset
@@ -213,6 +224,20 @@ def test_twenty_steps_are_the_same_on_any_mesh_and_in_parts(folder, models, loss
             del row["rewards/accuracies"], other["rewards/accuracies"]
         same_number(row["loss"], other["loss"], "loss on a mesh", step)
         assert row == pytest.approx(other, rel=1e-5, abs=2e-5)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_rows_of_the_length_that_a_warning_names_hold_every_pair(folder, models, shares):
+    def opened(length):
+        config = make_config(folder, models[0], MeshConfig(), loss="simpo", share_prompts=shares)
+        data = dataclasses.replace(config.data, context_length=length)
+        return open_objective(dataclasses.replace(config, data=data))
+
+    wide = opened(256 * LENGTH)
+    (warning,) = (line for line in wide.warnings if "padding" in line)
+    named = int(re.search(r"the longest pair takes ([\d,]+) tokens", warning)[1])
+    assert len(opened(named).prepared.train) == len(wide.prepared.train) == PAIRS
+    assert len(opened(named - 1).prepared.train) < PAIRS
 
 
 def test_losses_without_a_reference_match_the_papers():

@@ -2,13 +2,14 @@
 their values."""
 
 import json
+import os
 import subprocess
 import sys
 
 import numpy as np
 
 from scripts import launch_local
-from trainer.reference import _write
+from trainer.reference import _stored, _write
 
 # One of two processes: four pairs, one per row, in two steps. It starts twice, and prints the steps
 # that each start computed and the log-likelihoods.
@@ -69,3 +70,19 @@ def test_processes_with_folders_of_their_own_compute_the_same_steps(repository, 
     values = [[-1, -2], [-3, -4], [-2.5, -2.5], [-2.5, -2.5]]
     starts = [[[1], values], [[], values]]
     assert run_two_processes(repository, folders) == [starts, starts]
+
+
+def test_two_runs_may_write_the_same_reference_at_once(tmp_path, monkeypatch):
+    """As the runs of a sweep of preference.beta do, which have the same data and model."""
+    path, rename = tmp_path / "pairs.f32", os.replace
+    first, second = (np.full((4, 2), number, np.float32) for number in (1, 2))
+
+    def after_another(scratch, target):
+        monkeypatch.setattr(os, "replace", rename)
+        _write(path, second)
+        rename(scratch, target)
+
+    monkeypatch.setattr(os, "replace", after_another)
+    _write(path, first)
+    assert np.array_equal(_stored(path, 4), first)
+    assert list(tmp_path.iterdir()) == [path]

@@ -87,7 +87,7 @@ def outage(saves):
         saves.store = Outage([None, *failures])
         saves.watchdog.phase = lambda *_: contextlib.nullcontext()
         saves.state.config.distributed = SimpleNamespace(save_minutes=1)
-        saves.state.best = BestCheckpoint(CheckpointConfig(best="loss"))
+        saves.state.best = BestCheckpoint(CheckpointConfig(best="held_out_loss"))
         saves.state.require_finite = lambda: None
         saves.state.saved_data = lambda _: {}
         saves.state.saved_params = saves.state.optimizer_state = {}
@@ -134,9 +134,9 @@ def test_a_best_checkpoint_that_was_not_saved_is_not_the_best(saves, outage, los
     """The one saved instead may be better than the best before."""
     save, best = outage(None, True), saves.state.best
     for step, value in ((3, 2.0), (6, 1.0)):
-        assert best.update(step, {"loss": value})
+        assert best.update(step, {"held_out_loss": value})
         save(step)
-    assert not best.update(9, {"loss": loss})
+    assert not best.update(9, {"held_out_loss": loss})
     save(9)
     assert (best.step, best.value) == expected and saves.store.protected == expected[0]
 

@@ -404,6 +404,14 @@ GEMMA = tiny(
     layer_types=("sliding_attention", "full_attention", "sliding_attention"),
 )
 SMOLLM = tiny(family="smollm3", num_hidden_layers=4, no_rope_layers=(1, 0, 1, 0))
+GLM = tiny(
+    family="glm4_moe",
+    num_hidden_layers=4,
+    mlp_only_layers=(0,),
+    num_experts=4,
+    num_experts_per_tok=2,
+    **FAMILIES["glm4_moe"].computes,
+)
 
 
 @pytest.mark.slow
@@ -415,6 +423,7 @@ SMOLLM = tiny(family="smollm3", num_hidden_layers=4, no_rope_layers=(1, 0, 1, 0)
         (GEMMA, {"attention_groups": 2}),
         (GEMMA, {"query_chunks": 2, "remat": "nothing"}),
         (SMOLLM, {"remat": "offload_every_k", "every_k": 2}),
+        (GLM, {"remat": "offload_every_k", "every_k": 2}),
     ],
     ids=[
         "a remaining layer",
@@ -422,6 +431,7 @@ SMOLLM = tiny(family="smollm3", num_hidden_layers=4, no_rope_layers=(1, 0, 1, 0)
         "groups of heads",
         "query chunks",
         "groups of layers",
+        "a mixture with a dense layer",
     ],
 )
 def test_two_kinds_of_layers_on_the_host(config, memory):

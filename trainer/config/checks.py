@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from data.clean import CleanConfig
 from data.errors import UserError
 from data.paths import refuse_store
 from data.trajectories.options import TrajectoryConfig
@@ -176,6 +177,14 @@ SWITCHES = (
     Switch("logging.profile_steps", _is_given, "[FIRST, LAST]", ("logging.profile_processes",)),
 )
 _DEFAULTS = RunConfig()
+_READ_OF_EPISODES = ("context_length", "prepared", "held_out_fraction", "seed")
+"""The fields of the section data that a run on trajectories reads."""
+_EARLIER_DEFAULTS = {
+    "data.template": "vicuna_v1.1",
+    "data.clean.html": "detect",
+    "data.clean.rate_limits": True,
+}
+"""Of fields that it does not read; a run that began with them keeps them."""
 
 
 def without_effect(config: RunConfig) -> tuple[str, ...]:
@@ -226,7 +235,7 @@ def _check_model(model: ModelConfig) -> None:
         bool(model.path or model.tokenizer),
         "model.tokenizer",
         model.tokenizer,
-        "a tokenizer's folder for a model from scratch",
+        "a tokenizer's folder or hub name for a model from scratch",
     )
 
 
@@ -251,12 +260,15 @@ def _check_trajectories(config: RunConfig) -> None:
         config.preference.loss,
         "to be left out with trajectories.path, which has no pairs",
     )
-    for name in ("held_out_path", "train_on", "text_tokens", "add_control_tokens"):
-        found = getattr(config.data, name)
+    for field in (
+        *_of_section("data", DataConfig, "sources", "clean", *_READ_OF_EPISODES),
+        *_of_section("data.clean", CleanConfig),
+    ):
+        value, default = (operator.attrgetter(field)(each) for each in (config, _DEFAULTS))
         require(
-            found == getattr(_DEFAULTS.data, name),
-            f"data.{name}",
-            found,
+            value in (default, _EARLIER_DEFAULTS.get(field, default)),
+            field,
+            value,
             "to be left out with trajectories.path, whose episodes have no texts",
         )
     require(

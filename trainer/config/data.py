@@ -24,9 +24,10 @@ class SourceConfig:
     """One file or folder of records."""
 
     path: str
-    """File or folder, local or in a store (gs://, s3://); or generated exercises of all sizes up to
-    the context length: synthetic:TASK?count=2000&seed=0, with the tasks lines (&like=FILE for
-    another wording), needles, key_values, variables and copying."""
+    """File, folder or pattern such as chats/*.jsonl, local or in a store (gs://, s3://), or a data
+    set on the hub, hf://datasets/OWNER/NAME; or generated exercises of all sizes up to the context
+    length: synthetic:TASK?count=2000&seed=0, with the tasks lines (&like=FILE for another wording),
+    needles, key_values, variables and copying."""
     format: str = "sharegpt"
     """Format of the records: sharegpt (conversations), text (books: plain files, or JSON with
     `text`), tokens (.npy, or JSON with `tokens` and optional `loss_mask`) or preference (`prompt`,
@@ -50,8 +51,8 @@ class DataConfig:
     """The training data."""
 
     path: str | None = None
-    """File or folder with the data; shorthand for one entry in `sources`. On the command line it
-    replaces the recipe's sources, or only the path of a single one."""
+    """File or folder with the data, or hf://datasets/OWNER/NAME; short for one entry in `sources`.
+    On the command line it replaces the recipe's sources, or only the path of a single one."""
     template: str = DEFAULT_TEMPLATE
     """Chat template: tokenizer for the model's own, or vicuna_v1.1, koala, llama-2, llama-3,
     chatml, alpaca, plain. A base model has none, so choose one of the others, or FILE.jinja (or

@@ -22,8 +22,8 @@ class MeshConfig:
     fsdp: int = 1
     """Shards of the batch and of the parameters."""
     expert: int = 1
-    """Shards of a mixture's experts, and of the batch: hidden states are sent to their experts'
-    devices."""
+    """Shards of a mixture's experts, and of the batch: every shard gathers the others' hidden
+    states, and the sums are scattered back."""
     tensor: int = 1
     """Shards of the heads and of the feed-forward width."""
     sequence: int = 1

@@ -138,13 +138,14 @@ MEANT = _by_name(
         "optimizer.warmup_fraction": "lr_warmup_fraction warmup_ratio warmup_steps_fraction",
         "optimizer.warmup_steps": "lr_warmup num_warmup_steps warmup warmup_iters",
         "optimizer.weight_dtype": "pure_bf16",
-        "preference.beta": "dpo_beta pref_beta rl_beta",
+        "preference.beta": "dpo_beta orpo_alpha pref_beta rl_beta",
         "preference.desirable_weight": "kto_chosen_weight kto_desirable_weight",
         "preference.label_smoothing": "dpo_label_smoothing",
         "preference.loss": "dpo_loss_type loss_type pref_loss rl rlhf_type",
-        "preference.sft_weight": "pref_ftx rpo_alpha",
+        "preference.sft_weight": "cpo_alpha pref_ftx rpo_alpha",
         "preference.undesirable_weight": "kto_rejected_weight kto_undesirable_weight",
         "run_dir": "base_output_directory logdir logging_dir out_dir output_dir save_dir",
+        "samples.prompts": "generate_during_eval",
         "train.accumulation": (
             "accumulate_grad_batches grad_accum gradient_accumulation gradient_accumulation_steps"
         ),
@@ -223,8 +224,11 @@ NO_FIELD = _by_name(
             "packing_strategy pad_to_multiple_of pad_to_sequence_len padding_free sample_packing "
             "train_sampling_strategy"
         ),
-        "long conversations are split between turns": (
+        "long conversations are split between turns; preference.long_pairs is for pairs": (
             "excess_length_strategy truncation_mode truncation_strategy"
+        ),
+        "preference.long_pairs says what happens to a pair longer than data.context_length": (
+            "max_completion_length max_prompt_length"
         ),
         "a source's fields maps names in its records, such as {dialog: messages}": (
             "column_map columns dataset_text_field field_messages message_field_content "
@@ -253,7 +257,6 @@ NO_FIELD = _by_name(
         ),
         "a name such as org/name is the Hugging Face hub's": "use_hf",
         "scripts.export_hf --merge writes the merged model": "merge_lora",
-        "preference.label_smoothing is for pairs; fine-tuning has none": "label_smoothing",
         "there is no label smoothing for fine-tuning": "label_smoothing_factor",
         "there is no LoRA+": "lora_plus_lr_ratio lorap_lr_ratio loraplus_lr_ratio",
         "adapter.quantize nf4 also quantizes the scales": (
@@ -262,13 +265,35 @@ NO_FIELD = _by_name(
         "A and B begin as in PEFT by default": (
             "init_lora_weights init_weights peft_init_lora_weights"
         ),
-        "a reference's log-likelihoods are always computed once, before the first step": (
-            "precompute_ref_log_probs"
+        "a new adapter has the same rank and alpha in all layers": (
+            "alpha_pattern layers_to_transform rank_pattern"
         ),
-        "the reference does not follow the model": "sync_ref_model",
+        "in preference tuning nothing is dropped unless adapter.dropout is set": "disable_dropout",
+        "preference.loss is one loss, to which preference.sft_weight adds a cross-entropy": (
+            "loss_weights pref_bco_weight"
+        ),
+        "docs/preference.md lists what is not supported": (
+            "discopop_tau dpo_use_weighting f_alpha_divergence_coef f_divergence_type ld_alpha "
+            "use_weighting"
+        ),
+        "preference.loss orpo and simpo have no reference": "reference_free",
+        "preference.ref_model is a whole model; scripts.export_hf --merge makes one": (
+            "ref_adapter_name ref_adapters ref_model_adapters"
+        ),
+        "its entries are fields here, such as model.compute_dtype": (
+            "model_init_kwargs ref_model_init_kwargs"
+        ),
+        "a reference's log-likelihoods are always computed once, before the first step": (
+            "precompute_ref_batch_size precompute_ref_log_probs"
+        ),
+        "the reference does not follow the model": (
+            "ref_model_mixup_alpha ref_model_sync_steps sync_ref_model"
+        ),
         "a source's weight, such as 0.1, takes a share of it in each epoch": "max_samples",
         "the model's config.json names it": "model_type",
-        "the model's config.json says it": "moe_aux_loss_coeff router_aux_loss_coef",
+        "the model's config.json says it": (
+            "is_encoder_decoder moe_aux_loss_coeff router_aux_loss_coef"
+        ),
         "there is no NEFTune": "neftune_alpha neftune_noise_alpha noisy_embedding_alpha",
         "another run_dir begins another run; none is overwritten": (
             "add_version overwrite_output_dir"
@@ -277,7 +302,8 @@ NO_FIELD = _by_name(
             "no_save_optim save_adapter_weights_only save_only_model"
         ),
         "exports are safetensors": ("safe_serialization save_safetensors"),
-        "they are the tokenizer's, as its files name them": "special_tokens",
+        "they are the tokenizer's, as its files name them": "eos_token pad_token special_tokens",
+        "padding is never trained on": "label_pad_token_id padding_value",
         "stages is a curriculum; preferences are sources with format: preference": "stage",
         "the tokenizer's files say it": "tokenizer_type",
         "the token that ends a trained answer is trained on": (

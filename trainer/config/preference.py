@@ -50,7 +50,7 @@ class PreferenceConfig:
     """The reference, if not the initial model: a Hugging Face folder, org/name on the hub or a
     checkpoint of this project, with the same tokenizer."""
     ref_tokenizer: str | None = None
-    """Folder or file of ref_model's tokenizer; by default the one beside ref_model."""
+    """Folder, file or hub name of ref_model's tokenizer; by default the one beside ref_model."""
     ref_overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields rope_theta, rope_scaling and max_position_embeddings of ref_model, as in
     model.overrides."""

@@ -50,17 +50,18 @@ class ModelConfig:
     """Shape of a model trained from scratch: a TransformerConfig preset, such as llama-7b or
     tiny."""
     tokenizer: str | None = None
-    """Folder or file of the tokenizer; required from scratch, otherwise by default the model's."""
+    """Folder, file or hub name of the tokenizer; required from scratch, by default the model's."""
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
     """TransformerConfig fields that replace the preset's (llama-7b by default) for a model from
     scratch, including rope_theta and rope_scaling, as in Hugging Face's config.json; key heads and
     head_dim follow from the others if not given. For a pretrained model only rope_theta,
-    rope_scaling and max_position_embeddings can be set."""
+    rope_scaling, max_position_embeddings and, of a mixture, output_router_logits,
+    router_aux_loss_coef and router_z_loss_coef can be set."""
     trainable: str = ".*"
     """Regular expression that full names of trained parameters match; the others stay frozen."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of activations and transferred keys and values; parameters and moments are
-    float32."""
+    """Precision of activations, of transferred keys and values, and of weights that adapters leave
+    frozen; for trained weights and moments see optimizer.weight_dtype and moment_dtype."""
     seed: int = 0
     """Seed of the initializer of a model from scratch."""
 
@@ -190,8 +191,9 @@ class CheckpointConfig:
     """Metric of an evaluation, such as held_out_loss_nats_per_target: each new best saves a
     checkpoint, kept in addition to the newest ones until there is a better one. RUN/best points to
     it, for exports and evaluations."""
-    best_is: Literal["lowest", "highest"] = "lowest"
-    """Whether lower or higher values are better."""
+    best_is: Literal["lowest", "highest"] | None = None
+    """Whether lower or higher values are better; by default lower ones of a loss, and higher ones
+    of any other metric."""
     patience: int = 0
     """Measurements, such as those every train.evaluate_every steps, without a new best after which
     the run ends; 0 trains to the last step."""
@@ -225,6 +227,14 @@ class CheckpointConfig:
             self.patience,
             "0, or checkpoint.best with the name of a metric",
         )
+        if self.best is None and self.best_is == "lowest":  # the default in earlier versions
+            object.__setattr__(self, "best_is", None)
+
+    @property
+    def best_value(self) -> Literal["lowest", "highest"]:
+        """Which value of `best` is the best one."""
+        is_loss = re.match("held_out_.*(loss|error|nats)", self.best or "")
+        return self.best_is or ("lowest" if is_loss else "highest")
 
 
 @dataclasses.dataclass(frozen=True)

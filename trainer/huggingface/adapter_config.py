@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -81,6 +82,9 @@ _PLAIN = (
     "; its base's weights were changed when it was begun. peft's save_pretrained with "
     "path_initial_model_for_weight_conversion makes a plain LoRA of it, which is read"
 )
+_WHOLE = "; peft's merge_and_unload makes a whole model of it"
+_WHOLE_UNLESS_TIED = f"{_WHOLE}, unless the base's head is its embedding (tie_word_embeddings)"
+_IN_A_WHOLE_MODEL = ("bias", "trainable_token_indices")
 
 
 def _modules(config: TransformerConfig) -> list[str]:
@@ -208,7 +212,7 @@ def read_config(
             use_dora=_switch(content, "use_dora"),
             dropout=_dropout(content),
             targets=_projections(content, model, path.parent),
-            train=_trained(content),
+            train=_trained(content, model, path.parent),
         )
         base = _base(content)
     except (KeyError, TypeError) as error:
@@ -257,7 +261,8 @@ def _check_fields(content: Mapping[str, Any]) -> None:
             value == good and isinstance(value, bool) == isinstance(good, bool) for good in neutral
         ):
             why = _PLAIN if name == "init_lora_weights" else f"; only {neutral[0]!r} is read"
-            raise ValueError(f"{name}: found {value!r:.80}{why}")
+            remedy = _WHOLE if name in _IN_A_WHOLE_MODEL else ""
+            raise ValueError(f"{name}: found {value!r:.80}{why}{remedy}")
 
 
 def _base(content: Mapping[str, Any]) -> str:
@@ -270,7 +275,20 @@ def _base(content: Mapping[str, Any]) -> str:
     return f"{base}@{revision}" if revision and named else base
 
 
-def _trained(content: Mapping[str, Any]) -> tuple[str, ...]:
+def _trained(
+    content: Mapping[str, Any], model: TransformerConfig | None, folder: Path
+) -> tuple[str, ...]:
+    """The modules in `modules_to_save`, by our names; and embedding and head, if the file has them.
+
+    Of a base with resized embeddings peft saves both, and loads them into the base.
+    """
+    names, is_tied = _saved(content), model is not None and model.tie_word_embeddings
+    in_file = [name.split(".")[-2] for name in _tensor_names(folder) if name.endswith(".weight")]
+    rows = ("embed_tokens",) if is_tied else ("embed_tokens", "lm_head")
+    return tuple(dict.fromkeys((*names, *(name for name in rows if name in in_file))))
+
+
+def _saved(content: Mapping[str, Any]) -> tuple[str, ...]:
     """The modules in `modules_to_save`, by our names."""
     names: list[str] = []
     for name in names_in(content, "modules_to_save"):
@@ -305,7 +323,7 @@ def _projections(
             raise ValueError(
                 f"target_modules: found {found!r:.80}, which matches "
                 f"{', '.join(others) or 'no projection'}; adapters of {', '.join(PROJECTIONS)} are "
-                "read"
+                f"read{_WHOLE_UNLESS_TIED if others else ''}"
             )
     else:
         linear = {*PROJECTIONS, *FUSED}
@@ -334,8 +352,8 @@ def _named_projections(names: set[str], model: TransformerConfig | None) -> set[
     """
     if rows := sorted(names & {"lm_head", "embed_tokens"}):
         raise ValueError(
-            f"target_modules: found {rows[0]!r}, needs some of {', '.join(PROJECTIONS)}; "
-            "modules_to_save may name it"
+            f"target_modules: found {rows[0]!r}, needs some of {', '.join(PROJECTIONS)}"
+            f"{_WHOLE_UNLESS_TIED}"
         )
     if model is None or model.num_experts:
         known = {peft_experts.MODULES.get(name, name) for name in names}
@@ -352,12 +370,17 @@ def _with_tensors(modules: set[str], folder: Path) -> set[str]:
     A list for dense models often names gate_proj, up_proj and down_proj, which peft ignores where
     transformers 5 holds all experts in one tensor.
     """
-    names: list[str] = []
+    names = _tensor_names(folder)
+    return modules - peft_experts.lacking(names) if names else modules
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    """The names in an adapter's file; none if it cannot be read."""
     with contextlib.suppress(SafetensorError, OSError):  # whoever reads the file says what is wrong
         if file := file_within(folder, WEIGHTS):
             with safe_open(file, framework="np") as opened:
-                names = list(opened.keys())
-    return modules - peft_experts.lacking(names) if names else modules
+                return list(opened.keys())
+    return []
 
 
 def _of_family(modules: set[str], family: str | None) -> set[str]:
@@ -381,11 +404,13 @@ def check_tied(folder: Path, adapter: AdapterConfig) -> None:
         in the base.
     """
     path = folder / CONFIG
-    ensured = read_json(path, folder).get("ensure_weight_tying") is True
+    content = read_json(path, folder)
+    named = dataclasses.replace(adapter, train=_saved(content))
+    ensured = content.get("ensure_weight_tying") is True
     for name in ("lm_head", "embed_tokens"):
-        if adapter.trains(f"{name}.weight") and (name == "lm_head" or not ensured):
+        if named.trains(f"{name}.weight") and (name == "lm_head" or not ensured):
             raise ValueError(
                 f"{path}: modules_to_save: found {name!r}, and the base's head is its embedding "
-                "(tie_word_embeddings): such an adapter unties them, which is not read; "
-                "embed_tokens with ensure_weight_tying true trains both as one"
+                "(tie_word_embeddings): such an adapter unties them, which is not read (to train "
+                f"both as one: embed_tokens with ensure_weight_tying true){_WHOLE}"
             )

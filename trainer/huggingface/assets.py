@@ -36,7 +36,7 @@ ASSET_FILES = tuple(
 )
 
 # Fields of config.json about the source's files that an export lacks or changes.
-_OF_ITS_FILES = ("auto_map", "quantization_config")
+_OF_ITS_FILES = ("auto_map", "quantization_config", "num_nextn_predict_layers")
 _ORIGINAL = "original_max_position_embeddings"
 # Fields that a change of the rotary embedding invalidates, in all spellings.
 _ROPE = frozenset(
@@ -139,7 +139,8 @@ def _merged(
     left_out = [
         name
         for name, value in source.items()
-        if (value is not None and name in _OF_ITS_FILES) or (name in changed and name not in fields)
+        if (name in _OF_ITS_FILES and value not in (None, fields.get(name)))
+        or (name in changed and name not in fields)
     ]
     kept = {
         name: value

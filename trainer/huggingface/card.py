@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from data import hub
 from data.errors import first_line
 from data.printable import printable
 from data.untrusted_files import read_json
@@ -57,6 +58,8 @@ def model_card(
     }
     if hub_base:
         head["base_model"] = hub_base.partition("@")[0]
+    if names := _hub_datasets(data):
+        head["datasets"] = names
     sections = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
         f"# {_text(name)}",
@@ -172,13 +175,12 @@ def _facts(
 
 def _data_rows(data: dict[str, Any]) -> str:
     """Returns a table of the sources, with the data report's counts if it still exists."""
-    sources = data.get("sources") or ([{"path": data["path"]}] if data.get("path") else [])
-    if not sources:
+    if not (sources := _sources(data)):
         return ""
     counts = _report(data)
     rows = ["| source | format | template | weight | records | kept |", "|---|---|---|---|---|---|"]
     for source in sources:
-        report = counts.get(source.get("path"), {})
+        report = counts.get(str(source.get("path")), {})
         cells = (
             _without_folders(source.get("path", "")),
             source.get("format") or "sharegpt",
@@ -189,6 +191,17 @@ def _data_rows(data: dict[str, Any]) -> str:
         )
         rows.append(f"| {' | '.join(map(_text, cells))} |")
     return "\n".join(rows)
+
+
+def _sources(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the recipe's sources, or the one of its `data.path`."""
+    return data.get("sources") or ([{"path": data["path"]}] if data.get("path") else [])
+
+
+def _hub_datasets(data: dict[str, Any]) -> list[str]:
+    """Returns the names of the sources on the hub, which links a model's page to theirs."""
+    paths = [str(source.get("path")) for source in _sources(data)]
+    return sorted({name for path in paths if (name := hub.dataset_name(path))})
 
 
 def _report(data: dict[str, Any]) -> dict[str, dict[str, Any]]:

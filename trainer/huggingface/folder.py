@@ -357,13 +357,21 @@ def check_tensors(
                 expected.update(parts(name))
             elif fault := _fault(name, shape, files):
                 raise ValueError(f"{folder}: tensor {name} {fault}{_there_instead(name, files)}")
+    unread = FAMILIES[config.family].left_out
+    left_out = {name for name in {*files} - expected if unread and re.fullmatch(unread, name)}
+    if left_out:
+        warnings.warn(
+            f"{folder}: left out {len(left_out)} tensors such as {min(left_out)}: as transformers, "
+            "this reads the model without the layers that predict tokens after the next one",
+            stacklevel=2,
+        )
     values = sorted(name for name in files if name.startswith(_VALUE_HEAD))
     if values:
         warnings.warn(
             f"{folder}: left out {', '.join(values)}: the model is read without its value head",
             stacklevel=2,
         )
-    for name in sorted({*files} - expected - {*values}):
+    for name in sorted({*files} - expected - {*values} - left_out):
         if name == HEAD and config.tie_word_embeddings:
             continue  # an equal copy: compared by `folder_config`
         if name.endswith("rotary_emb.inv_freq"):  # old exports store the table of frequencies
@@ -399,6 +407,11 @@ def _there_instead(name: str, files: Collection[str]) -> str:
             )
     if name in files:
         return ""
+    if experts := next((other for other in files if ".switch_mlp." in other), None):
+        return (
+            f"; {experts} is there, as mlx-lm stores experts, which is not read; the model that it "
+            "was converted from would work"
+        )
     if (other := misnamed(name, files)) is None:
         return ""
     return (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 import os
 import re
+import warnings
 from pathlib import Path
 
 from data import hub
@@ -12,7 +14,7 @@ from data.errors import UserError
 from data.paths import expanded
 from data.tokenizer import NAMED_TEMPLATES, PROCESSORS_TEMPLATE
 
-from .folder import has_weights
+from .folder import has_weights, read_index
 
 # A hub model's files to download; a pattern stands for several.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -31,8 +33,12 @@ SMALL_FILES = (
     "adapter_config.json",
     "trained_config.json",
 )
-_WHOLE_WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+_FILES = (".model", ".json")  # endings of a tokenizer in one file
+_INDEX = "model.safetensors.index.json"
+_WHOLE_WEIGHTS = ("model.safetensors", "model-*.safetensors", _INDEX)
 _WEIGHTS = (*_WHOLE_WEIGHTS, "adapter_model.safetensors")
+# Most models have them: the names of BOS and EOS or a chat template, and further ends of answers.
+_USUAL = ("tokenizer_config.json", "generation_config.json")
 
 
 def hub_name(path: str) -> str | None:
@@ -46,8 +52,9 @@ def hub_name(path: str) -> str | None:
 def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     """A model's folder: `path`, or that of org/name[@revision] in the Hugging Face cache.
 
-    Missing files are downloaded unless HF_HUB_OFFLINE is set; a complete cached model is used
-    without asking the hub. Pickled weights are never downloaded.
+    Missing files are downloaded unless HF_HUB_OFFLINE is set. A complete cached model is used
+    without asking the hub if the hub's list of its files is there too; else the hub is asked once,
+    for seconds. Pickled weights are never downloaded.
 
     Args:
       weights: whether to download weights; the other files are small.
@@ -59,20 +66,41 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     if folder.is_dir():
         return folder
     name, revision = _named_on_hub(path, folder)
-    files = (*SMALL_FILES, *(_WEIGHTS if weights else ()))
+    cached = _in_cache(path, folder, weights)
+    if cached and hub.list_in_cache(name, "model", cached) is not None:
+        return cached
+    if cached and hub.list_on_hub(name, "model", cached.name) is None:
+        return _perhaps_partial(cached, name, revision)
+    try:  # a newer commit than the cached one may be another model
+        return _download(name, cached.name if cached else revision or None, weights)
+    except UserError as error:
+        if cached:
+            return _perhaps_partial(cached, name, revision)
+        if not _may_be_mistyped(folder, revision):
+            raise
+        raise UserError(
+            f"{path}: no such run or model folder in {folder.parent}; as a hub model: "
+            + str(error).removeprefix(f"{name}: ")
+        ) from None
+
+
+def resolve_tokenizer_path(path: str) -> Path:
+    """A tokenizer's folder or file: `path`, or the folder of org/name[@revision] in the cache, as
+    `resolve_model_path`."""
+    is_on_hub = hub_name(path) and not expanded(path).exists() and not path.endswith(_FILES)
+    return resolve_model_path(path, weights=False) if is_on_hub else Path(path)
+
+
+def _in_cache(path: str | Path, folder: Path, weights: bool) -> Path | None:
+    """A model's folder in the cache, if all files that are read are there, as far as this folder
+    shows; None if they must be downloaded. Raises like `resolve_model_path`."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    name, revision = _named_on_hub(path, folder)
+    files = _wanted(weights)
     try:
         cached = hub.cached_model(name, revision or None, files)
         removed = _removed_files(cached, files)
-        if removed and hub.is_offline():
-            raise UserError(
-                f"{path}: {removed[0]} is no longer in the local Hugging Face cache, and downloads "
-                "are forbidden (HF_HUB_OFFLINE or --no-download); the same command with downloads "
-                "gets it again"
-            )
-        if not removed and (hub.is_offline() or is_whole(cached, weights)):
-            return cached
     except HFValidationError:
         raise ValueError(
             f"{path}: neither a folder nor a hub name (org/name or org/name@revision)"
@@ -80,15 +108,55 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     except (LocalEntryNotFoundError, OSError):
         if hub.is_offline():
             raise _not_cached(path, folder, name, revision) from None
-    try:
-        return hub.download_model(name, revision or None, files, ".safetensors" if weights else "")
-    except UserError as error:
-        if not _may_be_mistyped(folder, revision):
-            raise
+        return None
+    if removed and hub.is_offline():
         raise UserError(
-            f"{path}: no such run or model folder in {folder.parent}; as a hub model: "
-            + str(error).removeprefix(f"{name}: ")
-        ) from None
+            f"{path}: {removed[0]} is no longer in the local Hugging Face cache, and downloads "
+            "are forbidden (HF_HUB_OFFLINE or --no-download); the same command with downloads "
+            "gets it again"
+        )
+    # With the hub's list, its small files are known to be there, such as a tokenizer's alone.
+    is_listed = not weights and hub.list_in_cache(name, "model", cached) is not None
+    is_usable = hub.is_offline() or is_listed or is_whole(cached, weights)
+    return cached if is_usable and not removed else None
+
+
+def _wanted(weights: bool) -> tuple[str, ...]:
+    """Patterns of a hub model's files to download."""
+    return (*SMALL_FILES, *(_WEIGHTS if weights else ()))
+
+
+def _download(name: str, revision: str | None, weights: bool) -> Path:
+    """Downloads the missing files of a model, also weights under names that only its index has."""
+    files, needed = _wanted(weights), (".safetensors", _INDEX) if weights else ()
+    folder = hub.download_model(name, revision, files, needed)
+    index = folder / _INDEX
+    if not weights or has_weights(folder) or not index.is_file():
+        return folder
+    named = {glob.escape(path.name) for path in read_index(index).values()}
+    return hub.download_model(name, revision, (*files, *sorted(named)), (".safetensors",))
+
+
+def _perhaps_partial(cached: Path, name: str, revision: str) -> Path:
+    """Returns a model's folder in the cache, which another program filled, with a warning if it
+    lacks files that most models have, unless that program noted that this one does not."""
+    from huggingface_hub import try_to_load_from_cache
+
+    missing = [
+        file for file in _USUAL if try_to_load_from_cache(name, file, revision=cached.name) is None
+    ]
+    if missing and not (cached / "adapter_config.json").is_file():
+        warnings.warn(
+            f"{name}: {' and '.join(missing)}: not in the local Hugging Face cache; if the hub has "
+            f"them, {_command(name, revision)} gets them",
+            stacklevel=3,
+        )
+    return cached
+
+
+def _command(name: str, revision: str) -> str:
+    """The hub's command that downloads a model."""
+    return f"hf download {name}" + (f" --revision {revision}" if revision else "")
 
 
 def _named_on_hub(path: str | Path, folder: Path) -> tuple[str, str]:
@@ -127,10 +195,9 @@ def _not_cached(path: str | Path, folder: Path, name: str, revision: str) -> Use
             f"{path}: no such run or model folder in {folder.parent}, nor a model in the local "
             "Hugging Face cache, and downloads are forbidden (HF_HUB_OFFLINE or --no-download)"
         )
-    command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
     return ValueError(
         f"{path}: neither a folder nor in the local Hugging Face cache, and downloads are "
-        f"forbidden (HF_HUB_OFFLINE or --no-download); download it: {command}"
+        f"forbidden (HF_HUB_OFFLINE or --no-download); download it: {_command(name, revision)}"
     )
 
 
@@ -143,14 +210,9 @@ def _may_be_mistyped(folder: Path, revision: str) -> bool:
 def hub_has_weights(path: str) -> bool | None:
     """Whether the hub lists the weights of a whole model under org/name[@revision]; None if it
     cannot be asked."""
-    if hub.is_offline():
-        return None
-    from huggingface_hub import HfApi, constants
-
     name, _, revision = path.partition("@")
-    try:
-        listed = HfApi(endpoint=constants.ENDPOINT).list_repo_files(name, revision=revision or None)
-    except Exception:  # many kinds; a model in the cache must open without a network
+    listed = hub.list_on_hub(name, "model", revision or None)
+    if listed is None:
         return None
     return any(fnmatch.fnmatch(file, form) for file in listed for form in _WHOLE_WEIGHTS)
 

@@ -15,7 +15,7 @@ _TEXT = {
     "model.language_model.": "model.",
 }
 # Prefixes of the names of such a model's other parts, also after `model.`.
-_OTHERS = ("vision_tower.", "multi_modal_projector.")
+_OTHERS = ("vision_tower.", "multi_modal_projector.", "visual.")
 # Parts that wrappers and older programs put into names: torch.compile, DataParallel, FSDP, PEFT.
 _INSERTED = (
     "_orig_mod",

@@ -28,7 +28,7 @@ def of_model(config: TransformerConfig, folder: Path, stacked: bool) -> list[str
       folder: the export.
       stacked: whether it has a layer's experts in one tensor, as in `hf_layout`.
     """
-    lines = [*_rope(config), *_window(config)]
+    lines = [*_rope(config), *_window(config), *_correction(config)]
     names = [{entry.hf_name for entry in hf_layout(config, form)} for form in (stacked, False)]
     if names[0] != names[1]:
         lines.append(
@@ -65,7 +65,8 @@ def of_adapter(config: Mapping[str, Any]) -> list[str]:
     if config.get("target_parameters"):
         return [
             *lines,
-            "vLLM does not load adapters of experts or routers; --merge writes a whole model",
+            "vLLM does not load adapters of experts or routers, nor does peft with transformers 4 "
+            "those of experts, except gpt-oss's; --merge writes a whole model",
         ]
     rank = max(config["r"], *config["rank_pattern"].values(), 0)
     if rank == config["r"]:
@@ -81,62 +82,63 @@ def of_adapter(config: Mapping[str, Any]) -> list[str]:
 
 def _rope(config: TransformerConfig) -> list[str]:
     """Returns how other programs differ in the rotary embedding."""
-    rope, family = config.rope, FAMILIES[config.family]
-    if rope.rule == "dynamic":
-        return [
-            "rope_type dynamic: vLLM and llama.cpp do not stretch RoPE by it, and so compute "
-            f"another model for texts of more than {rope.original_max_position_embeddings} tokens"
-        ]
-    rules, lines = family.llama_cpp_rules, []
-    if not rules and rope != RopeConfig(theta=family.theta):
+    rope, family, lines = config.rope, FAMILIES[config.family], []
+    rules = (*family.llama_cpp_rules, "dynamic")  # that one is named below
+    if not family.llama_cpp_rules and rope != RopeConfig(theta=family.theta):
         lines.append(
             f"llama.cpp reads neither rope_theta nor rope_scaling of {family.architecture}, and so "
             "computes another model"
         )
-    elif rules and rope.rule not in rules:
+    without = () if rope.rule == "default" else family.without_rope_scaling
+    if family.llama_cpp_rules and rope.rule not in rules:
+        without = ("llama.cpp", *without)
+    if without:
         lines.append(
-            f"rope_type {rope.rule}: llama.cpp does not read it in {family.architecture}, and so "
-            "computes another model"
+            f"rope_type {rope.rule}: not read in {family.architecture} by {', '.join(without)}, "
+            "where it is another model"
         )
-    if rope.rule == "longrope":
-        programs = "vLLM" if lines else "vLLM and llama.cpp"
+    if rope.rule == "dynamic":
+        lines.append(
+            "rope_type dynamic: vLLM and llama.cpp do not stretch RoPE by it, and so compute "
+            f"another model for texts of more than {rope.original_max_position_embeddings} tokens"
+        )
+    elif rope.rule == "longrope":
+        programs = "vLLM and llama.cpp" if rope.rule in rules else "vLLM"
         lines += _longrope(rope, config.max_position_embeddings, programs)
-    elif rope.rule == "yarn" and not lines:
+    elif rope.rule == "yarn" and rope.rule in rules:
         lines += _yarn(config)
     return lines
 
 
 def _yarn(config: TransformerConfig) -> list[str]:
     """Returns which of YaRN's numbers other programs do not read. vLLM 0.33 reads them all."""
-    rope = config.rope
+    rope, without = config.rope, FAMILIES[config.family].without_rope_scaling
     without_factor = dataclasses.replace(rope, attention_factor=None)
     # llama.cpp reads this number in models whose queries grow with their position.
     all_dim = rope.mscale_all_dim if config.llama_4_scaling_beta else None
-    read = dataclasses.replace(
+    by_llama_cpp = dataclasses.replace(
         without_factor, mscale=1.0 if all_dim else None, mscale_all_dim=all_dim
     )
-    ours = attention_scaling(rope)
-    scales = {
-        program: scale
-        for program, scale in (
-            ("llama.cpp", attention_scaling(read)),
-            ("SGLang and mlx-lm", attention_scaling(without_factor)),
-        )
+    read = {"llama.cpp": by_llama_cpp, "SGLang": without_factor, "mlx-lm": without_factor}
+    ours, lines = attention_scaling(rope), []
+    scales = {name: attention_scaling(its) for name, its in read.items() if name not in without}
+    theirs = [
+        f"{scale:.4f} in {program}"
+        for program, scale in scales.items()
         if not math.isclose(ours, scale, rel_tol=1e-6)
-    }
-    lines = []
-    if scales:
+    ]
+    if theirs:
         names = ("attention_factor", "mscale", "mscale_all_dim")
         numbers = ", ".join(name for name in names if getattr(rope, name) is not None)
-        theirs = ", ".join(f"{scale:.4f} in {program}" for program, scale in scales.items())
         lines.append(
-            f"rope_type yarn: the scale of attention is {theirs}, instead of {ours:.4f}, since "
-            f"not all of {numbers} are read there"
+            f"rope_type yarn: the scale of attention is {', '.join(theirs)}, instead of "
+            f"{ours:.4f}, since not all of {numbers} are read there"
         )
     if not rope.truncate:
+        programs = [program for program in scales if program != "SGLang"]
         lines.append(
-            "rope_type yarn: llama.cpp and mlx-lm do not read truncate: false, and so rotate by "
-            "slightly other frequencies"
+            f"rope_type yarn: truncate: false is not read by {', '.join(programs)}, whose "
+            "frequencies differ slightly"
         )
     return lines
 
@@ -161,7 +163,18 @@ def _window(config: TransformerConfig) -> list[str]:
         return []
     return [
         f"{family.architecture}: sliding_window is not read by {', '.join(family.without_window)}, "
-        f"which attend to more than {window} tokens"
+        f"where tokens attend to more than {window}"
+    ]
+
+
+def _correction(config: TransformerConfig) -> list[str]:
+    """Returns which programs do not read the correction of the experts' scores."""
+    family = FAMILIES[config.family]
+    if not family.without_correction:
+        return []
+    return [
+        f"{family.architecture}: e_score_correction_bias is not read by "
+        f"{', '.join(family.without_correction)}, where other experts are chosen"
     ]
 
 

@@ -28,10 +28,10 @@ from data.paths import expanded
 from data.untrusted_files import file_within, read_json
 from model.adapter import ATTENTION, MAGNITUDE, AdapterConfig
 from model.attention import Mask
-from model.config import TransformerConfig
+from model.config import LayerStack, TransformerConfig
 from model.families import FAMILIES
 from model.language_model import LanguageModel
-from model.parameter_declarations import LAYERS, declare
+from model.parameter_declarations import declare
 from trainer.config.fields import check_kinds
 
 from . import adapter_config, peft_experts
@@ -49,6 +49,7 @@ from .write import warn_of_mask
 # The configuration of the model that was trained, in an exported adapter: PEFT's format has none.
 TRAINED_CONFIG = "trained_config.json"
 _ATTENTION = "attention"  # its field for the recipe's window and global tokens, which no config has
+_REPLACED = ("original_module", "modules_to_save")  # peft's parts of a module trained in full
 # Parameters with a row for each token in the files.
 _ROWS = ("embed_tokens.weight", "lm_head.weight")
 
@@ -74,22 +75,24 @@ def adapter_layout(
         if config.adapter.trains(entry.name)
     ]
     shape_of = {name: parameter.shape for name, parameter in declare(config).items()}
-    if config.num_experts:
-        entries += peft_experts.entries(config, PREFIX, shares_a, per_expert)
-    for projection in config.adapter.projections:
-        if projection in ATTENTION or not config.num_experts:
-            entries += _projection_entries(config, projection, shape_of, shares_a)
+    for stack in config.stacks:
+        if stack.config.num_experts:
+            entries += peft_experts.entries(config, stack, PREFIX, shares_a, per_expert)
+        for projection in config.adapter.projections:
+            if projection in ATTENTION or not config.num_experts:
+                entries += _projection_entries(config, stack, projection, shape_of, shares_a)
     return entries
 
 
 def _projection_entries(
     config: TransformerConfig,
+    stack: LayerStack,
     projection: str,
     shape_of: Mapping[str, tuple[int, ...]],
     shares_a: bool,
 ) -> list[HFEntry]:
-    """Returns the tensors of one projection's adapter; if the projection is fused, the rows and
-    columns of the fused tensors that belong to it."""
+    """Returns the tensors of one projection's adapter in a stack of layers; if the projection is
+    fused, the rows and columns of the fused tensors that belong to it."""
     assert config.adapter is not None
     rank = config.adapter.rank
     block = f"{'self_attn' if projection in ATTENTION else 'mlp'}."
@@ -108,7 +111,7 @@ def _projection_entries(
     }
     entries = []
     for part in config.adapter.parts:
-        name = f"{LAYERS}{block}{projection}.{part}"
+        name = f"{stack.prefix}{block}{projection}.{part}"
         suffix = "" if part == MAGNITUDE else ".weight"
         entries.append(
             HFEntry(
@@ -116,8 +119,9 @@ def _projection_entries(
                 f"{PREFIX}model.layers.{{i}}.{block}{module}.{part}{suffix}",
                 shape_of[name],
                 shapes[part],
-                config.num_hidden_layers,
+                stack.layers,
                 transpose=part != MAGNITUDE,
+                first_layer=stack.first,
                 **slices[part],
             )
         )
@@ -399,17 +403,10 @@ def _check_tensors(
                 "its embedding; adapters that untie them are not supported"
             )
         names.add(head)
+    # If the base's embeddings were resized, peft also saves, and does not load, what it replaces.
+    names |= {name.replace(".weight", f".{part}.weight") for name in names for part in _REPLACED}
     for name in sorted(set(files) - names):
-        if name not in (head, embedding):
-            raise ValueError(f"{path}: tensor {name} belongs to no projection of the base")
-        found = files[name].get_slice(name).get_shape()[0]
-        problem = (
-            "is in the file" if found == config.vocab_size else _resized(found, config.vocab_size)
-        )
-        raise ValueError(
-            f"{path}: tensor {name} {problem}; in {CONFIG}, modules_to_save has to name "
-            f"{name.split('.')[-2]}"
-        )
+        raise ValueError(f"{path}: tensor {name} belongs to no projection of the base")
 
 
 def _there_instead(name: str, files: Mapping[str, Any]) -> str:

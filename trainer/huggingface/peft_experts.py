@@ -17,9 +17,9 @@ import numpy as np
 from jaxtyping import Float
 
 from model.adapter import ATTENTION, FEED_FORWARD, ROUTER
-from model.config import TransformerConfig
+from model.config import LAYERS, LayerStack, TransformerConfig
 from model.families import FAMILIES
-from model.parameter_declarations import LAYERS, declare
+from model.parameter_declarations import declare, without_stack
 
 from .table import ExpertsEntry, HFEntry, hf_layout
 
@@ -97,9 +97,9 @@ class FactorEntry(HFEntry):
 
 
 def entries(
-    config: TransformerConfig, prefix: str, shares_a: bool, per_expert: bool
+    config: TransformerConfig, stack: LayerStack, prefix: str, shares_a: bool, per_expert: bool
 ) -> list[HFEntry]:
-    """Returns the adapters of experts and router, and their PEFT tensors.
+    """Returns the adapters of experts and router in a stack of layers, and their PEFT tensors.
 
     Args:
       prefix: of all names.
@@ -114,12 +114,12 @@ def entries(
         if projection in ATTENTION:
             continue
         owner = "mlp." if projection == ROUTER else "mlp.experts."
-        name = f"{LAYERS}{owner}{projection}."
+        name = f"{stack.prefix}{owner}{projection}."
         for part in config.adapter.parts:
             file = _module(base, name, config) + f".{part}.weight"
             shape = declare(config)[name + part].shape
             entry = HFEntry(
-                name + part, file, shape, shape[:-3:-1], config.num_hidden_layers, transpose=True
+                name + part, file, shape, shape[:-3:-1], stack.layers, True, stack.first
             )
             if projection != ROUTER:
                 entry = _of_experts(entry, projection, config, shares_a, per_expert)
@@ -179,7 +179,7 @@ def lacking(tensor_names: Iterable[str]) -> set[str]:
 def target_parameters(config: TransformerConfig) -> list[str]:
     """Returns the tensors, in transformers 5's form, that have an adapter, for PEFT's field."""
     assert config.adapter is not None
-    names = {entry.name: entry.hf_name for entry in hf_layout(config, stacked=True)}
+    names = {without_stack(entry.name): entry.hf_name for entry in hf_layout(config, stacked=True)}
     of_mixture = [name for name in config.adapter.projections if name not in ATTENTION]
     paths = [
         f"{LAYERS}mlp.{'' if name == ROUTER else 'experts.'}{name}.weight" for name in of_mixture

@@ -15,7 +15,7 @@ import numpy as np
 from model.config import TransformerConfig
 from model.families import FAMILIES
 from model.padding import fits
-from model.parameter_declarations import LAYERS, in_order
+from model.parameter_declarations import LAYERS, first_layer, in_order, without_stack
 from model.sharding import Parameter
 
 # safetensors' name -> numpy's for readable dtypes. All are exact in float32, so import and export
@@ -73,6 +73,7 @@ class HFEntry:
       shape: of our parameter, with the leading layer axis if it has one.
       hf_shape: of one tensor, or of this parameter's rows in it.
       layers: the number of layers; None for a parameter without layer axis.
+      first_layer: the number of the first of them.
       transpose: the tensor is stored output-first, ours input-first.
       first_row, file_rows: for a tensor that stacks several parameters' rows: this one's first row,
         and the total; None for a tensor of one parameter.
@@ -87,6 +88,7 @@ class HFEntry:
     hf_shape: tuple[int, ...]
     layers: int | None
     transpose: bool
+    first_layer: int = 0
     first_row: int = 0
     file_rows: int | None = None
     first_column: int = 0
@@ -120,11 +122,10 @@ class HFEntry:
 
     def hf_names(self) -> list[str]:
         """The names of the Hugging Face tensors, one per layer if layers are stacked."""
-        return (
-            [self.hf_name]
-            if self.layers is None
-            else [self.hf_name.replace("{i}", str(i)) for i in range(self.layers)]
-        )
+        if self.layers is None:
+            return [self.hf_name]
+        numbers = range(self.first_layer, self.first_layer + self.layers)
+        return [self.hf_name.replace("{i}", str(i)) for i in numbers]
 
     def file_tensors(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every tensor from which the parameter is read."""
@@ -184,6 +185,9 @@ class HFEntry:
             while total < size or (axis == first and axis < len(bounds)):
                 total *= self.layer_shape[axis]
                 axis += 1
+            if first == len(bounds):  # of the row that holds a vector
+                file_index.append(slice(0, 1))
+                continue
             # The first merged axis is sliced in the file, others (D within a head) after reading.
             (start, stop), inner_sizes = bounds[first], self.layer_shape[first + 1 : axis]
             inner = math.prod(inner_sizes)
@@ -282,14 +286,17 @@ def hf_layout(config: TransformerConfig, stacked: bool = False) -> list[HFEntry]
     entries = []
     for name, parameter in in_order(dataclasses.replace(config, adapter=None)).items():
         entry = _entry(name, parameter, family.interleaved)
-        hf_name = names.get(name.removeprefix(LAYERS)) if name.startswith(LAYERS) else None
-        entries.append(
-            dataclasses.replace(entry, hf_name=f"model.layers.{{i}}.{hf_name}")
-            if hf_name
-            else entry
-        )
+        if name.startswith(LAYERS):
+            within = without_stack(name).removeprefix(LAYERS)
+            if within in family.rows:
+                shape = (1, *entry.hf_shape)
+                entry = dataclasses.replace(entry, hf_shape=shape, transpose=True)
+            if hf_name := names.get(within):
+                entry = dataclasses.replace(entry, hf_name=f"model.layers.{{i}}.{hf_name}")
+        entries.append(entry)
     for module, projections in family.fused.items():
-        entries = _fused(entries, module, projections)
+        for stack in config.stacks:
+            entries = _fused(entries, stack.prefix, module, projections)
     return _shared(entries, family.interleaved) if config.num_experts else entries
 
 
@@ -324,12 +331,13 @@ def _are_stacked(files: Collection[str], config: TransformerConfig) -> bool:
 
 def _shared(entries: list[HFEntry], interleaved: bool) -> list[HFEntry]:
     """The table with experts' parameters of one file name as parts of one tensor."""
-    seen: dict[str, int] = {}
-    counts = collections.Counter(entry.hf_name for entry in entries)
+    seen: dict[tuple[int, str], int] = {}
+    counts = collections.Counter((entry.first_layer, entry.hf_name) for entry in entries)
     result = []
     for entry in entries:
-        count, number = counts[entry.hf_name], seen.get(entry.hf_name, 0)
-        seen[entry.hf_name] = number + 1
+        tensor = entry.first_layer, entry.hf_name
+        count, number = counts[tensor], seen.get(tensor, 0)
+        seen[tensor] = number + 1
         if not isinstance(entry, ExpertsEntry) or count == 1:
             result.append(entry)
         elif interleaved:
@@ -351,20 +359,23 @@ def _entry(name: str, parameter: Parameter, interleaved: bool) -> HFEntry:
         transpose = len(shape) > 2 and not interleaved
         of_one = shape[:0:-1] if transpose else shape[1:]
         return ExpertsEntry(
-            name, parameter.hf_name, parameter.shape, of_one, layers, transpose=transpose
+            name, parameter.hf_name, parameter.shape, of_one, layers, transpose, first_layer(name)
         )
     inputs = parameter.inputs
     hf_shape = shape if inputs == 0 else (math.prod(shape),)
     if inputs:
         hf_shape = (math.prod(shape[inputs:]), math.prod(shape[:inputs]))
     return HFEntry(
-        name, parameter.hf_name, parameter.shape, hf_shape, layers, transpose=bool(inputs)
+        name, parameter.hf_name, parameter.shape, hf_shape, layers, bool(inputs), first_layer(name)
     )
 
 
-def _fused(entries: list[HFEntry], module: str, projections: tuple[str, ...]) -> list[HFEntry]:
-    """The table with these projections' weights as rows of one tensor, in its order."""
-    names = [f"layers.{projection}.weight" for projection in projections]
+def _fused(
+    entries: list[HFEntry], prefix: str, module: str, projections: tuple[str, ...]
+) -> list[HFEntry]:
+    """The table with these projections' weights, in a stack of layers, as rows of one tensor, in
+    its order."""
+    names = [f"{prefix}{projection}.weight" for projection in projections]
     file_rows = sum(entry.hf_shape[0] for entry in entries if entry.name in names)
     fused, first_row = [], 0
     for entry in entries:

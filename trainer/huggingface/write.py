@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import warnings
@@ -260,18 +261,19 @@ def _write_safetensors(path: Path, part: list[_Planned], params: _HostLayers) ->
 def _in_layer_order(
     layout: list[HFEntry],
 ) -> Iterator[tuple[str, list[HFEntry], int, int | None]]:
-    """Name, entries, layer and expert of every tensor: embedding, layers, then the rest."""
-    layers = next(entry.layers for entry in layout if entry.layers is not None)
-    stacked: dict[str, list[HFEntry]] = {}
+    """Name, entries, layer within its stack, and expert of every tensor: embedding, layers, then
+    the rest."""
+    stacks: dict[tuple[int, int], dict[str, list[HFEntry]]] = {}
     for entry in layout:
         if entry.layers is not None:
-            stacked.setdefault(entry.hf_name, []).append(entry)
+            stack = stacks.setdefault((entry.first_layer, entry.layers), {})
+            stack.setdefault(entry.hf_name, []).append(entry)
     yield from (
         (entry.hf_name, [entry], 0, None) for entry in layout if entry.name == "embed_tokens.weight"
     )
-    for layer in range(layers):
-        for name, entries in stacked.items():
-            first, of_layer = entries[0], name.replace("{i}", str(layer))
+    for (first_layer, layers), stack in sorted(stacks.items()):
+        for layer, (name, entries) in itertools.product(range(layers), stack.items()):
+            first, of_layer = entries[0], name.replace("{i}", str(first_layer + layer))
             if isinstance(first, ExpertsEntry) and not first.are_stacked:
                 for expert in range(first.experts):
                     yield of_layer.replace("{j}", str(expert)), entries, layer, expert

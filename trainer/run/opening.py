@@ -178,7 +178,9 @@ def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
         ]
     # Both may be in the run's folder.
     kept = [
-        expanded(path).resolve() for path in (config.data.prepared, config.compile_cache) if path
+        os.path.realpath(expanded(path))  # Path.resolve() fails for a link to itself
+        for path in (config.data.prepared, config.compile_cache)
+        if path
     ]
     ours = (EARLIER_STAGES, RunDirectory(config.folder).lock.name)
     files = (
@@ -190,5 +192,5 @@ def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
         path
         for path in files
         if not path.name.endswith(".tmp")
-        and not any(folder.is_relative_to(path.resolve()) for folder in kept)
+        and not any(pathlib.Path(folder).is_relative_to(os.path.realpath(path)) for folder in kept)
     ]

@@ -1,5 +1,8 @@
 """Preparing episodes: random access to the stored ones, and reports of those left out."""
 
+from pathlib import Path
+
+import fsspec
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
@@ -137,6 +140,12 @@ def test_prepared_episodes_in_a_store_serve_other_machines(tmp_path, monkeypatch
             "data.trajectories.builder._build", lambda *_: pytest.fail("made again")
         )
     assert not list(tmp_path.glob("memory*"))
+    store = fsspec.filesystem("memory")
+    expected = {path.name for path in prepared.folder.rglob("*") if path.is_file()}
+    store.rm("/trajectories", recursive=True)
+    for name in ("trajectories", "others"):  # deleted, or another bucket
+        prepare_trajectories(buffer, TASK.name, f"memory://{name}/prepared")
+        assert {Path(path).name for path in store.find(f"/{name}/prepared")} == expected
 
 
 def test_another_process_opens_prepared_episodes(tmp_path):

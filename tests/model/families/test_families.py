@@ -42,6 +42,8 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 2.0],
     "long_factor": [1.0, 1.5, 3.0, 8.0],
 }
+GLM4_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+ERNIE4_5_MOE = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32}
 # Variants of each family's config.json: they set every field that it reads, with windows and original
 # lengths shorter than the test sequences.
 KINDS = {
@@ -199,6 +201,53 @@ KINDS = {
         "moe_intermediate_size": 32,
         "attention_bias": True,
     },
+    "glm4_moe": {
+        **GLM4_MOE,
+        "num_hidden_layers": 3,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": {**YARN},
+    },
+    "glm4_moe with two dense layers": {
+        **GLM4_MOE,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 2,
+        "partial_rotary_factor": 1.0,
+        "n_shared_experts": 2,
+    },
+    "ernie4_5_moe": {
+        **ERNIE4_5_MOE,
+        "num_hidden_layers": 3,
+        "rope_parameters": {**YARN},
+    },
+    "ernie4_5_moe with an interval": {
+        **ERNIE4_5_MOE,
+        "num_hidden_layers": 5,
+        "moe_layer_start_index": 0,
+        "moe_layer_end_index": 3,
+        "moe_layer_interval": 2,
+        "moe_num_shared_experts": 0,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_moe with dense layers": {
+        "num_hidden_layers": 5,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [1],
+        "decoder_sparse_step": 2,
+    },
+    "qwen2_moe with a dense layer": {
+        "num_hidden_layers": 3,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [2, 7],
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+    },
 }
 
 
@@ -234,9 +283,9 @@ def saved(kind: str, folder):
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks")) or "norm" in name:
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
-    for name, buffer in model.named_buffers():
+    for name, buffer in itertools.chain(model.named_buffers(), model.named_parameters()):
         if name.endswith("correction_bias"):
-            torch.nn.init.normal_(buffer, 0.0, 0.3)
+            torch.nn.init.normal_(buffer, 0.0, 0.05 if "moe_statics" in name else 0.3)
     model.save_pretrained(folder)
     return model
 
@@ -264,9 +313,21 @@ ONE_PER_FAMILY = (
     "gpt_oss",
     "qwen2_moe",
     "solar_open",
+    "glm4_moe",
+    "ernie4_5_moe",
 )
 
-MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss", "qwen2_moe", "solar_open")
+MIXTURES = (
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "granitemoe",
+    "gpt_oss",
+    "qwen2_moe",
+    "solar_open",
+    "glm4_moe",
+    "ernie4_5_moe",
+)
 EXPERT_MESHES = (
     {"fsdp": 2, "expert": 2, "sequence": 2},
     {"expert": 2, "tensor": 2, "sequence": 2},
@@ -601,6 +662,7 @@ MEMORY = {
             "qwen3_moe",
             "granitemoe",
             "gpt_oss",
+            "glm4_moe with two dense layers",
         )
         for memory in MEMORY
         if kind != "olmo3" or "groups" not in memory
@@ -608,8 +670,8 @@ MEMORY = {
     indirect=["model"],
 )
 def test_results_do_not_depend_on_how_layers_run(model, memory):
-    """The loss and the gradients of 3 layers in a period of 2, of scaled queries, or of a mixture,
-    against the plain scan."""
+    """The loss and the gradients of 3 layers in a period of 2, of scaled queries, of a mixture, or
+    of a mixture with dense layers, against the plain scan."""
     _, folder, config = model
     batch = packed_batch(config, rows=2, length=64)
 
@@ -640,6 +702,30 @@ def test_every_k_with_layers_of_two_kinds_gives_the_same_gradients():
         return {name: np.asarray(gradient) for name, gradient in gradients.items()}
 
     expected, gradients = run(), run(remat="every_k", every_k=2)
+    for name, gradient in gradients.items():
+        assert np.abs(gradient - expected[name]).max() <= 1e-5 * np.abs(expected[name]).max(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["every_k", "offload_every_k"])
+def test_every_k_need_not_divide_the_layers_of_a_mixture_with_dense_layers(remat):
+    """One dense layer, and groups of three layers and of one with experts."""
+    config = tiny(
+        family="ernie4_5_moe",
+        num_hidden_layers=5,
+        mlp_only_layers=(0,),
+        num_experts=4,
+        num_experts_per_tok=2,
+        **FAMILIES["ernie4_5_moe"].computes,
+    )
+    batch = packed_batch(config, rows=1, length=64)
+
+    def run(**options):
+        own = llama(config, **options)
+        gradients = jax.jit(jax.grad(mean_loss(own), has_aux=True))(own.init(0), batch)[0]
+        return {name: np.asarray(gradient) for name, gradient in gradients.items()}
+
+    expected, gradients = run(), run(remat=remat, every_k=3)
     for name, gradient in gradients.items():
         assert np.abs(gradient - expected[name]).max() <= 1e-5 * np.abs(expected[name]).max(), name
 
@@ -738,6 +824,66 @@ PUBLISHED = {
         "tie_word_embeddings": False,
         "vocab_size": 102400,
     },
+    "glm-4.5-air": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "pad_token_id": 151329,
+        "eos_token_id": [151329, 151336, 151338],
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "partial_rotary_factor": 0.5,
+        "initializer_range": 0.02,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 131072,
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "use_qk_norm": False,
+        "vocab_size": 151552,
+    },
+    "ernie-4.5-300b-a47b": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "max_position_embeddings": 131072,
+        "model_type": "ernie4_5_moe",
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 54,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-05,
+        "vocab_size": 103424,
+        "rope_theta": 500000,
+        "tie_word_embeddings": False,
+        "use_bias": False,
+        "moe_num_experts": 64,
+        "moe_num_shared_experts": 0,
+        "moe_layer_start_index": 3,
+        "moe_layer_end_index": 53,
+        "moe_layer_interval": 1,
+        "moe_intermediate_size": 3584,
+        "moe_k": 8,
+    },
     "seed-oss-36b": {
         "architectures": ["SeedOssForCausalLM"],
         "model_type": "seed_oss",
@@ -830,6 +976,102 @@ def test_dropout_of_seed_oss_is_left_out_with_a_warning(dropout, said):
     assert written.items() >= dropout.items() and left_out == [], "an export keeps them"
 
 
+GLM = {"architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 4, "head_dim": 64}
+ERNIE = {"architectures": ["Ernie4_5_MoeForCausalLM"], "num_hidden_layers": 4}
+QWEN = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "dense"),
+    [
+        ({**GLM, "first_k_dense_replace": 0}, ()),
+        ({**GLM, "first_k_dense_replace": 3}, (0, 1, 2)),
+        (ERNIE, (0,)),
+        ({**ERNIE, "moe_layer_start_index": 0, "moe_layer_end_index": 2}, (3,)),
+        ({**ERNIE, "moe_layer_interval": 2}, (0, 2)),
+        ({**QWEN, "mlp_only_layers": None}, ()),
+        ({**QWEN, "mlp_only_layers": [3, 9], "decoder_sparse_step": 2}, (0, 2, 3)),
+    ],
+)
+def test_layers_without_experts_are_those_of_transformers(config, dense):
+    read = TransformerConfig.from_hf_dict(config)
+    assert read.mlp_only_layers == dense
+    assert TransformerConfig.from_hf_dict(read.to_hf()) == read
+    fields = {"moe_num_experts": 4, "n_routed_experts": 4, "num_experts": 4, "hidden_size": 64}
+    theirs = transformers.AutoConfig.for_model(read.family, **{**config, **fields})
+    with torch.device("meta"):
+        layers = transformers.AutoModel.from_config(theirs).layers
+    assert tuple(i for i, layer in enumerate(layers) if not hasattr(layer.mlp, "experts")) == dense
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({**GLM, "first_k_dense_replace": 4}, ["first_k_dense_replace", "4 of 4 layers"]),
+        ({**GLM, "first_k_dense_replace": -1}, ["first_k_dense_replace", "-1"]),
+        ({**GLM, "n_group": 8}, ["n_group", "8", "Glm4MoeForCausalLM"]),
+        ({**GLM, "use_qk_norm": 1}, ["use_qk_norm", "1"]),
+        ({**ERNIE, "moe_layer_start_index": 4}, ["moe_layer_start_index", "4 of 4 layers"]),
+        ({**ERNIE, "moe_layer_interval": 0}, ["moe_layer_interval", "0"]),
+        ({**ERNIE, "moe_norm_min": 0.1}, ["moe_norm_min", "0.1", "1e-12"]),
+        ({**ERNIE, "use_bias": True}, ["use_bias", "True"]),
+        ({**ERNIE, "output_router_logits": True}, ["output_router_logits", "True"]),
+        ({**QWEN, "decoder_sparse_step": 0}, ["decoder_sparse_step", "0"]),
+        ({**QWEN, "mlp_only_layers": ["1"]}, ["mlp_only_layers", "'1'", "numbers"]),
+    ],
+)
+def test_unsupported_layers_of_mixtures_are_refused_by_name(config, words):
+    with pytest.raises(ValueError) as caught:
+        TransformerConfig.from_hf_dict(config)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("family", "dense", "words"),
+    [
+        ("glm4_moe", (1,), [r"mlp_only_layers: found \[1\]; Glm4MoeForCausalLM has them first"]),
+        ("ernie4_5_moe", (2,), [r"mlp_only_layers: found \[2\]; .* a constant interval"]),
+        ("qwen3_moe", (4,), ["mlp_only_layers: found 4; num_hidden_layers 4 needs numbers"]),
+        ("llama", (1,), ["mlp_only_layers: found 1 of 4 layers, and num_experts 0"]),
+    ],
+)
+def test_dense_layers_that_a_config_cannot_name_are_refused(family, dense, words):
+    sizes = {"num_hidden_layers": 4, "mlp_only_layers": dense}
+    if family != "llama":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        sizes |= FAMILIES[family].computes
+    with pytest.raises(ValueError, match=words[0]):
+        tiny(family=family, **sizes).to_hf()
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor"),
+    [
+        ("glm4_moe", "model.layers.46.eh_proj.weight"),
+        ("ernie4_5_moe", "model.mtp_block.0.input_layernorm.weight"),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(kind, tensor, tmp_path):
+    """Transformers too leaves them out; an export says that it has none."""
+    saved(kind, tmp_path / "model")
+    path = tmp_path / "model/model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    safetensors.torch.save_file({**tensors, tensor: torch.ones(3)}, path, {"format": "pt"})
+    config = TransformerConfig.from_hf(tmp_path / "model")
+    with pytest.warns(UserWarning, match=f"left out 1 tensors such as {tensor}: as transformers"):
+        _, params = ours(config, tmp_path / "model", {})
+    assert len(params) == len(hf_layout(config))
+    if kind == "glm4_moe":
+        source = {**config.to_hf(), "num_nextn_predict_layers": 1}
+        written, left_out = described(config, source)
+        assert written["num_nextn_predict_layers"] == 0
+        assert left_out == ["num_nextn_predict_layers"]
+        assert described(config, config.to_hf())[1] == []
+    safetensors.torch.save_file({**tensors, "model.layers.45.x": torch.ones(3)}, path)
+    with pytest.raises(ValueError, match=r"model\.layers\.45\.x does not belong to the model"):
+        ours(config, tmp_path / "model", {})
+
+
 def test_a_published_model_in_fp8_is_refused_by_name():
     fp8 = {"quant_method": "fp8", "activation_scheme": "static", "dequantize": False}
     with pytest.raises(
@@ -849,6 +1091,7 @@ NO_COMPUTATION = {
     "id2label",
     "label2id",
     "model_type",
+    "num_nextn_predict_layers",
     "output_attentions",
     "output_hidden_states",
     "problem_type",
@@ -862,6 +1105,10 @@ READ = {
     "no_rope_layer_interval",
     "sliding_window_pattern",
     "_sliding_window_pattern",
+    "moe_layer_end_index",
+    "moe_layer_interval",
+    "moe_norm_min",
+    "moe_num_shared_experts",
 }
 
 

@@ -13,7 +13,13 @@ from planning.compiled.overlap import crossings
 from planning.compiled.text import parse
 from planning.compiled.transfers import groups, received, transfers
 from planning.topology import topology_devices
-from scripts.benchmarks.bench_schedules import CASES, case, compile_pass, count_bytes, small_step
+from scripts.benchmarks.bench_schedules.compiled import (
+    CASES,
+    case,
+    compile_pass,
+    count_bytes,
+    small_step,
+)
 from tests.compiled_text import arrays_with
 
 BLOCK = Block(batch=1, tokens=1024, query_heads=32, kv_heads=8, head_dim=128)

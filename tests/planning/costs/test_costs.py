@@ -732,6 +732,25 @@ def test_expert_ranks_exchange_tokens_and_keep_their_matrices():
     assert result.layer_backward.exposed == pytest.approx(backward)
 
 
+def test_layers_without_experts_exchange_no_tokens():
+    """The step of a mixture with dense layers takes as long as that of its parts."""
+    box = dataclasses.replace(HARDWARE["a100-nvlink"], network=Network(link=1e9, latency=0.0))
+    config = dataclasses.replace(TransformerConfig.preset("glm-4.5-air"), num_hidden_layers=4)
+
+    def layers(config):
+        axes = {"batch": 8, "fsdp": 2, "expert": 4, "schedule": "local", "overlap": False}
+        result = estimate(TrainingStep(Sizes.of(config), box, 4096, **axes))
+        seconds = result.layer_forward.seconds + result.layer_backward.seconds
+        return config.num_hidden_layers * seconds
+
+    dense, mixture = (stack.config for stack in config.stacks)
+    assert layers(mixture) == pytest.approx(
+        layers(dataclasses.replace(mixture, num_hidden_layers=1)) * 3
+    )
+    exchanged = 4096 * config.hidden_size * 2 * 3 / 1e9 * 5  # see above
+    assert layers(config) == pytest.approx(layers(dense) - exchanged + layers(mixture))
+
+
 @pytest.mark.parametrize(
     ("model", "expert", "load"),
     [("qwen3-30b-a3b", 8, 8), ("mixtral-8x7b", 4, 4), ("mixtral-8x7b", 8, 4), ("llama-7b", 1, 1)],

@@ -14,10 +14,11 @@ import torch
 from jax._src.cudnn import fused_attention_stablehlo
 
 from model.attention import choice
-from scripts.benchmarks import bench_kernels, kernel_case
-from scripts.benchmarks.bench_kernels import Options, main
-from scripts.benchmarks.kernel_block import BLOCKS, Case, LeftOut, make_block
-from scripts.benchmarks.kernel_peers import ON_DEVICE, PEERS, splash
+from scripts.benchmarks.bench_kernels import __main__ as bench_kernels
+from scripts.benchmarks.bench_kernels import case as one_process
+from scripts.benchmarks.bench_kernels.__main__ import Options, main
+from scripts.benchmarks.bench_kernels.block import BLOCKS, Case, LeftOut, make_block
+from scripts.benchmarks.bench_kernels.peers import ON_DEVICE, PEERS, splash
 from trainer.options import parse
 
 LENGTH = 128
@@ -91,8 +92,8 @@ def test_documented_accelerator_commands_parse(repository):
 
 
 def test_the_table_and_the_figures(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench_kernels, "measure", kernel_case.measure_all)  # without processes
-    monkeypatch.setitem(kernel_case.PRODUCTS, "cpu", ((1, 256, 256, 256),))
+    monkeypatch.setattr(bench_kernels, "measure", one_process.measure_all)  # without processes
+    monkeypatch.setitem(one_process.PRODUCTS, "cpu", ((1, 256, 256, 256),))
     arguments = "--lengths 64 --blocks diagonal --peers ours jax-cudnn --heads 2 --head_dim 8"
     arguments += f" --rounds 1 --repeats 1 --output {tmp_path}"
     assert main(arguments.split()) == 0

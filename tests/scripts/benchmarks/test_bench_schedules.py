@@ -3,7 +3,7 @@ screen."""
 
 import json
 
-from scripts.benchmarks.bench_schedules import main
+from scripts.benchmarks.bench_schedules.__main__ import main
 
 
 def test_a_ring_receives_what_its_plan_says(tmp_path, capsys):

@@ -6,9 +6,18 @@ import json
 import numpy as np
 import pytest
 
-from scripts.benchmarks import exploration, exploration_figure, exploration_table, results
-from scripts.benchmarks.exploration_cells import TASKS, TRAININGS, Cell, cells
-from scripts.benchmarks.exploration_table import CELLS, NAME, SCORES, Answer, nested_bootstrap
+from scripts.benchmarks import results
+from scripts.benchmarks.exploration import __main__ as exploration
+from scripts.benchmarks.exploration.cells import TASKS, TRAININGS, Cell, cells
+from scripts.benchmarks.exploration.figure import curves, draw
+from scripts.benchmarks.exploration.table import (
+    CELLS,
+    NAME,
+    SCORES,
+    Answer,
+    nested_bootstrap,
+    save_result,
+)
 from trainer.config.load import load
 
 
@@ -112,9 +121,7 @@ def test_only_the_failed_evaluation_is_retried(commands_run, stored, tmp_path, m
 def test_cells_of_the_result_are_not_measured_again(commands_run, stored, tmp_path, capsys):
     """A training that another one starts from still runs if it is missing."""
     cell = Cell("cartpole_swingup", "ours", "AT, N = 4", 0)
-    exploration_table.save_result(
-        {cell: [Answer("best in the data", episode_returns(10.0), 0.5)]}, "command"
-    )
+    save_result({cell: [Answer("best in the data", episode_returns(10.0), 0.5)]}, "command")
     options = ["--data", str(tmp_path / "data"), "--output", str(tmp_path / "runs")]
     assert exploration.main([*options, "--tasks", "cartpole_swingup"]) == 0
     played = [
@@ -134,7 +141,7 @@ def test_half_a_table_is_completed_elsewhere(stored):
         Cell(task, "ours", method, 0): [Answer("best in the data", episode_returns(last), 0.5)]
         for method, last in (("BC-10%", 1.0), ("DT", 2.0), ("AT, N = 4", 10.0))
     }
-    exploration_table.save_result(first, "command")
+    save_result(first, "command")
     row = stored().rows[task]
     assert row["verdict"] == "not measured"
     assert row["found"].endswith("for AT, N = 32; so far BC-10% 1; DT 2; AT, N = 4 10")
@@ -144,7 +151,7 @@ def test_half_a_table_is_completed_elsewhere(stored):
         ]
     }
     second[Cell(task, "ours", "DT", 1)] = [Answer("best in the data", episode_returns(4.0), 0.5)]
-    exploration_table.save_result(second, "command")
+    save_result(second, "command")
     row = stored().rows[task]
     assert row["verdict"] == "held" and row["found"] == (
         "BC-10% 1; DT 3; AT, N = 4 10; AT, N = 32 12"
@@ -182,12 +189,12 @@ def test_the_figure_shows_each_episodes_mean_and_interval(saved_figures, tmp_pat
         ["walker_run", "ours", "DT", "14.0 20.0", "4.0 0.0", "90.0"],
         ["walker_run", "the paper's", "DT", "1.0 1.0", "1.0 1.0", "90.0"],
     ]
-    found = exploration_figure.curves(columns, lines)
+    found = curves(columns, lines)
     (curve,) = found["walker_run"].values()
     # Between the seeds 8 with one degree of freedom, within them (4 + 16) / 2 = 10.
     np.testing.assert_allclose(curve.mean, [12.0, 20.0])
     np.testing.assert_allclose(curve.margin, [1.96 * np.sqrt((8 + 10 / 20) / 2), 0.0])
-    exploration_figure.draw(found, tmp_path / "figure.png")
+    draw(found, tmp_path / "figure.png")
     panels = {axes.get_title(): axes for axes in saved_figures[0].axes}
     assert panels.keys() == TASKS.keys()
     assert [text.get_text() for text in panels["cheetah_run"].texts] == ["not measured"]
@@ -199,7 +206,7 @@ def test_the_figure_shows_each_episodes_mean_and_interval(saved_figures, tmp_pat
 def test_attention_by_episode_is_stored(stored):
     cell = Cell("walker_walk", "ours", "AT, N = 4", 0)
     result = {**episode_returns(10.0), "attention": [[0.1, 0.2, 0.3, 0.4], [0.3, 0.2, 0.1, 0.4]]}
-    exploration_table.save_result({cell: [Answer("best in the data", result, 0.5)]}, "command")
+    save_result({cell: [Answer("best in the data", result, 0.5)]}, "command")
     table = stored().tables[CELLS]
     (line,) = table["rows"]
     assert line[table["columns"].index("attention by episode, %")] == "20.0 20.0 20.0 40.0"

@@ -1,12 +1,12 @@
 """The rows of a short GPU session: each command accepts its options, and rows for which time is
 short are named."""
 
-import importlib
 import json
 
 import pytest
 
 from scripts.benchmarks import gpu_call
+from tests.scripts.test_help import module_of_command
 from trainer.options import parse
 
 ROWS = [row for rows in gpu_call.CALLS.values() for row in rows]
@@ -16,7 +16,7 @@ ROWS = [row for rows in gpu_call.CALLS.values() for row in rows]
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_rows_command_accepts_its_options(row, tiny):
     _, name, *words = gpu_call.module(row.words)
-    options = importlib.import_module(name).Options
+    options = module_of_command(name).Options
     parsed = parse(options, [*words, *(row.tiny.split() if tiny else [])])
     assert str(parsed.output).startswith("runs/")
 

@@ -2,11 +2,13 @@
 resuming after a failure."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from scripts import benchmarks
 from scripts.benchmarks import __main__ as bench
 from scripts.benchmarks import measurements, page, results, summaries
 from scripts.benchmarks.measurements import MEASUREMENTS, Measurement
@@ -107,6 +109,13 @@ def test_a_start_after_a_change_begins_from_scratch(workspace, tmp_path):
 
 def test_table_3_matches_its_record():
     assert MEASUREMENTS["table3"].summarize(None) == load("table3").rows
+
+
+def test_the_packages_map_names_every_module():
+    folder = Path(benchmarks.__file__).parent
+    modules = {path.stem for path in folder.glob("[a-z]*.py")}
+    modules |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert modules - set(re.findall(r"\w+", benchmarks.__doc__)) == set()
 
 
 def test_every_measurement_has_its_result_and_files():

@@ -5,9 +5,9 @@ import json
 import pytest
 
 import planning.plan
-from scripts.benchmarks import table3, table3_cells
-from scripts.benchmarks.table3 import LEAST, MOST, longest
-from scripts.benchmarks.table3_cells import COLUMNS, LIKE_FOR_LIKE, Cell, cells
+from scripts.benchmarks.table3 import __main__ as table3
+from scripts.benchmarks.table3.__main__ import LEAST, MOST, longest
+from scripts.benchmarks.table3.cells import COLUMNS, LIKE_FOR_LIKE, Cell, cells
 
 CONTEXTS = [LEAST << power for power in range(21)]
 
@@ -31,8 +31,9 @@ def test_the_search_agrees_with_trying_every_context(most, start):
 @pytest.fixture
 def small(monkeypatch):
     """A table of one small machine with 100 MiB per device."""
-    monkeypatch.setattr(table3_cells, "PAPER", {"v5e:2x2": {"tiny": (1, 2, 4, 16)}})
-    monkeypatch.setattr(table3, "RING_ATTENTION_CONTEXTS", table3_cells.PAPER)
+    monkeypatch.setattr(
+        "scripts.benchmarks.table3.cells.PAPER", {"v5e:2x2": {"tiny": (1, 2, 4, 16)}}
+    )
     monkeypatch.setattr(planning.plan, "memory_gib", lambda topology: 100 / 1024)
 
 
@@ -122,8 +123,7 @@ def test_host_memory_is_bounded_and_a_second_start_compiles_nothing(
 
 def test_like_for_like_cells_have_one_row_and_the_papers_mesh(monkeypatch):
     monkeypatch.setattr(
-        table3_cells,
-        "PAPER",
+        "scripts.benchmarks.table3.cells.PAPER",
         {"v5e:2x2": {"tiny": (1, 2, 4, 16)}, "a100:8": {"llama-13b": (1, 2, 4, 16)}},
     )
     like_for_like = [cell for cell in cells() if cell.memory == LIKE_FOR_LIKE]

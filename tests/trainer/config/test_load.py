@@ -345,9 +345,13 @@ def test_only_the_positions_of_a_pretrained_model_may_be_overridden(tmp_path):
         ("--wandb_entity x", ["(the package wandb reads it from its environment"]),
         ("--packed true", ["(rows are always packed with documents); valid"]),
         ("--special_tokens x", ["(they are the tokenizer's"]),
-        ("--label_smoothing 0.1", ["(preference.label_smoothing is for pairs;"]),
+        ("--label_smoothing 0.1", ["did you mean --preference.label_smoothing?"]),
         ("--dataset_split train", ["(the path names the split's file or folder)"]),
         ("--beta 0.1", ["did you mean --preference.beta?"]),
+        ("--preference.cpo_alpha 1", ["did you mean --preference.sft_weight?"]),
+        ("--preference.loss_weights 1", ["(preference.loss is one loss, to which preference.sft"]),
+        ("--max_prompt_length 9", ["(preference.long_pairs says what happens to a pair longer"]),
+        ("--ref_adapters x", ["(preference.ref_model is a whole model; scripts.export_hf --merge"]),
         ("--logging_dir x", ["did you mean --run_dir?"]),
         ("--lora_r 8", ["did you mean --adapter.rank?"]),
         ("--adam_beta2 0.9", ["did you mean --optimizer.beta2?"]),
@@ -504,6 +508,16 @@ def test_only_the_positions_of_a_pretrained_model_may_be_overridden(tmp_path):
             "--trajectories.path x --trajectories.task walker_walk --data.sources [] "
             "--data.held_out_path y",
             ["data.held_out_path: found 'y', needs to be left out with trajectories.path, whose"],
+        ),
+        (
+            "--trajectories.path x --trajectories.task walker_walk --data.sources [] "
+            "--data.template chatml",
+            ["data.template: found 'chatml', needs to be left out with trajectories.path, whose"],
+        ),
+        (
+            "--trajectories.path x --trajectories.task walker_walk --data.sources [] "
+            "--data.clean.html always",
+            ["data.clean.html: found 'always', needs to be left out with trajectories.path, whose"],
         ),
         (
             "--checkpoint.best_is highest",
@@ -987,7 +1001,7 @@ def test_other_trainers_names_map_to_existing_fields_and_have_one_meaning():
     assert {*MEANT.values(), *MEANT_SECTIONS.values()} <= set(fields.FIELDS)
     assert set(MEANT_SECTIONS) <= set(fields.SECTIONS)
     assert not set(MEANT) & ours and not set(MEANT) & set(NO_FIELD)
-    assert not set(NO_FIELD) & {*ours, *fields.SECTIONS} - {"label_smoothing", "split"}
+    assert not set(NO_FIELD) & {*ours, *fields.SECTIONS} - {"split"}
     assert set(REMARKS) <= {*MEANT, "batch_size"}
 
 
@@ -1101,6 +1115,21 @@ def test_a_run_that_began_with_another_default_template_resumes_with_it(tmp_path
     assert (cleaned.html, cleaned.rate_limits) == ("detect", False), "the flag is obeyed"
     (run / "config.yaml").write_text("{", encoding="utf-8")
     assert loaded(tmp_path, "--run_dir", str(run)).data.template == "tokenizer"
+
+
+def test_a_run_on_trajectories_keeps_earlier_defaults_that_it_does_not_read(tmp_path):
+    run = tmp_path / "run"
+    words = ["--trajectories.path", "x", "--trajectories.task", "walker_walk"]
+    words += ["--data.sources", "[]", "--run_dir", str(run)]
+    recipe = ["--config", write(tmp_path), *words]
+    fresh = load(recipe)
+    run.mkdir()
+    (run / "config.yaml").write_text(
+        "data: {template: vicuna_v1.1, clean: {html: detect, rate_limits: true}}", encoding="utf-8"
+    )
+    kept = load(recipe)
+    assert kept.data.template == "vicuna_v1.1" and kept.data.clean.rate_limits
+    assert dataclasses.replace(kept, data=fresh.data) == fresh
 
 
 def test_a_run_of_today_keeps_the_day_of_its_first_start(tmp_path, capsys):

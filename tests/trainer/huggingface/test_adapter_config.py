@@ -90,6 +90,29 @@ def test_a_field_that_changes_the_computation_is_named(tmp_path, field, value):
 
 
 @pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"bias": "lora_only"}, "makes a whole model of it$"),
+        ({"trainable_token_indices": [1]}, "makes a whole model of it$"),
+        # Merging into a tied head changes the embedding too, by peft 0.21.
+        ({"target_modules": ["q_proj", "lm_head"]}, "of it, unless the base's head is its emb"),
+        ({"target_modules": r".*\.(q_proj|embed_tokens)"}, "of it, unless the base's head is"),
+    ],
+)
+def test_an_adapter_that_peft_can_merge_is_refused_with_that_way_out(tmp_path, fields, words):
+    change(tmp_path, **fields)
+    with pytest.raises(ValueError, match=rf"; peft's merge_and_unload .*{words}"):
+        read_config(tmp_path)
+
+
+def test_no_way_out_is_named_where_peft_cannot_merge(tmp_path):
+    """A bias of the adapter, where the base has none."""
+    change(tmp_path, lora_bias=True)
+    with pytest.raises(ValueError, match=r"lora_bias: found True; only None is read$"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"target_modules": ["q_proj", "v_proj", "c_attn", "query_key_value"]},

@@ -1,6 +1,7 @@
 """Models by their name on the hub, served by a hub on this machine: what is downloaded, what is
 not, and what is refused."""
 
+import contextlib
 import dataclasses
 import hashlib
 import http.server
@@ -8,8 +9,10 @@ import json
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
+import urllib.parse
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -22,6 +25,7 @@ import train
 from data import hub as data_hub
 from data.download_checks import checked
 from data.errors import UserError
+from data.tokenizer import Tokenizer
 from eval import needle
 from model.adapter import AdapterConfig
 from scripts import inspect_data, plan, prepare
@@ -31,6 +35,7 @@ from tests.model.build import llama
 from trainer.config.schema import ModelConfig
 from trainer.huggingface import adapter_config
 from trainer.huggingface.hub_models import resolve_model_path
+from trainer.huggingface.table import hf_layout
 from trainer.model_source import choose_model, open_model
 
 SHA = "c" * 40
@@ -64,7 +69,10 @@ class Hub(HubHandler):
                 "siblings": [{"rfilename": name} for name in files],
             }
             return self.answer(200, json.dumps(info).encode(), {}, body)
-        name = path.partition("/resolve/")[2].partition("/")[2]
+        name = urllib.parse.unquote(path.partition("/resolve/")[2].partition("/")[2])
+        if name not in files:
+            missing = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": SHA}
+            return self.answer(404, b"{}", missing, body)
         mark = hashlib.sha256(files[name]).hexdigest() if self.server.has_digests else name
         headers = {"ETag": f'"{mark}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
         if body and name in self.server.refused:
@@ -151,6 +159,70 @@ def test_a_model_is_downloaded_once_without_pickles_after_printing_its_size(
     hub.requests.clear()
     assert open_model("me/tiny").fingerprint == local.fingerprint
     assert hub.requests == [], "a run does not depend on the hub once it has the model"
+
+
+@pytest.mark.parametrize("network", ["there", "unreachable", "silent", "forbidden"])
+def test_a_cache_that_another_program_filled_is_completed(hub, monkeypatch, network):
+    """As by `AutoModelForCausalLM.from_pretrained` and `tokenizers.Tokenizer.from_pretrained`,
+    which fetch single files: BOS, EOS and the chat template are in others. Without a network it
+    opens at once, though the hub's library would repeat its requests and wait without end."""
+    hub.has_digests = True
+    names = ["config.json", "model.safetensors", "tokenizer.json"]
+    if network == "silent":  # the cache has a note that the hub does not have the last one
+        del hub.content["generation_config.json"]
+        names.append("generation_config.json")
+    for name in names:
+        with contextlib.suppress(huggingface_hub.errors.EntryNotFoundError):
+            huggingface_hub.hf_hub_download(
+                "me/tiny", name, endpoint=huggingface_hub.constants.ENDPOINT
+            )
+    if network == "there":
+        tokenizer = open_model("me/tiny").tokenizer()
+        assert tokenizer.chat_template and (tokenizer.bos_token, tokenizer.eos_token) == (
+            "<s>",
+            "</s>",
+        )
+        assert {path for path in hub.requests if path.startswith("/api/")} == {
+            f"/api/models/me/tiny/revision/{SHA}",
+            f"/api/models/me/tiny/tree/{SHA}",
+        }, "which commit is the newest was asked"
+        hub.requests.clear()
+        open_model("me/tiny")
+        assert hub.requests == []
+        return
+    silent = socket.create_server(("127.0.0.1", 0))  # accepts connections and never answers
+    if network == "forbidden":
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    elif network == "silent":
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        monkeypatch.setattr(huggingface_hub.constants, "DEFAULT_ETAG_TIMEOUT", 0.2)
+    else:
+        hub.shutdown()
+        hub.server_close()
+    words = "me/tiny: tokenizer_config.json and generation_config.json: not in the local"
+    if network == "silent":
+        words = "me/tiny: tokenizer_config.json: not in the local"
+    start = time.monotonic()
+    with silent, pytest.warns(UserWarning, match=words):
+        open_model("me/tiny")
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors-00001-of-00001.safetensors", "weights [1].safetensors"]
+)
+def test_weights_have_the_names_that_the_index_says(hub, hf_model, name):
+    """As in transformers."""
+    hub.content[name] = hub.content.pop("model.safetensors")
+    tensors = [entry.name for entry in hf_layout(open_model(str(hf_model)).config)]
+    index = json.dumps({"weight_map": dict.fromkeys(tensors, name)})
+    hub.content["model.safetensors.index.json"] = index.encode()
+    assert not open_model("me/tiny").lacks_weights
+    assert hub.sent.count(name) == 1 and "original/model.safetensors" not in hub.sent
+    hub.requests.clear()
+    open_model("me/tiny")
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize("offline", [False, True])
@@ -348,6 +420,26 @@ def test_commands_that_need_no_weights_download_none(hub):
     assert "model.safetensors" not in hub.sent
     open_model("me/tiny")
     assert hub.sent.count("model.safetensors") == 1 and hub.sent.count("config.json") == 1
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_tokenizer_may_have_a_hub_name(hub, hf_model, with_config):
+    """As axolotl's tokenizer_config; some repositories have only a tokenizer."""
+    if not with_config:
+        hub.content = {
+            name: content for name, content in hub.content.items() if name.startswith("tokenizer")
+        }
+    expected = Tokenizer.load(hf_model).fingerprint
+    shape = {"preset": "llama-7b"}
+    for config in (shape, {"path": str(hf_model)}):
+        chosen = choose_model(ModelConfig(**config, tokenizer="me/tiny"), weights=False)
+        tokenizer = chosen.tokenizer()
+        assert (tokenizer.fingerprint == expected) == with_config  # it has the template
+        assert tokenizer.bos_token == "<s>"
+    assert hub.requests.count("/api/models/me/tiny/revision/main") == 2, "only while downloading"
+    assert "model.safetensors" not in hub.sent
+    with pytest.raises(UserError, match="me/none: neither a folder nor a model that"):
+        choose_model(ModelConfig(**shape, tokenizer="me/none"))
 
 
 def test_the_processes_of_a_machine_download_once(hub):

@@ -65,6 +65,21 @@ KINDS = {
         {"n_routed_experts": 4, "moe_intermediate_size": 32, "n_shared_experts": 1},
         ALL,
     ),
+    "glm4_moe": (
+        {"n_routed_experts": 4, "moe_intermediate_size": 32, "intermediate_size": 96},
+        ALL,
+    ),
+    "ernie4_5_moe": (
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "moe_layer_interval": 2,
+        },
+        ALL,
+    ),
 }
 
 
@@ -206,7 +221,8 @@ def test_peft_reads_our_files(adapter, tmp_path):
     trained = {name: x for name, x in params.items() if not model.parameters[name].frozen}
     rest = {name: x for name, x in params.items() if name not in trained}
     for name, x in merged(rest, trained, config).items():
-        layers = np.stack([x[0], x[1]]) if name.startswith("layers.") else x
+        is_stacked = name.startswith("layers.")
+        layers = np.stack([x[i] for i in range(len(whole[name]))]) if is_stacked else x
         np.testing.assert_allclose(layers, whole[name], atol=1e-6, err_msg=name)
 
 
@@ -346,6 +362,8 @@ def test_all_linear_means_the_same_as_in_peft():
         "mixtral": candidates,
         "olmoe": candidates,
         "solar_open": candidates,
+        "glm4_moe": candidates,
+        "ernie4_5_moe": candidates,
         "granitemoe": ATTENTION,
         "gpt_oss": ATTENTION,
         "qwen2_moe": ATTENTION,  # and the experts shared by all tokens, which have no adapters here

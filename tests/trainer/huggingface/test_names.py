@@ -74,6 +74,19 @@ WHOLE = {
         {"model_type": "llama", "tie_word_embeddings": True, "sliding_window": None},
         {"model_type": "clip_vision_model"},
     ),
+    "qwen3_vl": (
+        {"tie_word_embeddings": True},
+        {
+            "model_type": "qwen3_vl_text",
+            "rope_theta": 5e6,
+            "rope_scaling": {
+                "rope_type": "default",
+                "mrope_interleaved": True,
+                "mrope_section": [2, 1, 1],
+            },
+        },
+        {"model_type": "qwen3_vl", "depth": 1, "num_heads": 2, "out_hidden_size": 32},
+    ),
 }
 TOKENS = np.random.default_rng(0).integers(3, 900, (1, 24), np.int32)
 
@@ -185,6 +198,14 @@ def test_a_name_that_a_wrapper_made_is_given(new_name, hf_model, tmp_path):
     with pytest.raises(ValueError, match=r"is missing; .*; (\S+) is there, a name that") as error:
         ours(folder)
     assert any(f"; {new_name(name)} is there" in str(error.value) for name in before)
+
+
+def test_experts_as_mlx_lm_stores_them_are_named(hf_model, tmp_path):
+    """By its `convert` and `fuse`; the names of 0.32."""
+    folder = shutil.copytree(hf_model, tmp_path / "model")
+    rename(folder, lambda name: name.replace("mlp.gate_proj", "mlp.switch_mlp.gate_proj"))
+    with pytest.raises(ValueError, match=r"is missing; .*; \S+switch_mlp\S+ is there, as mlx-lm"):
+        ours(folder)
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,9 @@ def test_compiled_programs_may_be_kept_in_the_runs_folder(config, tmp_path):
     with pytest.raises(UserError, match="holds files but no config"):
         (tmp_path / "run/config.yaml").unlink()
         check_run(dataclasses.replace(config, compile_cache=None))
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match="holds files but no config"):
+        check_run(dataclasses.replace(config, compile_cache=str(tmp_path / "loop")))
 
 
 def test_the_same_run_resumes_on_any_hardware(config):

@@ -7,7 +7,13 @@ import pytest
 from model.attention import get_schedule
 from model.attention.layout import permutation
 from model.attention.schedules.plan import Block
-from scripts.benchmarks.balance import TILE, computed_tiles, imbalance, measure, per_round
+from scripts.benchmarks.bench_schedules.balance import (
+    TILE,
+    computed_tiles,
+    imbalance,
+    measure,
+    per_round,
+)
 
 TILES = 16  # per side of a block, as in the papers' arithmetic
 

@@ -1,0 +1,1 @@
+"""Attention kernels beside other libraries': `python -m scripts.benchmarks.bench_kernels`."""

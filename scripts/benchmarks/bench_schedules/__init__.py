@@ -1,0 +1,1 @@
+"""Schedules beside each other: `python -m scripts.benchmarks.bench_schedules TABLE`."""

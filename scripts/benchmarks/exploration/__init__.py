@@ -1,0 +1,1 @@
+"""In-context reinforcement learning on exploration: `python -m scripts.benchmarks.exploration`."""

@@ -1,0 +1,1 @@
+"""Ring Attention's Table 3 with our step: `python -m scripts.benchmarks.table3`."""
