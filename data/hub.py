@@ -6,33 +6,31 @@ A data set is hf://datasets/OWNER/NAME[@REVISION][/FILE, FOLDER OR PATTERN].
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
 import glob
 import http
 import os
 import re
 import sys
-import threading
-import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from data import cards
 from data.compression import ENDINGS
 from data.errors import UserError, causes, first_line
 from data.folders import locked
+from data.hub_transfers import (
+    bounded_snapshot,
+    cache_errors,
+    check_answers,
+    in_cache,
+    remove_abandoned,
+)
 from data.printable import printable
-from data.untrusted_files import MAX_JSON_BYTES
 
-T = TypeVar("T")
 PREFIX = "hf://datasets/"
-ABANDONED_SECONDS = 3600
-# Seconds that the hub may be silent, where its library would wait without end.
-_LONGEST_WAITS = {"connect": 10, "read": 30}
 _MOST_SAID = 200  # characters of the hub's words in a message
 WOULD_WORK = f"{PREFIX}OWNER/NAME[@REVISION][/FILE] would work"
 # The hub's files about a data set.
@@ -129,9 +127,7 @@ def listed_files(path: str, local: Path) -> list[str] | None:
       local: what `local_path` returns for it, or its snapshot's folder.
     """
     repository = _parts(path)[0]
-    end = (
-        local.parts.index(_in_cache(repository, "dataset").name) + len(("snapshots", "commit")) + 1
-    )
+    end = local.parts.index(in_cache(repository, "dataset").name) + len(("snapshots", "commit")) + 1
     snapshot = Path(*local.parts[:end])
     names = list_in_cache(repository, "dataset", snapshot)
     if names is None:  # as in a cache that cannot be written
@@ -150,7 +146,7 @@ def list_on_hub(name: str, kind: str, revision: str | None) -> list[str] | None:
 
     if is_offline():
         return None
-    _check_answers()
+    check_answers()
     api = HfApi(endpoint=constants.ENDPOINT)
     ask = api.dataset_info if kind == "dataset" else api.model_info
     try:
@@ -400,8 +396,8 @@ def download_model(
             raise error.__cause__ or error from None  # the hub's answer
 
     lock = Path(constants.HF_HUB_CACHE) / f".longstripe-{name.replace('/', '--')}.lock"
-    with _model_errors(name, revision), _cache_errors(), locked(lock):
-        _remove_abandoned(_in_cache(name, "model") / "blobs")
+    with _model_errors(name, revision), cache_errors(), locked(lock):
+        remove_abandoned(in_cache(name, "model") / "blobs")
         listed = fetch(dry_run=True)
         if needed and not any(file.filename.endswith(needed) for file in listed):
             raise only_pickled(name)
@@ -517,53 +513,9 @@ def without_token(text: str) -> str:
     return text.replace(token, "hf_...") if token else text
 
 
-@contextlib.contextmanager
-def _cache_errors() -> Iterator[None]:
-    """Translates errors of a cache that this user may not write, as in a container whose user has
-    no home folder, into a UserError."""
-    from huggingface_hub import constants
-
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        raise UserError(
-            f"{constants.HF_HUB_CACHE}: the hub's cache cannot be written ({error.strerror}); "
-            "HF_HOME=FOLDER with another folder would work"
-        ) from None
-
-
-class _BadAnswer(Exception):
-    """An answer from the hub that its library would act on, but must not."""
-
-
 def _download(name: str, **options: Any) -> Any:
-    """Calls snapshot_download, but distrusts the hub: it can neither write outside the cache, nor
-    fill memory or disk, nor leave a file that does not match its announced digest.
-
-    Raises:
-      UserError: a file does not match its digest.
-      _BadAnswer: an answer is refused.
-    """
-    from huggingface_hub import constants, snapshot_download
-
-    from data.download_checks import checked, remove_damaged  # only downloads need it
-
-    _check_answers()
-    repository = _in_cache(name, options.get("repo_type", "model"))
-    remove_damaged(repository)
-    writes_nothing = options.get("dry_run") or is_offline()
-    with _cache_errors(), contextlib.nullcontext() if writes_nothing else checked(repository):
-        return _interruptible(
-            lambda: snapshot_download(
-                name,
-                # Once imported, the library has HF_ENDPOINT as a constant.
-                endpoint=constants.ENDPOINT,
-                tqdm_class=_bounded_bar(),
-                **options,
-            )
-        )
+    """Calls `bounded_snapshot`, which writes nothing offline or in a dry run."""
+    return bounded_snapshot(name, writes=not (options.get("dry_run") or is_offline()), **options)
 
 
 def cached_model(name: str, revision: str | None, files: Sequence[str]) -> Path:
@@ -578,129 +530,9 @@ def cached_model(name: str, revision: str | None, files: Sequence[str]) -> Path:
 
     from data.download_checks import remove_damaged
 
-    remove_damaged(_in_cache(name, "model"))
+    remove_damaged(in_cache(name, "model"))
     return Path(
         snapshot_download(
             name, revision=revision, local_files_only=True, allow_patterns=list(files)
         )
     )
-
-
-def _in_cache(name: str, kind: str) -> Path:
-    """Returns a repository's folder in the cache; it may not exist."""
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"
-
-
-def _check_answers() -> None:
-    """Makes the hub's library call `_limit_waits` and `_check_answer`."""
-    from huggingface_hub import get_session
-
-    hooks = get_session().event_hooks
-    if _check_answer not in hooks["response"]:
-        get_session().event_hooks = {
-            "request": [*hooks["request"], _limit_waits],
-            "response": [*hooks["response"], _check_answer],
-        }
-
-
-def _limit_waits(request: Any) -> None:
-    """Limits the waits for the hub that its library leaves unlimited, see _LONGEST_WAITS.
-
-    Args:
-      request: from the HTTP library that the hub's library uses.
-    """
-    waits = request.extensions.setdefault("timeout", {})
-    waits.update({kind: most for kind, most in _LONGEST_WAITS.items() if waits.get(kind) is None})
-
-
-def _check_answer(response: Any) -> None:
-    """Refuses an answer whose ETag is a path out of the cache, and limits the size of answers about
-    a repository.
-
-    The hub's library names the file that it writes by the ETag, wherever that leads.
-
-    Args:
-      response: from the HTTP library that the hub's library uses.
-    """
-    for header in ("X-Linked-ETag", "ETag"):
-        tag = response.headers.get(header)
-        name = tag and tag.lstrip("W/").strip('"')
-        if name and not os.path.normpath(os.path.join("blobs", name)).startswith("blobs/"):
-            raise _BadAnswer(f"its {header} leads out of the cache: {tag}")
-    if response.request.url.path.startswith("/api/"):
-        response.iter_bytes = functools.partial(_bounded, response.iter_bytes)
-
-
-def _bounded(parts: Callable[..., Iterator[bytes]], *arguments: Any) -> Iterator[bytes]:
-    """Yields the decompressed parts of an answer that will be read into memory, up to a limit."""
-    received = 0
-    for part in parts(*arguments):
-        received += len(part)
-        if received > MAX_JSON_BYTES:
-            raise _BadAnswer(f"an answer of more than {MAX_JSON_BYTES:,} bytes")
-        yield part
-
-
-@functools.cache
-def _bounded_bar() -> type:
-    """Returns a progress bar for the hub's library that stops a download larger than announced."""
-    from huggingface_hub.utils import tqdm
-
-    class BoundedBar(tqdm):
-        """Counts bytes itself, because a hidden bar counts nothing."""
-
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            self.received = 0.0
-            self.is_bytes = options.get("name") == "huggingface_hub.snapshot_download"
-            super().__init__(*arguments, **options)
-
-        def update(self, n: float | None = 1) -> bool | None:
-            """As in tqdm; raises _BadAnswer."""
-            self.received += n or 0
-            if self.is_bytes and self.received > (self.total or 0):
-                raise _BadAnswer(f"more than the {self.total or 0:,} bytes announced")
-            return super().update(n)
-
-    return BoundedBar
-
-
-def _interruptible(download: Callable[[], T]) -> T:
-    """Returns what `download` returns; Ctrl-C interrupts it immediately.
-
-    The hub's library downloads in threads and joins them even after Ctrl-C, which takes hours if a
-    large file is being downloaded. Here they end with the process. Partial files are removed, since
-    the library never reads them again.
-    """
-    import concurrent.futures  # here, since it takes a tenth of the time to import train.py
-
-    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(download())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=work, name="download", daemon=True).start()
-    try:
-        # Some libraries make system calls resume after a signal, so wait with a timeout.
-        while not concurrent.futures.wait([outcome], timeout=0.2).done:
-            pass
-        return outcome.result()
-    except KeyboardInterrupt:
-        for descriptor in Path("/proc/self/fd").glob("*"):  # none without Linux
-            with contextlib.suppress(OSError):
-                if (path := descriptor.readlink()).suffix == ".incomplete":
-                    path.unlink()
-        raise
-
-
-def _remove_abandoned(blobs: Path) -> None:
-    """Removes partial files to which no process has written for an hour: it was killed, and the
-    hub's library never reads them again."""
-    for part in blobs.glob("*.incomplete"):
-        with contextlib.suppress(OSError):
-            if time.time() - part.stat().st_mtime > ABANDONED_SECONDS:
-                part.unlink()

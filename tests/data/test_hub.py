@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import _tree_cache
 
 from data import hub as data_hub
-from data import source_files
+from data import hub_transfers, source_files
 from data.encode import EncodingRules
 from data.errors import UserError, is_transient
 from data.prepare import prepare
@@ -385,7 +385,7 @@ def test_a_silent_hub_is_not_waited_for_without_end(hub, monkeypatch):
     """As behind a firewall: cached files are read, and others refused."""
     path = "hf://datasets/me/chats/train.jsonl"
     whole = answers(path)
-    monkeypatch.setattr(data_hub, "_LONGEST_WAITS", {"connect": 0.2, "read": 0.2})
+    monkeypatch.setattr(hub_transfers, "_LONGEST_WAITS", {"connect": 0.2, "read": 0.2})
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections alone
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
@@ -440,7 +440,7 @@ def test_a_conversion_of_a_part_of_a_data_set_has_a_warning(
     assert source_files.PARTIAL not in Source(path).notes(is_held_out=True)
     monkeypatch.setitem(FILES, "good/partial-train/0.jsonl", FILES["good/train-0.jsonl"])
     _tree_cache._IN_MEMORY_TREE_CACHE.clear()
-    shutil.rmtree(data_hub._in_cache("me/chats", "dataset"))
+    shutil.rmtree(hub_transfers.in_cache("me/chats", "dataset"))
     assert source_files.PARTIAL in Source(path).notes(is_held_out=True)
 
 
@@ -652,7 +652,7 @@ def test_a_file_of_another_size_than_announced_is_discarded(hub, tmp_path, sent,
     ids=["page", "list", "nested", "no revision", "path", "no names", "out", "without end"],
 )
 def test_an_invalid_response_of_the_hub_is_a_one_line_error(hub, monkeypatch, tmp_path, listing):
-    monkeypatch.setattr(data_hub, "MAX_JSON_BYTES", 1_000_000)
+    monkeypatch.setattr(hub_transfers, "MAX_JSON_BYTES", 1_000_000)
     hub.listing = listing
     with pytest.raises(UserError, match="hf://datasets/me/chats: cannot be downloaded") as caught:
         answers("hf://datasets/me/chats")

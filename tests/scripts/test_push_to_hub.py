@@ -411,7 +411,9 @@ def test_a_card_links_to_the_data_sets_of_the_hub(tmp_path):
     (tmp_path / "5/assets").mkdir(parents=True)
     (tmp_path / "5/assets/run.yaml").write_text(load.dump(recipe))
     card = ModelCard(model_card(tmp_path / "5", TransformerConfig.preset("llama-7b")))
-    assert card.data.datasets == ["a/x", "b/chats"] and card.data.library_name == "transformers"
+    metadata = card.data.to_dict()
+    assert metadata["datasets"] == ["a/x", "b/chats"]
+    assert metadata["library_name"] == "transformers"
 
 
 def test_an_export_warns_that_it_cannot_name_a_local_base(tmp_path, monkeypatch):
